@@ -1,0 +1,28 @@
+# hp_isa_unit(family): compiles native/isa/<family>.inc.cpp once per instruction set into namespace hp::<isa>.
+# The unit sees HP_ISA (namespace name) and HP_VW (fp32 lanes per vector).
+function(hp_isa_object family isa lanes)
+  set(unit "${CMAKE_CURRENT_BINARY_DIR}/${family}_${isa}.cpp")
+  file(WRITE "${unit}.in" "#include \"isa/${family}.inc.cpp\"\n")
+  configure_file("${unit}.in" "${unit}" COPYONLY)
+  set_source_files_properties("${unit}" PROPERTIES
+    COMPILE_OPTIONS "${ARGN}" COMPILE_DEFINITIONS "HP_ISA=${isa};HP_VW=${lanes}"
+    OBJECT_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/native/isa/${family}.inc.cpp")
+  target_sources(_native PRIVATE "${unit}")
+endfunction()
+
+function(hp_isa_unit family)
+  hp_isa_object(${family} baseline 4 -O3 -ffp-contract=fast)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT HARDPOINT_PORTABLE)
+    hp_isa_object(${family} avx2 8 -O3 -ffp-contract=fast -march=x86-64-v3)
+    hp_isa_object(${family} avx512 16 -O3 -ffp-contract=fast -march=x86-64-v4 -mprefer-vector-width=512)
+    hp_isa_object(${family} avx512bf16 16 -O3 -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512)
+    target_compile_definitions(_native PRIVATE HP_HAVE_X86_ISAS=1)
+  endif()
+endfunction()
+
+file(GLOB ISA_FAMILIES CONFIGURE_DEPENDS native/isa/*.inc.cpp)
+foreach(path ${ISA_FAMILIES})
+  get_filename_component(family "${path}" NAME)
+  string(REPLACE ".inc.cpp" "" family "${family}")
+  hp_isa_unit(${family})
+endforeach()
