@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,9 +31,10 @@ class PlainAllocator(TensorAllocator):
     def empty(
         self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE
     ) -> torch.Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype.to_torch())
-        self.books.add(tag, tensor.nbytes)
-        weakref.finalize(tensor, self.books.remove, tag, tensor.nbytes)
+        home = np.zeros(prod(shape) * dtype.itemsize, np.uint8)
+        tensor = torch.from_numpy(home).view(dtype.to_torch()).view(tuple(shape))
+        self.books.add(tag, home.nbytes)
+        weakref.finalize(home, self.books.remove, tag, home.nbytes)
         self.homes[tensor.untyped_storage().data_ptr()] = tag
         return tensor
 
