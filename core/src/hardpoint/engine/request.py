@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hardpoint.engine.detokenizer import Detokenizer
@@ -78,6 +78,11 @@ class RequestState:
         """All completions have ended."""
         return all(sequence.finished for sequence in self.sequences)
 
+    def first_token(self, num_cached_tokens: int) -> None:
+        """Note that the first token is out, and how many prompt tokens the prefix cache had."""
+        self.metrics = replace(self.metrics, first_token_time=time.time())
+        self.num_cached_tokens = num_cached_tokens
+
     def append(self, sequence: SequenceState, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Take a followed sequence's next token; returns True when it completes a stop string."""
         sequence.token_ids.append(token_id)
@@ -100,7 +105,7 @@ class RequestState:
             last = sequence.token_ids[-1]
             explicit = last in (self.params.stop_token_ids or ())
             sequence.stop_reason = last if explicit and last not in eos_ids else None
-        self.metrics.finished_time = time.time()
+        self.metrics = replace(self.metrics, finished_time=time.time())
 
     def output(self) -> RequestOutput:
         """Return the request as it stands; of a delta request, what is new since the last output."""
@@ -114,3 +119,50 @@ class RequestState:
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+    def _best(self) -> list[SequenceState]:
+        """Return the completions to show: all, or the n with the highest mean log probability per token of best_of."""
+        if not self.params.needs_ranking or not self.finished:
+            return self.sequences[: self.params.n]
+        return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]
+
+    def _completion(self, sequence: SequenceState, index: int, delta: bool) -> CompletionOutput:
+        since_token = sequence.reported_tokens if delta else 0
+        since_char = sequence.reported_chars if delta else 0
+        text = sequence.detokenizer.text(final=sequence.finished)
+        logprobs = sequence.logprobs if self.params.logprobs is not None else None
+        completion = CompletionOutput(
+            index=index,
+            text=text[since_char:],
+            token_ids=sequence.token_ids[since_token:],
+            cumulative_logprob=sequence.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs[since_token:],
+            finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
+            stop_reason=sequence.stop_reason,
+        )
+        sequence.reported_tokens, sequence.reported_chars = len(sequence.token_ids), len(text)
+        return completion
+
+    def _append_logprobs(self, sequence: SequenceState, logprobs: TokenLogprobs) -> None:
+        sampled = float(logprobs.logprobs[0])
+        sequence.cumulative_logprob = (sequence.cumulative_logprob or 0.0) + sampled
+        if self.params.logprobs is None:
+            return
+        if sequence.logprobs is None:
+            sequence.logprobs = []
+        ranks = (logprobs.rank, *range(1, len(logprobs.token_ids)))
+        entries: dict[int, Logprob] = {}
+        for token_id, value, rank in zip(logprobs.token_ids.tolist(), logprobs.logprobs.tolist(), ranks, strict=True):
+            if token_id not in entries:
+                entries[token_id] = Logprob(logprob=value, rank=rank, decoded_token=self._decode(token_id))
+        sequence.logprobs.append(entries)
+
+    def _decode(self, token_id: int) -> str | None:
+        if self._tokenizer is None or not self.params.detokenize:
+            return None
+        text: str = self._tokenizer.decode([token_id])
+        return text
+
+
+def _mean_logprob(sequence: SequenceState) -> float:
+    return (sequence.cumulative_logprob or 0.0) / max(len(sequence.token_ids), 1)
