@@ -140,7 +140,7 @@ class LLMEngine:
                     )
                 )
         except BaseException:
-            self._end(seq_ids)
+            self._end(handle, seq_ids)
             raise
         self._num_added += 1
         request = RequestState(request_id, tokens, params, seq_ids, self.tokenizer)
@@ -202,11 +202,12 @@ class LLMEngine:
             request = self._requests.pop(request_id, None)
             if isinstance(request, _Embedding):
                 self._embeddings.pop(request.seq_id)
-                self._end([request.seq_id])
+                self._end(request.seq_id, [request.seq_id])
             elif request is not None:
                 for sequence in request.sequences:
                     self._by_sequence.pop(sequence.seq_id, None)
-                self._end([sequence.seq_id for sequence in request.sequences if not sequence.finished])
+                alive = [sequence.seq_id for sequence in request.sequences if not sequence.finished]
+                self._end(request.sequences[0].seq_id, alive)
 
     def has_unfinished_requests(self) -> bool:
         """There is something to compute."""
@@ -255,8 +256,9 @@ class LLMEngine:
                 continue
             request, sequence = self._by_sequence[seq_id]
             stopped = request.append(sequence, events.token_ids[sample], events.logprobs.get(sample))
-            if stopped and seq_id not in ended:
-                self._core.scheduler.finish(seq_id, FinishReason.STOP)
+            if stopped:
+                if seq_id not in ended:
+                    self._core.scheduler.finish(seq_id, FinishReason.STOP)
                 self._finish(seq_id, FinishReason.STOP)
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 changed[request.request_id] = request
@@ -288,10 +290,10 @@ class LLMEngine:
 
     # Ends without an output
 
-    def _end(self, seq_ids: Sequence[int]) -> None:
-        """Abort a request's sequences in the scheduler and forget them everywhere."""
+    def _end(self, handle: int, seq_ids: Sequence[int]) -> None:
+        """Abort a request in the scheduler and forget those of its sequences that have not ended."""
         scheduler = self._core.scheduler
-        scheduler.abort([seq_ids[0]])
+        scheduler.abort([handle])
         self._forget(seq_ids)
         scheduler.release(seq_ids)
 
