@@ -18,7 +18,7 @@ from typing import TypeVar
 import pluggy
 
 from hardpoint.interfaces import API_VERSION, BackendDescriptor, ProbeResult
-from hardpoint.interfaces.errors import BackendError
+from hardpoint.interfaces.errors import BackendError, HardpointError
 from hardpoint.plugins import hookspec
 from hardpoint.plugins.hookspec import ENTRY_POINT_GROUP, PROJECT
 from hardpoint.plugins.record import BackendRecord, BackendState
@@ -200,7 +200,8 @@ def _call(what: str, function: Callable[[], _Result], time_limit: float) -> _Res
     if failure:
         error = failure[0]
         text = " ".join(str(error).split())
-        reason = f"{what} raised {type(error).__name__}" + (f": {text}" if text else "")
+        named = "failed" if isinstance(error, HardpointError) else f"raised {type(error).__name__}"
+        reason = f"{what} {named}" + (f": {text}" if text else "")
         raise _Rejected(BackendState.BROKEN, reason, _traceback(error))
     if not outcome:
         raise _Rejected(BackendState.BROKEN, f"{what} did not return within {time_limit:g} s")
