@@ -1,4 +1,6 @@
 // Micro-kernels of the linear layers, compiled once per instruction set.
+#include <utility>
+
 #include "gemm.hpp"
 #include "vec.hpp"
 
@@ -11,7 +13,7 @@ constexpr int kGroupColumns = kGroupTiles * kTileColumns;
 // Rows and tiles of one register block. The accumulators (rows x tiles x vectors of a tile) must hide the latency of the
 // multiply-add (6 cycles for the BF16 dot product on Zen 5, two per cycle) and leave registers for operands.
 #if HP_VW == 16
-constexpr int kRows = 6, kTiles = 4;
+constexpr int kRows = 12, kTiles = 2;
 #elif HP_VW == 8
 constexpr int kRows = 6, kTiles = 1;
 #else
@@ -24,21 +26,33 @@ constexpr bool kBf16Dot = true;
 constexpr bool kBf16Dot = false;
 #endif
 
+// Rows of x, addressed from every third one: base + {0, 1, 2} * stride are addressing modes, so that twelve rows need four
+// registers and not twelve.
+template <class X, int MR>
+struct Rows {
+  const X* base[(MR + 2) / 3];
+  int64_t stride;
+  Rows(const X* x, int64_t stride) : stride(stride) {
+    for (int b = 0; b < (MR + 2) / 3; ++b) base[b] = x + 3 * b * stride;
+  }
+  const X* at(int row, int64_t i) const { return base[row / 3] + row % 3 * stride + i; }
+};
+
 // Weight formats: X is the element of a row of x, kStep the k terms that one step consumes.
 struct F32Format {
   using X = float;
   static constexpr int kStep = 1, kStepBytes = 64;
   template <int MR, int NT>
-  static inline void step(const X* const* x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
     vf b[NT][kTileVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
       for (int v = 0; v < kTileVectors; ++v) b[t][v] = load(reinterpret_cast<const float*>(w[t] + i * kStepBytes) + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
-      const vf a = splat(x[r][i]);
-#pragma GCC unroll 8
+      const vf a = splat(*x.at(r, i));
+#pragma GCC unroll 16
       for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
         for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = fma(a, b[t][v], acc[r][t][v]);
@@ -50,16 +64,16 @@ struct F16Format {
   using X = float;
   static constexpr int kStep = 1, kStepBytes = 32;
   template <int MR, int NT>
-  static inline void step(const X* const* x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
     vf b[NT][kTileVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
       for (int v = 0; v < kTileVectors; ++v) b[t][v] = load(reinterpret_cast<const Half*>(w[t] + i * kStepBytes) + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
-      const vf a = splat(x[r][i]);
-#pragma GCC unroll 8
+      const vf a = splat(*x.at(r, i));
+#pragma GCC unroll 16
       for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
         for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = fma(a, b[t][v], acc[r][t][v]);
@@ -72,16 +86,16 @@ struct Bf16Format {
   using X = Bf16;
   static constexpr int kStep = 2, kStepBytes = 64;
   template <int MR, int NT>
-  static inline void step(const X* const* x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
     __m512bh b[NT];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < NT; ++t) b[t] = (__m512bh)_mm512_loadu_si512(w[t] + i * kStepBytes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
       int32_t pair;
-      std::memcpy(&pair, x[r] + 2 * i, 4);
+      std::memcpy(&pair, x.at(r, 2 * i), 4);
       const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int t = 0; t < NT; ++t) acc[r][t][0] = (vf)_mm512_dpbf16_ps((__m512)acc[r][t][0], a, b[t]);
     }
   }
@@ -91,21 +105,21 @@ struct Bf16Format {
   using X = float;
   static constexpr int kStep = 2, kStepBytes = 64;
   template <int MR, int NT>
-  static inline void step(const X* const* x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
       vf b[NT][kTileVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
         for (int v = 0; v < kTileVectors; ++v) {
           const vu pairs = *reinterpret_cast<const vu_mem*>(w[t] + i * kStepBytes + v * kLanes * 4);
           b[t][v] = odd ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < MR; ++r) {
-        const vf a = splat(x[r][2 * i + odd]);
-#pragma GCC unroll 8
+        const vf a = splat(*x.at(r, 2 * i + odd));
+#pragma GCC unroll 16
         for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
           for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = fma(a, b[t][v], acc[r][t][v]);
@@ -120,17 +134,16 @@ template <class Format, int MR, int NT>
 void micro_kernel(const typename Format::X* x, int64_t x_stride, const char* tiles, int64_t tile_stride, int64_t steps,
                   const char* prefetch, int prefetch_lines, float* c) {
   vf acc[MR][NT][kTileVectors];
-  const typename Format::X* rows[MR];
+  const Rows<typename Format::X, MR> rows(x, x_stride);
   const char* w[NT];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {
-    rows[r] = x + r * x_stride;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
       for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = vf{};
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int t = 0; t < NT; ++t) w[t] = tiles + t * tile_stride;
 
   if (prefetch_lines == 0) {
@@ -142,9 +155,9 @@ void micro_kernel(const typename Format::X* x, int64_t x_stride, const char* til
     }
   }
 
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
       for (int v = 0; v < kTileVectors; ++v) store(c + r * kGroupColumns + t * kTileColumns + v * kLanes, acc[r][t][v]);
@@ -154,19 +167,20 @@ template <class Format>
 using MicroKernel = void (*)(const typename Format::X*, int64_t, const char*, int64_t, int64_t, const char*, int, float*);
 
 template <class Format>
+struct MicroKernelTable {
+  MicroKernel<Format> entry[kRows][kTiles];
+};
+
+template <class Format, int... R>
+constexpr MicroKernelTable<Format> micro_kernel_table(std::integer_sequence<int, R...>) {
+  if constexpr (kTiles == 2) return {{{micro_kernel<Format, R + 1, 1>, micro_kernel<Format, R + 1, 2>}...}};
+  else return {{{micro_kernel<Format, R + 1, 1>}...}};
+}
+
+template <class Format>
 MicroKernel<Format> micro_kernel_for(int rows, int tiles) {
-#if HP_VW == 16
-#define HP_ROW(m) {micro_kernel<Format, m, 1>, micro_kernel<Format, m, 2>, micro_kernel<Format, m, 3>, micro_kernel<Format, m, 4>}
-  static constexpr MicroKernel<Format> table[kRows][kTiles] = {HP_ROW(1), HP_ROW(2), HP_ROW(3), HP_ROW(4), HP_ROW(5), HP_ROW(6)};
-#elif HP_VW == 8
-#define HP_ROW(m) {micro_kernel<Format, m, 1>}
-  static constexpr MicroKernel<Format> table[kRows][kTiles] = {HP_ROW(1), HP_ROW(2), HP_ROW(3), HP_ROW(4), HP_ROW(5), HP_ROW(6)};
-#else
-#define HP_ROW(m) {micro_kernel<Format, m, 1>}
-  static constexpr MicroKernel<Format> table[kRows][kTiles] = {HP_ROW(1), HP_ROW(2)};
-#endif
-#undef HP_ROW
-  return table[rows - 1][tiles - 1];
+  static constexpr auto table = micro_kernel_table<Format>(std::make_integer_sequence<int, kRows>());
+  return table.entry[rows - 1][tiles - 1];
 }
 
 template <class T>
@@ -272,7 +286,7 @@ void run_item_as(const LinearItem& item) {
   const int count = item.tile_count;
   const auto* x = static_cast<const typename Format::X*>(item.x);
 
-  // Blocks as equal as possible: 8 rows are 4 + 4, not 6 + 2, which would not hide the latency.
+  // Blocks as equal as possible: 14 rows are 7 + 7, not 12 + 2, which would not hide the latency.
   const int64_t rows = item.row_end - item.row_begin;
   const int64_t blocks = ceil_div(rows, kRows);
   const int64_t panel_lines = stride * count / 64;
