@@ -1,0 +1,1 @@
+"""Hardpoint: an LLM inference engine whose hardware layer is a set of plugins."""

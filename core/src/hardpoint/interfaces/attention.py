@@ -1,0 +1,159 @@
+"""The contract of paged attention.
+
+A KV cache holds fixed-size blocks of tokens. Token t of a sequence lives in block `block_table[row, t // block_size]` at offset
+`t % block_size`. Attention is causal: the query at position p sees the keys at positions `0..p`, and with a sliding window of w
+keys only those at `p - w + 1..p`. Slots beyond a sequence's context, and blocks that no sequence owns, may hold anything,
+NaN included, and must never influence a result.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionLayer, AttentionRequest, GraphLevel
+from hardpoint.interfaces.contract import Contract
+from hardpoint.interfaces.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.batch import Int32Array, StepBatch
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A request that a backend cannot serve.
+
+    Attributes:
+        reasons: one sentence for each obstacle.
+    """
+
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Shape of the KV cache of all layers, one tensor.
+
+    Attributes:
+        axes: names of a layer's axes in order, a permutation of ("kv", "block", "head", "token", "dim"); "kv" is the axis
+            of keys (0) and values (1). The tensor has one leading axis more, the layer.
+    """
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    axes: tuple[str, ...] = ("kv", "block", "head", "token", "dim")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes in all layers: 2 · layers · block_size · kv_heads · head_dim · itemsize."""
+        per_layer = 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * per_layer
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the shape of the whole cache, the layer axis first."""
+        sizes = {
+            "kv": 2,
+            "block": num_blocks,
+            "head": self.num_kv_heads,
+            "token": self.block_size,
+            "dim": self.head_dim,
+        }
+        return (self.num_layers, *(sizes[axis] for axis in self.axes))
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What a backend offers for a request: what the engine must keep to.
+
+    Attributes:
+        kv_cache: shape of the cache.
+        slot_dtype: element type of slot mappings on the device.
+        graph_level: what can be captured.
+        notes: choices and their reasons, for people.
+    """
+
+    request: AttentionRequest
+    kv_cache: KVCacheSpec
+    slot_dtype: DType = DType.INT32
+    graph_level: GraphLevel = GraphLevel.NONE
+    notes: tuple[str, ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self.kv_cache.block_size
+
+
+class AttentionBackend(Contract, contract=True):
+    """Paged attention of one device; made by the descriptor's factory with the device as its only argument.
+
+    `plan` is called once for a model, `prepare` once per step, `write_kv` and then `forward` once per layer and step.
+    """
+
+    @abstractmethod
+    def capabilities(self) -> AttentionCapabilities:
+        """Return what this backend does on its device."""
+
+    @abstractmethod
+    def plan(self, request: AttentionRequest) -> AttentionPlan | Refusal:
+        """Return how the request will be served, or the reasons why it cannot be. Does no work on the device."""
+
+    @abstractmethod
+    def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Any:
+        """Return this step's metadata (device copies of the batch's arrays, the split of the work), used by all layers."""
+
+    @abstractmethod
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        """Write the step's keys and values to their slots; a slot of -1 is not written.
+
+        Args:
+            layer: index into the plan's layers.
+            k, v: [num_tokens, num_kv_heads, head_dim]; heads and dims contiguous, any stride between tokens.
+            kv_cache: this layer's slice of the cache.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Compute attention of the step's queries over their sequences' caches into `out`.
+
+        Args:
+            layer: index into the plan's layers.
+            q, out: [num_tokens, num_heads, head_dim]; heads and dims contiguous, any stride between tokens.
+            k, v: the step's new keys and values, already written by `write_kv`.
+            kv_cache: this layer's slice of the cache.
+            sinks, alibi_slopes: float32[num_heads], where the layer has them.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, kv_cache: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers. `kv_cache` is the whole cache, `pairs` int32[k, 2] (source, destination)."""
+
+    @abstractmethod
+    def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers from one whole cache to another (device to host or back)."""
+
+    def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
+        """Allocate static metadata for graph capture; called once before the first capture. Default: nothing."""
+
+    def end_capture(self) -> None:
+        """Called once after the last capture. Default: nothing."""
+
+
+__all__ = ["AttentionBackend", "AttentionLayer", "AttentionPlan", "AttentionRequest", "KVCacheSpec", "Refusal"]

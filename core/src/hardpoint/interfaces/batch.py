@@ -1,0 +1,173 @@
+"""What crosses between scheduler, engine and worker in one step. Plain arrays and values, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step's work: T tokens of R sequences, of which S rows are sampled.
+
+    Decodes come first, then prefill chunks. The arrays are views of the scheduler's own buffers and hold until its next
+    `schedule()`; a worker that keeps them longer copies them. Before the forward, a worker performs `swap_out`, then `swap_in`,
+    then `copies`, in this order.
+
+    Attributes:
+        token_ids: int64[T], flattened over sequences.
+        positions: int64[T], position of each token in its sequence.
+        slot_mapping: int32[T], `block * block_size + offset` where the token's key and value go.
+        query_start: int32[R + 1], cumulative number of tokens; sequence r has tokens `query_start[r]:query_start[r + 1]`.
+        context_lens: int32[R], keys of each sequence after this step, the new ones included.
+        block_table: int32[max_num_seqs, max_blocks_per_seq], persistent; a sequence keeps its row while it runs.
+        rows: int32[R], row of each sequence in `block_table`.
+        seq_ids: int64[R].
+        num_decodes: how many sequences, from the first, have one token and a context.
+        sample_rows: int32[S], index in 0..R of the sequence whose last token's logits are sampled; a prompt with n forks
+            that ends in this step appears n times.
+        sample_seq_ids: int64[S], the sequence that each sample belongs to.
+        swap_out: int32[k, 2], (device block, host block).
+        swap_in: int32[k, 2], (host block, device block).
+        copies: int32[k, 2], (source, destination) device blocks.
+        preempted: int64[k], sequences preempted in this step.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    slot_mapping: Int32Array
+    query_start: Int32Array
+    context_lens: Int32Array
+    block_table: Int32Array
+    rows: Int32Array
+    seq_ids: Int64Array
+    num_decodes: int
+    sample_rows: Int32Array
+    sample_seq_ids: Int64Array
+    swap_out: Int32Array
+    swap_in: Int32Array
+    copies: Int32Array
+    preempted: Int64Array
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in this step (T)."""
+        return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in this step (R)."""
+        return len(self.rows)
+
+
+class Pooling(StrEnum):
+    """How an embedding is made of the hidden states of a prompt."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSampling:
+    """How one sequence is sampled; sent to the worker once, with the step in which its first token is sampled.
+
+    Attributes:
+        seq_id: the sequence.
+        prompt_token_ids: for penalties.
+        seed: of this sequence's own random stream; draws depend on the seed and the number of the token, on nothing else.
+        allowed, bias: token ids that alone may be sampled (None: all), and values added to the logits by token id.
+        stop_token_ids: ids that are masked until `min_tokens` tokens are out.
+        logprobs: number of best log probabilities to return beside the sampled token's; None for no log probabilities.
+    """
+
+    seq_id: int
+    prompt_token_ids: Sequence[int]
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Temperature zero: the token with the highest (processed) logit."""
+        return self.temperature == 0.0
+
+    @property
+    def is_plain_argmax(self) -> bool:
+        """The token is the argmax of the unchanged logits, and nothing else is asked of them."""
+        return (
+            self.is_greedy
+            and self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and self.min_tokens == 0
+            and not self.logit_bias
+            and self.allowed_token_ids is None
+            and self.logprobs is None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What the worker gets for one step.
+
+    Attributes:
+        batch: the scheduler's arrays.
+        new_sequences: sampling of sequences that are sampled for the first time in this step.
+        finished_seq_ids: sequences whose state the worker forgets.
+        pooling: sequences of embedding requests, by id.
+    """
+
+    batch: StepBatch
+    new_sequences: tuple[SequenceSampling, ...] = ()
+    finished_seq_ids: tuple[int, ...] = ()
+    pooling: Mapping[int, Pooling] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position, of the model's own distribution (before temperature, penalties and masks).
+
+    Attributes:
+        token_ids: the sampled token first, then the best ones in falling order.
+        logprobs: float32, one for each of token_ids.
+        rank: of the sampled token, 1 for the most probable.
+    """
+
+    token_ids: Int64Array
+    logprobs: FloatArray
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the worker returns for one step.
+
+    Attributes:
+        token_ids: int64[S], one for each of the batch's samples, in order.
+        logprobs: by index in 0..S, for the samples whose sequence asked for them.
+        embeddings: by sequence id, float32[hidden_size], for pooled sequences whose prompt ended in this step.
+    """
+
+    token_ids: Int64Array
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    embeddings: Mapping[int, FloatArray] = field(default_factory=dict)

@@ -1,0 +1,274 @@
+"""What a backend can do on one device, as typed sets and ranges.
+
+The engine plans with these objects, the conformance suite proves them, and the documentation tables are generated from
+them. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from hardpoint.interfaces.dtypes import DType
+
+
+@dataclass(frozen=True)
+class IntSet:
+    """A set of integers: listed values, or a range with a step.
+
+    `IntSet.of(16, 32)` has two members; `IntSet.between(8, 256, multiple_of=8)` has all multiples of 8 from 8 to 256.
+    """
+
+    values: frozenset[int] = frozenset()
+    minimum: int | None = None
+    maximum: int | None = None
+    multiple_of: int = 1
+
+    @classmethod
+    def of(cls, *values: int) -> IntSet:
+        """Return the set of the given values."""
+        return cls(values=frozenset(values))
+
+    @classmethod
+    def between(cls, minimum: int, maximum: int | None = None, *, multiple_of: int = 1) -> IntSet:
+        """Return all multiples of `multiple_of` from `minimum` to `maximum` (None: no upper end), both included."""
+        return cls(minimum=minimum, maximum=maximum, multiple_of=multiple_of)
+
+    def __contains__(self, value: int) -> bool:
+        if value in self.values:
+            return True
+        if self.minimum is None or value < self.minimum or value % self.multiple_of:
+            return False
+        return self.maximum is None or value <= self.maximum
+
+    def __str__(self) -> str:
+        listed = ", ".join(map(str, sorted(self.values)))
+        if self.minimum is None:
+            return listed or "none"
+        upper = "" if self.maximum is None else f" to {self.maximum}"
+        step = "" if self.multiple_of == 1 else f" in multiples of {self.multiple_of}"
+        span = f"{self.minimum}{upper or ' and more'}{step}"
+        return f"{listed}, {span}" if listed else span
+
+
+class AttentionFeature(enum.Enum):
+    """A feature of attention that a model may need; each is correct or refused, never ignored."""
+
+    SLIDING_WINDOW = "sliding_window"
+    SOFT_CAP = "soft_cap"
+    SINKS = "sinks"
+    ALIBI = "alibi"
+    CHUNKED_PREFILL = "chunked_prefill"
+    MIXED_BATCH = "mixed_batch"
+    FP8_KV_SCALES = "fp8_kv_scales"
+
+
+class GraphLevel(enum.IntEnum):
+    """How much of a step can be captured into a device graph."""
+
+    NONE = 0
+    UNIFORM_DECODE = 1
+    ALWAYS = 2
+
+
+class Determinism(enum.IntEnum):
+    """What repeats bit by bit: nothing, the same run, or a sequence whatever else is in its batch."""
+
+    NONE = 0
+    RUN_TO_RUN = 1
+    BATCH_INVARIANT = 2
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer's attention, as the model's configuration states it.
+
+    Attributes:
+        num_heads: query heads on this rank.
+        num_kv_heads: key and value heads on this rank; divides num_heads.
+        head_dim: elements of one head.
+        scale: factor of the query-key product.
+        sliding_window: number of visible keys including the query's own position; None for all.
+        soft_cap: `cap * tanh(logit / cap)` replaces each logit; None for off.
+        sinks: the layer has one learned extra logit per head in the softmax denominator.
+        alibi: `slope * (key position - query position)` is added to each logit.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+
+    @property
+    def features(self) -> frozenset[AttentionFeature]:
+        """Features beyond plain causal attention that this layer needs."""
+        needed = {
+            AttentionFeature.SLIDING_WINDOW: self.sliding_window is not None,
+            AttentionFeature.SOFT_CAP: self.soft_cap is not None,
+            AttentionFeature.SINKS: self.sinks,
+            AttentionFeature.ALIBI: self.alibi,
+        }
+        return frozenset(feature for feature, on in needed.items() if on)
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What the engine asks of an attention backend for one model.
+
+    Attributes:
+        layers: the layers in order; all have the same num_kv_heads and head_dim, since they share one KV cache.
+        dtype: of queries and outputs.
+        kv_dtype: of the KV cache.
+        block_size: tokens per KV block, or None to let the backend choose.
+        max_context: longest context in tokens.
+        features: further needs of the engine, for example chunked prefill.
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    dtype: DType
+    kv_dtype: DType
+    block_size: int | None
+    max_context: int
+    features: frozenset[AttentionFeature] = frozenset()
+
+
+@dataclass(frozen=True)
+class AttentionCapabilities:
+    """What an attention backend does correctly.
+
+    Attributes:
+        dtypes: of queries and outputs.
+        kv_dtypes: of the KV cache, for each dtype of queries.
+        head_dims, block_sizes: accepted values.
+        group_sizes: query heads per KV head.
+        max_context: longest context in tokens.
+        features: supported features; all others are refused.
+    """
+
+    dtypes: frozenset[DType]
+    kv_dtypes: dict[DType, frozenset[DType]]
+    head_dims: IntSet
+    block_sizes: IntSet
+    default_block_size: int
+    group_sizes: IntSet
+    max_context: int
+    features: frozenset[AttentionFeature]
+    graph_level: GraphLevel = GraphLevel.NONE
+    determinism: Determinism = Determinism.RUN_TO_RUN
+
+    def explain(self, request: AttentionRequest) -> tuple[str, ...]:
+        """Return why `request` is refused, one sentence each; empty when it can be done."""
+        reasons: list[str] = []
+        if request.dtype not in self.dtypes:
+            reasons.append(f"dtype {request.dtype} is not supported (supported: {_listed(self.dtypes)})")
+        elif request.kv_dtype not in self.kv_dtypes.get(request.dtype, frozenset()):
+            supported = _listed(self.kv_dtypes.get(request.dtype, frozenset()))
+            reasons.append(
+                f"KV dtype {request.kv_dtype} with {request.dtype} is not supported (supported: {supported})"
+            )
+        if request.block_size is not None and request.block_size not in self.block_sizes:
+            reasons.append(f"block size {request.block_size} is not supported (supported: {self.block_sizes})")
+        if request.max_context > self.max_context:
+            reasons.append(f"context of {request.max_context} tokens exceeds the maximum of {self.max_context}")
+        needed = set(request.features)
+        for layer in dict.fromkeys(request.layers):
+            needed |= layer.features
+            if layer.head_dim not in self.head_dims:
+                reasons.append(f"head dimension {layer.head_dim} is not supported (supported: {self.head_dims})")
+            group, rest = divmod(layer.num_heads, layer.num_kv_heads)
+            if rest:
+                reasons.append(f"{layer.num_heads} query heads are not a multiple of {layer.num_kv_heads} KV heads")
+            elif group not in self.group_sizes:
+                reasons.append(f"{group} query heads per KV head are not supported (supported: {self.group_sizes})")
+            if layer.sliding_window is not None and layer.sliding_window < 1:
+                reasons.append(f"sliding window of {layer.sliding_window} keys is not positive")
+        if len({(layer.num_kv_heads, layer.head_dim) for layer in request.layers}) > 1:
+            reasons.append("layers differ in KV heads or head dimension, so they cannot share one KV cache")
+        missing = sorted(feature.value for feature in needed - self.features)
+        reasons.extend(f"{feature} is not supported" for feature in missing)
+        return tuple(dict.fromkeys(reasons))
+
+
+class SleepTier(enum.Enum):
+    """Where preserved bytes go while their memory is given back."""
+
+    HOST = "host"
+    DISK = "disk"
+    SOURCE = "source"
+
+
+class TorchPoolScope(enum.Enum):
+    """What `DeviceAllocator.pool` catches: every torch allocation, factory calls of this thread only, or nothing."""
+
+    ALL = "all"
+    FACTORY_CALLS = "factory_calls"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class MemoryCapabilities:
+    """What an allocator does.
+
+    Attributes:
+        sleep_levels: levels of sleep that work; empty when sleep mode is not supported.
+        tiers: where level-1 bytes can go.
+        elastic: allocations can grow and shrink in place.
+        torch_pool: what the `pool` context manager catches.
+    """
+
+    sleep_levels: frozenset[int] = frozenset()
+    tiers: frozenset[SleepTier] = frozenset()
+    elastic: bool = False
+    torch_pool: TorchPoolScope = TorchPoolScope.NONE
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Everything that a backend claims for one device.
+
+    Attributes:
+        tensor_parallel: accepted world sizes.
+        collectives: names of the collective libraries, best first.
+        quantisation: names of weight formats that run without being expanded.
+    """
+
+    attention: AttentionCapabilities
+    memory: MemoryCapabilities = field(default_factory=MemoryCapabilities)
+    tensor_parallel: IntSet = field(default_factory=lambda: IntSet.of(1))
+    collectives: tuple[str, ...] = ()
+    quantisation: frozenset[str] = frozenset()
+
+    def explain(self, request: AttentionRequest) -> tuple[str, ...]:
+        """Return why `request` is refused, one sentence each; empty when it can be done."""
+        return self.attention.explain(request)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for reports and `doctor --json`."""
+        data: dict[str, Any] = _plain(self)
+        return data
+
+
+def _listed(items: Iterable[DType]) -> str:
+    return ", ".join(sorted(str(item) for item in items)) or "none"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, IntSet):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.name.lower() if isinstance(value, enum.IntEnum) else value.value
+    if isinstance(value, dict):
+        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(_plain(v) for v in value)
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value

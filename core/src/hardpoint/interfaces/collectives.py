@@ -1,0 +1,47 @@
+"""The optional contract of communication between the ranks of one model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from hardpoint.interfaces.contract import Contract
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Collectives(Contract, contract=True):
+    """Collective operations of one rank; made by the descriptor's factory with the device as its only argument."""
+
+    @abstractmethod
+    def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
+        """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum over all ranks."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, axis: int) -> Tensor:
+        """Return all ranks' tensors joined along an axis, in the order of ranks."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace the tensor by that of rank `source`."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send to another rank."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Receive from another rank into the tensor."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Leave the group; legal in any state."""

@@ -1,0 +1,186 @@
+"""Typed errors of the contract and the engine.
+
+Every error says what was asked or wrong (`problem`), what was found, and what to do (`hint`); `str(error)` joins the three.
+Each class also derives from the built-in exception that a caller would expect (`ValueError` for bad input, `MemoryError`
+for memory, ...), so that ordinary Python code handles it without importing this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HardpointError(Exception):
+    """Base of all errors that Hardpoint raises on purpose.
+
+    Args:
+        problem: what was asked and could not be done, one sentence without a final stop.
+        found: what was found instead.
+        hint: what the reader can do about it.
+    """
+
+    def __init__(self, problem: str, *, found: str | None = None, hint: str | None = None) -> None:
+        self.problem = problem
+        self.found = found
+        self.hint = hint
+        text = problem if found is None else f"{problem}: {found}"
+        super().__init__(text if hint is None else f"{text}. {hint}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[HardpointError], args: tuple[object, ...], state: dict[str, object]) -> HardpointError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(HardpointError, ValueError):
+    """An engine or command-line setting is impossible or contradicts another."""
+
+
+class ContractError(HardpointError, TypeError):
+    """A class does not implement the contract that it derives from; raised when the class is defined."""
+
+
+# Requests
+
+
+class InvalidRequest(HardpointError, ValueError):
+    """A request cannot be served as asked; the engine goes on with the others."""
+
+
+class EmptyPrompt(InvalidRequest):
+    """A prompt has no tokens."""
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt leaves no room for one new token within the context length."""
+
+
+class TokenOutOfRange(InvalidRequest):
+    """A token id is negative or not in the vocabulary."""
+
+
+class InvalidSamplingParams(InvalidRequest):
+    """A sampling parameter is out of range or contradicts another."""
+
+
+class RequestNeverFits(InvalidRequest):
+    """A request needs more KV blocks or sequence slots than the engine has in all (`NEVER`)."""
+
+
+# Models
+
+
+class ModelError(HardpointError):
+    """A model cannot be loaded."""
+
+
+class ModelNotFound(ModelError, FileNotFoundError):
+    """Neither a known model name nor a folder or file with a model."""
+
+
+class UnsupportedArchitecture(ModelError):
+    """The model's architecture is not one that Hardpoint can run; the hint lists those that are."""
+
+
+class CorruptWeights(ModelError, ValueError):
+    """A weight file is damaged, truncated, or lacks a tensor that the configuration asks for."""
+
+
+# Backends
+
+
+class BackendError(HardpointError):
+    """No backend can be used as asked."""
+
+
+class BackendNotFound(BackendError, LookupError):
+    """A backend was asked for by a name that no candidate has; the hint lists the records."""
+
+
+class BackendUnavailable(BackendError):
+    """The backend is sound, but its driver or device is not here."""
+
+
+class BackendIncompatible(BackendError):
+    """The backend declares a range of contract versions that does not include this core's."""
+
+
+class BackendBroken(BackendError):
+    """The backend failed to import, to register, or to probe."""
+
+
+class AmbiguousBackend(BackendError):
+    """Several available backends share the highest priority; one must be named."""
+
+
+class CapabilityRefused(BackendError, ValueError):
+    """A backend cannot do what was asked; raised before any work is done.
+
+    Attributes:
+        reasons: one sentence for each thing that the backend cannot do.
+    """
+
+    def __init__(self, problem: str, reasons: Sequence[str], *, hint: str | None = None) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(problem, found="; ".join(self.reasons), hint=hint)
+
+
+# Memory
+
+
+class MemoryFault(HardpointError):
+    """A memory operation failed; the state before it still holds."""
+
+
+class DeviceOutOfMemory(MemoryFault, MemoryError):
+    """The device has not enough free memory."""
+
+
+class HostBudgetExceeded(MemoryFault, MemoryError):
+    """A backup would need more host or disk space than its budget allows; refused before any call."""
+
+
+class DriverError(MemoryFault):
+    """A driver call failed.
+
+    Attributes:
+        call: name of the vendor's call.
+        code: the vendor's status code.
+        text: the vendor's message.
+    """
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        self.call, self.code, self.text = call, code, text
+        super().__init__(f"driver call {call} failed", found=f"status {code} ({text})")
+
+
+class UnknownTag(MemoryFault, ValueError):
+    """A sleep or wake names a tag that no allocation has; nothing was done."""
+
+
+class MemoryAsleep(MemoryFault):
+    """Memory was used or allocated in a way that is not legal while it is asleep."""
+
+
+class WeightsMissing(MemoryFault):
+    """The weights were discarded and have not been loaded again; the engine refuses to generate."""
+
+
+class KVCacheTooSmall(MemoryFault, ValueError):
+    """The memory left for the KV cache does not hold one block, or not one request of the context length."""
+
+
+# Engine
+
+
+class WorkerError(HardpointError, RuntimeError):
+    """A worker failed in a step; the affected requests are ended."""
+
+
+class EngineDead(HardpointError, RuntimeError):
+    """The engine failed and cannot serve any more; build a new one."""

@@ -1,0 +1,167 @@
+"""The contract of a worker: one rank's device, model and KV cache, driven by the engine.
+
+The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `init_device`, `load_model`,
+`profile`, `initialize_kv`, `warm_up`, then `execute` once per step, and `shutdown` at the end. `sleep`, `wake` and
+`update_weights` come between steps.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.interfaces.allocator import MemoryReport, SleepPlan
+from hardpoint.interfaces.attention import AttentionPlan
+from hardpoint.interfaces.backend import BackendDescriptor, Device
+from hardpoint.interfaces.batch import StepInput, StepOutput
+from hardpoint.interfaces.contract import Contract, contract_methods
+from hardpoint.interfaces.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a worker is asked to be.
+
+    Attributes:
+        model: path of a folder or file with the model.
+        dtype: of weights and activations; None for the model's own.
+        kv_dtype: of the KV cache; None for `dtype`.
+        load_format: "auto", "safetensors", "gguf" or "dummy" (seeded random weights from the configuration).
+        max_model_len: longest context in tokens; None for the model's own.
+        max_num_batched_tokens: most tokens in one step.
+        max_num_seqs: most sequences in one step.
+        block_size: tokens per KV block; None lets the backend choose.
+        memory_utilization: share of the device's memory that this engine may use, KV cache included.
+        swap_space: bytes of host memory for swapped KV blocks.
+        enforce_eager: no captured graphs.
+        use_fused_decoder: let the kernel set run whole steps where it can.
+        rank, world_size: this rank's place.
+        seed: of dummy weights.
+    """
+
+    model: str
+    dtype: DType | None = None
+    kv_dtype: DType | None = None
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    block_size: int | None = None
+    memory_utilization: float = 0.9
+    swap_space: int = 4 << 30
+    enforce_eager: bool = False
+    use_fused_decoder: bool = True
+    trust_remote_code: bool = False
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the engine needs to know of a loaded model.
+
+    Attributes:
+        architecture: as the configuration names it.
+        dtype: of weights and activations.
+        max_model_len: longest context in tokens, as it will be kept.
+        weight_bytes: device bytes of the weights.
+        path: how the model runs ("fused", "lean" or "transformers"), for people.
+        is_generative: it has a language-model head.
+    """
+
+    architecture: str
+    dtype: DType
+    vocab_size: int
+    max_model_len: int
+    num_layers: int
+    weight_bytes: int
+    attention: AttentionPlan
+    path: str
+    is_generative: bool = True
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """What the largest legal step takes; bytes.
+
+    Attributes:
+        total, used: the device's memory, and what was in use before the profile.
+        peak, current: most memory in use during the largest step, and in use after it.
+        seconds_per_token: of prefill, measured; for the choice between swap and recompute.
+        seconds_per_swapped_block: measured or estimated; 0 when unknown.
+    """
+
+    total: int
+    used: int
+    peak: int
+    current: int
+    seconds_per_token: float = 0.0
+    seconds_per_swapped_block: float = 0.0
+
+    def num_blocks(self, utilization: float, block_bytes: int) -> int:
+        """Return how many KV blocks fit: (total · utilisation - used - (peak - current)) // block_bytes (may be negative)."""
+        return int(self.total * utilization - self.used - (self.peak - self.current)) // block_bytes
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker is given when it is made: its backend's own parts, by injection."""
+
+    descriptor: BackendDescriptor
+    device: Device
+    config: WorkerConfig
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Worker(Contract, contract=True):
+    """One rank; made by the descriptor's factory with a `WorkerContext` as its only argument."""
+
+    @abstractmethod
+    def init_device(self) -> None:
+        """Start the device and make allocator, attention and kernels."""
+
+    @abstractmethod
+    def load_model(self) -> ModelInfo:
+        """Load the model's weights onto the device; raises ModelError, CapabilityRefused, DeviceOutOfMemory."""
+
+    @abstractmethod
+    def profile(self) -> MemoryProfile:
+        """Run the largest legal step with dummy tokens and no KV cache, and return what it takes."""
+
+    @abstractmethod
+    def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Run (and capture) the steps whose first run would be slow."""
+
+    @abstractmethod
+    def execute(self, step: StepInput) -> StepOutput:
+        """Swap, copy, compute and sample one step."""
+
+    @abstractmethod
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        """Give device memory back."""
+
+    @abstractmethod
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Take device memory again."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights by (checkpoint name, tensor) pairs; returns how many were used. Raises CorruptWeights."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give everything back; legal in any state and more than once."""
+
+
+WORKER_CALLS = frozenset(contract_methods(Worker))
+"""The closed table of names that an executor may call on a worker."""
