@@ -71,7 +71,7 @@ struct LinearCall {
   int64_t out_stride = 0;  // elements
   DType out_dtype = DType::F32;
   int64_t out_columns = 0;     // of a gated pair: the intermediate size
-  int32_t* arg_max = nullptr;  // [m]
+  int64_t* arg_max = nullptr;  // [m]
   Workspace workspace;
 };
 

@@ -52,7 +52,7 @@ void bind_kernels(py::module_& m) {
           call.out_stride = out_stride;
           call.out_dtype = DType(out_dtype);
           call.out_columns = out_columns;
-          call.arg_max = at<int32_t>(arg_max);
+          call.arg_max = at<int64_t>(arg_max);
           call.workspace = {at<void>(workspace), workspace_bytes};
           linear(call);
         },

@@ -1,8 +1,9 @@
 // Micro-kernels of the linear layers, compiled once per instruction set.
 #include <utility>
 
+#include "activations.hpp"
 #include "gemm.hpp"
-#include "vec.hpp"
+#include "simd.hpp"
 
 namespace hp::HP_ISA {
 namespace {
@@ -20,7 +21,7 @@ constexpr int kRows = 6, kTiles = 1;
 constexpr int kRows = 2, kTiles = 1;
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(HP_SIMD_AVX512BF16)
 constexpr bool kBf16Dot = true;
 #else
 constexpr bool kBf16Dot = false;
@@ -69,7 +70,7 @@ struct F16Format {
 #pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
-      for (int v = 0; v < kTileVectors; ++v) b[t][v] = load(reinterpret_cast<const Half*>(w[t] + i * kStepBytes) + v * kLanes);
+      for (int v = 0; v < kTileVectors; ++v) b[t][v] = load(F16{}, reinterpret_cast<const uint16_t*>(w[t] + i * kStepBytes) + v * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
       const vf a = splat(*x.at(r, i));
@@ -81,22 +82,22 @@ struct F16Format {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(HP_SIMD_AVX512BF16)
 struct Bf16Format {
-  using X = Bf16;
+  using X = uint16_t;
   static constexpr int kStep = 2, kStepBytes = 64;
   template <int MR, int NT>
   static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
-    __m512bh b[NT];
+    vu b[NT];
 #pragma GCC unroll 16
-    for (int t = 0; t < NT; ++t) b[t] = (__m512bh)_mm512_loadu_si512(w[t] + i * kStepBytes);
+    for (int t = 0; t < NT; ++t) b[t] = load_pairs(reinterpret_cast<const uint16_t*>(w[t] + i * kStepBytes));
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
-      int32_t pair;
+      uint32_t pair;
       std::memcpy(&pair, x.at(r, 2 * i), 4);
-      const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+      const vu a = vu{} + pair;
 #pragma GCC unroll 16
-      for (int t = 0; t < NT; ++t) acc[r][t][0] = (vf)_mm512_dpbf16_ps((__m512)acc[r][t][0], a, b[t]);
+      for (int t = 0; t < NT; ++t) acc[r][t][0] = dot_bf16(acc[r][t][0], a, b[t]);
     }
   }
 };
@@ -113,8 +114,8 @@ struct Bf16Format {
       for (int t = 0; t < NT; ++t)
 #pragma GCC unroll 4
         for (int v = 0; v < kTileVectors; ++v) {
-          const vu pairs = *reinterpret_cast<const vu_mem*>(w[t] + i * kStepBytes + v * kLanes * 4);
-          b[t][v] = odd ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
+          const vu pairs = load_pairs(reinterpret_cast<const uint16_t*>(w[t] + i * kStepBytes) + v * kLanes * 2);
+          b[t][v] = bits_to_float(odd ? pairs & 0xffff0000u : pairs << 16);
         }
 #pragma GCC unroll 16
       for (int r = 0; r < MR; ++r) {
@@ -184,26 +185,26 @@ MicroKernel<Format> micro_kernel_for(int rows, int tiles) {
 }
 
 template <class T>
-void store_columns(float* const y, int columns, T* out) {
+void store_columns(T type, const float* y, int columns, typename T::type* out) {
   int j = 0;
-  for (; j + kLanes <= columns; j += kLanes) store(out + j, load(y + j));
-  if (j < columns) store_first(out + j, load(y + j), columns - j);
+  for (; j + kLanes <= columns; j += kLanes) store(type, out + j, load(y + j));
+  if (j < columns) store_first(type, out + j, load(y + j), columns - j);
 }
 
-void store_as(DType dtype, float* y, int columns, void* out, int64_t offset) {
+void store_as(DType dtype, const float* y, int columns, void* out, int64_t offset) {
   if (columns <= 0) return;
   switch (dtype) {
-    case DType::F32: return store_columns(y, columns, static_cast<float*>(out) + offset);
-    case DType::BF16: return store_columns(y, columns, static_cast<Bf16*>(out) + offset);
-    case DType::F16: return store_columns(y, columns, static_cast<Half*>(out) + offset);
+    case DType::F32: return store_columns(F32{}, y, columns, static_cast<float*>(out) + offset);
+    case DType::BF16: return store_columns(Bf16{}, y, columns, static_cast<uint16_t*>(out) + offset);
+    case DType::F16: return store_columns(F16{}, y, columns, static_cast<uint16_t*>(out) + offset);
   }
 }
 
 void gate(const float* y, int tiles, Epilogue epilogue, float* out) {
   for (int t = 0; t < tiles; t += 2)
     for (int v = 0; v < kTileColumns; v += kLanes) {
-      const vf g = load(y + t * kTileColumns + v), u = load(y + (t + 1) * kTileColumns + v);
-      store(out + t / 2 * kTileColumns + v, (epilogue == Epilogue::SiluMul ? silu(g) : gelu_tanh(g)) * u);
+      const vf gates = load(y + t * kTileColumns + v), ups = load(y + (t + 1) * kTileColumns + v);
+      store(out + t / 2 * kTileColumns + v, gated(gates, ups, epilogue));
     }
 }
 
@@ -211,8 +212,8 @@ void update_arg_max(const float* y, int columns, int64_t first_column, float* be
   float top = y[0];
   if (columns == kGroupColumns) {
     vf m = load(y);
-    for (int j = kLanes; j < kGroupColumns; j += kLanes) m = vmax(m, load(y + j));
-    top = reduce_max(m);
+    for (int j = kLanes; j < kGroupColumns; j += kLanes) m = max(m, load(y + j));
+    top = hmax(m);
   } else {
     for (int j = 1; j < columns; ++j) top = y[j] > top ? y[j] : top;
   }
@@ -241,7 +242,7 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
       for (int j = 0; j < columns; j += kLanes) {
         const int n = columns - j < kLanes ? columns - j : kLanes;
         vf value = load(y + j);
-        if (call.bias) value += n == kLanes ? load(call.bias + first + j) : load_first(call.bias + first + j, n);
+        if (call.bias) value += n == kLanes ? load(call.bias + first + j) : load_first(F32{}, call.bias + first + j, n);
         store(y + j, soft_cap(value, call.soft_cap));
       }
     }
@@ -263,10 +264,10 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
       }
       case Epilogue::SiluMul:
       case Epilogue::GeluTanhMul: {
-        float gated[kGroupColumns / 2];
-        gate(y, tiles, call.epilogue, gated);
+        float products[kGroupColumns / 2];
+        gate(y, tiles, call.epilogue, products);
         const int64_t left = call.out_columns - first / 2;
-        store_as(call.out_dtype, gated, left < width / 2 ? static_cast<int>(left) : width / 2, call.out, out_row + first / 2);
+        store_as(call.out_dtype, products, left < width / 2 ? static_cast<int>(left) : width / 2, call.out, out_row + first / 2);
         break;
       }
       case Epilogue::ArgMax: {
@@ -318,17 +319,17 @@ void run_item(const LinearItem& item) {
 }
 
 template <class T>
-void widen_as(const T* src, int64_t n, float* dst) {
+void widen_as(T type, const typename T::type* src, int64_t n, float* dst) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(dst + i, load(src + i));
-  if (i < n) store_first(dst + i, load_first(src + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+  for (; i + kLanes <= n; i += kLanes) store(dst + i, load(type, src + i));
+  if (i < n) store_first(F32{}, dst + i, load_first(type, src + i, static_cast<int>(n - i)), static_cast<int>(n - i));
 }
 
 void widen(const void* src, DType dtype, int64_t n, float* dst) {
   switch (dtype) {
-    case DType::F32: return widen_as(static_cast<const float*>(src), n, dst);
-    case DType::BF16: return widen_as(static_cast<const Bf16*>(src), n, dst);
-    case DType::F16: return widen_as(static_cast<const Half*>(src), n, dst);
+    case DType::F32: return widen_as(F32{}, static_cast<const float*>(src), n, dst);
+    case DType::BF16: return widen_as(Bf16{}, static_cast<const uint16_t*>(src), n, dst);
+    case DType::F16: return widen_as(F16{}, static_cast<const uint16_t*>(src), n, dst);
   }
 }
 
