@@ -10,7 +10,6 @@ from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS, DeviceAllocator, Me
 from hardpoint.interfaces.dtypes import DType
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 
