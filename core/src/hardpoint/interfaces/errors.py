@@ -179,7 +179,13 @@ class KVCacheTooSmall(MemoryFault, ValueError):
 
 
 class WorkerError(HardpointError, RuntimeError):
-    """A worker failed in a step; the affected requests are ended."""
+    """A worker failed in a step; the sequences of that step are ended, all others go on.
+
+    Attributes:
+        lost_seq_ids: the sequences that were ended.
+    """
+
+    lost_seq_ids: tuple[int, ...] = ()
 
 
 class EngineDead(HardpointError, RuntimeError):

@@ -82,6 +82,8 @@ class TorchWorker(Worker, partial=True):
 
     def init_device(self) -> None:
         """Start the device and make allocator, attention and kernels."""
+        if self._config.threads is not None:
+            torch.set_num_threads(self._config.threads)
         self._start_device()
         descriptor = self._context.descriptor
         self._allocator = descriptor.make("allocator", self._device)
