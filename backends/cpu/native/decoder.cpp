@@ -105,8 +105,8 @@ void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const 
   if (rope_tables_.empty()) throw std::invalid_argument("the decoder has no rotary tables yet");
   if (batch.num_tokens > config_.max_tokens)
     throw std::invalid_argument("a step of " + text(batch.num_tokens) + " tokens exceeds the decoder's " + text(config_.max_tokens));
-  if (step.num_rows > config_.max_rows)
-    throw std::invalid_argument(text(step.num_rows) + " rows of output exceed the decoder's " + text(config_.max_rows));
+  if (step.output != DecoderOutput::Hidden && step.num_rows > config_.max_rows)
+    throw std::invalid_argument(text(step.num_rows) + " rows of logits exceed the decoder's " + text(config_.max_rows));
   int64_t positions = rope_tables_[0].max_positions;
   for (const RopeTable& table : rope_tables_) positions = std::min(positions, table.max_positions);
   for (int64_t t = 0; t < batch.num_tokens; ++t) {

@@ -49,7 +49,7 @@ struct DecoderConfig {
   float embed_scale = 1;
   float logit_soft_cap = 0;  // 0 = off
   int64_t max_tokens = 0;    // of one step
-  int64_t max_rows = 0;      // of output, of one step
+  int64_t max_rows = 0;      // of logits, of one step
   PackedWeight embed;        // [vocab, hidden]
   PackedWeight head;         // [vocab, hidden]; may be the embedding
   const float* final_norm = nullptr;

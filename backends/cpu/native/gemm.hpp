@@ -3,8 +3,9 @@
 // A weight [N, K] is stored as tiles of 16 output columns, in the order in which the micro-kernels read it:
 //   F32, F16  [ceil(N / 16)][K][16]
 //   BF16      [ceil(N / 16)][ceil(K / 2)][16][2]    (pairs of k, the operand order of the BF16 dot product instruction)
-// with zeros in the padding; the size equals the plain tensor's when N is a multiple of 16 (and K even for BF16). A gated pair
-// (gate and up projections) is stored as one weight whose even tiles are gate columns and whose odd tiles are up columns.
+// with a zero after an odd K; columns beyond N may hold anything, since no result takes from another column. The size equals the
+// plain tensor's when N is a multiple of 16 (and K even for BF16). A gated pair (gate and up projections) is stored as one weight
+// whose even tiles are gate columns and whose odd tiles are up columns.
 //
 // Every output element is one fp32 accumulator that takes its k terms in ascending order with the same instructions, whatever
 // the number of rows, threads or columns: a row's result does not depend on the batch it is computed in, bit for bit.
@@ -41,7 +42,7 @@ struct PackPlacement {
   int64_t tile_step = 1;
 };
 
-// src: [rows, k], row stride in elements. Padding lanes are left alone: the caller hands in zeroed memory when rows % 16 != 0.
+// src: [rows, k], row stride in elements. Other lanes of the first and last tile are left alone.
 void pack_weight(const void* src, int64_t src_stride, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* tiles);
 void unpack_weight(const void* tiles, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* dst, int64_t dst_stride);
 
