@@ -31,7 +31,7 @@ class EngineStats:
 
     Attributes:
         prefix_queries, prefix_hits: prompt tokens looked up in, and found in, the prefix cache.
-        blocks_total, blocks_used, blocks_cached: device blocks; cached ones are free and reusable.
+        blocks_used, blocks_free, blocks_cached: device blocks; those cached hold reusable prefixes, in use or free.
     """
 
     steps: int
@@ -43,8 +43,8 @@ class EngineStats:
     preemptions: int
     prefix_queries: int
     prefix_hits: int
-    blocks_total: int
     blocks_used: int
+    blocks_free: int
     blocks_cached: int
 
 
@@ -226,11 +226,11 @@ class LLMEngine:
         blocks = self._core.scheduler.block_stats
         return EngineStats(
             **asdict(self._core.totals),
-            prefix_queries=blocks.prefix_queries,
-            prefix_hits=blocks.prefix_hits,
-            blocks_total=blocks.device_total,
+            prefix_queries=blocks.queried_tokens,
+            prefix_hits=blocks.hit_tokens,
             blocks_used=blocks.device_used,
-            blocks_cached=blocks.device_cached,
+            blocks_free=blocks.device_free,
+            blocks_cached=blocks.cached,
         )
 
     def shutdown(self) -> None:

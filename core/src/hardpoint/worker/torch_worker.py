@@ -46,7 +46,7 @@ class TorchWorker(Worker, partial=True):
     _default_kv_bytes: ClassVar[int | None] = None
 
     def __init__(self, context: WorkerContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._config = context.config
         self._device = context.device
         self._allocator: DeviceAllocator | None = None
