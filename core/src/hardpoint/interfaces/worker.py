@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import MemoryReport, SleepPlan
 from hardpoint.interfaces.attention import AttentionPlan
@@ -41,6 +41,7 @@ class WorkerConfig:
         swap_space: bytes of host memory for swapped KV blocks.
         enforce_eager: no captured graphs.
         use_fused_decoder: let the kernel set run whole steps where it can.
+        threads: host threads for computing; None for all usable cores.
         rank, world_size: this rank's place.
         seed: of dummy weights.
     """
@@ -58,6 +59,7 @@ class WorkerConfig:
     enforce_eager: bool = False
     use_fused_decoder: bool = True
     trust_remote_code: bool = False
+    threads: int | None = None
     rank: int = 0
     world_size: int = 1
     seed: int = 0
@@ -123,11 +125,13 @@ class WorkerContext:
     descriptor: BackendDescriptor
     device: Device
     config: WorkerConfig
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Worker(Contract, contract=True):
     """One rank; made by the descriptor's factory with a `WorkerContext` as its only argument."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
 
     @abstractmethod
     def init_device(self) -> None:

@@ -46,7 +46,7 @@ class TorchWorker(Worker, partial=True):
     _default_kv_bytes: ClassVar[int | None] = None
 
     def __init__(self, context: WorkerContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._config = context.config
         self._device = context.device
         self._allocator: DeviceAllocator | None = None
@@ -82,6 +82,8 @@ class TorchWorker(Worker, partial=True):
 
     def init_device(self) -> None:
         """Start the device and make allocator, attention and kernels."""
+        if self._config.threads is not None:
+            torch.set_num_threads(self._config.threads)
         self._start_device()
         descriptor = self._context.descriptor
         self._allocator = descriptor.make("allocator", self._device)
