@@ -250,12 +250,15 @@ class LLMEngine:
 
     def _follow(self, events: CoreOutput, changed: dict[str, RequestState]) -> None:
         """Give followed sequences their tokens; end those whose text has reached a stop string."""
-        ended = {seq_id for seq_id, _ in events.finished}
+        ended = dict(events.finished)
         for sample, seq_id in enumerate(events.seq_ids):
             if seq_id not in self._followed:
                 continue
             request, sequence = self._by_sequence[seq_id]
-            stopped = request.append(sequence, events.token_ids[sample], events.logprobs.get(sample))
+            is_stop_token = ended.get(seq_id) is FinishReason.STOP
+            stopped = request.append(
+                sequence, events.token_ids[sample], events.logprobs.get(sample), is_stop_token=is_stop_token
+            )
             if stopped:
                 if seq_id not in ended:
                     self._core.scheduler.finish(seq_id, FinishReason.STOP)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hardpoint.engine.detokenizer import Detokenizer
+from hardpoint.engine.detokenizer import Detokenizer, decode
 from hardpoint.engine.inputs import TokenizedPrompt
-from hardpoint.engine.outputs import Logprob, RequestMetrics, RequestOutput
+from hardpoint.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from hardpoint.interfaces.batch import TokenLogprobs
 from hardpoint.sampling import RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -83,12 +83,14 @@ class RequestState:
         self.metrics = replace(self.metrics, first_token_time=time.time())
         self.num_cached_tokens = num_cached_tokens
 
-    def append(self, sequence: SequenceState, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+    def append(
+        self, sequence: SequenceState, token_id: int, logprobs: TokenLogprobs | None, is_stop_token: bool
+    ) -> bool:
         """Take a followed sequence's next token; returns True when it completes a stop string."""
         sequence.token_ids.append(token_id)
         if logprobs is not None:
             self._append_logprobs(sequence, logprobs)
-        stop = sequence.detokenizer.append(token_id)
+        stop = sequence.detokenizer.append(token_id, is_stop_token=is_stop_token)
         if stop is not None:
             sequence.stop_reason = stop
         return stop is not None
@@ -98,8 +100,14 @@ class RequestState:
     ) -> None:
         """End a sequence; `token_ids` are all its tokens."""
         if not self.is_followed:
-            for token_id in token_ids:
-                sequence.token_ids.append(token_id)
+            sequence.token_ids.extend(token_ids)
+            is_stopped = reason is FinishReason.STOP
+            sequence.detokenizer.extend(token_ids[:-1] if is_stopped else token_ids)
+            if is_stopped:
+                sequence.detokenizer.append(token_ids[-1], is_stop_token=True)
+        stop = sequence.detokenizer.finish()
+        if stop is not None:
+            sequence.stop_reason, reason = stop, FinishReason.STOP
         sequence.finish_reason = reason
         if reason is FinishReason.STOP and sequence.stop_reason is None and sequence.token_ids:
             last = sequence.token_ids[-1]
@@ -137,7 +145,7 @@ class RequestState:
             token_ids=sequence.token_ids[since_token:],
             cumulative_logprob=sequence.cumulative_logprob,
             logprobs=None if logprobs is None else logprobs[since_token:],
-            finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
+            finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.name.lower(),
             stop_reason=sequence.stop_reason,
         )
         sequence.reported_tokens, sequence.reported_chars = len(sequence.token_ids), len(text)
@@ -160,8 +168,7 @@ class RequestState:
     def _decode(self, token_id: int) -> str | None:
         if self._tokenizer is None or not self.params.detokenize:
             return None
-        text: str = self._tokenizer.decode([token_id])
-        return text
+        return decode(self._tokenizer, [token_id])
 
 
 def _mean_logprob(sequence: SequenceState) -> float:
