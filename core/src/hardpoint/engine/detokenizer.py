@@ -24,16 +24,47 @@ class Tokenizer(Protocol):
         """Return the text of tokens."""
 
 
-def decode(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-    """Return the text of tokens, as the tokenizer's decoder gives it, without further clean-up of spaces."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        text: str = backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
-    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-
-
 class Detokenizer:
+    """Text of tokens, for the sequences of one model.
+
+    Args:
+        tokenizer: the model's. Fast tokenizers are stepped with their own incremental decoder, at about 2 microseconds per
+            token; others decode the last few tokens again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._token_texts: dict[int, str] = {}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens, as the tokenizer's decoder gives it, without further clean-up of spaces."""
+        if self._backend is not None:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token alone, special tokens included, as log probabilities show it."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id])
+        return text
+
+    def incremental(self, context: Sequence[int], *, skip_special_tokens: bool) -> Callable[[int], str]:
+        """Return a function that takes one token after another and returns the text that each completes, often empty."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        if self._backend is None:
+            return _OffsetDecoder(decode, context, len(context)).step
+        return _StreamDecoder(self._backend, skip_special_tokens, decode, context).step
+
+
+class TextStream:
     """The text of one completion, as its tokens come.
 
     The text continues the prompt's, so a leading space is kept. Where nothing is streamed and no stop text is looked for,
@@ -43,13 +74,14 @@ class Detokenizer:
     those complete at once. So the result does not depend on how the text falls into tokens.
 
     Args:
-        tokenizer: the model's; None makes no text, like `detokenize=False`. Fast tokenizers are stepped with their own
-            incremental decoder, at about 2 microseconds per token; others decode the last few tokens again.
+        detokenizer: the model's; None makes no text, like `detokenize=False`.
         prompt_token_ids: of which the last few are kept as context.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        self._tokenizer = tokenizer if params.detokenize else None
+    def __init__(
+        self, detokenizer: Detokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        self._detokenizer = detokenizer if params.detokenize else None
         self._context = list(prompt_token_ids[-_CONTEXT:])
         self._skip_special_tokens = params.skip_special_tokens
         self._stops = params.stop_texts
@@ -59,14 +91,10 @@ class Detokenizer:
         self._text = ""
         self._search_from = 0
         self._ended = False
+        lazy = params.output_kind is RequestOutputKind.FINAL_ONLY and not self._stops
         self._step: Callable[[int], str] | None = None
-        if self._tokenizer is not None and (self._stops or params.output_kind is not RequestOutputKind.FINAL_ONLY):
-            self._step = self._incremental()
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens, none of which ends the completion, where no stop text is looked for."""
-        for token_id in token_ids:
-            self.append(token_id)
+        if self._detokenizer is not None and not lazy:
+            self._step = self._detokenizer.incremental(self._context, skip_special_tokens=self._skip_special_tokens)
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
         """Add the next token.
@@ -78,7 +106,7 @@ class Detokenizer:
         Returns:
             The stop text that is now complete, if any; the text then ends before or after it, and the stream has ended.
         """
-        if self._tokenizer is None or self._ended or (is_stop_token and not self._include_stop):
+        if self._detokenizer is None or self._ended or (is_stop_token and not self._include_stop):
             return None
         self._token_ids.append(token_id)
         if self._step is None:
@@ -97,39 +125,24 @@ class Detokenizer:
         Returns:
             The stop text that the held back text completes, if any.
         """
-        if self._tokenizer is None or self._ended:
+        if self._detokenizer is None or self._ended:
             return None
-        whole = self._whole_text()
+        whole = self._whole_text(self._detokenizer)
         if self._step is None or whole.startswith(self._text):
             self._text = whole
         found = self._cut_at_stop() if self._stops and len(self._token_ids) > self._min_tokens else None
         self._ended = True
         return found
 
-    def text(self, *, final: bool) -> str:
-        """Return the text so far.
-
-        Args:
-            final: no more tokens come: the stream ends (see `finish`), and all text is returned. Otherwise without what may
-                yet become a stop text, or an incomplete character.
-        """
-        if final:
-            self.finish()
+    @property
+    def text(self) -> str:
+        """The text so far: before the end, without what may yet become a stop text, or an incomplete character."""
         return self._text if self._ended or not self._stops else self._text[: self._safe_length()]
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
-
-    def _incremental(self) -> Callable[[int], str]:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return _OffsetDecoder(self._decode, self._context, len(self._context)).step
-        return _StreamDecoder(backend, self._skip_special_tokens, self._decode, self._context).step
-
-    def _whole_text(self) -> str:
-        before = self._decode(self._context) if self._context else ""
-        return self._decode([*self._context, *self._token_ids])[len(before) :]
+    def _whole_text(self, detokenizer: Detokenizer) -> str:
+        skip = self._skip_special_tokens
+        before = detokenizer.decode(self._context, skip_special_tokens=skip) if self._context else ""
+        return detokenizer.decode([*self._context, *self._token_ids], skip_special_tokens=skip)[len(before) :]
 
     def _cut_at_stop(self) -> str | None:
         """Look for stops that end after `_search_from`; cut the text at the one complete first."""

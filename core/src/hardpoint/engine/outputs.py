@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+from hardpoint.interfaces.batch import FloatArray, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,24 @@ PositionLogprobs: TypeAlias = dict[int, Logprob]
 """By token id: the sampled token first, then the most probable ones in falling order."""
 
 
+def position_logprobs(entry: TokenLogprobs, texts: Sequence[str | None]) -> PositionLogprobs:
+    """Return the log probabilities of one position as results show them.
+
+    Args:
+        entry: from the worker; its first token is the sampled one, whose rank it states.
+        texts: of each of `entry.token_ids`.
+    """
+    token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+    result = {token_ids[0]: Logprob(values[0], entry.rank, texts[0])}
+    for rank, (token_id, value, text) in enumerate(zip(token_ids[1:], values[1:], texts[1:], strict=True), start=1):
+        if token_id != token_ids[0]:
+            result[token_id] = Logprob(value, rank, text)
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds since the epoch.
+    """When things happened to a request, in seconds of `time.perf_counter`.
 
     Attributes:
         arrival_time: the engine took the request.
@@ -101,14 +118,14 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingOutput:
-    """An embedding of hidden_size numbers."""
+    """An embedding: float32[hidden_size]."""
 
-    embedding: Sequence[float]
+    embedding: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingRequestOutput:
     """The result of an embedding request; see RequestOutput."""
 
@@ -118,3 +135,18 @@ class EmbeddingRequestOutput:
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+
+
+def best_completions(outputs: Iterable[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """Return the n completions with the highest log probability per token, best first, with indices 0 to n - 1.
+
+    Raises:
+        ValueError: a completion has no cumulative log probability.
+    """
+    ranked: list[tuple[float, CompletionOutput]] = []
+    for output in outputs:
+        if output.cumulative_logprob is None:
+            raise ValueError(f"completion {output.index} was sampled without log probabilities and cannot be ranked")
+        ranked.append((output.cumulative_logprob / max(len(output.token_ids), 1), output))
+    ranked.sort(key=lambda pair: (-pair[0], pair[1].index))
+    return [replace(output, index=index) for index, (_, output) in enumerate(ranked[:n])]

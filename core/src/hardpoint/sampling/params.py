@@ -200,7 +200,7 @@ class SamplingParams:
 
     @property
     def needs_ranking(self) -> bool:
-        """More completions are sampled than returned, so their log probabilities are needed."""
+        """More completions are sampled than returned, so their cumulative log probabilities are needed."""
         return self.num_sequences > self.n
 
     def clone(self, **changes: Any) -> Self:
