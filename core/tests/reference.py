@@ -53,7 +53,7 @@ class ReferenceAttention(AttentionBackend):
     def capabilities(self) -> AttentionCapabilities:
         return AttentionCapabilities(
             dtypes=_FLOATS,
-            kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS),
+            kv_dtypes={dtype: _FLOATS for dtype in _FLOATS},
             head_dims=IntSet.between(1),
             block_sizes=IntSet.between(1),
             default_block_size=self._block_size,
