@@ -258,19 +258,19 @@ class TorchWorker(Worker, partial=True):
     def _execute_pooling(self, step: StepInput, cache: Tensor) -> StepOutput:
         """Run a step that has embedding requests: hidden states of all tokens, then logits of nothing."""
         batch = step.batch
-        if len(batch.sample_seq_ids) > len(step.pooling):
+        if len(batch.sample_seq_ids) or len(step.pooling) != batch.num_seqs:
             raise WorkerError("a step mixes embedding and generation requests", hint="Use one engine for each kind")
         rows = np.arange(batch.num_tokens, dtype=np.int32)
         hidden = self._forward(batch, cache, DecoderOutput.HIDDEN, rows)
-        ending = set(batch.sample_seq_ids.tolist())
         embeddings = {}
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
+            request = step.pooling[seq_id]
             chunk = hidden[batch.query_start[row] : batch.query_start[row + 1]]
-            pooling = step.pooling.get(seq_id, Pooling.LAST)
-            embedding = self._pooler.add(seq_id, pooling, chunk, ends=seq_id in ending)
+            ends = int(batch.context_lens[row]) == request.prompt_len
+            embedding = self._pooler.add(seq_id, request.pooling, chunk, ends=ends)
             if embedding is not None:
                 embeddings[seq_id] = embedding
-        return StepOutput(token_ids=np.zeros(len(batch.sample_seq_ids), np.int64), embeddings=embeddings)
+        return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
 
     def _move_blocks(self, batch: StepBatch, cache: Tensor) -> None:
         attention = _need(self._attention)
