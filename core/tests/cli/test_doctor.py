@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from textwrap import dedent
 
@@ -26,6 +27,7 @@ def hardpoint_backend():
         attention=None, worker=None, priority={priority},
     )
 """
+BLOCKED = ",".join(entry.dist.name for entry in entry_points(group="hardpoint.backends") if entry.dist is not None)
 FOUND = 'return ProbeResult((Device("{name}", 0, "Acme One", "xpu:0", 3 << 30, "7.1", True, {{"quirks": "none"}}),))'
 
 
@@ -55,10 +57,9 @@ class Machine:
         (self.folder / f"acme_{name}.py").write_text(dedent(text))
 
     def run(self, *arguments: str, program: str = "") -> subprocess.CompletedProcess[str]:
-        blocked = "hardpoint-cpu,hardpoint-cuda,hardpoint-rocm,hardpoint-ascend"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("HARDPOINT_")}
         path = os.pathsep.join([str(self.folder), *filter(None, [environment.get("PYTHONPATH")])])
-        environment |= {"PYTHONPATH": path, "HARDPOINT_BLOCK_BACKENDS": blocked, "NO_COLOR": "1", "COLUMNS": "200"}
+        environment |= {"PYTHONPATH": path, "HARDPOINT_BLOCK_BACKENDS": BLOCKED, "NO_COLOR": "1", "COLUMNS": "200"}
         command = [sys.executable, *(["-c", program] if program else ["-m", "hardpoint.cli"]), *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment | self.environment, check=False)
 
@@ -167,9 +168,7 @@ def test_capabilities_that_raise_do_not_end_the_report(machine: Machine) -> None
 
 def test_blocked_name_without_a_backend_is_mentioned(machine: Machine) -> None:
     machine.install("alpha")
-    machine.environment["HARDPOINT_BLOCK_BACKENDS"] = (
-        "hardpoint-cpu,hardpoint-cuda,hardpoint-rocm,hardpoint-ascend,alhpa"
-    )
+    machine.environment["HARDPOINT_BLOCK_BACKENDS"] = f"{BLOCKED},alhpa"
     assert "alhpa" in machine.report()["unmatched_blocks"]  # type: ignore[operator]
     assert "alhpa" in machine.run("doctor").stdout
 
