@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -23,13 +25,11 @@ def implementation(contract: type[Contract]) -> Callable[[], Any]:
     members = {
         name: _concrete(method) for name, method in vars(contract).items() if hasattr(method, "__isabstractmethod__")
     }
-    made = type(contract)(f"Acme{contract.__name__}", (contract,), members)
+    made = ABCMeta(f"Acme{contract.__name__}", (contract,), members)
     return lambda: made
 
 
 def _concrete(method: Any) -> Any:
-    import inspect
-
     def call(*arguments: Any, **options: Any) -> None:
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ def test_sound_descriptor_passes() -> None:
         ({"allocator": implementation(Worker)}, "does not derive from DeviceAllocator"),
         ({"collectives": lambda: 3}, "does not derive from Collectives"),
         ({"capabilities": lambda device: {}}, "returned dict, not Capabilities"),
-        ({"capabilities": claims(dtypes=frozenset({DType.FLOAT32}))}, "KV dtypes for differ"),
+        ({"capabilities": claims(kv_dtypes={DType.FLOAT32: frozenset()})}, "KV dtypes for differ"),
         (
             {
                 "capabilities": claims(

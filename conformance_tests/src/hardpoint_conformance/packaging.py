@@ -110,7 +110,7 @@ def check_contract(descriptor: BackendDescriptor) -> None:
     low, high = descriptor.api
     if not low <= API_VERSION <= high:
         problems.append(f"its contract versions, {low} to {high}, do not include {API_VERSION}")
-    result = descriptor.probe()
+    result: object = descriptor.probe()
     if not isinstance(result, ProbeResult):
         raise NotConformant(f"backend {descriptor.name}", [*problems, f"its probe returned {type(result).__name__}"])
     for device in result.devices:
@@ -124,7 +124,7 @@ def check_contract(descriptor: BackendDescriptor) -> None:
 
 
 def _claims(descriptor: BackendDescriptor, device: Device) -> Iterator[str]:
-    claims = descriptor.capabilities(device)
+    claims: object = descriptor.capabilities(device)
     if not isinstance(claims, Capabilities):
         yield f"capabilities({device.index}) returned {type(claims).__name__}, not Capabilities"
         return
