@@ -129,6 +129,14 @@ def test_ambiguous_choice_ends_with_1_and_lists_the_backends(machine: Machine) -
     assert report["choice"]["error"]["type"] == "AmbiguousBackend"
 
 
+def test_environment_that_names_no_usable_backend_ends_with_1(machine: Machine) -> None:
+    machine.install("alpha")
+    machine.environment["HARDPOINT_BACKEND"] = "delta"
+    report = machine.report()
+    assert (report["exit_code"], report["environment"]["HARDPOINT_BACKEND"]) == (1, "delta")
+    assert report["choice"]["error"]["type"] == "BackendNotFound"
+
+
 def test_nothing_usable_ends_with_3(machine: Machine) -> None:
     machine.install("alpha", 'return ProbeResult(reason="no libalpha is installed")')
     report = machine.report()

@@ -231,6 +231,16 @@ def test_blocked_name_without_a_candidate_is_known(site: Site) -> None:
     assert Registry(site.entry_points(), blocked=["alhpa", "alpha"]).unmatched_blocks == ("alhpa",)
 
 
+def test_one_plugin_under_two_names_is_broken_under_the_second(site: Site) -> None:
+    site.backend("alpha")
+    (site.folder / "acme_alpha-1.0.dist-info" / "entry_points.txt").write_text(
+        "[hardpoint.backends]\nalpha = acme_alpha\nbeta = acme_alpha\n"
+    )
+    alpha, beta = site.discover()
+    assert (alpha.state, beta.state) == (BackendState.OK, BackendState.BROKEN)
+    assert "already registered" in beta.reason
+
+
 def test_asking_for_one_name_imports_no_other(site: Site) -> None:
     site.backend("alpha")
     site.backend("beta")

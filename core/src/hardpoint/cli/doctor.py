@@ -35,8 +35,8 @@ def doctor(
 ) -> None:
     """Show the backends that are installed, their devices, and what is wrong with those that cannot be used.
 
-    Exit codes: 0 a backend can be used; 1 something installed is broken, incompatible or ambiguous; 2 wrong options, or no
-    backend has the name; 3 nothing is broken, and no backend can be used here.
+    Exit codes: 0 a backend can be used; 1 something installed is broken or incompatible, or the choice is an error although
+    there are usable backends; 2 wrong options, or no backend has the name; 3 nothing is broken, and no backend can be used here.
     """
     try:
         diagnosis = diagnose(backend)
@@ -52,9 +52,9 @@ def doctor(
 
 def exit_code(diagnosis: Diagnosis) -> ExitCode:
     """Return what the command ends with."""
-    if diagnosis.is_faulty:
-        return ExitCode.FAILED
-    return ExitCode.OK if diagnosis.is_usable else ExitCode.UNUSABLE
+    if diagnosis.choice is not None and not diagnosis.is_faulty:
+        return ExitCode.OK
+    return ExitCode.FAILED if diagnosis.is_faulty or diagnosis.is_usable else ExitCode.UNUSABLE
 
 
 def _print(diagnosis: Diagnosis) -> None:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hardpoint.interfaces import API_VERSION, BackendDescriptor, Device
-from hardpoint.interfaces.errors import AmbiguousBackend, BackendNotFound, HardpointError
+from hardpoint.interfaces.errors import BackendNotFound, HardpointError
 from hardpoint.plugins.guard import BackendCodeFailed, call_backend
 from hardpoint.plugins.loader import BLOCK_VARIABLE, installed
 from hardpoint.plugins.record import BackendRecord, BackendState
@@ -37,8 +37,8 @@ class Diagnosis:
 
     @property
     def is_faulty(self) -> bool:
-        """Something that is installed has to be mended, or the choice between backends is ambiguous."""
-        return any(record.state.is_fault for record in self.records) or isinstance(self.error, AmbiguousBackend)
+        """Something that is installed has to be mended."""
+        return any(record.state.is_fault for record in self.records)
 
     @property
     def is_usable(self) -> bool:

@@ -129,7 +129,7 @@ class Registry:
         except Exception as error:
             if self._plugins.has_plugin(label):
                 self._plugins.unregister(name=label)
-            reason = f"its hooks do not fit hardpoint.plugins.hookspec: {' '.join(str(error).split())}"
+            reason = f"its hooks cannot be registered: {' '.join(str(error).split())}"
             raise _Rejected(BackendState.BROKEN, reason, format_traceback(error)) from error
         for implementation in self._plugins.hook.hardpoint_backend.get_hookimpls():
             if implementation.plugin is plugin:
