@@ -17,7 +17,7 @@ from hardpoint.plugins import BackendRecord, BackendState
 from hardpoint.plugins.doctor import Diagnosis, device_claims, diagnose
 
 if TYPE_CHECKING:
-    from hardpoint.interfaces import BackendDescriptor, Device
+    from hardpoint.interfaces import Device
 
 _COLOURS = {
     BackendState.OK: "green",
@@ -62,8 +62,8 @@ def _print(diagnosis: Diagnosis) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(_table(diagnosis.records))
     for record in diagnosis.records:
-        if record.descriptor is not None:
-            console.print(*(_device(record.descriptor, device) for device in record.devices), sep="\n", end="")
+        for device in record.devices:
+            console.print(_device(record, device))
     for record in diagnosis.records:
         if record.traceback:
             console.print(Text(f"\n{record.name}: traceback", "bold red"))
@@ -97,14 +97,14 @@ def _table(records: tuple[BackendRecord, ...]) -> Table:
     return table
 
 
-def _device(descriptor: BackendDescriptor, device: Device) -> Table:
+def _device(record: BackendRecord, device: Device) -> Table:
     simulated = " (simulated)" if device.simulated else ""
     table = Table.grid(padding=(0, 2))
     table.title = Text(f"\n{device.backend} device {device.index}: {device.name}{simulated}", "bold")
     table.title_justify = "left"
     memory = f"{device.total_memory / 2**30:.1f} GiB" if device.total_memory else "not known"
     rows = {"memory": memory, "driver": device.driver_version or "none", **device.properties}
-    claims, problem = device_claims(descriptor, device)
+    claims, problem = device_claims(record, device)
     rows |= {"capabilities": problem} if claims is None else _summary(claims)
     for key, value in rows.items():
         table.add_row(Text(f"  {key}", "dim"), Text(value))
