@@ -195,7 +195,8 @@ def _distribution(entry: EntryPoint) -> tuple[str, str]:
     if entry.dist is None:
         return "", ""
     metadata = entry.dist.metadata
-    name, version = (metadata[key] if key in metadata else "" for key in ("Name", "Version"))
+    # The type of metadata promises no `get`.
+    name, version = (metadata[key] if key in metadata else "" for key in ("Name", "Version"))  # noqa: SIM401
     return name, version
 
 
