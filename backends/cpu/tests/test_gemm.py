@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hardpoint_cpu import _native
 from torch import Tensor
+
+from hardpoint_cpu import _native
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DTYPES = list(CODES)

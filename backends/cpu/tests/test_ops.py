@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hardpoint_cpu import _native
-from hardpoint_cpu.descriptor import hardpoint_backend
-from hardpoint_cpu.kernels import CpuKernels
 from torch import Tensor
 
 from hardpoint.interfaces import Activation
+from hardpoint_cpu import _native
+from hardpoint_cpu.descriptor import hardpoint_backend
+from hardpoint_cpu.kernels import CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 5, 16, 40, 64, 577]
@@ -137,7 +137,11 @@ def test_soft_cap(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_takes_any_leading_shape_and_a_bias(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    weight, bias, x = random(37, 21, dtype=dtype), random(37, dtype=dtype, seed=1), random(2, 5, 21, dtype=dtype, seed=2)
+    weight, bias, x = (
+        random(37, 21, dtype=dtype),
+        random(37, dtype=dtype, seed=1),
+        random(2, 5, 21, dtype=dtype, seed=2),
+    )
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     bound = 2.0**-18 * (x.double().abs() @ weight.double().abs().T + 1) + torch.finfo(dtype).eps * exact.abs()
     out = kernels.linear(weight, bias)(x)

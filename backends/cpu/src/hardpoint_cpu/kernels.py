@@ -18,7 +18,6 @@ from hardpoint.interfaces import (
     DEFAULT,
     WEIGHTS,
     Activation,
-    AttentionPlan,
     DecoderOutput,
     DecoderProgram,
     DecoderRequest,
@@ -32,12 +31,12 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import HardpointError
 from hardpoint_cpu import _native
+from hardpoint_cpu.attention import CpuStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.batch import StepBatch
-    from hardpoint_cpu.attention import CpuStep
 
 # Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -162,7 +161,8 @@ class CpuKernels(KernelSet):
         where = positions.to(torch.int64).contiguous()
         if where.shape != (tokens,) or (tokens and not 0 <= int(where.min()) <= int(where.max()) < len(cos)):
             raise InvalidOperand(
-                f"positions are {tokens} integers from 0 to {len(cos) - 1}", found=f"shape {list(where.shape)}, or beyond"
+                f"positions are {tokens} integers from 0 to {len(cos) - 1}",
+                found=f"shape {list(where.shape)}, or beyond",
             )
         _native.rotary(
             q.data_ptr(),
@@ -195,9 +195,7 @@ class _PackedLinear:
         self._bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         source = weight.detach().contiguous()
         self._tiles = torch.empty(_native.packed_bytes(self._n, self._k, self._code), dtype=torch.uint8)
-        _native.pack_weight(
-            source.data_ptr(), self._k, self._n, self._k, self._code, 0, 0, 1, self._tiles.data_ptr()
-        )
+        _native.pack_weight(source.data_ptr(), self._k, self._n, self._k, self._code, 0, 0, 1, self._tiles.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = _rows("x", x)
@@ -261,9 +259,7 @@ class CpuDecoder(DecoderProgram):
         self._places, size = _lay_out(spec, self._code)
         self._arena = allocator.empty((size,), DType.UINT8, WEIGHTS)
         num_tables = max(spec.rope_tables) + 1
-        self._rope = allocator.empty(
-            (num_tables, 2, request.max_context, spec.rotary_dim // 2), DType.FLOAT32, BUFFERS
-        )
+        self._rope = allocator.empty((num_tables, 2, request.max_context, spec.rotary_dim // 2), DType.FLOAT32, BUFFERS)
         self._native = self._make_native(spec)
         self._native.set_rope_tables([(cos.data_ptr(), sin.data_ptr(), request.max_context) for cos, sin in self._rope])
         output = request.max_num_samples * max(4 * spec.vocab_size, 8)
@@ -318,9 +314,11 @@ class CpuDecoder(DecoderProgram):
         """Return the bytes of working memory and output held for the largest step."""
         return self._scratch.nbytes + self._output.nbytes
 
-    def run(self, batch: StepBatch, metadata: CpuStep, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
+    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
         """Run one step and return `output` for the given token rows: a view that the next step overwrites."""
         self._check_cache(kv_cache)
+        if not isinstance(metadata, CpuStep):
+            raise InvalidOperand("the step's metadata is what CpuAttention.prepare returned", found=repr(metadata))
         wanted = rows.to(torch.int32).contiguous()
         out = self._output_view(output, len(wanted))
         try:
@@ -413,8 +411,7 @@ class CpuDecoder(DecoderProgram):
         return self._output[:size].view(dtype).view(shape)
 
     def _check_cache(self, kv_cache: Tensor) -> None:
-        spec: AttentionPlan = self._request.attention
-        cache = spec.kv_cache
+        cache = self._request.attention.kv_cache
         inner = (cache.num_kv_heads, cache.block_size, cache.head_dim)
         shape = tuple(kv_cache.shape)
         good = len(shape) == 6 and shape[:2] == (cache.num_layers, 2) and shape[3:] == inner
