@@ -17,6 +17,9 @@ namespace {
 // A tile with at most this many rows is split over its context: its work is bound by reading keys and values, and there may be
 // no other item to keep the threads busy.
 constexpr int kSplitRows = 48;
+// With this many items for each thread, a decode item takes up to kDecodeHeads key heads together.
+constexpr int kItemsPerThread = 4;
+constexpr int kDecodeHeads = 8;
 // Below this many bytes a copy is faster than sharing it out.
 constexpr int64_t kInlineCopyBytes = 128 << 10;
 
@@ -125,21 +128,23 @@ AttentionPlan plan_attention(const AttentionBatch& batch, const AttentionLayer& 
       const int key_begin = layer.window > 0 ? std::max(0, offset + begin - layer.window + 1) : 0;
       check_blocks(batch, s, key_begin, key_end);
       const int first = key_begin / kPartitionKeys, last = (key_end - 1) / kPartitionKeys;
+      std::vector<AttentionPlan::Item>& items = tokens == 1 ? plan.decodes : plan.prefills;
       if (first == last || (tokens > 1 && tokens * group > kSplitRows)) {
-        plan.items.push_back({s, begin, end, key_begin, key_end, -1});
+        items.push_back({s, begin, end, key_begin, key_end, -1});
         continue;
       }
       plan.merges.push_back({s, begin, end, plan.num_partials, last - first + 1});
       for (int p = first; p <= last; ++p) {
-        plan.items.push_back({s, begin, end, std::max(key_begin, p * kPartitionKeys), std::min(key_end, (p + 1) * kPartitionKeys),
+        items.push_back({s, begin, end, std::max(key_begin, p * kPartitionKeys), std::min(key_end, (p + 1) * kPartitionKeys),
                               plan.num_partials});
         plan.num_partials += tokens;
       }
     }
   }
   // Long items first: the short ones then fill the gaps at the end.
-  std::stable_sort(plan.items.begin(), plan.items.end(),
-                   [](const AttentionPlan::Item& a, const AttentionPlan::Item& b) { return cost(a) > cost(b); });
+  for (auto* items : {&plan.prefills, &plan.decodes})
+    std::stable_sort(items->begin(), items->end(),
+                     [](const AttentionPlan::Item& a, const AttentionPlan::Item& b) { return cost(a) > cost(b); });
   return plan;
 }
 
@@ -173,17 +178,25 @@ void attention(const AttentionPlan& plan, const AttentionBatch& batch, const Att
   AttentionCall call{&batch, &layer, &kv, q, q_stride, out, out_stride, nullptr};
   const int64_t partial_floats = int64_t{layer.num_heads} * (layer.head_dim + 2);
   if (plan.num_partials > 0) call.partials = reinterpret_cast<float*>(partials_scratch(plan.num_partials * partial_floats * 4));
-  const int64_t scratch_bytes = kernels.scratch_bytes(layer.num_heads / layer.num_kv_heads, layer.head_dim);
-  const int64_t kv_heads = layer.num_kv_heads;
   ThreadPool& pool = ThreadPool::global();
+  // Heads of one decode item lie side by side and are read in one go, unless the threads need smaller portions.
+  const int64_t kv_heads = layer.num_kv_heads, prefills = static_cast<int64_t>(plan.prefills.size()) * kv_heads;
+  const int64_t decodes = static_cast<int64_t>(plan.decodes.size());
+  const bool many = prefills + decodes >= int64_t{kItemsPerThread} * pool.num_threads();
+  const int64_t heads_at_once = many ? std::min<int64_t>(kv_heads, kDecodeHeads) : 1;
+  const int64_t portions = (kv_heads + heads_at_once - 1) / heads_at_once;
+  const int64_t scratch_bytes = kernels.scratch_bytes(static_cast<int>(heads_at_once), layer.num_heads / layer.num_kv_heads, layer.head_dim);
 
-  pool.parallel_for(static_cast<int64_t>(plan.items.size()) * kv_heads, 1, [&](int64_t begin, int64_t end, int) {
+  pool.parallel_for(prefills + decodes * portions, 1, [&](int64_t begin, int64_t end, int) {
     char* scratch = thread_scratch(scratch_bytes);
     for (int64_t i = begin; i < end; ++i) {
-      const AttentionPlan::Item& item = plan.items[static_cast<size_t>(i / kv_heads)];
-      const int head = static_cast<int>(i % kv_heads);
-      if (item.q_end - item.q_begin == 1) kernels.decode(call, item, head, scratch);
-      else kernels.prefill(call, item, head, scratch);
+      if (i < prefills) {
+        kernels.prefill(call, plan.prefills[static_cast<size_t>(i / kv_heads)], static_cast<int>(i % kv_heads), scratch);
+        continue;
+      }
+      const int64_t item = (i - prefills) / portions, first = (i - prefills) % portions * heads_at_once;
+      kernels.decode(call, plan.decodes[static_cast<size_t>(item)], static_cast<int>(first),
+                     static_cast<int>(std::min(kv_heads, first + heads_at_once)), scratch);
     }
   });
   if (plan.merges.empty()) return;

@@ -55,7 +55,8 @@ struct AttentionPlan {
   struct Item { int32_t seq, q_begin, q_end, key_begin, key_end, partial; };
   // The partial results of queries [q_begin, q_end): `count` partitions, each with q_end - q_begin of them, in order of keys.
   struct Merge { int32_t seq, q_begin, q_end, partial, count; };
-  std::vector<Item> items;  // longest first
+  std::vector<Item> prefills;  // more than one query; longest first
+  std::vector<Item> decodes;   // one query; longest first
   std::vector<Merge> merges;
   int num_partials = 0;
 };

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from hardpoint.interfaces import AttentionPlan, Device
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.capabilities import AttentionLayer, AttentionRequest
 from hardpoint.interfaces.dtypes import DType
 from hardpoint_cpu.attention import CpuAttention
-from torch import Tensor
 
 DEVICE = Device(backend="cpu", index=0, name="test", torch_device="cpu", total_memory=1 << 30, driver_version="test")
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import pytest
+
 from hardpoint.interfaces import Contract
 from hardpoint.interfaces.errors import ContractError
 

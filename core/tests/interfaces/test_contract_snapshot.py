@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from hardpoint.interfaces import API_VERSION
 from hardpoint.interfaces.snapshot import difference, main, snapshot, to_text
 

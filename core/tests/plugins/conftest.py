@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent, indent
 
 import pytest
+
 from hardpoint.interfaces import API_VERSION
 from hardpoint.plugins import ENTRY_POINT_GROUP, BackendRecord, discover
 

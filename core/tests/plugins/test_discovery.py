@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+
 from hardpoint.interfaces import API_VERSION
 from hardpoint.plugins import BackendRecord, BackendState, Registry, installed
 

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+
 from hardpoint.interfaces import API_VERSION
 from hardpoint.interfaces.errors import (
     AmbiguousBackend,

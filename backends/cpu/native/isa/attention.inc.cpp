@@ -11,9 +11,11 @@ namespace {
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kMinusInf = -__builtin_inff();
 
-// Keys of one tile; every tile of the prefill kernel starts at a multiple of it.
-constexpr int kTileKeys = 64;
-static_assert(kTileKeys % kLanes == 0 && kPartitionKeys % kTileKeys == 0, "tiles divide into vectors, partitions into tiles");
+// Keys of one tile. Prefill tiles are packed and start at multiples of their size. Decode tiles are read in place; while one
+// is worked off the next one's lines are fetched, so they are as small as keeps that stream even.
+constexpr int kPrefillKeys = 64;
+constexpr int kDecodeTile = 32;
+static_assert(kPrefillKeys % kLanes == 0 && kDecodeTile % kLanes == 0, "tiles divide into vectors");
 
 // Register blocking: 32 vector registers with AVX-512, 16 elsewhere.
 #if HP_VW == 16
@@ -167,23 +169,30 @@ HP_INLINE void copy_query(const uint16_t* from, int n, int padded, uint16_t* to)
   std::memset(to + n, 0, static_cast<size_t>(padded - n) * 2);
 }
 
+// Rows of one head: an address for each key of the tile, and the head's place after it.
+template <class E>
+struct Rows {
+  const typename E::type* const* rows;
+  int64_t offset;
+  HP_INLINE_MEMBER const typename E::type* operator[](int t) const { return rows[t] + offset; }
+  HP_INLINE_MEMBER Rows from(int t) const { return {rows ? rows + t : nullptr, offset}; }
+};
+
+HP_INLINE void prefetch(const void* p, int bytes) {
+  for (int x = 0; x < bytes; x += 64) __builtin_prefetch(static_cast<const char*>(p) + x);
+}
+
 // scores[r][0, kLanes) = raw dot products of R queries with kLanes keys, while the next tile's rows are fetched.
 template <class E, int R>
-HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const typename E::type* const* keys, int dim,
-                             float* scores, const typename E::type* const* next_keys,
-                             const typename E::type* const* next_values) {
+HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const Rows<E>& keys, int dim, float* scores,
+                             const Rows<E>& next) {
   using D = Dot<E>;
   const int row_bytes = dim * static_cast<int>(sizeof(typename E::type));
   vf part[R][kLanes];
   for (int t = 0; t < kLanes; t += kDecodeKeys) {
-    if (next_keys) {
+    if (next.rows) {
 #pragma GCC unroll 4
-      for (int u = 0; u < kDecodeKeys; ++u) {
-        for (int x = 0; x < row_bytes; x += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(next_keys[t + u]) + x);
-          __builtin_prefetch(reinterpret_cast<const char*>(next_values[t + u]) + x);
-        }
-      }
+      for (int u = 0; u < kDecodeKeys; ++u) prefetch(next[t + u], row_bytes);
     }
     vf acc[R][kDecodeKeys];
 #pragma GCC unroll 4
@@ -218,81 +227,146 @@ HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const ty
 #pragma GCC unroll 4
       for (int u = 0; u < kDecodeKeys; ++u) part[r][t + u] = acc[r][u];
   }
-  for (int r = 0; r < R; ++r) store(scores + r * kTileKeys, hsum_rows(part[r]));
+  for (int r = 0; r < R; ++r) store(scores + r * kDecodeTile, hsum_rows(part[r]));
 }
 
-// out[r][d, d + NV vectors) += sum over n keys of weights[r][key] * value[key], for R rows.
-template <class E, int R, int NV>
-HP_INLINE void decode_values(const float* weights, const typename E::type* const* values, int n, int d, float* out,
-                             int out_stride) {
-  vf acc[R][NV];
+// How decode weights values: out[r] += sum over n keys of weights[r][key] * value[key], for R rows of [padded_dim]. Weights
+// replace the scores they come from, row by row kDecodeTile floats apart. Meanwhile the next tile's value rows are fetched.
+template <class E>
+struct Weigh {
+  using T = typename E::type;
+
+  HP_INLINE void store_weights(float* scores, int t, vf p) { store(scores + t, p); }
+
+  template <int R>
+  HP_INLINE void add(const float* weights, const Rows<E>& values, int n, int dim, float* out, int out_stride,
+                     const Rows<E>& next) {
+    int d = 0;
+    for (; d + kDecodeVectors * kLanes <= dim; d += kDecodeVectors * kLanes)
+      add_columns<R, kDecodeVectors>(weights, values, n, d, kLanes, out, out_stride, next);
+    for (; d < dim; d += kLanes) add_columns<R, 1>(weights, values, n, d, min_int(kLanes, dim - d), out, out_stride, next);
+  }
+
+  // The last of NV vectors has `last` columns.
+  template <int R, int NV>
+  HP_INLINE void add_columns(const float* weights, const Rows<E>& values, int n, int d, int last, float* out, int out_stride,
+                             const Rows<E>& next) {
+    vf acc[R][NV];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) acc[r][j] = load(out + r * out_stride + d + j * kLanes);
-  for (int t = 0; t < n; ++t) {
-    const typename E::type* row = values[t] + d;
-    vf v[NV];
+      for (int j = 0; j < NV; ++j) acc[r][j] = load(out + r * out_stride + d + j * kLanes);
+    for (int t = 0; t < n; ++t) {
+      const T* row = values[t] + d;
+      if (next.rows) prefetch(next[t] + d, NV * kLanes * static_cast<int>(sizeof(T)));
+      vf v[NV];
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) v[j] = load(E{}, row + j * kLanes);
+      for (int j = 0; j < NV; ++j)
+        v[j] = NV == 1 && last < kLanes ? load_first(E{}, row, last) : load(E{}, row + j * kLanes);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const vf w = splat(weights[r * kTileKeys + t]);
+      for (int r = 0; r < R; ++r) {
+        const vf w = splat(weights[r * kDecodeTile + t]);
 #pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) acc[r][j] += w * v[j];
+        for (int j = 0; j < NV; ++j) acc[r][j] += w * v[j];
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) store(out + r * out_stride + d + j * kLanes, acc[r][j]);
+  }
+
+  HP_INLINE void finish(float*, int) {}
+};
+#if defined(HP_SIMD_AVX512BF16)
+// Two keys at a time: their rows are interleaved into bf16 pairs, which leaves the sums of each 32 columns in an order of
+// their own until `finish` restores it.
+template <>
+struct Weigh<Bf16> {
+  static constexpr int kColumns = 2 * kLanes;
+
+  HP_INLINE void store_weights(float* scores, int t, vf p) {
+    const __m256bh x = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(p));
+    std::memcpy(reinterpret_cast<char*>(scores) + 2 * t, &x, sizeof(x));
+  }
+
+  template <int R>
+  HP_INLINE void add(const float* weights, const Rows<Bf16>& values, int n, int dim, float* out, int out_stride,
+                     const Rows<Bf16>& next) {
+    int d = 0;
+    for (; d + 2 * kColumns <= dim; d += 2 * kColumns)
+      add_columns<R, 2>(weights, values, n, d, kColumns, out, out_stride, next);
+    for (; d < dim; d += kColumns) add_columns<R, 1>(weights, values, n, d, min_int(kColumns, dim - d), out, out_stride, next);
+  }
+
+  template <int R, int NC>
+  HP_INLINE void add_columns(const float* weights, const Rows<Bf16>& values, int n, int d, int last, float* out,
+                             int out_stride, const Rows<Bf16>& next) {
+    vf acc[R][2 * NC];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * NC; ++j) acc[r][j] = load(out + r * out_stride + d + j * kLanes);
+    for (int t = 0; t < n; t += 2) {
+      if (next.rows) {
+        prefetch(next[t] + d, NC * kColumns * 2);
+        prefetch(next[t + 1] + d, NC * kColumns * 2);
+      }
+      vu v[2 * NC];
+#pragma GCC unroll 2
+      for (int j = 0; j < NC; ++j) {
+        const uint16_t *even = values[t] + d + j * kColumns, *odd = values[t + 1] + d + j * kColumns;
+        const bool partial = NC == 1 && last < kColumns;
+        const __m512i a = reinterpret_cast<__m512i>(partial ? load_first_pairs(even, last) : load_pairs(even));
+        const __m512i b = reinterpret_cast<__m512i>(partial ? load_first_pairs(odd, last) : load_pairs(odd));
+        v[2 * j] = reinterpret_cast<vu>(_mm512_unpacklo_epi16(a, b));
+        v[2 * j + 1] = reinterpret_cast<vu>(_mm512_unpackhi_epi16(a, b));
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        uint32_t pair;
+        std::memcpy(&pair, reinterpret_cast<const char*>(weights + r * kDecodeTile) + 2 * t, sizeof(pair));
+        const vu w = vu{} + pair;
+#pragma GCC unroll 4
+        for (int j = 0; j < 2 * NC; ++j) acc[r][j] = dot_bf16(acc[r][j], w, v[j]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * NC; ++j) store(out + r * out_stride + d + j * kLanes, acc[r][j]);
+  }
+
+  HP_INLINE void finish(float* row, int dim) {
+    for (int d = 0; d < dim; d += kColumns) {
+      const vf low = load(row + d), high = load(row + d + kLanes);
+      store(row + d, __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+      store(row + d + kLanes, __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) store(out + r * out_stride + d + j * kLanes, acc[r][j]);
-}
-
-template <class E, int R>
-HP_INLINE void decode_values_tail(const float* weights, const typename E::type* const* values, int n, int d, int dim,
-                                  float* out, int out_stride) {
-  vf acc[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) acc[r] = load(out + r * out_stride + d);
-  for (int t = 0; t < n; ++t) {
-    const vf v = load_first(E{}, values[t] + d, dim - d);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) acc[r] += splat(weights[r * kTileKeys + t]) * v;
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) store(out + r * out_stride + d, acc[r]);
-}
-
-template <class E, int R>
-HP_INLINE void decode_all_values(const float* weights, const typename E::type* const* values, int n, int dim, float* out,
-                                 int out_stride) {
-  int d = 0;
-  for (; d + kDecodeVectors * kLanes <= dim; d += kDecodeVectors * kLanes)
-    decode_values<E, R, kDecodeVectors>(weights, values, n, d, out, out_stride);
-  for (; d + kLanes <= dim; d += kLanes) decode_values<E, R, 1>(weights, values, n, d, out, out_stride);
-  if (d < dim) decode_values_tail<E, R>(weights, values, n, d, dim, out, out_stride);
-}
+};
+#endif
 
 template <class E>
 struct DecodeScratch {
   using T = typename E::type;
-  typename Dot<E>::Q* q;  // [group, padded_dim]
-  float* scores;          // [group, kTileKeys]
-  float* values;          // [group, padded_dim]
-  float* maximum;         // [group]
-  float* sum;             // [group, kLanes], one running sum per lane
-  const T** rows;         // [2, 2, kTileKeys]: this tile's and the next one's key and value rows
+  typename Dot<E>::Q* q;  // [heads, padded_dim]
+  float* scores;          // [group, kDecodeTile]
+  float* values;          // [heads, padded_dim]
+  float* maximum;         // [heads]
+  float* sum;             // [heads, kLanes], one running sum per lane
+  const T** rows;         // [2, 2, kDecodeTile]: this tile's and the next one's key and value rows
   int padded_dim;
 
-  HP_INLINE int64_t lay_out(DecodeScratch& s, void* memory, int group, int dim) {
+  HP_INLINE int64_t lay_out(DecodeScratch& s, void* memory, int heads, int group, int dim) {
     Arena arena{static_cast<char*>(memory)};
     s.padded_dim = round_up(dim, 32);
-    s.q = arena.take<typename Dot<E>::Q>(static_cast<int64_t>(group) * s.padded_dim);
-    s.scores = arena.take<float>(static_cast<int64_t>(group) * kTileKeys);
-    s.values = arena.take<float>(static_cast<int64_t>(group) * s.padded_dim);
-    s.maximum = arena.take<float>(group);
-    s.sum = arena.take<float>(static_cast<int64_t>(group) * kLanes);
-    s.rows = arena.take<const T*>(4 * kTileKeys);
+    s.q = arena.take<typename Dot<E>::Q>(static_cast<int64_t>(heads) * s.padded_dim);
+    s.scores = arena.take<float>(static_cast<int64_t>(group) * kDecodeTile);
+    s.values = arena.take<float>(static_cast<int64_t>(heads) * s.padded_dim);
+    s.maximum = arena.take<float>(heads);
+    s.sum = arena.take<float>(static_cast<int64_t>(heads) * kLanes);
+    s.rows = arena.take<const T*>(4 * kDecodeTile);
     return arena.used;
   }
 };
@@ -304,7 +378,7 @@ HP_INLINE void tile_rows(const Cache<E>& cache, int begin, int end, const typena
                          const typename E::type** values) {
   int key = begin;
   int t = 0;
-  const int count = min_int(kTileKeys, end - begin);
+  const int count = min_int(kDecodeTile, end - begin);
   while (t < count) {
     const int in_block = key % cache.block_size;
     const int n = min_int(count - t, cache.block_size - in_block);
@@ -316,98 +390,109 @@ HP_INLINE void tile_rows(const Cache<E>& cache, int begin, int end, const typena
     t += n;
     key += n;
   }
-  const int padded = round_up(count, kLanes);
-  for (; t < padded; ++t) {
+  for (; t < kDecodeTile; ++t) {
     keys[t] = keys[count - 1];
     values[t] = values[count - 1];
   }
 }
 
+// The heads of a block lie side by side, so a tile is worked off head after head; each head fetches the rows of the one after it.
 template <class E>
-void decode(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* memory) {
+void decode(const AttentionCall& call, const AttentionPlan::Item& item, int kv_begin, int kv_end, void* memory) {
   using T = typename E::type;
+  using W = Weigh<E>;
   const AttentionBatch& batch = *call.batch;
   const AttentionLayer& layer = *call.layer;
-  const int group = layer.num_heads / layer.num_kv_heads, dim = layer.head_dim, first_head = kv_head * group;
+  const int group = layer.num_heads / layer.num_kv_heads, dim = layer.head_dim;
+  const int first_head = kv_begin * group, heads = (kv_end - kv_begin) * group;
   const int token = batch.query_start[item.seq] + item.q_begin;
   const int position = batch.context_lens[item.seq] - (batch.query_start[item.seq + 1] - token);
-  const Cache<E> cache = cache_of<E>(call, item.seq, kv_head);
+  const int64_t head_stride = static_cast<int64_t>(batch.block_size) * dim;
+  const Cache<E> cache = cache_of<E>(call, item.seq, kv_begin);
   DecodeScratch<E> s;
-  DecodeScratch<E>::lay_out(s, memory, group, dim);
+  DecodeScratch<E>::lay_out(s, memory, heads, group, dim);
 
   const T* q = static_cast<const T*>(call.q) + token * call.q_stride + static_cast<int64_t>(first_head) * dim;
-  for (int g = 0; g < group; ++g) {
-    copy_query<E>(q + static_cast<int64_t>(g) * dim, dim, s.padded_dim, s.q + g * s.padded_dim);
-    s.maximum[g] = kMinusInf;
-    store(s.sum + g * kLanes, vf{});
+  for (int h = 0; h < heads; ++h) {
+    copy_query<E>(q + static_cast<int64_t>(h) * dim, dim, s.padded_dim, s.q + h * s.padded_dim);
+    s.maximum[h] = kMinusInf;
+    store(s.sum + h * kLanes, vf{});
   }
-  std::memset(s.values, 0, static_cast<size_t>(group) * s.padded_dim * 4);
+  std::memset(s.values, 0, static_cast<size_t>(heads) * s.padded_dim * 4);
 
   const T** keys = s.rows;
-  const T** values = s.rows + kTileKeys;
-  const T** next_keys = s.rows + 2 * kTileKeys;
-  const T** next_values = s.rows + 3 * kTileKeys;
+  const T** values = s.rows + kDecodeTile;
+  const T** next_keys = s.rows + 2 * kDecodeTile;
+  const T** next_values = s.rows + 3 * kDecodeTile;
+  const vi lane = iota();
   tile_rows(cache, item.key_begin, item.key_end, keys, values);
-  for (int begin = item.key_begin; begin < item.key_end; begin += kTileKeys) {
-    const int count = min_int(kTileKeys, item.key_end - begin);
-    const bool last = begin + kTileKeys >= item.key_end;
-    if (!last) {
-      tile_rows(cache, begin + kTileKeys, item.key_end, next_keys, next_values);
-      for (int t = round_up(min_int(kTileKeys, item.key_end - begin - kTileKeys), kLanes); t < kTileKeys; ++t) {
-        next_keys[t] = next_keys[0];
-        next_values[t] = next_values[0];
+  for (int begin = item.key_begin; begin < item.key_end; begin += kDecodeTile) {
+    const int count = min_int(kDecodeTile, item.key_end - begin);
+    const bool last_tile = begin + kDecodeTile >= item.key_end;
+    if (!last_tile) tile_rows(cache, begin + kDecodeTile, item.key_end, next_keys, next_values);
+
+    for (int kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
+      const bool last_head = kv_head + 1 == kv_end;
+      const int64_t offset = (kv_head - kv_begin) * head_stride;
+      const Rows<E> k{keys, offset}, v{values, offset};
+      Rows<E> next_k{keys, offset + head_stride}, next_v{values, offset + head_stride};
+      if (last_head) {
+        next_k = {last_tile ? nullptr : next_keys, 0};
+        next_v = {last_tile ? nullptr : next_values, 0};
       }
-    }
-    for (int t = 0; t < count; t += kLanes) {
-      for (int g = 0; g < group; g += kDecodeRows) {
-        const auto* rows = s.q + g * s.padded_dim;
-        float* scores = s.scores + g * kTileKeys + t;
-        const T** nk = g == 0 && !last ? next_keys + t : nullptr;
-        const T** nv = next_values + t;
-        switch (min_int(kDecodeRows, group - g)) {
-          case 1: decode_scores<E, 1>(rows, s.padded_dim, keys + t, dim, scores, nk, nv); break;
-          case 2: decode_scores<E, 2>(rows, s.padded_dim, keys + t, dim, scores, nk, nv); break;
-          case 3: decode_scores<E, 3>(rows, s.padded_dim, keys + t, dim, scores, nk, nv); break;
-          default: decode_scores<E, 4>(rows, s.padded_dim, keys + t, dim, scores, nk, nv);
+      const int first_row = (kv_head - kv_begin) * group;
+      for (int t = 0; t < count; t += kLanes) {
+        for (int g = 0; g < group; g += kDecodeRows) {
+          const auto* rows = s.q + (first_row + g) * s.padded_dim;
+          float* scores = s.scores + g * kDecodeTile + t;
+          const Rows<E> fetch = g == 0 ? next_k.from(t) : Rows<E>{nullptr, 0};
+          switch (min_int(kDecodeRows, group - g)) {
+            case 1: decode_scores<E, 1>(rows, s.padded_dim, k.from(t), dim, scores, fetch); break;
+            case 2: decode_scores<E, 2>(rows, s.padded_dim, k.from(t), dim, scores, fetch); break;
+            case 3: decode_scores<E, 3>(rows, s.padded_dim, k.from(t), dim, scores, fetch); break;
+            default: decode_scores<E, 4>(rows, s.padded_dim, k.from(t), dim, scores, fetch);
+          }
         }
       }
-    }
-    const vi lane = iota();
-    for (int g = 0; g < group; ++g) {
-      const Logits logits = logits_of(layer, first_head + g);
-      float* scores = s.scores + g * kTileKeys;
-      vf top = splat(kMinusInf);
-      for (int t = 0; t < count; t += kLanes) {
-        const vi key = lane + (begin + t);
-        vf x = logits(load(scores + t), __builtin_convertvector(key - position, vf));
-        x = select(key < item.key_end, x, splat(kMinusInf));
-        store(scores + t, x);
-        top = max(top, x);
+      for (int g = 0; g < group; ++g) {
+        const int row = first_row + g;
+        const Logits logits = logits_of(layer, first_head + row);
+        float* scores = s.scores + g * kDecodeTile;
+        float* row_sum = s.sum + row * kLanes;
+        vf top = splat(kMinusInf);
+        for (int t = 0; t < count; t += kLanes) {
+          const vi key = lane + (begin + t);
+          vf x = logits(load(scores + t), __builtin_convertvector(key - position, vf));
+          x = select(key < item.key_end, x, splat(kMinusInf));
+          store(scores + t, x);
+          top = max(top, x);
+        }
+        const float tile_maximum = hmax(top);
+        if (tile_maximum > s.maximum[row]) {
+          const vf rescale = exp2(splat(s.maximum[row] - tile_maximum));
+          s.maximum[row] = tile_maximum;
+          store(row_sum, load(row_sum) * rescale);
+          float* weighted = s.values + row * s.padded_dim;
+          for (int d = 0; d < s.padded_dim; d += kLanes) store(weighted + d, load(weighted + d) * rescale);
+        }
+        vf sum = load(row_sum);
+        for (int t = 0; t < count; t += kLanes) {
+          const vf p = exp2(load(scores + t) - s.maximum[row]);
+          W::store_weights(scores, t, p);
+          sum += p;
+        }
+        store(row_sum, sum);
       }
-      const float tile_maximum = hmax(top);
-      if (tile_maximum > s.maximum[g]) {
-        const vf rescale = exp2(splat(s.maximum[g] - tile_maximum));
-        s.maximum[g] = tile_maximum;
-        store(s.sum + g * kLanes, load(s.sum + g * kLanes) * rescale);
-        float* row = s.values + g * s.padded_dim;
-        for (int d = 0; d < s.padded_dim; d += kLanes) store(row + d, load(row + d) * rescale);
-      }
-      vf sum = load(s.sum + g * kLanes);
-      for (int t = 0; t < count; t += kLanes) {
-        const vf p = exp2(load(scores + t) - s.maximum[g]);
-        store(scores + t, p);
-        sum += p;
-      }
-      store(s.sum + g * kLanes, sum);
-    }
-    for (int g = 0; g < group; g += kDecodeRows) {
-      const float* weights = s.scores + g * kTileKeys;
-      float* out = s.values + g * s.padded_dim;
-      switch (min_int(kDecodeRows, group - g)) {
-        case 1: decode_all_values<E, 1>(weights, values, count, dim, out, s.padded_dim); break;
-        case 2: decode_all_values<E, 2>(weights, values, count, dim, out, s.padded_dim); break;
-        case 3: decode_all_values<E, 3>(weights, values, count, dim, out, s.padded_dim); break;
-        default: decode_all_values<E, 4>(weights, values, count, dim, out, s.padded_dim);
+      for (int g = 0; g < group; g += kDecodeRows) {
+        const float* weights = s.scores + g * kDecodeTile;
+        float* out = s.values + (first_row + g) * s.padded_dim;
+        const Rows<E> fetch = g == 0 ? next_v : Rows<E>{nullptr, 0};
+        switch (min_int(kDecodeRows, group - g)) {
+          case 1: W::template add<1>(weights, v, count, dim, out, s.padded_dim, fetch); break;
+          case 2: W::template add<2>(weights, v, count, dim, out, s.padded_dim, fetch); break;
+          case 3: W::template add<3>(weights, v, count, dim, out, s.padded_dim, fetch); break;
+          default: W::template add<4>(weights, v, count, dim, out, s.padded_dim, fetch);
+        }
       }
     }
     const T** swap = keys;
@@ -417,11 +502,12 @@ void decode(const AttentionCall& call, const AttentionPlan::Item& item, int kv_h
     values = next_values;
     next_values = swap;
   }
-  for (int g = 0; g < group; ++g) {
-    const float* row = s.values + g * s.padded_dim;
-    const float sum = hsum(load(s.sum + g * kLanes));
-    if (item.partial < 0) write_output<E>(call, token, first_head + g, row, s.maximum[g], sum);
-    else write_partial(call, item.partial, first_head + g, row, s.maximum[g], sum);
+  for (int h = 0; h < heads; ++h) {
+    float* row = s.values + h * s.padded_dim;
+    W::finish(row, dim);
+    const float sum = hsum(load(s.sum + h * kLanes));
+    if (item.partial < 0) write_output<E>(call, token, first_head + h, row, s.maximum[h], sum);
+    else write_partial(call, item.partial, first_head + h, row, s.maximum[h], sum);
   }
 }
 
@@ -532,7 +618,7 @@ HP_INLINE vf load_steps(PairOperand, const uint16_t* p, int n) {
 template <class E, class O>
 void pack_keys(const Cache<E>& cache, int tile, int first, int last, typename O::Right* packed) {
   const int steps = cache.head_dim / O::kDepth;
-  for (int t = 0; t < kTileKeys; t += kLanes) {
+  for (int t = 0; t < kPrefillKeys; t += kLanes) {
     const typename E::type* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       const int key = tile + t + i;
@@ -543,7 +629,7 @@ void pack_keys(const Cache<E>& cache, int tile, int first, int last, typename O:
       for (int i = 0; i < kLanes; ++i) m[i] = rows[i] ? load_steps<E>(O{}, rows[i] + s * O::kDepth, steps - s) : vf{};
       transpose(m);
       const int n = min_int(kLanes, steps - s);
-      for (int i = 0; i < n; ++i) std::memcpy(packed + static_cast<int64_t>(s + i) * kTileKeys + t, &m[i], sizeof(vf));
+      for (int i = 0; i < n; ++i) std::memcpy(packed + static_cast<int64_t>(s + i) * kPrefillKeys + t, &m[i], sizeof(vf));
     }
   }
 }
@@ -552,7 +638,7 @@ void pack_keys(const Cache<E>& cache, int tile, int first, int last, typename O:
 template <class E>
 bool pack_values(const Cache<E>& cache, int tile, int first, int last, int padded_dim, FloatOperand, float* packed) {
   vu largest{};
-  for (int t = 0; t < kTileKeys; ++t) {
+  for (int t = 0; t < kPrefillKeys; ++t) {
     const int key = tile + t;
     float* to = packed + static_cast<int64_t>(t) * padded_dim;
     if (key < first || key >= last) {
@@ -576,7 +662,7 @@ bool pack_values(const Cache<E>& cache, int tile, int first, int last, int padde
 template <class E>
 bool pack_values(const Cache<E>& cache, int tile, int first, int last, int padded_dim, PairOperand, uint32_t* packed) {
   vu largest{};
-  for (int t = 0; t < kTileKeys; t += 2) {
+  for (int t = 0; t < kPrefillKeys; t += 2) {
     const uint16_t* rows[2];
     for (int i = 0; i < 2; ++i) {
       const int key = tile + t + i;
@@ -633,10 +719,10 @@ struct PrefillScratch {
   float* values;           // [rows, padded_dim]
   float* maximum;          // [rows]
   float* sum;              // [rows, kLanes]
-  typename O::Right* k;    // [dim / depth, kTileKeys]
-  typename O::Right* v;    // [kTileKeys / depth, padded_dim]
-  float* scores;           // [kMicroRows, kTileKeys]
-  typename O::Left* p;     // [kMicroRows, kTileKeys / depth]
+  typename O::Right* k;    // [dim / depth, kPrefillKeys]
+  typename O::Right* v;    // [kPrefillKeys / depth, padded_dim]
+  float* scores;           // [kMicroRows, kPrefillKeys]
+  typename O::Left* p;     // [kMicroRows, kPrefillKeys / depth]
   int padded_dim;
 
   HP_INLINE int64_t lay_out(PrefillScratch& s, void* memory, int rows, int dim) {
@@ -646,10 +732,10 @@ struct PrefillScratch {
     s.values = arena.take<float>(static_cast<int64_t>(rows) * s.padded_dim);
     s.maximum = arena.take<float>(rows);
     s.sum = arena.take<float>(static_cast<int64_t>(rows) * kLanes);
-    s.k = arena.take<typename O::Right>(static_cast<int64_t>(dim / O::kDepth) * kTileKeys);
-    s.v = arena.take<typename O::Right>(static_cast<int64_t>(kTileKeys / O::kDepth) * s.padded_dim);
-    s.scores = arena.take<float>(kMicroRows * kTileKeys);
-    s.p = arena.take<typename O::Left>(kMicroRows * kTileKeys / O::kDepth);
+    s.k = arena.take<typename O::Right>(static_cast<int64_t>(dim / O::kDepth) * kPrefillKeys);
+    s.v = arena.take<typename O::Right>(static_cast<int64_t>(kPrefillKeys / O::kDepth) * s.padded_dim);
+    s.scores = arena.take<float>(kMicroRows * kPrefillKeys);
+    s.p = arena.take<typename O::Left>(kMicroRows * kPrefillKeys / O::kDepth);
     return arena.used;
   }
 };
@@ -681,8 +767,8 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
   std::memset(s.values, 0, static_cast<size_t>(rows) * s.padded_dim * 4);
 
   const vi lane = iota();
-  for (int tile = item.key_begin / kTileKeys * kTileKeys; tile < item.key_end; tile += kTileKeys) {
-    const int first_key = max_int(tile, item.key_begin), last_key = min_int(tile + kTileKeys, item.key_end);
+  for (int tile = item.key_begin / kPrefillKeys * kPrefillKeys; tile < item.key_end; tile += kPrefillKeys) {
+    const int first_key = max_int(tile, item.key_begin), last_key = min_int(tile + kPrefillKeys, item.key_end);
     pack_keys<E, O>(cache, tile, first_key, last_key, s.k);
     const bool finite = pack_values<E>(cache, tile, first_key, last_key, s.padded_dim, O{}, s.v);
 
@@ -698,13 +784,13 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
                           low_position + 1 < high;
 
       multiply<O>(strip_rows, reinterpret_cast<const typename O::Left*>(s.q + static_cast<int64_t>(strip) * q_stride),
-                  q_stride / O::kDepth, s.k + low_column, kTileKeys, dim / O::kDepth, s.scores, kTileKeys, vectors, false);
+                  q_stride / O::kDepth, s.k + low_column, kPrefillKeys, dim / O::kDepth, s.scores, kPrefillKeys, vectors, false);
 
       for (int r = 0; r < strip_rows; ++r) {
         const int row = strip + r, position = first_position + row / group;
         const Logits logits = logits_of(layer, first_head + row % group);
-        float* scores = s.scores + r * kTileKeys;
-        auto* weights = s.p + r * (kTileKeys / O::kDepth);
+        float* scores = s.scores + r * kPrefillKeys;
+        auto* weights = s.p + r * (kPrefillKeys / O::kDepth);
         vf top = splat(kMinusInf);
         for (int j = 0; j < vectors; ++j) {
           const vi key = lane + (tile + low_column + j * kLanes);
@@ -740,7 +826,7 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
 
       float* values = s.values + static_cast<int64_t>(strip) * s.padded_dim;
       if (finite || !masked) {
-        multiply<O>(strip_rows, s.p, kTileKeys / O::kDepth, s.v + static_cast<int64_t>(low_column / O::kDepth) * s.padded_dim,
+        multiply<O>(strip_rows, s.p, kPrefillKeys / O::kDepth, s.v + static_cast<int64_t>(low_column / O::kDepth) * s.padded_dim,
                     s.padded_dim, vectors * kLanes / O::kDepth, values, s.padded_dim, s.padded_dim / kLanes, true);
       } else {
         // Weight zero does not hide a value that is not finite: take the visible keys only.
@@ -748,7 +834,7 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
           const int position = first_position + (strip + r) / group;
           const int from = max_int(first_key, position - window + 1), to = min_int(last_key, position + 1);
           for (int key = from; key < to; ++key) {
-            const float weight = weight_at(O{}, s.p + r * (kTileKeys / O::kDepth), key - tile - low_column);
+            const float weight = weight_at(O{}, s.p + r * (kPrefillKeys / O::kDepth), key - tile - low_column);
             for (int d = 0; d < dim; ++d)
               values[static_cast<int64_t>(r) * s.padded_dim + d] += weight * packed_value(O{}, s.v, s.padded_dim, key - tile, d);
           }
@@ -792,31 +878,43 @@ void merge(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_h
 }
 
 template <class E>
-HP_INLINE int64_t scratch_bytes_of(int group, int head_dim) {
+HP_INLINE int64_t scratch_bytes_of(int decode_kv_heads, int group, int head_dim) {
   DecodeScratch<E> d;
   PrefillScratch<E> p;
-  const int64_t decode_bytes = DecodeScratch<E>::lay_out(d, nullptr, group, head_dim);
+  const int64_t decode_bytes = DecodeScratch<E>::lay_out(d, nullptr, decode_kv_heads * group, group, head_dim);
   const int64_t prefill_bytes = PrefillScratch<E>::lay_out(p, nullptr, group > kTileRows ? group : kTileRows, head_dim);
   return decode_bytes > prefill_bytes ? decode_bytes : prefill_bytes;
 }
 
-int64_t scratch_bytes(int group, int head_dim) {
-  const int64_t f = scratch_bytes_of<F32>(group, head_dim), b = scratch_bytes_of<Bf16>(group, head_dim);
+int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
+  const int64_t f = scratch_bytes_of<F32>(decode_kv_heads, group, head_dim);
+  const int64_t b = scratch_bytes_of<Bf16>(decode_kv_heads, group, head_dim);
   return f > b ? f : b;
 }
 
-#define HP_BY_DTYPE(name, Plan)                                                                    \
-  void name##_any(const AttentionCall& call, const AttentionPlan::Plan& item, int kv_head, void* scratch) { \
-    switch (call.kv->dtype) {                                                                      \
-      case DType::F32: return name<F32>(call, item, kv_head, scratch);                             \
-      case DType::BF16: return name<Bf16>(call, item, kv_head, scratch);                           \
-      case DType::F16: return name<F16>(call, item, kv_head, scratch);                             \
-    }                                                                                              \
+void decode_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_begin, int kv_end, void* scratch) {
+  switch (call.kv->dtype) {
+    case DType::F32: return decode<F32>(call, item, kv_begin, kv_end, scratch);
+    case DType::BF16: return decode<Bf16>(call, item, kv_begin, kv_end, scratch);
+    case DType::F16: return decode<F16>(call, item, kv_begin, kv_end, scratch);
   }
-HP_BY_DTYPE(decode, Item)
-HP_BY_DTYPE(prefill, Item)
-HP_BY_DTYPE(merge, Merge)
-#undef HP_BY_DTYPE
+}
+
+void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
+  switch (call.kv->dtype) {
+    case DType::F32: return prefill<F32>(call, item, kv_head, scratch);
+    case DType::BF16: return prefill<Bf16>(call, item, kv_head, scratch);
+    case DType::F16: return prefill<F16>(call, item, kv_head, scratch);
+  }
+}
+
+void merge_any(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_head, void* scratch) {
+  switch (call.kv->dtype) {
+    case DType::F32: return merge<F32>(call, item, kv_head, scratch);
+    case DType::BF16: return merge<Bf16>(call, item, kv_head, scratch);
+    case DType::F16: return merge<F16>(call, item, kv_head, scratch);
+  }
+}
 
 uint64_t read_words(const void* p, int64_t bytes) {
   const char* from = static_cast<const char*>(p);

@@ -161,7 +161,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a mapping, or a list of token ids is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    items = list(prompts)
-    if items and not isinstance(items[0], (str, Mapping, Sequence)) and not hasattr(items[0], "tolist"):
-        return [items]
-    return items
+    first = next(iter(prompts), None)
+    if first is None or isinstance(first, (str, Mapping, Sequence)) or hasattr(first, "__len__"):
+        return list(prompts)  # type: ignore[arg-type]  # a list of prompts: its first item is one
+    return [prompts]  # type: ignore[list-item]  # token ids
