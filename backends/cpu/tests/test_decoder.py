@@ -168,7 +168,10 @@ class Runner:
         self.cache.fill_(float("nan"))
 
     def step(
-        self, new_tokens: dict[int, list[int]], output: DecoderOutput = DecoderOutput.LOGITS, rows: list[int] | None = None
+        self,
+        new_tokens: dict[int, list[int]],
+        output: DecoderOutput = DecoderOutput.LOGITS,
+        rows: list[int] | None = None,
     ) -> Tensor:
         """Append tokens to sequences, run, and return the output of `rows` (by default the last token of each sequence)."""
         starts = [len(self.context.setdefault(seq, [])) for seq in new_tokens]
@@ -178,9 +181,9 @@ class Runner:
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).astype(np.int64)
         owner = np.repeat(np.array(list(new_tokens), np.int64), lengths)
         # Blocks of a sequence descend, so that a kernel which ignored the table would fail.
-        table = (
-            (np.arange(16)[:, None] + 1) * self.blocks_per_seq - 1 - np.arange(self.blocks_per_seq)[None]
-        ).astype(np.int32)
+        table = ((np.arange(16)[:, None] + 1) * self.blocks_per_seq - 1 - np.arange(self.blocks_per_seq)[None]).astype(
+            np.int32
+        )
         slots = table[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         query_start = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         seqs = np.array(list(new_tokens), np.int32)

@@ -162,7 +162,8 @@ class CpuKernels(KernelSet):
         where = positions.to(torch.int64).contiguous()
         if where.shape != (tokens,) or (tokens and not 0 <= int(where.min()) <= int(where.max()) < len(cos)):
             raise InvalidOperand(
-                f"positions are {tokens} integers from 0 to {len(cos) - 1}", found=f"shape {list(where.shape)}, or beyond"
+                f"positions are {tokens} integers from 0 to {len(cos) - 1}",
+                found=f"shape {list(where.shape)}, or beyond",
             )
         _native.rotary(
             q.data_ptr(),
@@ -195,9 +196,7 @@ class _PackedLinear:
         self._bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         source = weight.detach().contiguous()
         self._tiles = torch.empty(_native.packed_bytes(self._n, self._k, self._code), dtype=torch.uint8)
-        _native.pack_weight(
-            source.data_ptr(), self._k, self._n, self._k, self._code, 0, 0, 1, self._tiles.data_ptr()
-        )
+        _native.pack_weight(source.data_ptr(), self._k, self._n, self._k, self._code, 0, 0, 1, self._tiles.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = _rows("x", x)
@@ -261,9 +260,7 @@ class CpuDecoder(DecoderProgram):
         self._places, size = _lay_out(spec, self._code)
         self._arena = allocator.empty((size,), DType.UINT8, WEIGHTS)
         num_tables = max(spec.rope_tables) + 1
-        self._rope = allocator.empty(
-            (num_tables, 2, request.max_context, spec.rotary_dim // 2), DType.FLOAT32, BUFFERS
-        )
+        self._rope = allocator.empty((num_tables, 2, request.max_context, spec.rotary_dim // 2), DType.FLOAT32, BUFFERS)
         self._native = self._make_native(spec)
         self._native.set_rope_tables([(cos.data_ptr(), sin.data_ptr(), request.max_context) for cos, sin in self._rope])
         output = request.max_num_samples * max(4 * spec.vocab_size, 8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pluggy
+
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-
 from hardpoint_cuda import allocator, attention, capabilities, worker
 
 DRIVER_VARIABLE = "HARDPOINT_CUDA_DRIVER"

@@ -12,6 +12,7 @@ import numpy as np
 
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import CoreOutput, EngineCore, StepTotals
+from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, TokenizedPrompt
 from hardpoint.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.request import RequestState, SequenceState
@@ -80,6 +81,7 @@ class LLMEngine:
         model = self._core.model
         self.process = PromptProcessor(self.tokenizer, model.vocab_size, model.max_model_len)
         self._eos_ids = frozenset(source.eos_token_ids)
+        self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         self._requests: dict[str, RequestState | _Embedding] = {}
         self._by_sequence: dict[int, tuple[RequestState, SequenceState]] = {}
         self._embeddings: dict[int, _Embedding] = {}
@@ -143,7 +145,7 @@ class LLMEngine:
             self._end(handle, seq_ids)
             raise
         self._num_added += 1
-        request = RequestState(request_id, tokens, params, seq_ids, self.tokenizer)
+        request = RequestState(request_id, tokens, params, seq_ids, self._detokenizer, self._eos_ids)
         self._requests[request_id] = request
         for sequence in request.sequences:
             self._by_sequence[sequence.seq_id] = request, sequence
@@ -255,7 +257,8 @@ class LLMEngine:
             if seq_id not in self._followed:
                 continue
             request, sequence = self._by_sequence[seq_id]
-            stopped = request.append(sequence, events.token_ids[sample], events.logprobs.get(sample))
+            token_id, logprobs = events.token_ids[sample], events.logprobs.get(sample)
+            stopped = request.append(sequence, token_id, logprobs, ends=seq_id in ended)
             if stopped:
                 if seq_id not in ended:
                     self._core.scheduler.finish(seq_id, FinishReason.STOP)
@@ -267,7 +270,7 @@ class LLMEngine:
         """End one sequence, and its request with the last one."""
         request, sequence = self._by_sequence.pop(seq_id)
         token_ids = [] if request.is_followed else self._core.scheduler.output_token_ids(seq_id).tolist()
-        request.finish(sequence, reason, token_ids, self._eos_ids)
+        request.finish(sequence, reason, token_ids)
         self._forget([seq_id])
         self._core.scheduler.release([seq_id])
         if request.finished:
@@ -283,7 +286,7 @@ class LLMEngine:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return EmbeddingRequestOutput(
             request_id=request.request_id,
-            outputs=EmbeddingOutput(embedding=vector.tolist()),
+            outputs=EmbeddingOutput(embedding=vector),
             prompt_token_ids=request.prompt.token_ids,
             finished=True,
         )

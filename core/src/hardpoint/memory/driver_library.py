@@ -72,7 +72,7 @@ class DriverLibrary:
                 # installed one is reported under the dependency's name.
                 if not str(error).startswith(f"{soname}: cannot open shared object file"):
                     raise LibraryUnusable(f"{soname} cannot be loaded ({error})") from error
-        raise LibraryMissing(f"no driver library ({' or '.join(sonames)}, or a path in {variable})")
+        raise LibraryMissing(f"no {' or '.join(sonames)} is installed")
 
     @property
     def simulated(self) -> bool:

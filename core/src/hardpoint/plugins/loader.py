@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
 
 import pluggy
 
 from hardpoint.interfaces import API_VERSION, BackendDescriptor, ProbeResult
-from hardpoint.interfaces.errors import BackendError, HardpointError
+from hardpoint.interfaces.errors import BackendError
 from hardpoint.plugins import hookspec
+from hardpoint.plugins.guard import TIME_LIMIT, BackendCodeFailed, call_backend, format_traceback, in_backend_code
 from hardpoint.plugins.hookspec import ENTRY_POINT_GROUP, PROJECT
 from hardpoint.plugins.record import BackendRecord, BackendState
 
 BLOCK_VARIABLE = "HARDPOINT_BLOCK_BACKENDS"
 """Environment variable: comma-separated names of backends, or of their distributions, that are not to be imported."""
-
-TIME_LIMIT = 10.0
-"""Seconds that a backend's import, its hook and its probe may take, each."""
-
-_Result = TypeVar("_Result")
-_backend_code = threading.local()
-"""Its attribute `running` is set in threads that run a backend's own code."""
 
 
 class Registry:
@@ -65,7 +57,7 @@ class Registry:
 
         Raises BackendError when a backend's own import, hook or probe calls it.
         """
-        if getattr(_backend_code, "running", False):
+        if in_backend_code():
             raise BackendError(
                 "backends were asked for while one of them is being loaded",
                 hint="A backend's import, hook and probe must not look for backends themselves",
@@ -90,6 +82,8 @@ class Registry:
                 raise _Rejected(BackendState.UNAVAILABLE, result.reason)
         except _Rejected as rejection:
             record = replace(record, state=rejection.state, reason=rejection.reason, traceback=rejection.traceback)
+        except BackendCodeFailed as failure:
+            record = replace(record, state=BackendState.BROKEN, reason=failure.reason, traceback=failure.traceback)
         return record
 
     def _admit(self, entry: EntryPoint) -> None:
@@ -105,9 +99,9 @@ class Registry:
         return entry.name in self._blocked or _distribution(entry)[0] in self._blocked
 
     def _describe(self, entry: EntryPoint) -> BackendDescriptor:
-        plugin = _call(f"importing {entry.value}", entry.load, self._time_limit)
+        plugin = call_backend(f"importing {entry.value}", entry.load, self._time_limit)
         hook = self._register(entry, plugin)
-        descriptor = _call("its hook hardpoint_backend", hook, self._time_limit)
+        descriptor = call_backend("its hook hardpoint_backend", hook, self._time_limit)
         if not isinstance(descriptor, BackendDescriptor):
             found = type(descriptor).__name__
             raise _Rejected(BackendState.BROKEN, f"hardpoint_backend() returned {found}, not a BackendDescriptor")
@@ -117,7 +111,7 @@ class Registry:
         return descriptor
 
     def _probe(self, descriptor: BackendDescriptor) -> ProbeResult:
-        result = _call("its probe", descriptor.probe, self._time_limit)
+        result = call_backend("its probe", descriptor.probe, self._time_limit)
         if not isinstance(result, ProbeResult):
             raise _Rejected(BackendState.BROKEN, f"its probe returned {type(result).__name__}, not a ProbeResult")
         numbering = [(device.backend, device.index) for device in result.devices]
@@ -136,7 +130,7 @@ class Registry:
             if self._plugins.has_plugin(label):
                 self._plugins.unregister(name=label)
             reason = f"its hooks do not fit hardpoint.plugins.hookspec: {' '.join(str(error).split())}"
-            raise _Rejected(BackendState.BROKEN, reason, _traceback(error)) from error
+            raise _Rejected(BackendState.BROKEN, reason, format_traceback(error)) from error
         for implementation in self._plugins.hook.hardpoint_backend.get_hookimpls():
             if implementation.plugin is plugin:
                 hook: Callable[[], object] = implementation.function
@@ -182,32 +176,6 @@ class _Rejected(Exception):
         self.state, self.reason, self.traceback = state, reason, traceback
 
 
-def _call(what: str, function: Callable[[], _Result], time_limit: float) -> _Result:
-    """Run a backend's own code in a thread; whatever it raises, and not coming back in time, is a rejection."""
-    outcome: list[_Result] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        _backend_code.running = True
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name=f"hardpoint: {what}", daemon=True)
-    thread.start()
-    thread.join(time_limit)
-    if failure:
-        error = failure[0]
-        text = " ".join(str(error).split())
-        named = "failed" if isinstance(error, HardpointError) else f"raised {type(error).__name__}"
-        reason = f"{what} {named}" + (f": {text}" if text else "")
-        raise _Rejected(BackendState.BROKEN, reason, _traceback(error))
-    if not outcome:
-        raise _Rejected(BackendState.BROKEN, f"{what} did not return within {time_limit:g} s")
-    return outcome[0]
-
-
 def _check_api(descriptor: BackendDescriptor) -> None:
     low, high = descriptor.api
     if not low <= API_VERSION <= high:
@@ -223,7 +191,3 @@ def _distribution(entry: EntryPoint) -> tuple[str, str]:
 def _blocked_names() -> frozenset[str]:
     names = (name.strip() for name in os.environ.get(BLOCK_VARIABLE, "").split(","))
     return frozenset(name for name in names if name)
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
