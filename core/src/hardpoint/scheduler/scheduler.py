@@ -140,7 +140,9 @@ class Scheduler:
         new_tokens = 0 if pooling else 1
         config = self.config
         if length == 0:
-            raise EmptyPrompt("the prompt has no tokens", hint="Give at least one token, such as the model's start of text")
+            raise EmptyPrompt(
+                "the prompt has no tokens", hint="Give at least one token, such as the model's start of text"
+            )
         if length + new_tokens > config.max_model_len:
             raise PromptTooLong(
                 "the prompt does not fit the context",
@@ -343,7 +345,9 @@ class Scheduler:
     ) -> tuple[
         Int64Array, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array, Int64Array, Int32Array, Int64Array
     ]:
-        tokens, positions, slots, query_start, context_lens, rows, seq_ids, sample_rows, sample_seq_ids, _ = self._buffers
+        tokens, positions, slots, query_start, context_lens, rows, seq_ids, sample_rows, sample_seq_ids, _ = (
+            self._buffers
+        )
         return (
             tokens[:num_tokens],
             positions[:num_tokens],
