@@ -95,15 +95,15 @@ class Verdict:
         ours: our value.
         reference: the value it is held against, a peer's or a limit's; None where it was not measured.
         reference_name: whose value that is.
-        bar: the requirement in words, for example "≥ 1.00 × best peer".
-        met: whether the bar is reached; None where it could not be decided.
+        bar: the requirement in words, for example "≥ 1.00 × best peer"; None for a mere comparison.
+        met: whether the bar is reached; None where there is none or it could not be decided.
     """
 
     metric: str
     ours: float | None
     reference: float | None
     reference_name: str
-    bar: str
+    bar: str | None
     met: bool | None
 
     @property
@@ -128,8 +128,8 @@ def verdict_table(verdicts: Iterable[Verdict]) -> str:
             number(verdict.reference),
             verdict.reference_name,
             "–" if verdict.ratio is None else f"{verdict.ratio:.2f}",
-            verdict.bar,
-            words[verdict.met],
+            verdict.bar or "–",
+            words[verdict.met] if verdict.bar else "–",
         ]
         for verdict in verdicts
     ]
