@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
@@ -69,8 +69,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int | None = None
-    preemption_mode: str = "auto"
-    scheduling_policy: str = "fcfs"
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enforce_eager: bool = False
     enable_sleep_mode: bool = False
     load_format: str = "auto"

@@ -123,8 +123,9 @@ class EngineCore:
                 long_prefill_token_threshold=config.long_prefill_token_threshold or 0,
                 preemption_mode=config.preemption_mode,
                 policy=config.scheduling_policy,
-                seconds_per_swapped_block=profile.seconds_per_swapped_block,
-                seconds_per_recomputed_token=profile.seconds_per_token,
+                vocab_size=model.vocab_size,
+                swap_seconds_per_block=profile.seconds_per_swapped_block,
+                recompute_seconds_per_token=profile.seconds_per_token,
             )
         )
         self.info = EngineInfo(
@@ -188,6 +189,8 @@ class EngineCore:
         """
         start = time.perf_counter()
         batch = self.scheduler.schedule()
+        if batch is None:
+            return CoreOutput()
         new = self._new_sampling
         sampled = batch.sample_seq_ids.tolist()
         first = tuple(new.pop(seq_id) for seq_id in sampled if seq_id in new) if new else ()
@@ -198,18 +201,17 @@ class EngineCore:
         try:
             output = self.executor.execute(StepInput(batch, first, forgotten, pooling))
         except BaseException as error:
-            lost = batch.seq_ids.tolist()
-            self.scheduler.abort(lost)
-            if isinstance(error, WorkerError):
-                error.lost_seq_ids = tuple(lost)
-            raise
-        update = self.scheduler.update(output.token_ids)
+            lost = tuple(seq_id for seq_id, _ in self.scheduler.fail_step())
+            if not isinstance(error, Exception):
+                raise
+            raise WorkerError.of(error, lost) from error
+        finished = self.scheduler.update(output.token_ids)
         self._count(time.perf_counter() - start, prefill_tokens, 0 if pooling else len(sampled), preempted)
         return CoreOutput(
             seq_ids=sampled,
             token_ids=output.token_ids.tolist(),
             logprobs=output.logprobs,
-            finished=update.finished,
+            finished=finished,
             embeddings=output.embeddings,
         )
 

@@ -15,7 +15,7 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
-        """Run one step on every rank and return the driver rank's output; raises WorkerError."""
+        """Run one step on every rank and return the driver rank's output; raises whatever a worker raised."""
 
     @abstractmethod
     def shutdown(self) -> None:

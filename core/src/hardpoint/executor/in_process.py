@@ -6,7 +6,6 @@ from typing import Any
 
 from hardpoint.executor.base import Executor
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import HardpointError, WorkerError
 from hardpoint.interfaces.worker import Worker
 
 
@@ -17,15 +16,8 @@ class InProcessExecutor(Executor):
         self._worker = worker
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Run one step; any failure of the worker that is not already typed becomes a WorkerError."""
-        try:
-            return self._worker.execute(step)
-        except HardpointError:
-            raise
-        except Exception as error:
-            raise WorkerError(
-                "the worker failed in a step", found=f"{type(error).__name__}: {error}", hint="The cause is chained"
-            ) from error
+        """Run one step."""
+        return self._worker.execute(step)
 
     def shutdown(self) -> None:
         """End the worker."""

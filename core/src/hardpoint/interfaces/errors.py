@@ -187,6 +187,15 @@ class WorkerError(HardpointError, RuntimeError):
 
     lost_seq_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, cause: Exception, lost_seq_ids: tuple[int, ...]) -> WorkerError:
+        """Return the error for a step that `cause` ended."""
+        error = cls(
+            "the worker failed in a step", found=f"{type(cause).__name__}: {cause}", hint="The cause is chained"
+        )
+        error.lost_seq_ids = lost_seq_ids
+        return error
+
 
 class EngineDead(HardpointError, RuntimeError):
     """The engine failed and cannot serve any more; build a new one."""

@@ -130,6 +130,9 @@ class WorkerContext:
 class Worker(Contract, contract=True):
     """One rank; made by the descriptor's factory with a `WorkerContext` as its only argument."""
 
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+
     @abstractmethod
     def init_device(self) -> None:
         """Start the device and make allocator, attention and kernels."""

@@ -46,7 +46,7 @@ class TorchWorker(Worker, partial=True):
     _default_kv_bytes: ClassVar[int | None] = None
 
     def __init__(self, context: WorkerContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._config = context.config
         self._device = context.device
         self._allocator: DeviceAllocator | None = None
@@ -111,7 +111,7 @@ class TorchWorker(Worker, partial=True):
                 plan.reasons,
                 hint="`hardpoint doctor` lists what the backend supports",
             )
-        with torch.inference_mode(), _default_dtype(torch.get_default_dtype()):
+        with torch.no_grad(), _default_dtype(torch.get_default_dtype()):
             self._model = load_model(
                 source,
                 dtype=dtype,
@@ -131,7 +131,7 @@ class TorchWorker(Worker, partial=True):
             )
         self._synchronize()
         self._source, self._plan = source, plan
-        self._sampler = Sampler(source.vocab_size, self._device.torch_device, self._kernels)
+        self._sampler = Sampler(source.vocab_size, self._kernels)
         self._info = ModelInfo(
             architecture=source.architecture,
             dtype=dtype,
@@ -161,10 +161,8 @@ class TorchWorker(Worker, partial=True):
         cache = allocator.empty(
             info.attention.kv_cache.shape(num_blocks), info.attention.kv_cache.dtype, KV_CACHE, Policy.DISCARD
         )
-        self._forward(batch, cache, DecoderOutput.LOGITS)
-        self._synchronize()
         start = time.perf_counter()
-        self._forward(batch, cache, DecoderOutput.ARGMAX)
+        self._forward(batch, cache, DecoderOutput.LOGITS)
         self._synchronize()
         seconds = time.perf_counter() - start
         cache_bytes = cache.nbytes

@@ -1,0 +1,283 @@
+#include "kv_block_manager.hpp"
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace hardpoint::kv {
+namespace {
+
+// Hashes run this far ahead of the lookups, so that slots and nodes are in the processor's cache when they are compared.
+constexpr int32_t kSlotDistance = 16;
+constexpr int32_t kNodeDistance = 8;
+
+}  // namespace
+
+BlockManager::BlockManager(const BlockManagerConfig& config)
+    : config_(config),
+      watermark_blocks_(static_cast<int32_t>(config.watermark * config.num_device_blocks)),
+      device_(config.num_device_blocks),
+      host_(config.num_host_blocks),
+      cache_(config.enable_prefix_caching ? config.num_device_blocks : 0, config.block_size, config.hash_bits) {}
+
+BlockStats BlockManager::stats() const {
+  BlockStats s;
+  s.device_free = device_.num_free();
+  s.device_used = device_.size() - device_.num_free();
+  s.host_free = host_.num_free();
+  s.host_used = host_.size() - host_.num_free();
+  s.cached = cache_.size();
+  s.queried_tokens = queried_tokens_;
+  s.hit_tokens = hit_tokens_;
+  s.evictions = evictions_;
+  return s;
+}
+
+BlockId BlockManager::take_device_block() {
+  const BlockId block = device_.take_free();
+  device_.prefetch(device_.peek_free());
+  if (config_.enable_prefix_caching && cache_.contains(block)) {
+    cache_.erase(block);
+    ++evictions_;
+  }
+  return block;
+}
+
+void BlockManager::release_device_block(BlockId block) {
+  if (!device_.drop_ref(block)) return;
+  if (config_.enable_prefix_caching && cache_.contains(block)) {
+    device_.put_back(block);
+  } else {
+    device_.put_front(block);
+  }
+}
+
+void BlockManager::open(BlockTable& table, uint32_t root) const {
+  table.num_blocks = table.num_registered = 0;
+  table.root = root;
+  table.epoch = epoch_;
+  table.parent = cache_.root_node(root);
+  table.chain_hash = 0;
+  table.may_share_tail = false;
+}
+
+PrefixMatch BlockManager::match_prefix(BlockTable& table, const int32_t* tokens, int64_t num_tokens) const {
+  PrefixMatch match;
+  match.parent = table.parent;
+  if (!config_.enable_prefix_caching || cache_.size() == 0) return match;
+  const int32_t size = config_.block_size;
+  const auto limit = static_cast<int32_t>(std::min<int64_t>((num_tokens - 1) / size, table.max_blocks));
+  uint64_t hashes[kSlotDistance];
+  uint64_t ahead = 0;
+  for (int32_t i = 0; i < limit + kSlotDistance; ++i) {
+    const int32_t at = i - kSlotDistance;
+    if (at >= 0) {
+      const uint64_t hash = hashes[at % kSlotDistance];
+      const BlockId block = cache_.find(hash, match.parent, tokens + static_cast<int64_t>(at) * size);
+      if (block == kNoBlock) break;
+      table.blocks[at] = block;
+      match.num_free += device_.ref_count(block) == 0;
+      match.parent = cache_.node_id(block);
+      match.chain_hash = hash;
+      match.num_blocks = at + 1;
+    }
+    if (i < limit) {
+      ahead = cache_.extend_hash(ahead, tokens + static_cast<int64_t>(i) * size);
+      hashes[i % kSlotDistance] = ahead;
+      cache_.prefetch_slot(ahead);
+    }
+    const int32_t node = i - kNodeDistance;
+    if (node >= 0 && node < limit) cache_.prefetch_node(hashes[node % kSlotDistance]);
+  }
+  return match;
+}
+
+AllocStatus BlockManager::can_take(int64_t num_blocks) const {
+  if (num_blocks > device_.size()) return AllocStatus::never;
+  const bool idle = device_.num_free() == device_.size();
+  return device_.num_free() - num_blocks >= (idle ? 0 : watermark_blocks_) ? AllocStatus::ok : AllocStatus::later;
+}
+
+void BlockManager::allocate(BlockTable& table, const PrefixMatch& match, int32_t total_blocks) {
+  for (int32_t i = 0; i < match.num_blocks; ++i) device_.add_ref(table.blocks[i]);
+  for (int32_t i = match.num_blocks; i < total_blocks; ++i) table.blocks[i] = take_device_block();
+  table.num_blocks = total_blocks;
+  table.num_registered = match.num_blocks;
+  table.parent = match.parent;
+  table.chain_hash = match.chain_hash;
+}
+
+void BlockManager::count_lookup(int64_t num_tokens, const PrefixMatch& match) {
+  queried_tokens_ += num_tokens;
+  hit_tokens_ += static_cast<int64_t>(match.num_blocks) * config_.block_size;
+}
+
+void BlockManager::grow(BlockTable& table, int64_t position, int32_t total_blocks, std::vector<BlockPair>& copies) {
+  if (shares_block_of(table, position)) {
+    BlockId& tail = table.blocks[position / config_.block_size];
+    const BlockId copy = take_device_block();
+    copies.emplace_back(tail, copy);
+    release_device_block(tail);
+    tail = copy;
+  }
+  table.may_share_tail = false;
+  while (table.num_blocks < total_blocks) table.blocks[table.num_blocks++] = take_device_block();
+}
+
+void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, int64_t num_computed) {
+  if (!config_.enable_prefix_caching || table.epoch != epoch_) return;
+  const int32_t size = config_.block_size;
+  const auto full = static_cast<int32_t>(num_computed / size);
+  for (; table.num_registered < full; ++table.num_registered) {
+    const int32_t* block_tokens = tokens + static_cast<int64_t>(table.num_registered) * size;
+    BlockId& own = table.blocks[table.num_registered];
+    table.chain_hash = cache_.extend_hash(table.chain_hash, block_tokens);
+    const BlockId cached = cache_.find(table.chain_hash, table.parent, block_tokens);
+    if (cached == kNoBlock) {
+      table.parent = cache_.insert(own, table.chain_hash, table.parent, table.root, block_tokens);
+      continue;
+    }
+    table.parent = cache_.node_id(cached);
+    if (cached != own) {
+      device_.add_ref(cached);
+      release_device_block(own);
+      own = cached;
+    }
+  }
+}
+
+void BlockManager::fork(BlockTable& parent, BlockTable& child, int64_t num_computed) {
+  BlockId* blocks = child.blocks;
+  const int32_t max_blocks = child.max_blocks;
+  const int32_t shared = blocks_for(num_computed);
+  for (int32_t i = 0; i < shared; ++i) {
+    blocks[i] = parent.blocks[i];
+    device_.add_ref(blocks[i]);
+  }
+  parent.may_share_tail = true;
+  child = parent;
+  child.blocks = blocks;
+  child.max_blocks = max_blocks;
+  child.num_blocks = shared;
+}
+
+void BlockManager::free(BlockTable& table) {
+  for (int32_t i = table.num_blocks - 1; i >= 0; --i) release_device_block(table.blocks[i]);
+  table.num_blocks = table.num_registered = 0;
+  table.may_share_tail = false;
+}
+
+AllocStatus BlockManager::can_swap_out(const std::vector<const BlockTable*>& tables, const std::vector<int32_t>& keep) const {
+  std::unordered_set<BlockId> distinct;
+  for (size_t t = 0; t < tables.size(); ++t) distinct.insert(tables[t]->blocks, tables[t]->blocks + keep[t]);
+  const auto needed = static_cast<int32_t>(distinct.size());
+  if (needed > host_.size()) return AllocStatus::never;
+  return needed <= host_.num_free() ? AllocStatus::ok : AllocStatus::later;
+}
+
+void BlockManager::swap_out(const std::vector<BlockTable*>& tables, const std::vector<int32_t>& keep,
+                            std::vector<std::vector<BlockId>>& host_blocks, std::vector<BlockPair>& moves) {
+  std::unordered_map<BlockId, BlockId> host_of;
+  host_blocks.assign(tables.size(), {});
+  for (size_t t = 0; t < tables.size(); ++t) {
+    host_blocks[t].reserve(keep[t]);
+    for (int32_t i = 0; i < keep[t]; ++i) {
+      const auto [it, is_new] = host_of.try_emplace(tables[t]->blocks[i], kNoBlock);
+      if (is_new) {
+        it->second = host_.take_free();
+        moves.emplace_back(it->first, it->second);
+      } else {
+        host_.add_ref(it->second);
+      }
+      host_blocks[t].push_back(it->second);
+    }
+  }
+  for (BlockTable* table : tables) free(*table);
+}
+
+AllocStatus BlockManager::can_swap_in(const std::vector<const std::vector<BlockId>*>& host_blocks,
+                                      const std::vector<int32_t>& total_blocks) const {
+  std::unordered_set<BlockId> distinct;
+  int64_t needed = 0;
+  for (size_t t = 0; t < host_blocks.size(); ++t) {
+    distinct.insert(host_blocks[t]->begin(), host_blocks[t]->end());
+    needed += total_blocks[t] - static_cast<int64_t>(host_blocks[t]->size());
+  }
+  return can_take(needed + static_cast<int64_t>(distinct.size()));
+}
+
+void BlockManager::swap_in(const std::vector<BlockTable*>& tables, const std::vector<std::vector<BlockId>*>& host_blocks,
+                           const std::vector<int32_t>& total_blocks, std::vector<BlockPair>& moves) {
+  std::unordered_map<BlockId, BlockId> device_of;
+  for (size_t t = 0; t < tables.size(); ++t) {
+    BlockTable& table = *tables[t];
+    for (const BlockId host_block : *host_blocks[t]) {
+      const auto [it, is_new] = device_of.try_emplace(host_block, kNoBlock);
+      if (is_new) {
+        it->second = take_device_block();
+        moves.emplace_back(host_block, it->second);
+      } else {
+        device_.add_ref(it->second);
+      }
+      table.blocks[table.num_blocks++] = it->second;
+    }
+    while (table.num_blocks < total_blocks[t]) table.blocks[table.num_blocks++] = take_device_block();
+    // The blocks are new ones: they join the cache, or give way to equal cached ones, with the next registration.
+    table.num_registered = 0;
+    table.parent = cache_.root_node(table.root);
+    table.chain_hash = 0;
+  }
+  for (BlockTable* table : tables) table->may_share_tail = tables.size() > 1;
+  for (std::vector<BlockId>* blocks : host_blocks) free_host(*blocks);
+}
+
+void BlockManager::free_host(std::vector<BlockId>& host_blocks) {
+  for (auto it = host_blocks.rbegin(); it != host_blocks.rend(); ++it)
+    if (host_.drop_ref(*it)) host_.put_front(*it);
+  host_blocks.clear();
+}
+
+void BlockManager::reset_prefix_cache() {
+  if (!config_.enable_prefix_caching) return;
+  cache_.clear();
+  ++epoch_;
+}
+
+std::string BlockManager::check(const std::vector<const BlockTable*>& tables,
+                                const std::vector<const std::vector<BlockId>*>& host_tables) const {
+  if (!device_.is_consistent()) return "the free list of the device pool is broken";
+  if (!host_.is_consistent()) return "the free list of the host pool is broken";
+  if (!cache_.is_consistent()) return "the prefix cache's index is broken";
+  std::unordered_map<BlockId, int32_t> device_refs, host_refs;
+  std::unordered_map<BlockId, const BlockTable*> writers;
+  for (const BlockTable* table : tables) {
+    if (table->num_blocks > table->max_blocks) return "a table has more blocks than room";
+    NodeId parent = cache_.root_node(table->root);
+    for (int32_t i = 0; i < table->num_blocks; ++i) {
+      const BlockId block = table->blocks[i];
+      if (block < 0 || block >= device_.size()) return "a table names a block outside the pool";
+      ++device_refs[block];
+      if (i >= table->num_registered || table->epoch != epoch_ || !config_.enable_prefix_caching) continue;
+      if (!cache_.contains(block)) return "a registered block of a live table is not cached";
+      if (cache_.parent_id(block) != parent) return "a registered chain is broken";
+      parent = cache_.node_id(block);
+    }
+    if (table->epoch == epoch_ && config_.enable_prefix_caching && table->num_blocks > 0 && parent != table->parent)
+      return "a table does not continue the chain of its registered blocks";
+  }
+  for (const std::vector<BlockId>* blocks : host_tables)
+    for (const BlockId block : *blocks) ++host_refs[block];
+  for (BlockId b = 0; b < device_.size(); ++b) {
+    const auto it = device_refs.find(b);
+    if (device_.ref_count(b) != (it == device_refs.end() ? 0 : it->second))
+      return "device block " + std::to_string(b) + " has a wrong reference count";
+  }
+  for (BlockId b = 0; b < host_.size(); ++b) {
+    const auto it = host_refs.find(b);
+    if (host_.ref_count(b) != (it == host_refs.end() ? 0 : it->second))
+      return "host block " + std::to_string(b) + " has a wrong reference count";
+  }
+  return {};
+}
+
+}  // namespace hardpoint::kv

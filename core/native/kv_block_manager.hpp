@@ -1,0 +1,143 @@
+// Paged KV blocks of sequences: allocation, growth, forks with copy-on-write, prefix reuse, swap to host memory.
+//
+// A caller keeps one BlockTable for each sequence and owns the memory of its block ids. Every operation is all or nothing:
+// the number of blocks that it takes is known and compared with the free ones before anything changes.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kv_block_pool.hpp"
+#include "kv_prefix_cache.hpp"
+
+namespace hardpoint::kv {
+
+enum class AllocStatus { ok, later, never };
+
+using BlockPair = std::pair<BlockId, BlockId>;  // source, destination
+
+// Blocks of one sequence in order. Full blocks are immutable. The blocks [0, num_registered) are the cache's own: the
+// chain of nodes from the root, each the only cached block with its contents.
+struct BlockTable {
+  BlockId* blocks = nullptr;
+  int32_t max_blocks = 0;
+  int32_t num_blocks = 0;
+  int32_t num_registered = 0;
+  uint32_t root = 0;
+  uint32_t epoch = 0;         // of the cache when the contents were computed; older contents are never registered
+  NodeId parent = 0;          // node of the last registered block, else of the root
+  uint64_t chain_hash = 0;    // up to the last registered block
+  bool may_share_tail = false;  // the block of the next position may have other owners, which will write to it too
+};
+
+// What the prefix cache holds of a prompt; the ids are in the first entries of the table that was matched.
+struct PrefixMatch {
+  int32_t num_blocks = 0;
+  int32_t num_free = 0;  // of these, blocks that no sequence holds
+  NodeId parent = 0;
+  uint64_t chain_hash = 0;
+};
+
+struct BlockManagerConfig {
+  int32_t block_size = 16;
+  int32_t num_device_blocks = 0;
+  int32_t num_host_blocks = 0;
+  double watermark = 0.01;
+  bool enable_prefix_caching = true;
+  int hash_bits = 64;
+};
+
+struct BlockStats {
+  int32_t device_free = 0, device_used = 0, host_free = 0, host_used = 0;
+  int32_t cached = 0;  // registered blocks, in use or free
+  int64_t queried_tokens = 0, hit_tokens = 0, evictions = 0;
+};
+
+class BlockManager {
+ public:
+  explicit BlockManager(const BlockManagerConfig& config);
+
+  const BlockManagerConfig& config() const { return config_; }
+  int32_t blocks_for(int64_t num_tokens) const {
+    return static_cast<int32_t>((num_tokens + config_.block_size - 1) / config_.block_size);
+  }
+  int32_t num_free_device() const { return device_.num_free(); }
+  int32_t num_free_host() const { return host_.num_free(); }
+  int32_t device_ref_count(BlockId block) const { return device_.ref_count(block); }
+  int32_t watermark_blocks() const { return watermark_blocks_; }
+  PrefixCache& cache() { return cache_; }
+  BlockStats stats() const;
+
+  // Ready a table for a sequence with no blocks: its root and the cache's present epoch.
+  void open(BlockTable& table, uint32_t root) const;
+
+  // Longest cached chain of full blocks of tokens[0, num_tokens - 1): at least one token is left to compute. A prompt whose
+  // last block is full and cached thus computes that whole block again, and no shared block is ever written.
+  PrefixMatch match_prefix(BlockTable& table, const int32_t* tokens, int64_t num_tokens) const;
+
+  // Admission: the watermark is kept free, unless no block is in use, so that nothing that fits the pool waits forever.
+  AllocStatus can_take(int64_t num_blocks) const;
+  AllocStatus can_allocate(const PrefixMatch& match, int32_t total_blocks) const {
+    return total_blocks > device_.size() ? AllocStatus::never
+                                         : can_take(static_cast<int64_t>(total_blocks) - match.num_blocks + match.num_free);
+  }
+  // Requires that the blocks are free, and that the table is empty and was just matched.
+  void allocate(BlockTable& table, const PrefixMatch& match, int32_t total_blocks);
+  void count_lookup(int64_t num_tokens, const PrefixMatch& match);
+
+  // Free blocks that it takes to write from `position` on with total_blocks in all, the copy of a shared block included.
+  int32_t growth(const BlockTable& table, int64_t position, int32_t total_blocks) const {
+    const int32_t appended = total_blocks > table.num_blocks ? total_blocks - table.num_blocks : 0;
+    return appended + (shares_block_of(table, position) ? 1 : 0);
+  }
+  // Requires growth() free blocks. Copies to be done on the device are appended to `copies`.
+  void grow(BlockTable& table, int64_t position, int32_t total_blocks, std::vector<BlockPair>& copies);
+
+  // The keys and values of tokens[0, num_computed) are in the blocks: full ones enter the prefix cache. Where equal contents
+  // are cached already, the table takes the cached block and gives its own back.
+  void register_computed(BlockTable& table, const int32_t* tokens, int64_t num_computed);
+
+  // The child gets the blocks of the first num_computed positions; the last one, if partly filled, is copied on write.
+  void fork(BlockTable& parent, BlockTable& child, int64_t num_computed);
+
+  // Blocks are freed from the last to the first, so that a chain is evicted from its end.
+  void free(BlockTable& table);
+
+  // Whole requests: blocks shared between the tables stay shared. `keep` is the number of leading blocks of each table
+  // that hold computed contents; the others are given back.
+  AllocStatus can_swap_out(const std::vector<const BlockTable*>& tables, const std::vector<int32_t>& keep) const;
+  void swap_out(const std::vector<BlockTable*>& tables, const std::vector<int32_t>& keep,
+                std::vector<std::vector<BlockId>>& host_blocks, std::vector<BlockPair>& moves);
+  AllocStatus can_swap_in(const std::vector<const std::vector<BlockId>*>& host_blocks,
+                          const std::vector<int32_t>& total_blocks) const;
+  void swap_in(const std::vector<BlockTable*>& tables, const std::vector<std::vector<BlockId>*>& host_blocks,
+               const std::vector<int32_t>& total_blocks, std::vector<BlockPair>& moves);
+  void free_host(std::vector<BlockId>& host_blocks);
+
+  // Nothing computed before is ever hit again. Sequences keep the blocks that they hold.
+  void reset_prefix_cache();
+
+  // The first invariant that does not hold for these tables (all that exist), or an empty string.
+  std::string check(const std::vector<const BlockTable*>& tables,
+                    const std::vector<const std::vector<BlockId>*>& host_tables) const;
+
+ private:
+  BlockId take_device_block();
+  void release_device_block(BlockId block);
+  bool shares_block_of(const BlockTable& table, int64_t position) const {
+    if (!table.may_share_tail || position % config_.block_size == 0) return false;
+    const int64_t index = position / config_.block_size;
+    return index < table.num_blocks && device_.ref_count(table.blocks[index]) > 1;
+  }
+
+  BlockManagerConfig config_;
+  int32_t watermark_blocks_;
+  uint32_t epoch_ = 0;
+  int64_t queried_tokens_ = 0, hit_tokens_ = 0, evictions_ = 0;
+  BlockPool device_;
+  BlockPool host_;
+  PrefixCache cache_;
+};
+
+}  // namespace hardpoint::kv

@@ -1,0 +1,640 @@
+#include "scheduler.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+namespace hardpoint::scheduler {
+namespace {
+
+constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
+// Tokens of output for which memory is taken at once; longer outputs grow it.
+constexpr int64_t kReservedOutput = 512;
+
+}  // namespace
+
+Scheduler::Scheduler(const SchedulerConfig& config)
+    : config_(config), blocks_(config.blocks), num_free_rows_(config.max_num_seqs) {
+  const auto max_seqs = static_cast<size_t>(config.max_num_seqs);
+  const auto max_tokens = static_cast<size_t>(config.max_num_batched_tokens);
+  max_blocks_per_seq = blocks_.blocks_for(static_cast<int64_t>(config.max_model_len) + config.num_lookahead_slots);
+  token_ids = Array<int64_t>(max_tokens);
+  positions = Array<int64_t>(max_tokens);
+  slot_mapping = Array<int32_t>(max_tokens);
+  query_start = Array<int32_t>(max_seqs + 1);
+  context_lens = Array<int32_t>(max_seqs);
+  rows = Array<int32_t>(max_seqs);
+  seq_ids = Array<int64_t>(max_seqs);
+  sample_rows = Array<int32_t>(max_seqs);
+  sample_seq_ids = Array<int64_t>(max_seqs);
+  block_table = Array<BlockId>(max_seqs * max_blocks_per_seq);
+  step_sequences_.resize(max_seqs);
+  running_.reserve(max_seqs);
+  for (int32_t row = config.max_num_seqs - 1; row >= 0; --row) free_rows_.push_back(row);
+}
+
+// Requests
+
+Sequence* Scheduler::find_unfinished(int64_t id) const {
+  const auto it = by_id_.find(id);
+  return it == by_id_.end() || it->second->state == SequenceState::finished ? nullptr : it->second;
+}
+
+Sequence* Scheduler::new_sequence() {
+  if (free_sequences_.empty()) {
+    slab_.emplace_back();
+    return &slab_.back();
+  }
+  Sequence* sequence = free_sequences_.back();
+  free_sequences_.pop_back();
+  return sequence;
+}
+
+void Scheduler::set_stop_ids(Sequence& sequence, const std::vector<int32_t>& ids) {
+  sequence.many_stop_ids = ids.size() > std::size(sequence.stop_ids);
+  if (sequence.many_stop_ids) {
+    sequence.more_stop_ids = ids;
+    std::sort(sequence.more_stop_ids.begin(), sequence.more_stop_ids.end());
+  } else {
+    std::copy(ids.begin(), ids.end(), sequence.stop_ids);
+  }
+}
+
+void Scheduler::reserve_tokens(Sequence& sequence, int64_t capacity) {
+  sequence.storage.resize(capacity);
+  sequence.tokens = sequence.storage.data();
+  sequence.capacity = static_cast<int32_t>(capacity);
+}
+
+int64_t Scheduler::add_request(Request request) {
+  const int64_t handle = next_id_;
+  next_id_ += request.n;
+  const auto prompt_len = static_cast<int64_t>(request.prompt.size());
+  // A sequence ends where neither the context nor the whole pool could hold one more token.
+  const int64_t limit = std::min<int64_t>(
+      config_.max_model_len, static_cast<int64_t>(config_.blocks.num_device_blocks) * config_.blocks.block_size);
+  const int64_t max_total = request.pooling ? prompt_len : std::min(prompt_len + request.max_tokens, limit);
+  for (int32_t i = 0; i < request.n; ++i) {
+    Sequence* sequence = new_sequence();
+    sequence->id = handle + i;
+    sequence->handle = handle;
+    sequence->prompt_len = static_cast<int32_t>(prompt_len);
+    sequence->max_total = static_cast<int32_t>(max_total);
+    sequence->min_total = static_cast<int32_t>(std::min(prompt_len + request.min_tokens, max_total));
+    sequence->priority = config_.policy == Policy::priority ? request.priority : 0;
+    sequence->arrival = request.arrival;
+    sequence->skip_prefix_cache = request.skip_prefix_cache;
+    sequence->pooling = request.pooling;
+    sequence->state = SequenceState::dormant;
+    set_stop_ids(*sequence, request.stop_token_ids);
+    sequence->table.root = blocks_.cache().acquire_root(request.salt);
+    by_id_.emplace(sequence->id, sequence);
+  }
+  if (request.n > 1) forks_of_.emplace(handle, Forks{request.n, request.n});
+  Sequence& first = *by_id_.at(handle);
+  first.forks_to_come = request.n - 1;
+  first.storage = std::move(request.prompt);
+  first.num_tokens = first.prompt_len;
+  reserve_tokens(first, prompt_len + std::min(max_total - prompt_len, kReservedOutput));
+  enqueue(first);
+  return handle;
+}
+
+void Scheduler::enqueue(Sequence& sequence) {
+  sequence.state = SequenceState::waiting;
+  waiting_.insert(&sequence);
+  if (config_.policy == Policy::priority) waiting_by_arrival_.insert(&sequence);
+}
+
+void Scheduler::dequeue(Sequence& sequence) {
+  waiting_.erase(&sequence);
+  if (config_.policy == Policy::priority) waiting_by_arrival_.erase(&sequence);
+  if (blocked_ == &sequence) blocked_ = nullptr;
+}
+
+// Planning a step
+
+StepCounts Scheduler::schedule() {
+  if (step_pending_) throw std::logic_error("the last step has had neither update() nor fail_step()");
+  step_ = StepCounts{};
+  budget_ = config_.max_num_batched_tokens;
+  may_admit_ = true;
+  has_prefills_ = false;
+  swap_out.clear();
+  swap_in.clear();
+  copies.clear();
+  preempted.clear();
+  planned_.clear();
+  step_swapped_out_.clear();
+
+  schedule_decodes();
+  budget_ -= step_.num_tokens;
+  if (has_prefills_) schedule_prefills();
+  if (may_admit_ && !swapped_.empty()) schedule_swapped();
+  if (may_admit_ && swapped_.empty() && !waiting_.empty()) schedule_waiting();
+
+  step_.num_decodes = step_.num_seqs;
+  for (const Chunk& chunk : planned_) emit_chunk(*chunk.sequence, chunk.length);
+  query_start[step_.num_seqs] = step_.num_tokens;
+  step_pending_ = step_.num_seqs > 0;
+  return step_;
+}
+
+void Scheduler::schedule_decodes() {
+  // Preemption shortens running_ from its end, which this loop has not reached yet.
+  for (size_t i = 0; i < running_.size(); ++i) {
+    Sequence& sequence = *running_[i];
+    if (!sequence.decoding) {
+      has_prefills_ = true;
+      continue;
+    }
+    if (sequence.num_computed >= sequence.bookkeeping_at && !prepare_decode(sequence)) return;
+    emit_decode(sequence);
+  }
+}
+
+bool Scheduler::prepare_decode(Sequence& sequence) {
+  const int64_t position = sequence.num_computed;
+  const int32_t total = blocks_.blocks_for(slots_wanted(position + 1));
+  while (blocks_.growth(sequence.table, position, total) > blocks_.num_free_device()) {
+    Sequence& victim = *running_.back();
+    preempt(victim);
+    if (&victim == &sequence) return false;
+  }
+  blocks_.grow(sequence.table, position, total, copies);
+  locate(sequence, position);
+  return true;
+}
+
+int64_t Scheduler::slots_wanted(int64_t num_tokens) const {
+  const int64_t pool = static_cast<int64_t>(config_.blocks.num_device_blocks) * config_.blocks.block_size;
+  return std::max(num_tokens, std::min(num_tokens + config_.num_lookahead_slots, pool));
+}
+
+void Scheduler::locate(Sequence& sequence, int64_t position) {
+  const int32_t size = config_.blocks.block_size;
+  const auto index = static_cast<int32_t>(position / size);
+  sequence.slot_offset = (sequence.table.blocks[index] - index) * size;
+  sequence.bookkeeping_at = std::min((index + 1) * size, sequence.table.num_blocks * size - config_.num_lookahead_slots);
+}
+
+void Scheduler::emit_decode(Sequence& sequence) {
+  const int32_t position = sequence.num_computed;
+  const int32_t row = step_.num_seqs++;
+  const int32_t token = step_.num_tokens++;
+  token_ids[token] = sequence.tokens[position];
+  positions[token] = position;
+  slot_mapping[token] = position + sequence.slot_offset;
+  query_start[row] = token;
+  context_lens[row] = position + 1;
+  rows[row] = sequence.row;
+  seq_ids[row] = sequence.id;
+  const int32_t sample = step_.num_samples++;
+  sample_rows[sample] = row;
+  sample_seq_ids[sample] = sequence.id;
+  step_sequences_[row] = &sequence;
+}
+
+int32_t Scheduler::chunk_of(const Sequence& sequence) const {
+  int32_t length = std::min(sequence.remaining(), budget_);
+  if (config_.long_prefill_token_threshold > 0) length = std::min(length, config_.long_prefill_token_threshold);
+  return length;
+}
+
+void Scheduler::schedule_prefills() {
+  for (Sequence* sequence : running_) {
+    if (budget_ == 0) return;
+    if (sequence->decoding) continue;
+    const int32_t length = chunk_of(*sequence);
+    planned_.push_back({sequence, length});
+    budget_ -= length;
+  }
+}
+
+void Scheduler::schedule_swapped() {
+  while (!swapped_.empty() && budget_ > 0) {
+    Sequence& sequence = **swapped_.begin();
+    if (num_free_rows_ < 1 + sequence.forks_to_come) return;
+    if (!config_.enable_chunked_prefill && sequence.remaining() > budget_) return;
+    const std::vector<int32_t> total{blocks_.blocks_for(slots_wanted(sequence.num_tokens))};
+    if (blocks_.can_swap_in({&sequence.host_blocks}, total) != AllocStatus::ok) return;
+    swapped_.erase(swapped_.begin());
+    take_row(sequence);
+    blocks_.swap_in({&sequence.table}, {&sequence.host_blocks}, total, swap_in);
+    sequence.register_at = config_.blocks.block_size;
+    start_running(sequence);
+    if (sequence.decoding) {
+      locate(sequence, sequence.num_computed);
+      emit_decode(sequence);
+      --budget_;
+    } else {
+      const int32_t length = chunk_of(sequence);
+      planned_.push_back({&sequence, length});
+      budget_ -= length;
+    }
+  }
+}
+
+void Scheduler::schedule_waiting() {
+  while (!waiting_.empty() && budget_ > 0) {
+    Sequence& sequence = **waiting_.begin();
+    if (num_free_rows_ < 1 + sequence.forks_to_come) return;
+    if (&sequence == blocked_ && blocks_.num_free_device() <= blocked_free_) return;
+    if (admit(sequence) != AllocStatus::ok) return;
+    dequeue(sequence);
+    note_passed_over(sequence);
+    start_running(sequence);
+    const int32_t length = chunk_of(sequence);
+    planned_.push_back({&sequence, length});
+    budget_ -= length;
+  }
+}
+
+// Blocks for all known tokens are taken at admission, so a prefill that has begun does not wait for blocks midway.
+AllocStatus Scheduler::admit(Sequence& sequence) {
+  const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
+  take_row(sequence);
+  blocks_.open(sequence.table, sequence.table.root);
+  kv::PrefixMatch match;
+  match.parent = sequence.table.parent;
+  if (!sequence.skip_prefix_cache) match = blocks_.match_prefix(sequence.table, sequence.tokens, sequence.num_tokens);
+  const int32_t num_cached = match.num_blocks * config_.blocks.block_size;
+  const AllocStatus status = blocks_.can_allocate(match, total);
+  const bool fits_budget = config_.enable_chunked_prefill || sequence.num_tokens - num_cached <= budget_;
+  if (status != AllocStatus::ok || !fits_budget) {
+    if (status != AllocStatus::ok) {
+      blocked_ = &sequence;
+      blocked_free_ = blocks_.num_free_device();
+    }
+    give_row(sequence);
+    return AllocStatus::later;
+  }
+  blocks_.allocate(sequence.table, match, total);
+  if (config_.blocks.enable_prefix_caching && !sequence.skip_prefix_cache)
+    blocks_.count_lookup(sequence.num_tokens, match);
+  if (sequence.num_cached < 0) sequence.num_cached = num_cached;
+  sequence.num_computed = num_cached;
+  sequence.register_at = num_cached + config_.blocks.block_size;
+  return AllocStatus::ok;
+}
+
+void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
+  const int32_t size = config_.blocks.block_size;
+  const int32_t first = sequence.num_computed, last = first + length;
+  const int32_t row = step_.num_seqs++;
+  const int32_t* tokens = sequence.tokens + first;
+  int64_t* ids = token_ids.data() + step_.num_tokens;
+  int64_t* at = positions.data() + step_.num_tokens;
+  int32_t* slots = slot_mapping.data() + step_.num_tokens;
+  for (int32_t i = 0; i < length; ++i) {
+    ids[i] = static_cast<uint32_t>(tokens[i]);
+    at[i] = static_cast<uint32_t>(first + i);
+  }
+  for (int32_t position = first; position < last;) {
+    const int32_t index = position / size;
+    const int32_t offset = (sequence.table.blocks[index] - index) * size;
+    const int32_t block_end = std::min((index + 1) * size, last);
+    for (; position < block_end; ++position) slots[position - first] = position + offset;
+  }
+  query_start[row] = step_.num_tokens;
+  context_lens[row] = last;
+  rows[row] = sequence.row;
+  seq_ids[row] = sequence.id;
+  step_sequences_[row] = &sequence;
+  step_.num_tokens += length;
+  if (last < sequence.num_tokens || sequence.pooling) return;
+  for (int32_t i = 0; i <= sequence.forks_to_come; ++i) {
+    if (i > 0 && find_unfinished(sequence.id + i) == nullptr) continue;
+    const int32_t sample = step_.num_samples++;
+    sample_rows[sample] = row;
+    sample_seq_ids[sample] = sequence.id + i;
+  }
+}
+
+void Scheduler::note_passed_over(const Sequence& admitted) {
+  if (config_.policy != Policy::priority) return;
+  std::vector<Sequence*> to_boost;
+  for (Sequence* waiting : waiting_by_arrival_) {
+    if (std::tie(waiting->arrival, waiting->id) > std::tie(admitted.arrival, admitted.id)) break;
+    if (++waiting->num_passed_over >= config_.fairness_bound && !waiting->boosted) to_boost.push_back(waiting);
+  }
+  for (Sequence* sequence : to_boost) {
+    waiting_.erase(sequence);
+    sequence->boosted = true;
+    waiting_.insert(sequence);
+  }
+}
+
+void Scheduler::start_running(Sequence& sequence) {
+  sequence.state = SequenceState::running;
+  if (running_.empty() || ByRank()(running_.back(), &sequence)) {
+    running_.push_back(&sequence);
+  } else {
+    running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByRank()), &sequence);
+  }
+}
+
+void Scheduler::take_row(Sequence& sequence) {
+  num_free_rows_ -= 1 + sequence.forks_to_come;
+  sequence.row = free_rows_.back();
+  free_rows_.pop_back();
+  sequence.table.blocks = block_table.data() + static_cast<size_t>(sequence.row) * max_blocks_per_seq;
+  sequence.table.max_blocks = max_blocks_per_seq;
+}
+
+void Scheduler::give_row(Sequence& sequence) {
+  num_free_rows_ += 1 + sequence.forks_to_come;
+  free_rows_.push_back(sequence.row);
+  sequence.row = -1;
+}
+
+// Preemption
+
+void Scheduler::preempt(Sequence& sequence) {
+  running_.pop_back();
+  may_admit_ = false;
+  preempted.push_back(sequence.id);
+  if (++sequence.num_preemptions >= config_.fairness_bound) sequence.boosted = true;
+  if (swap_is_better(sequence)) {
+    std::vector<std::vector<BlockId>> host_blocks;
+    blocks_.swap_out({&sequence.table}, {blocks_.blocks_for(sequence.num_computed)}, host_blocks, swap_out);
+    sequence.host_blocks = std::move(host_blocks[0]);
+    sequence.state = SequenceState::swapped;
+    swapped_.insert(&sequence);
+    step_swapped_out_.push_back(&sequence);
+    ++stats_.preemptions_by_swap;
+  } else {
+    blocks_.free(sequence.table);
+    sequence.num_computed = 0;
+    sequence.decoding = false;
+    enqueue(sequence);
+    ++stats_.preemptions_by_recompute;
+  }
+  give_row(sequence);
+}
+
+bool Scheduler::swap_is_better(const Sequence& sequence) const {
+  if (config_.preemption_mode == PreemptionMode::recompute || sequence.num_computed == 0) return false;
+  const int32_t keep = blocks_.blocks_for(sequence.num_computed);
+  if (blocks_.can_swap_out({&sequence.table}, {keep}) != AllocStatus::ok) return false;
+  if (config_.preemption_mode == PreemptionMode::swap) return true;
+  return 2.0 * keep * config_.swap_seconds_per_block < sequence.num_computed * config_.recompute_seconds_per_token;
+}
+
+// Results of a step
+
+const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
+  if (count != step_.num_samples || (!step_pending_ && count != 0))
+    throw std::invalid_argument("the step has " + std::to_string(step_pending_ ? step_.num_samples : 0) +
+                                " samples, and got " + std::to_string(count) + " tokens");
+  uint64_t all = 0;
+  for (int64_t i = 0; i < count; ++i) all |= static_cast<uint64_t>(sampled[i]);
+  if (all > static_cast<uint64_t>(kNever)) throw std::invalid_argument("a sampled token is negative or does not fit int32");
+
+  finished_.ids.clear();
+  finished_.reasons.clear();
+  if (!step_pending_) return finished_;
+  step_pending_ = false;
+  for (int32_t row = 0; row < step_.num_decodes; ++row) {
+    Sequence* sequence = step_sequences_[row];
+    if (sequence == nullptr) continue;
+    computed(*sequence, 1);
+    accept(*sequence, static_cast<int32_t>(sampled[row]));
+  }
+  int32_t sample = step_.num_decodes;
+  for (int32_t row = step_.num_decodes; row < step_.num_seqs; ++row) {
+    const int32_t first = sample;
+    while (sample < step_.num_samples && sample_rows[sample] == row) ++sample;
+    Sequence* sequence = step_sequences_[row];
+    if (sequence == nullptr) continue;
+    computed(*sequence, query_start[row + 1] - query_start[row]);
+    if (sequence->remaining() > 0) continue;
+    if (sequence->pooling) {
+      end(*sequence, FinishReason::pooled);
+      continue;
+    }
+    if (sequence->forks_to_come > 0) fork(*sequence);
+    for (int32_t i = first; i < sample; ++i) {
+      Sequence* sampled_for = find_unfinished(sample_seq_ids[i]);
+      if (sampled_for == nullptr) continue;
+      sampled_for->decoding = true;
+      accept(*sampled_for, static_cast<int32_t>(sampled[i]));
+    }
+  }
+  if (has_ended_) sweep_running();
+  return finished_;
+}
+
+void Scheduler::computed(Sequence& sequence, int32_t count) {
+  sequence.num_computed += count;
+  if (sequence.num_computed >= sequence.register_at) register_blocks(sequence);
+}
+
+void Scheduler::register_blocks(Sequence& sequence) {
+  const int32_t size = config_.blocks.block_size;
+  blocks_.register_computed(sequence.table, sequence.tokens, sequence.num_computed);
+  sequence.register_at = config_.blocks.enable_prefix_caching ? (sequence.num_computed / size + 1) * size : kNever;
+}
+
+void Scheduler::accept(Sequence& sequence, int32_t token) {
+  if (sequence.num_tokens == sequence.capacity)
+    reserve_tokens(sequence, std::min<int64_t>(sequence.max_total, 2 * static_cast<int64_t>(sequence.capacity)));
+  sequence.tokens[sequence.num_tokens++] = token;
+  const FinishReason reason = stop_reason(sequence, token);
+  if (reason != FinishReason::none) end(sequence, reason);
+}
+
+FinishReason Scheduler::stop_reason(const Sequence& sequence, int32_t token) const {
+  if (sequence.num_tokens >= sequence.min_total) {
+    bool stops = false;
+    for (const int32_t id : sequence.stop_ids) stops |= id == token;
+    if (sequence.many_stop_ids)
+      stops = std::binary_search(sequence.more_stop_ids.begin(), sequence.more_stop_ids.end(), token);
+    if (stops) return FinishReason::stop;
+  }
+  return sequence.num_tokens >= sequence.max_total ? FinishReason::length : FinishReason::none;
+}
+
+void Scheduler::fork(Sequence& parent) {
+  const int32_t forks = parent.forks_to_come;
+  parent.forks_to_come = 0;
+  num_free_rows_ += forks;
+  for (int32_t i = 1; i <= forks; ++i) {
+    Sequence* unfinished = find_unfinished(parent.id + i);
+    if (unfinished == nullptr) continue;
+    Sequence& child = *unfinished;
+    take_row(child);
+    blocks_.fork(parent.table, child.table, parent.num_computed);
+    reserve_tokens(child, parent.capacity);
+    std::copy(parent.tokens, parent.tokens + parent.num_tokens, child.tokens);
+    child.num_tokens = parent.num_tokens;
+    child.num_computed = parent.num_computed;
+    child.register_at = parent.register_at;
+    child.bookkeeping_at = 0;
+    child.num_cached = parent.num_cached;
+    child.num_preemptions = parent.num_preemptions;
+    child.boosted = parent.boosted;
+    start_running(child);
+  }
+  parent.bookkeeping_at = 0;
+}
+
+void Scheduler::end(Sequence& sequence, FinishReason reason) {
+  blocks_.free(sequence.table);
+  give_row(sequence);
+  sequence.state = SequenceState::finished;
+  sequence.finish_reason = reason;
+  sequence.decoding = false;
+  has_ended_ = true;
+  finished_.ids.push_back(sequence.id);
+  finished_.reasons.push_back(static_cast<int64_t>(reason));
+}
+
+void Scheduler::sweep_running() {
+  running_.erase(std::remove_if(running_.begin(), running_.end(),
+                                [](const Sequence* s) { return s->state != SequenceState::running; }),
+                 running_.end());
+  has_ended_ = false;
+}
+
+const Finished& Scheduler::fail_step() {
+  finished_.ids.clear();
+  finished_.reasons.clear();
+  if (!step_pending_) return finished_;
+  step_pending_ = false;
+  for (int32_t row = 0; row < step_.num_seqs; ++row) {
+    Sequence* sequence = step_sequences_[row];
+    if (sequence == nullptr) continue;
+    const int64_t last = sequence->id + sequence->forks_to_come;
+    for (int64_t id = sequence->id; id <= last; ++id) {
+      Sequence* affected = find_unfinished(id);
+      if (affected == nullptr) continue;
+      drop(*affected, FinishReason::error);
+      finished_.ids.push_back(id);
+      finished_.reasons.push_back(static_cast<int64_t>(FinishReason::error));
+    }
+  }
+  for (Sequence* sequence : step_swapped_out_) {
+    if (sequence == nullptr || sequence->state != SequenceState::swapped) continue;
+    swapped_.erase(sequence);
+    blocks_.free_host(sequence->host_blocks);
+    sequence->num_computed = 0;
+    sequence->decoding = false;
+    enqueue(*sequence);
+  }
+  return finished_;
+}
+
+// Ending from outside
+
+void Scheduler::drop(Sequence& sequence, FinishReason reason) {
+  switch (sequence.state) {
+    case SequenceState::finished:
+      return;
+    case SequenceState::dormant:
+      break;
+    case SequenceState::waiting:
+      dequeue(sequence);
+      break;
+    case SequenceState::swapped:
+      swapped_.erase(&sequence);
+      blocks_.free_host(sequence.host_blocks);
+      break;
+    case SequenceState::running:
+      running_.erase(std::find(running_.begin(), running_.end(), &sequence));
+      drop_from_step(&sequence);
+      blocks_.free(sequence.table);
+      give_row(sequence);
+      break;
+  }
+  sequence.forks_to_come = 0;
+  sequence.state = SequenceState::finished;
+  sequence.finish_reason = reason;
+  sequence.decoding = false;
+}
+
+void Scheduler::drop_from_step(const Sequence* sequence) {
+  if (!step_pending_) return;
+  const auto end = step_sequences_.begin() + step_.num_seqs;
+  const auto it = std::find(step_sequences_.begin(), end, sequence);
+  if (it != end) *it = nullptr;
+}
+
+void Scheduler::abort(const std::vector<int64_t>& handles) {
+  for (const int64_t handle : handles) {
+    const auto forks = forks_of_.find(handle);
+    const int32_t n = forks == forks_of_.end() ? 1 : forks->second.n;
+    for (int32_t i = 0; i < n; ++i) {
+      const auto it = by_id_.find(handle + i);
+      if (it != by_id_.end()) drop(*it->second, FinishReason::abort);
+    }
+  }
+}
+
+bool Scheduler::finish(int64_t id, FinishReason reason) {
+  Sequence* sequence = find_unfinished(id);
+  if (sequence == nullptr) return false;
+  if (sequence->forks_to_come > 0)
+    throw std::invalid_argument("a sequence that carries the prompt of its forks can only be aborted with its request");
+  drop(*sequence, reason);
+  return true;
+}
+
+void Scheduler::release(const std::vector<int64_t>& ids) {
+  for (const int64_t id : ids) {
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end() || it->second->state != SequenceState::finished)
+      throw std::invalid_argument("sequence " + std::to_string(id) + " is unknown or has not ended");
+  }
+  for (const int64_t id : ids) {
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end()) continue;
+    Sequence* sequence = it->second;
+    blocks_.cache().release_root(sequence->table.root);
+    by_id_.erase(it);
+    const auto forks = forks_of_.find(sequence->handle);
+    if (forks != forks_of_.end() && --forks->second.num_unreleased == 0) forks_of_.erase(forks);
+    *sequence = Sequence{};
+    free_sequences_.push_back(sequence);
+  }
+}
+
+SchedulerStats Scheduler::stats() const {
+  SchedulerStats stats = stats_;
+  stats.num_running = static_cast<int64_t>(running_.size());
+  stats.num_waiting = static_cast<int64_t>(waiting_.size());
+  stats.num_swapped = static_cast<int64_t>(swapped_.size());
+  stats.num_unreleased = static_cast<int64_t>(by_id_.size());
+  return stats;
+}
+
+std::string Scheduler::check() const {
+  std::vector<const kv::BlockTable*> tables;
+  std::vector<const std::vector<BlockId>*> host_tables;
+  int32_t rows_used = 0, rows_promised = 0;
+  std::set<int32_t> distinct_rows;
+  for (const auto& [id, sequence] : by_id_) {
+    if (sequence->state == SequenceState::running) {
+      tables.push_back(&sequence->table);
+      ++rows_used;
+      rows_promised += sequence->forks_to_come;
+      if (!distinct_rows.insert(sequence->row).second) return "two running sequences share a row";
+      if (sequence->table.num_blocks < blocks_.blocks_for(sequence->num_computed))
+        return "a sequence has fewer blocks than computed tokens";
+    } else if (sequence->row != -1) {
+      return "a sequence that does not run has a row";
+    } else if (sequence->table.num_blocks != 0) {
+      return "a sequence that does not run has device blocks";
+    }
+    host_tables.push_back(&sequence->host_blocks);
+    if (sequence->num_tokens > sequence->max_total && sequence->max_total > sequence->prompt_len)
+      return "a sequence is longer than its limit";
+  }
+  if (rows_used != static_cast<int32_t>(running_.size())) return "the running list does not hold the running sequences";
+  if (!std::is_sorted(running_.begin(), running_.end(), ByRank())) return "the running list is not in rank order";
+  if (num_free_rows_ != config_.max_num_seqs - rows_used - rows_promised) return "free rows are miscounted";
+  if (static_cast<int32_t>(free_rows_.size()) != config_.max_num_seqs - rows_used) return "a row is lost";
+  return blocks_.check(tables, host_tables);
+}
+
+}  // namespace hardpoint::scheduler

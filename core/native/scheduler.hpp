@@ -1,0 +1,249 @@
+// Continuous batching over paged KV blocks: which tokens of which sequences run in the next step.
+//
+// A sequence is a list of tokens of which the first num_computed have their keys and values in blocks. Prefill, a chunk of it,
+// decode, and recomputing after a preemption are one thing: a step computes the next tokens of some sequences, and a sequence
+// whose last token is computed gets a new one from update().
+//
+// Order. Sequences are ranked by (boosted, priority, arrival, id). Running ones go first, then swapped ones come back, then
+// waiting ones are admitted, strictly in rank. The victim of a preemption is the running sequence of lowest rank, so the first
+// one always makes progress; one that was preempted, or passed over in the queue, `fairness_bound` times is boosted above all
+// that are not. Hence nothing starves.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <set>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "kv_array.hpp"
+#include "kv_block_manager.hpp"
+
+namespace hardpoint::scheduler {
+
+using kv::AllocStatus;
+using kv::BlockId;
+using kv::BlockPair;
+
+enum class FinishReason : uint8_t { none = 0, stop = 1, length = 2, abort = 3, pooled = 4, error = 5 };
+enum class PreemptionMode { automatic, swap, recompute };
+enum class Policy { fcfs, priority };
+
+struct SchedulerConfig {
+  kv::BlockManagerConfig blocks;
+  int32_t max_num_seqs = 256;
+  int32_t max_num_batched_tokens = 2048;
+  int32_t max_model_len = 2048;
+  bool enable_chunked_prefill = true;
+  int32_t long_prefill_token_threshold = 0;  // longest chunk of one prompt in a step; 0: no limit but the budget
+  int32_t num_lookahead_slots = 0;
+  PreemptionMode preemption_mode = PreemptionMode::automatic;
+  double swap_seconds_per_block = 0;
+  double recompute_seconds_per_token = 0;
+  Policy policy = Policy::fcfs;
+  int32_t fairness_bound = 8;
+};
+
+struct Request {
+  std::vector<int32_t> prompt;
+  int32_t n = 1;
+  int64_t max_tokens = 16;
+  int64_t min_tokens = 0;
+  std::vector<int32_t> stop_token_ids;
+  int32_t priority = 0;  // lower is served earlier
+  int64_t arrival = 0;
+  std::string salt;
+  bool skip_prefix_cache = false;
+  bool pooling = false;
+};
+
+enum class SequenceState : uint8_t {
+  dormant,  // a fork whose prompt is not computed yet
+  waiting,
+  running,
+  swapped,
+  finished,
+};
+
+// Boosted first, then by priority, arrival and id.
+using Rank = std::tuple<bool, int32_t, int64_t, int64_t>;
+
+struct Sequence {
+  // Read or written in every decode step.
+  int64_t id = 0;
+  int32_t* tokens = nullptr;  // of `storage`
+  int32_t num_tokens = 0;
+  int32_t num_computed = 0;
+  int32_t slot_offset = 0;  // slot = position + slot_offset, while position < bookkeeping_at
+  int32_t bookkeeping_at = 0;  // the first position that needs a look at the block table
+  int32_t register_at = 0;     // when so many tokens are computed, a block is full and not registered
+  int32_t row = -1;
+  int32_t max_total = 0, min_total = 0;  // tokens, prompt included
+  int32_t stop_ids[4] = {-1, -1, -1, -1};
+  int32_t capacity = 0;  // of `storage`
+  SequenceState state = SequenceState::finished;
+  bool decoding = false;  // all tokens but the last, sampled one are computed
+  bool many_stop_ids = false;
+  FinishReason finish_reason = FinishReason::none;
+  kv::BlockTable table;
+
+  std::vector<int32_t> storage;
+  std::vector<int32_t> more_stop_ids;  // sorted; all of them when there are more than four
+  std::vector<BlockId> host_blocks;
+  int32_t prompt_len = 0;
+  int32_t num_cached = -1;  // prompt tokens found in the prefix cache at the first admission
+  int64_t handle = 0;         // id of the request's first sequence
+  int32_t forks_to_come = 0;  // dormant sequences id + 1 ... that this one carries the prompt for
+  int32_t priority = 0;
+  int64_t arrival = 0;
+  int32_t num_preemptions = 0, num_passed_over = 0;
+  bool boosted = false;
+  bool skip_prefix_cache = false;
+  bool pooling = false;
+
+  Rank rank() const { return {!boosted, priority, arrival, id}; }
+  int32_t remaining() const { return num_tokens - num_computed; }
+};
+
+struct StepCounts {
+  int32_t num_tokens = 0, num_seqs = 0, num_decodes = 0, num_samples = 0;
+};
+
+struct Finished {
+  std::vector<int64_t> ids;
+  std::vector<int64_t> reasons;
+};
+
+struct SchedulerStats {
+  int64_t num_running = 0, num_waiting = 0, num_swapped = 0, num_unreleased = 0;
+  int64_t preemptions_by_swap = 0, preemptions_by_recompute = 0;
+};
+
+class Scheduler {
+ public:
+  explicit Scheduler(const SchedulerConfig& config);
+
+  // Id of the request's first sequence; the others follow it, in fork order. The caller has checked the request.
+  int64_t add_request(Request request);
+
+  // Plans a step into the buffers below, which hold until the next call. Every schedule() is answered by one update() or
+  // fail_step(); std::logic_error otherwise.
+  StepCounts schedule();
+  // `sampled`: a token for each sample of the step. The sequences that ended, in step order. Tokens of sequences that were
+  // aborted or finished meanwhile are ignored. std::invalid_argument, with nothing changed, on a wrong count or token.
+  const Finished& update(const int64_t* sampled, int64_t count);
+  // The step was not done, or only in part: sequences in it end with `error`, since what their blocks hold is unknown;
+  // those swapped out in it are recomputed.
+  const Finished& fail_step();
+
+  // Ends all sequences of the requests. Unknown or finished ones are left as they are.
+  void abort(const std::vector<int64_t>& handles);
+  // Ends one sequence; false when it is not alive.
+  bool finish(int64_t id, FinishReason reason);
+  // Forgets ended sequences and their tokens. std::invalid_argument when one has not ended.
+  void release(const std::vector<int64_t>& ids);
+
+  bool has_unfinished() const { return !running_.empty() || !waiting_.empty() || !swapped_.empty(); }
+  const Sequence& sequence(int64_t id) const { return *by_id_.at(id); }
+  bool contains(int64_t id) const { return by_id_.count(id) != 0; }
+  const SchedulerConfig& config() const { return config_; }
+  SchedulerStats stats() const;
+  kv::BlockStats block_stats() const { return blocks_.stats(); }
+  void reset_prefix_cache() { blocks_.reset_prefix_cache(); }
+  // The first invariant that does not hold, or an empty string. Slow; for tests.
+  std::string check() const;
+
+  // Buffers of the step, see StepCounts for how much of them is in use.
+  Array<int64_t> token_ids, positions, seq_ids, sample_seq_ids;
+  Array<int32_t> slot_mapping, query_start, context_lens, rows, sample_rows;
+  Array<BlockId> block_table;
+  int32_t max_blocks_per_seq = 0;
+  std::vector<BlockPair> swap_out, swap_in, copies;
+  std::vector<int64_t> preempted;
+
+ private:
+  struct ByRank {
+    bool operator()(const Sequence* a, const Sequence* b) const { return a->rank() < b->rank(); }
+  };
+  struct ByArrival {
+    bool operator()(const Sequence* a, const Sequence* b) const {
+      return std::tie(a->arrival, a->id) < std::tie(b->arrival, b->id);
+    }
+  };
+  struct Forks {
+    int32_t n;
+    int32_t num_unreleased;
+  };
+  struct Chunk {
+    Sequence* sequence;
+    int32_t length;
+  };
+
+  Sequence* find_unfinished(int64_t id) const;
+  Sequence* new_sequence();
+  void set_stop_ids(Sequence& sequence, const std::vector<int32_t>& ids);
+  void reserve_tokens(Sequence& sequence, int64_t capacity);
+
+  void schedule_decodes();
+  void schedule_prefills();
+  void schedule_swapped();
+  void schedule_waiting();
+  bool prepare_decode(Sequence& sequence);
+  int32_t chunk_of(const Sequence& sequence) const;
+  AllocStatus admit(Sequence& sequence);
+  void emit_decode(Sequence& sequence);
+  void emit_chunk(Sequence& sequence, int32_t length);
+  int64_t slots_wanted(int64_t num_tokens) const;
+  void locate(Sequence& sequence, int64_t position);
+
+  void preempt(Sequence& sequence);
+  bool swap_is_better(const Sequence& sequence) const;
+  void enqueue(Sequence& sequence);
+  void dequeue(Sequence& sequence);
+  void note_passed_over(const Sequence& admitted);
+  void start_running(Sequence& sequence);
+  void take_row(Sequence& sequence);
+  void give_row(Sequence& sequence);
+
+  void computed(Sequence& sequence, int32_t count);
+  void register_blocks(Sequence& sequence);
+  void accept(Sequence& sequence, int32_t token);
+  void fork(Sequence& parent);
+  FinishReason stop_reason(const Sequence& sequence, int32_t token) const;
+  void end(Sequence& sequence, FinishReason reason);
+  void drop(Sequence& sequence, FinishReason reason);
+  void drop_from_step(const Sequence* sequence);
+  void sweep_running();
+
+  SchedulerConfig config_;
+  kv::BlockManager blocks_;
+  int32_t num_free_rows_;  // rows not taken and not promised to forks
+  std::vector<int32_t> free_rows_;
+
+  std::deque<Sequence> slab_;
+  std::vector<Sequence*> free_sequences_;
+  std::unordered_map<int64_t, Sequence*> by_id_;
+  std::unordered_map<int64_t, Forks> forks_of_;  // by handle, of requests with n > 1
+  int64_t next_id_ = 0;
+
+  std::vector<Sequence*> running_;  // by rank
+  std::set<Sequence*, ByRank> waiting_, swapped_;
+  std::set<Sequence*, ByArrival> waiting_by_arrival_;  // kept for the priority policy only
+  Sequence* blocked_ = nullptr;  // the head of waiting_ when it did not fit, and how many blocks were free then
+  int32_t blocked_free_ = 0;
+
+  bool step_pending_ = false;
+  bool may_admit_ = true;  // nothing was preempted in this step
+  bool has_prefills_ = false;
+  bool has_ended_ = false;  // running_ holds sequences that are no longer running
+  int32_t budget_ = 0;
+  StepCounts step_;
+  std::vector<Chunk> planned_;            // prefill chunks of this step, emitted after the decodes
+  std::vector<Sequence*> step_sequences_;  // of each row; null when it ended since
+  std::vector<Sequence*> step_swapped_out_;
+  Finished finished_;
+  SchedulerStats stats_;
+};
+
+}  // namespace hardpoint::scheduler

@@ -1,0 +1,181 @@
+// Python binding of the scheduler.
+#include <pybind11/native_enum.h>
+#include <pybind11/stl.h>
+
+#include "kv_token_input.hpp"
+#include "scheduler.hpp"
+
+namespace hardpoint {
+namespace {
+
+namespace py = pybind11;
+using scheduler::BlockPair;
+using scheduler::Finished;
+using scheduler::FinishReason;
+using scheduler::Policy;
+using scheduler::PreemptionMode;
+using scheduler::Request;
+using scheduler::Scheduler;
+using scheduler::SchedulerConfig;
+using scheduler::SchedulerStats;
+using scheduler::Sequence;
+using scheduler::SequenceState;
+using scheduler::StepCounts;
+
+PreemptionMode preemption_mode_from(const std::string& name) {
+  if (name == "swap") return PreemptionMode::swap;
+  if (name == "recompute") return PreemptionMode::recompute;
+  if (name == "auto") return PreemptionMode::automatic;
+  throw py::value_error("preemption mode is one of auto, swap, recompute, not " + name);
+}
+
+// An array over a buffer of the scheduler, which it keeps alive.
+template <class T>
+py::array_t<T> view(const py::object& owner, Array<T>& buffer, std::vector<py::ssize_t> shape) {
+  return py::array_t<T>(std::move(shape), buffer.data(), owner);
+}
+
+py::array_t<int32_t> pairs(const std::vector<BlockPair>& source) {
+  py::array_t<int32_t> out({static_cast<py::ssize_t>(source.size()), py::ssize_t{2}});
+  int32_t* to = out.mutable_data();
+  for (const auto& [from, into] : source) {
+    *to++ = from;
+    *to++ = into;
+  }
+  return out;
+}
+
+py::object finished_or_none(const Finished& finished) {
+  if (finished.ids.empty()) return py::none();
+  return py::make_tuple(py::cast(finished.ids), py::cast(finished.reasons));
+}
+
+const Sequence& sequence_of(const Scheduler& self, int64_t id) {
+  if (!self.contains(id)) throw py::key_error(std::to_string(id));
+  return self.sequence(id);
+}
+
+py::array_t<int32_t> copy_tokens(const Sequence& sequence, int32_t from) {
+  const int32_t first = std::min(from, sequence.num_tokens);
+  return py::array_t<int32_t>(sequence.num_tokens - first, sequence.tokens + first);
+}
+
+py::tuple schedule(Scheduler& self) {
+  const StepCounts step = self.schedule();
+  const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.preempted.empty());
+  return py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples, moves);
+}
+
+}  // namespace
+
+void bind_scheduler(py::module_& m) {
+  py::native_enum<SequenceState>(m, "SequenceState", "enum.Enum", "Where a sequence is.")
+      .value("DORMANT", SequenceState::dormant)
+      .value("WAITING", SequenceState::waiting)
+      .value("RUNNING", SequenceState::running)
+      .value("SWAPPED", SequenceState::swapped)
+      .value("FINISHED", SequenceState::finished)
+      .finalize();
+
+  py::class_<SchedulerStats>(m, "SchedulerStats")
+      .def_readonly("num_running", &SchedulerStats::num_running)
+      .def_readonly("num_waiting", &SchedulerStats::num_waiting)
+      .def_readonly("num_swapped", &SchedulerStats::num_swapped)
+      .def_readonly("num_unreleased", &SchedulerStats::num_unreleased)
+      .def_readonly("preemptions_by_swap", &SchedulerStats::preemptions_by_swap)
+      .def_readonly("preemptions_by_recompute", &SchedulerStats::preemptions_by_recompute);
+
+  py::class_<Scheduler>(m, "SchedulerCore")
+      .def(py::init([](int32_t block_size, int32_t num_device_blocks, int32_t num_host_blocks, double watermark,
+                       bool enable_prefix_caching, int32_t max_num_seqs, int32_t max_num_batched_tokens,
+                       int32_t max_model_len, bool enable_chunked_prefill, int32_t long_prefill_token_threshold,
+                       int32_t num_lookahead_slots, const std::string& preemption_mode, double swap_seconds_per_block,
+                       double recompute_seconds_per_token, bool by_priority, int32_t fairness_bound, int hash_bits) {
+             SchedulerConfig config;
+             config.blocks.block_size = block_size;
+             config.blocks.num_device_blocks = num_device_blocks;
+             config.blocks.num_host_blocks = num_host_blocks;
+             config.blocks.watermark = watermark;
+             config.blocks.enable_prefix_caching = enable_prefix_caching;
+             config.blocks.hash_bits = hash_bits;
+             config.max_num_seqs = max_num_seqs;
+             config.max_num_batched_tokens = max_num_batched_tokens;
+             config.max_model_len = max_model_len;
+             config.enable_chunked_prefill = enable_chunked_prefill;
+             config.long_prefill_token_threshold = long_prefill_token_threshold;
+             config.num_lookahead_slots = num_lookahead_slots;
+             config.preemption_mode = preemption_mode_from(preemption_mode);
+             config.swap_seconds_per_block = swap_seconds_per_block;
+             config.recompute_seconds_per_token = recompute_seconds_per_token;
+             config.policy = by_priority ? Policy::priority : Policy::fcfs;
+             config.fairness_bound = fairness_bound;
+             return std::make_unique<Scheduler>(config);
+           }),
+           py::kw_only(), py::arg("block_size"), py::arg("num_device_blocks"), py::arg("num_host_blocks"),
+           py::arg("watermark"), py::arg("enable_prefix_caching"), py::arg("max_num_seqs"),
+           py::arg("max_num_batched_tokens"), py::arg("max_model_len"), py::arg("enable_chunked_prefill"),
+           py::arg("long_prefill_token_threshold"), py::arg("num_lookahead_slots"), py::arg("preemption_mode"),
+           py::arg("swap_seconds_per_block"), py::arg("recompute_seconds_per_token"), py::arg("by_priority"),
+           py::arg("fairness_bound"), py::arg("hash_bits"))
+      .def("add_request",
+           [](Scheduler& self, py::object prompt, int64_t token_limit, int32_t n, int64_t max_tokens, int64_t min_tokens,
+              std::vector<int32_t> stop_token_ids, int32_t priority, int64_t arrival, std::string salt,
+              bool skip_prefix_cache, bool pooling) {
+             Request request;
+             request.prompt = token_ids_from(prompt, token_limit);
+             request.n = n;
+             request.max_tokens = max_tokens;
+             request.min_tokens = min_tokens;
+             request.stop_token_ids = std::move(stop_token_ids);
+             request.priority = priority;
+             request.arrival = arrival;
+             request.salt = std::move(salt);
+             request.skip_prefix_cache = skip_prefix_cache;
+             request.pooling = pooling;
+             return self.add_request(std::move(request));
+           })
+      .def("schedule", &schedule)
+      .def("update",
+           [](Scheduler& self, const py::array_t<int64_t, py::array::c_style>& sampled) {
+             return finished_or_none(self.update(sampled.data(), sampled.size()));
+           })
+      .def("fail_step", [](Scheduler& self) { return finished_or_none(self.fail_step()); })
+      .def("abort", &Scheduler::abort)
+      .def("finish", [](Scheduler& self, int64_t id, int reason) { return self.finish(id, static_cast<FinishReason>(reason)); })
+      .def("release", &Scheduler::release)
+      .def("has_unfinished", &Scheduler::has_unfinished)
+      .def("state", [](const Scheduler& self, int64_t id) { return sequence_of(self, id).state; })
+      .def("finish_reason",
+           [](const Scheduler& self, int64_t id) { return static_cast<int>(sequence_of(self, id).finish_reason); })
+      .def("num_cached_tokens", [](const Scheduler& self, int64_t id) { return std::max(sequence_of(self, id).num_cached, 0); })
+      .def("num_tokens", [](const Scheduler& self, int64_t id) { return sequence_of(self, id).num_tokens; })
+      .def("num_preemptions", [](const Scheduler& self, int64_t id) { return sequence_of(self, id).num_preemptions; })
+      .def("all_tokens", [](const Scheduler& self, int64_t id) { return copy_tokens(sequence_of(self, id), 0); })
+      .def("output_tokens",
+           [](const Scheduler& self, int64_t id) {
+             const Sequence& sequence = sequence_of(self, id);
+             return copy_tokens(sequence, sequence.prompt_len);
+           })
+      .def("buffers",
+           [](const py::object& owner) {
+             auto& self = owner.cast<Scheduler&>();
+             const py::ssize_t seqs = self.config().max_num_seqs, tokens = self.config().max_num_batched_tokens;
+             return py::make_tuple(view(owner, self.token_ids, {tokens}), view(owner, self.positions, {tokens}),
+                                   view(owner, self.slot_mapping, {tokens}), view(owner, self.query_start, {seqs + 1}),
+                                   view(owner, self.context_lens, {seqs}), view(owner, self.rows, {seqs}),
+                                   view(owner, self.seq_ids, {seqs}), view(owner, self.sample_rows, {seqs}),
+                                   view(owner, self.sample_seq_ids, {seqs}),
+                                   view(owner, self.block_table, {seqs, self.max_blocks_per_seq}));
+           })
+      .def("moves",
+           [](const Scheduler& self) {
+             return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies),
+                                   py::array_t<int64_t>(static_cast<py::ssize_t>(self.preempted.size()), self.preempted.data()));
+           })
+      .def("stats", &Scheduler::stats)
+      .def("block_stats", &Scheduler::block_stats)
+      .def("reset_prefix_cache", &Scheduler::reset_prefix_cache)
+      .def("check", &Scheduler::check);
+}
+
+}  // namespace hardpoint

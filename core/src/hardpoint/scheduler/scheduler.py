@@ -1,0 +1,365 @@
+"""The scheduler's face: requests in, step batches out, sampled tokens back in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hardpoint._native import BlockStats, SchedulerCore, SchedulerStats, SequenceState
+from hardpoint.interfaces.batch import Int32Array, Int64Array, StepBatch
+from hardpoint.interfaces.errors import (
+    EmptyPrompt,
+    InvalidRequest,
+    InvalidSamplingParams,
+    PromptTooLong,
+    RequestNeverFits,
+    TokenOutOfRange,
+)
+from hardpoint.scheduler.config import SchedulerConfig
+
+__all__ = ["FinishReason", "Scheduler", "SequenceState"]
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+
+_TOKEN_LIMIT = 1 << 31
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended."""
+
+    STOP = 1
+    """The model's end of text, a stop token, or a stop string that the engine found."""
+    LENGTH = 2
+    """`max_tokens`, the context length, or all slots of the KV cache are used up."""
+    ABORT = 3
+    POOLED = 4
+    """An embedding request whose prompt is computed."""
+    ERROR = 5
+    """A step failed, so that what the sequence's blocks hold is unknown."""
+
+
+_REASONS: tuple[FinishReason | None, ...] = (None, *FinishReason)
+_NO_PAIRS = np.empty((0, 2), np.int32)
+_NO_IDS = np.empty(0, np.int64)
+_NOTHING_MOVES = (_NO_PAIRS, _NO_PAIRS, _NO_PAIRS, _NO_IDS)
+
+Finished: TypeAlias = list[tuple[int, FinishReason]]
+
+
+class Scheduler:
+    """Continuous batching over paged KV blocks.
+
+    `add_request` any time; then in a loop `schedule`, run the batch, `update` with the sampled tokens. A request with
+    handle h and n sequences has the sequence ids h, h + 1, ..., h + n - 1, in fork order, from the moment it is added; the
+    first computes the prompt, and the others share its blocks from then on. Ids are never used twice. A sequence that has
+    ended is kept until `release`.
+
+    Each step serves, in this order and each by rank, decodes, prompts begun before, swapped sequences, and waiting requests.
+    Rank is priority (policy "priority"), then arrival. When blocks run out, the running sequence of lowest rank is preempted;
+    the step then admits nothing. No request starves: the running sequence of highest rank always makes progress, the queue
+    is served strictly by rank, and `fairness_bound` limits how often one can be passed over or preempted before it outranks
+    the rest. Blocks for all known tokens of a sequence are taken at admission, so a prefill that has begun never waits for
+    blocks.
+
+    The result depends on the calls and their arguments alone. Not thread-safe.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._token_limit = config.vocab_size or _TOKEN_LIMIT
+        self._num_added = 0
+        self._core = SchedulerCore(
+            block_size=config.block_size,
+            num_device_blocks=config.num_device_blocks,
+            num_host_blocks=config.num_host_blocks,
+            watermark=config.watermark,
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            num_lookahead_slots=config.num_lookahead_slots,
+            preemption_mode=config.preemption_mode,
+            swap_seconds_per_block=config.swap_seconds_per_block,
+            recompute_seconds_per_token=config.recompute_seconds_per_token,
+            by_priority=config.policy == "priority",
+            fairness_bound=config.fairness_bound,
+            hash_bits=config.hash_bits,
+        )
+        self._buffers = self._core.buffers()
+        self._view_shape = (-1, -1, -1)
+        self._views = self._views_of(0, 0, 0)
+
+    # Requests
+
+    def add_request(
+        self,
+        prompt_token_ids: TokenIds,
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int = 0,
+        arrival: int | None = None,
+        salt: str = "",
+        skip_prefix_cache: bool = False,
+        pooling: bool = False,
+    ) -> int:
+        """Queue a request.
+
+        Args:
+            prompt_token_ids: list of int, or a one-dimensional numpy array of integers.
+            n: sequences sampled from the prompt.
+            max_tokens: most new tokens of each sequence; None for as many as the context holds. A sequence ends with LENGTH
+                when the context, or the whole KV cache, could not hold one token more, whatever `max_tokens` says.
+            min_tokens: new tokens before a stop or end-of-text token counts (it is appended all the same).
+            stop_token_ids, eos_token_ids: tokens that end a sequence; the latter not with `ignore_eos`.
+            priority: lower is served earlier (policy "priority").
+            arrival: place in the order of arrival; by default, after all requests so far.
+            salt: requests share cached prefixes only within one salt (an adapter's name, a tenant's).
+            skip_prefix_cache: compute the whole prompt (for its log probabilities).
+            pooling: no sampling; the request ends when its prompt is computed.
+
+        Returns:
+            The handle, which is the id of the request's first sequence.
+
+        Raises:
+            EmptyPrompt, TokenOutOfRange, InvalidSamplingParams.
+            PromptTooLong: the prompt and one new token exceed `max_model_len`.
+            RequestNeverFits: the prompt and one new token exceed the KV cache, or n exceeds `max_num_seqs`.
+        """
+        length = len(prompt_token_ids)
+        new_tokens = 0 if pooling else 1
+        config = self.config
+        if length == 0:
+            raise EmptyPrompt(
+                "the prompt has no tokens", hint="Give at least one token, such as the model's start of text"
+            )
+        if length + new_tokens > config.max_model_len:
+            raise PromptTooLong(
+                "the prompt does not fit the context",
+                found=f"{length} tokens, with a context of {config.max_model_len}",
+                hint="Shorten the prompt or raise max_model_len",
+            )
+        if length + new_tokens > config.num_device_blocks * config.block_size:
+            raise RequestNeverFits(
+                "the prompt does not fit the KV cache",
+                found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}",
+                hint="Shorten the prompt or give the KV cache more memory",
+            )
+        if n < 1 or min_tokens < 0 or (max_tokens is not None and (max_tokens < 1 or min_tokens > max_tokens)):
+            raise InvalidSamplingParams(
+                "n and max_tokens are at least 1, and min_tokens between 0 and max_tokens",
+                found=f"n={n}, max_tokens={max_tokens}, min_tokens={min_tokens}",
+            )
+        if pooling and n != 1:
+            raise InvalidSamplingParams("an embedding request has one sequence", found=f"n={n}")
+        if n > config.max_num_seqs:
+            raise RequestNeverFits(
+                "the request has more sequences than can run at once",
+                found=f"n={n}, with max_num_seqs={config.max_num_seqs}",
+                hint="Lower n or raise max_num_seqs",
+            )
+        stop_ids = list(stop_token_ids) if ignore_eos else [*stop_token_ids, *eos_token_ids]
+        try:
+            handle = self._core.add_request(
+                prompt_token_ids,
+                self._token_limit,
+                n,
+                config.max_model_len if max_tokens is None else max_tokens,
+                min_tokens,
+                stop_ids,
+                priority,
+                self._num_added if arrival is None else arrival,
+                salt,
+                skip_prefix_cache,
+                pooling,
+            )
+        except IndexError as error:
+            token, position = error.args
+            raise TokenOutOfRange(
+                "a token id is not in the vocabulary",
+                found=f"{token} at position {position}, with ids in 0 to {self._token_limit - 1}",
+            ) from None
+        self._num_added += 1
+        return handle
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """End all sequences of these requests with ABORT, at any time; unknown and ended ones are left as they are.
+
+        Their blocks are free at once. Between `schedule` and `update` the batch stays as it is, and `update` ignores what was
+        sampled for them. `update` does not report them; `release` them like all others.
+        """
+        self._core.abort(handles)
+
+    def finish(self, seq_id: int, reason: FinishReason = FinishReason.STOP) -> bool:
+        """End one sequence (the engine found a stop string); False when it is unknown or has ended.
+
+        Raises:
+            InvalidRequest: its prompt is not computed yet and it has forks, which depend on it; abort the request instead.
+        """
+        try:
+            return self._core.finish(seq_id, int(reason))
+        except ValueError as error:
+            raise InvalidRequest(str(error), found=f"sequence {seq_id}") from None
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Forget ended sequences and their tokens.
+
+        Raises:
+            InvalidRequest: one is unknown or has not ended; none was released.
+        """
+        try:
+            self._core.release(seq_ids)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+    # Steps
+
+    def schedule(self) -> StepBatch | None:
+        """Plan the next step; None when nothing can run.
+
+        The arrays of the batch are views of the scheduler's own buffers and hold until the next `schedule`, except for the
+        small swap, copy and preemption lists, which are new ones.
+
+        Raises:
+            RuntimeError: the last batch has had neither `update` nor `fail_step`.
+        """
+        num_tokens, num_seqs, num_decodes, num_samples, moves = self._core.schedule()
+        if num_seqs == 0:
+            return None
+        shape = (num_tokens, num_seqs, num_samples)
+        if shape != self._view_shape:
+            self._view_shape = shape
+            self._views = self._views_of(*shape)
+        token_ids, positions, slots, query_start, context_lens, rows, seq_ids, sample_rows, sample_seq_ids = self._views
+        swap_out, swap_in, copies, preempted = self._core.moves() if moves else _NOTHING_MOVES
+        return StepBatch(
+            token_ids,
+            positions,
+            slots,
+            query_start,
+            context_lens,
+            self._buffers[9],
+            rows,
+            seq_ids,
+            num_decodes,
+            sample_rows,
+            sample_seq_ids,
+            swap_out,
+            swap_in,
+            copies,
+            preempted,
+        )
+
+    def update(self, token_ids: Int64Array) -> Finished:
+        """Take the sampled tokens of the last batch, in the order of its samples.
+
+        Returns:
+            (sequence id, reason) of the sequences that ended in this step; they hold no blocks any more.
+
+        Raises:
+            InvalidRequest: not one token for each sample, or a negative one; nothing was changed.
+        """
+        try:
+            finished = self._core.update(token_ids)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        return [] if finished is None else _named(finished)
+
+    def fail_step(self) -> Finished:
+        """Give up the last batch, which the worker did not finish: its sequences end with ERROR, the others go on."""
+        finished = self._core.fail_step()
+        return [] if finished is None else _named(finished)
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits, runs or is swapped."""
+        return self._core.has_unfinished()
+
+    # Sequences
+
+    def state(self, seq_id: int) -> SequenceState:
+        """Where a sequence is; DORMANT is a fork whose prompt is not computed yet. KeyError when unknown, as below."""
+        return self._core.state(seq_id)
+
+    def finish_reason(self, seq_id: int) -> FinishReason | None:
+        """Why a sequence ended; None while it has not."""
+        return _REASONS[self._core.finish_reason(seq_id)]
+
+    def output_token_ids(self, seq_id: int) -> Int32Array:
+        """Sampled tokens of a sequence so far, int32[k], a copy."""
+        return self._core.output_tokens(seq_id)
+
+    def all_token_ids(self, seq_id: int) -> Int32Array:
+        """Prompt and sampled tokens of a sequence so far, int32[k], a copy (empty while it is DORMANT)."""
+        return self._core.all_tokens(seq_id)
+
+    def num_cached_tokens(self, seq_id: int) -> int:
+        """Prompt tokens that were found in the prefix cache when the sequence was first admitted."""
+        return self._core.num_cached_tokens(seq_id)
+
+    def num_preemptions(self, seq_id: int) -> int:
+        """How often a sequence was preempted."""
+        return self._core.num_preemptions(seq_id)
+
+    # State
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Numbers of running, waiting, swapped and unreleased sequences, and preemptions since the beginning."""
+        return self._core.stats()
+
+    @property
+    def block_stats(self) -> BlockStats:
+        """Counts of the block pools and the prefix cache, see `BlockManager.stats`."""
+        return self._core.block_stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached contents at once, as after a change of weights.
+
+        Legal at any time. No request admitted later uses anything computed before; running and swapped sequences keep their
+        blocks, which are not shared any more.
+        """
+        self._core.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Verify all invariants of scheduler and blocks; slow, for tests.
+
+        Raises:
+            AssertionError: the first that does not hold.
+        """
+        broken = self._core.check()
+        if broken:
+            raise AssertionError(broken)
+
+    def _views_of(
+        self, num_tokens: int, num_seqs: int, num_samples: int
+    ) -> tuple[
+        Int64Array, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array, Int64Array, Int32Array, Int64Array
+    ]:
+        tokens, positions, slots, query_start, context_lens, rows, seq_ids, sample_rows, sample_seq_ids, _ = (
+            self._buffers
+        )
+        return (
+            tokens[:num_tokens],
+            positions[:num_tokens],
+            slots[:num_tokens],
+            query_start[: num_seqs + 1],
+            context_lens[:num_seqs],
+            rows[:num_seqs],
+            seq_ids[:num_seqs],
+            sample_rows[:num_samples],
+            sample_seq_ids[:num_samples],
+        )
+
+
+def _named(finished: tuple[list[int], list[int]]) -> Finished:
+    return [(seq_id, FinishReason(reason)) for seq_id, reason in zip(*finished, strict=True)]
