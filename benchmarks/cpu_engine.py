@@ -495,10 +495,30 @@ def _text(result: dict[str, Any], found: Sequence[Configuration], outcomes: dict
     if result["first_tokens_equal_to_transformers"]:
         shares = ", ".join(f"{name} {share}" for name, share in result["first_tokens_equal_to_transformers"].items())
         notes.append(f"First tokens of the requests equal to transformers': {shares}.")
+    notes += _handicaps(outcomes, machine["flags"])
     notes += [f"Missing: {name}: {reason}." for name, reason in result["missing"].items()]
     notes += [f"Failed: {name}: {reason}" for name, reason in result["failures"].items()]
     notes.append(f"Reproduce: {result['command']}")
     return "\n\n".join([*parts, "\n".join(notes)])
+
+
+def _handicaps(outcomes: dict[str, Outcome], flags: Sequence[str]) -> list[str]:
+    """Say where a peer did not run at its best, and how to change that."""
+    notes = []
+    for name, outcome in outcomes.items():
+        details = outcome.rounds[0]["details"] if outcome.rounds else {}
+        if "preloaded" in details:
+            loaded = " ".join(details["preloaded"])
+            absent = [library for library in ("libtcmalloc_minimal", "libiomp5") if library not in loaded]
+            if absent:
+                notes.append(f"Handicap: {name} ran without {' and '.join(absent)}; `make peers` fetches them.")
+        info = details.get("system_info")
+        if info is not None and "avx512_bf16" in flags and "AVX512_BF16 = 1" not in info:
+            notes.append(
+                f"Handicap: {name} is not built for this processor (no AVX512_BF16); install llama-cpp-python "
+                "with --no-binary llama-cpp-python and CMAKE_ARGS=-DGGML_NATIVE=ON."
+            )
+    return notes
 
 
 def _share(value: float | None) -> str:
