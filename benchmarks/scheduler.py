@@ -213,7 +213,9 @@ def bars(results: dict[str, Any]) -> list[dict[str, Any]]:
     for pool in POOLS:
         for kind, bar in ADMISSION_BAR_MS.items():
             value = results["admission"][f"{PROMPTS[-1]}"][f"{pool}"][kind]["ours"] * 1e3
-            found.append({"bar": f"admission of {PROMPTS[-1]:,}, {kind}, {pool:,} blocks, ms", "limit": bar, "value": value})
+            found.append(
+                {"bar": f"admission of {PROMPTS[-1]:,}, {kind}, {pool:,} blocks, ms", "limit": bar, "value": value}
+            )
     value = results["decode"]["256"][f"{POOLS[-1]}"]["ours"] * 1e6 / 256
     found.append({"bar": f"decode of 256, {POOLS[-1]:,} blocks, µs per request", "limit": 0.1, "value": value})
     return [{**bar, "met": bar["value"] <= bar["limit"]} for bar in found]
@@ -232,17 +234,23 @@ def report(results: dict[str, Any], found_bars: list[dict[str, Any]]) -> None:
     for running in RUNNING:
         pair = results["decode"][f"{running}"][f"{POOL}"]
         each = pair["ours"] * 1e6 / running
-        print(f"  {running:5} running   ours {pair['ours'] * 1e6:9.2f} ({each:.4f})   vllm {peer_value(pair, 1e6)}   {ratio(pair)}")
+        print(
+            f"  {running:5} running   ours {pair['ours'] * 1e6:9.2f} ({each:.4f})   vllm {peer_value(pair, 1e6)}   {ratio(pair)}"
+        )
     print("\nAdmission of one prompt (ms)")
     for tokens in PROMPTS:
         for kind, pair in results["admission"][f"{tokens}"][f"{POOL}"].items():
-            print(f"  {tokens:6,} tokens, {kind:9}   ours {pair['ours'] * 1e3:8.4f}   vllm {peer_value(pair, 1e3)}   {ratio(pair)}")
+            print(
+                f"  {tokens:6,} tokens, {kind:9}   ours {pair['ours'] * 1e3:8.4f}   vllm {peer_value(pair, 1e3)}   {ratio(pair)}"
+            )
     print(f"\nPool size: admission of {PROMPTS[-1]:,} tokens (ms), and a decode step of 256 (µs)")
     for pool in POOLS:
         row = results["admission"][f"{PROMPTS[-1]}"][f"{pool}"]
         ours = "  ".join(f"{kind} {row[kind]['ours'] * 1e3:.4f}" for kind in KINDS)
         theirs = "  ".join(peer_value(row[kind], 1e3).strip() for kind in KINDS)
-        print(f"  {pool:9,} blocks   {ours}  decode {results['decode']['256'][f'{pool}']['ours'] * 1e6:.2f}   vllm {theirs}")
+        print(
+            f"  {pool:9,} blocks   {ours}  decode {results['decode']['256'][f'{pool}']['ours'] * 1e6:.2f}   vllm {theirs}"
+        )
     print("\nBars")
     for bar in found_bars:
         print(f"  {'met   ' if bar['met'] else 'MISSED'}  {bar['bar']}: {bar['value']:.4f} (at most {bar['limit']})")

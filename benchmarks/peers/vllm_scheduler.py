@@ -76,7 +76,9 @@ class Peer:
         cache_config.num_gpu_blocks = num_blocks
         config = VllmConfig(
             scheduler_config=scheduler_config,
-            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len),
+            model_config=ModelConfig(
+                model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
+            ),
             cache_config=cache_config,
         )
         config.cache_config.block_size = block_size

@@ -163,9 +163,7 @@ class LLMEngine:
         seq_id = self._core.scheduler.add_request(tokens.token_ids, pooling=True, skip_prefix_cache=True)
         request = _Embedding(request_id, seq_id, tokens, params)
         self._requests[request_id] = self._embeddings[seq_id] = request
-        self._core.register_pooling(
-            seq_id, SequencePooling(params.pooling or Pooling.LAST, len(tokens.token_ids))
-        )
+        self._core.register_pooling(seq_id, SequencePooling(params.pooling or Pooling.LAST, len(tokens.token_ids)))
 
     def process_chat(
         self, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
