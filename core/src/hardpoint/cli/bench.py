@@ -40,9 +40,9 @@ class LengthRange:
     @classmethod
     def parse(cls, text: str) -> LengthRange:
         """Read "128" or "32:256"; raises typer.BadParameter."""
-        low, _, high = text.partition(":")
+        low, colon, high = text.partition(":")
         try:
-            result = cls(int(low), int(high or low))
+            result = cls(int(low), int(high if colon else low))
         except ValueError as error:
             raise typer.BadParameter(f"{text!r} is neither a number nor a range like 32:256") from error
         if not 1 <= result.low <= result.high:
