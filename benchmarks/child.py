@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from report import REPOSITORY
 
@@ -41,29 +41,30 @@ def run_script(
         ChildFailed: it could not start, took too long, failed, or answered something else.
     """
     name = Path(script).name
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+    # Files and not pipes: a worker that outlives its parent would keep a pipe open.
+    with _text_file() as stdout, _text_file() as stderr:
         try:
             process = subprocess.Popen(
                 [str(python), str(script), *arguments],
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 stderr=stderr,
-                text=True,
                 start_new_session=True,
             )
         except OSError as error:
             raise ChildFailed(f"{name} could not be started with {python}: {error}") from None
         try:
-            output, _ = process.communicate(timeout=timeout_s)
+            process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise ChildFailed(f"{name} took longer than {timeout_s:.0f} s{_end_of(stderr)}") from None
         finally:
             _end_group(process)
         if process.returncode != 0:
             raise ChildFailed(f"{name} ended with status {process.returncode}{_end_of(stderr)}")
+        stdout.seek(0)
         try:
-            answer = json.loads(output.strip().rpartition("\n")[2])
+            answer = json.loads(stdout.read().strip().rpartition("\n")[2])
         except json.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
@@ -71,7 +72,7 @@ def run_script(
         return answer
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -81,11 +82,13 @@ def _end_group(process: subprocess.Popen[str]) -> None:
             process.wait(timeout=_GRACE_S)
         except subprocess.TimeoutExpired:
             continue
-    if process.stdout is not None:
-        process.stdout.close()
 
 
-def _end_of(stderr: Any) -> str:
+def _text_file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _end_of(stderr: IO[str]) -> str:
     stderr.seek(0)
     lines = [line.replace(f"{REPOSITORY}/", "").rstrip()[:300] for line in stderr if line.strip()]
     return "".join(f"\n    {line}" for line in lines[-_STDERR_LINES:])

@@ -8,8 +8,6 @@ namespace hardpoint::scheduler {
 namespace {
 
 constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
-// Tokens of output for which memory is taken at once; longer outputs grow it.
-constexpr int64_t kReservedOutput = 512;
 
 }  // namespace
 
