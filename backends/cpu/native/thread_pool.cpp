@@ -206,7 +206,7 @@ ThreadPool::ThreadPool() : state_(new State(default_num_threads())) {
   });
 }
 
-// Runs at exit. The state stays, for a daemon thread may still call in; its jobs then run inline.
+// Runs at exit. The state stays, for a thread that nobody joined may still call in; its jobs then run inline.
 ThreadPool::~ThreadPool() {
   std::lock_guard<std::mutex> lock(state_->run_mutex);
   state_->stop_helpers();

@@ -116,10 +116,10 @@ def make_case(
         table[row, :count] = owned
         k = random(context, num_kv_heads, head_dim).to(dtype)
         v = random(context, num_kv_heads, head_dim).to(dtype)
-        for position in range(context):
-            block, offset = owned[position // block_size], position % block_size
-            kv_cache[0, block, :, offset] = k[position]
-            kv_cache[1, block, :, offset] = v[position]
+        position = torch.arange(context)
+        block, offset = torch.tensor(owned)[position // block_size], position % block_size
+        kv_cache[0, block, :, offset] = k
+        kv_cache[1, block, :, offset] = v
         keys.append(k)
         values.append(v)
         new = range(context - query_len, context)
