@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.errors import (
     ConfigError,
@@ -478,7 +477,12 @@ def test_a_request_is_passed_over_no_more_than_the_bound() -> None:
 def test_a_sequence_is_preempted_no_more_than_the_bound_while_others_can_be() -> None:
     bound = 2
     s = scheduler(
-        num_device_blocks=6, max_model_len=24, max_num_seqs=3, policy="priority", fairness_bound=bound, max_num_batched_tokens=64
+        num_device_blocks=6,
+        max_model_len=24,
+        max_num_seqs=3,
+        policy="priority",
+        fairness_bound=bound,
+        max_num_batched_tokens=64,
     )
     poor = s.add_request([9] * 7, max_tokens=12, priority=100)
     step(s)
