@@ -10,7 +10,7 @@
 namespace hp {
 
 enum class DType : int { F32 = 0, BF16 = 1, F16 = 2 };
-inline int itemsize(DType t) { return t == DType::F32 ? 4 : 2; }
+constexpr int itemsize(DType t) { return t == DType::F32 ? 4 : 2; }
 
 struct AttentionLayer {
   int num_heads, num_kv_heads, head_dim;
@@ -25,6 +25,8 @@ struct AttentionBatch {
   int num_seqs = 0;
   int num_tokens = 0;
   int block_size = 0;
+  int64_t num_blocks = 0;                 // of the cache
+  int64_t table_rows = 0;                 // of block_table
   const int32_t* query_start = nullptr;   // [num_seqs + 1], cumulative
   const int32_t* context_lens = nullptr;  // [num_seqs] keys visible after this step, new ones included
   const int32_t* block_table = nullptr;   // [*, table_stride]
@@ -39,13 +41,35 @@ struct KvLayer {
   DType dtype;
 };
 
-// The split of one step's work, made once per step and used by every layer with the same head counts.
+// Few query rows leave the threads idle, so their context is split at multiples of this many keys. Fixed positions, rather than
+// a share per thread, make a sequence's result independent of the batch around it and of the number of threads.
+constexpr int kPartitionKeys = 512;
+// Query rows (tokens times heads that share a key head) of one tile: enough to pay for packing the keys and values.
+constexpr int kTileRows = 192;
+constexpr int kMaxHeadDim = 256;
+
+// The split of one step's work, made once per step and used by every layer with the same head counts and window.
 struct AttentionPlan {
+  // Queries [q_begin, q_end) of a sequence against its keys [key_begin, key_end), for every key head. `partial` is -1 where the
+  // item sees all keys of its queries and writes the output, else the first of its q_end - q_begin partial results.
   struct Item { int32_t seq, q_begin, q_end, key_begin, key_end, partial; };
-  std::vector<Item> items;
+  // The partial results of queries [q_begin, q_end): `count` partitions, each with q_end - q_begin of them, in order of keys.
+  struct Merge { int32_t seq, q_begin, q_end, partial, count; };
+  std::vector<Item> prefills;  // more than one query; longest first
+  std::vector<Item> decodes;   // one query; longest first
+  std::vector<Merge> merges;
   int num_partials = 0;
 };
 
+// Throws std::invalid_argument for lengths that contradict each other and std::out_of_range for a row or slot outside its bounds:
+// the kernels trust them.
+void check_batch(const AttentionBatch& batch);
+
+// Throws std::invalid_argument when the kernels cannot run the layer with this block size.
+void check_layer(const AttentionLayer& layer, int block_size);
+
+// Throws std::out_of_range when a block that the layer would read is not in the cache; entries of blocks before every window
+// and after the context may hold anything.
 AttentionPlan plan_attention(const AttentionBatch& batch, const AttentionLayer& layer);
 
 // k, v: [num_tokens, num_kv_heads, head_dim] with row stride in elements (heads and dims contiguous).
@@ -55,5 +79,20 @@ void write_kv(const AttentionBatch& batch, const AttentionLayer& layer, const vo
 // q, out: [num_tokens, num_heads, head_dim] with row strides in elements; dtype of q and out.
 void attention(const AttentionPlan& plan, const AttentionBatch& batch, const AttentionLayer& layer, const void* q,
                int64_t q_stride, DType dtype, const KvLayer& kv, void* out, int64_t out_stride);
+
+// One pool of key or value blocks: `num_blocks` blocks of `block_bytes` each, contiguous.
+struct BlockPool {
+  char* data;
+  int64_t num_blocks;
+};
+
+// Copies block pairs[2i] of `from` to block pairs[2i + 1] of `to`, in order, in each pool of the two lists (as a rule keys and
+// values of all layers). The lists may be the same. Throws std::out_of_range, before any copy, for a block outside its pool.
+void copy_blocks(const std::vector<BlockPool>& from, const std::vector<BlockPool>& to, int64_t block_bytes,
+                 const int64_t* pairs, int64_t num_pairs);
+
+// Reads `bytes` bytes from p with the calling thread only and returns a checksum: the read bandwidth against which decode
+// attention is measured.
+uint64_t read_bandwidth(const void* p, int64_t bytes);
 
 }  // namespace hp

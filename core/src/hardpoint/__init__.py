@@ -1,1 +1,49 @@
-"""Hardpoint: an LLM inference engine whose hardware layer is a set of plugins."""
+"""Hardpoint: an LLM inference engine whose hardware layer is a set of plugins.
+
+from hardpoint import LLM, SamplingParams
+print(LLM("demo").generate("The capital of France is")[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hardpoint.engine.config import EngineConfig
+    from hardpoint.engine.llm import LLM
+    from hardpoint.engine.llm_engine import LLMEngine
+    from hardpoint.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from hardpoint.sampling import PoolingParams, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+# Resolved on first use, so that backends' descriptors and light commands import no torch.
+_HOMES = {
+    "LLM": "hardpoint.engine.llm",
+    "CompletionOutput": "hardpoint.engine.outputs",
+    "EmbeddingRequestOutput": "hardpoint.engine.outputs",
+    "EngineConfig": "hardpoint.engine.config",
+    "LLMEngine": "hardpoint.engine.llm_engine",
+    "PoolingParams": "hardpoint.sampling",
+    "RequestOutput": "hardpoint.engine.outputs",
+    "SamplingParams": "hardpoint.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hardpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -52,7 +52,13 @@ class Device:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Devices found, or the reason why there are none (no driver, or a driver without a device)."""
+    """What a backend's probe found.
+
+    Attributes:
+        devices: in the order of their index.
+        reason: why the backend cannot be used here (no driver, a driver without a device, a device that it cannot run on);
+            empty when it can. Devices that are there and cannot be used may be listed beside it.
+    """
 
     devices: tuple[Device, ...] = ()
     reason: str = ""

@@ -244,6 +244,21 @@ class Capabilities:
     collectives: tuple[str, ...] = ()
     quantisation: frozenset[str] = frozenset()
 
+    @classmethod
+    def none(cls) -> Capabilities:
+        """Return the claims of a backend that runs nothing: every request is refused with reasons."""
+        attention = AttentionCapabilities(
+            dtypes=frozenset(),
+            kv_dtypes={},
+            head_dims=IntSet(),
+            block_sizes=IntSet(),
+            default_block_size=0,
+            group_sizes=IntSet(),
+            max_context=0,
+            features=frozenset(),
+        )
+        return cls(attention, tensor_parallel=IntSet())
+
     def explain(self, request: AttentionRequest) -> tuple[str, ...]:
         """Return why `request` is refused, one sentence each; empty when it can be done."""
         return self.attention.explain(request)

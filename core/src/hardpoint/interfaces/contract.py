@@ -1,7 +1,7 @@
 """The base of every contract class: what a subclass defines is compared with the contract when the class is defined.
 
-A missing method, a signature that a caller of the contract could not use, or a public method that the contract does not
-know (a typing error, most often) is a `ContractError` that names it, at import time and not in the middle of a step. Vendors
+A missing method, a signature that a caller of the contract could not use, or a public method or property that the contract does
+not know (a typing error, most often) is a `ContractError` that names it, at import time and not in the middle of a step. Vendors
 may add public methods with the prefix `vendor_`; everything else that is their own begins with an underscore.
 """
 
@@ -31,8 +31,8 @@ class Contract(ABC):  # noqa: B024 - the contracts that derive from it have the 
         super().__init_subclass__(**kwargs)
         if contract:
             cls.__contract__ = cls
-        elif cls.__contract__ is not None:
-            _check(cls, cls.__contract__, partial)
+        else:
+            _check(cls, partial)
 
 
 def contract_methods(contract: type[Contract]) -> dict[str, Callable[..., Any]]:
@@ -46,54 +46,78 @@ def optional_methods(contract: type[Contract]) -> frozenset[str]:
     return frozenset(contract_methods(contract)) - abstract
 
 
-def _check(cls: type[Contract], contract: type[Contract], partial: bool) -> None:
-    known = contract_methods(contract)
-    problems = list(_unknown(cls, known))
-    for name, declared in known.items():
-        found = inspect.getattr_static(cls, name, None)
-        if found is None or found is declared:
-            if not partial and name not in optional_methods(contract):
+def _check(cls: type[Contract], partial: bool) -> None:
+    """Compare a class with every contract that it derives from; raises ContractError that names all differences."""
+    contracts = [base for base in cls.__mro__ if vars(base).get("__contract__") is base]
+    problems: list[str] = []
+    for contract in contracts:
+        for name, declared in contract_methods(contract).items():
+            found = inspect.getattr_static(cls, name, None)
+            if found is not None and found is not declared:
+                problems.extend(f"{name}{reason}" for reason in _incompatible(declared, found))
+            if not partial and (found is None or getattr(found, "__isabstractmethod__", False)):
                 problems.append(f"{name} is missing")
-            continue
-        problems.extend(f"{name}{reason}" for reason in _incompatible(declared, found))
+    known = frozenset(name for contract in contracts for name in contract_methods(contract))
+    if contracts:
+        problems[:0] = _unknown(cls, known)
     if problems:
+        names = " and ".join(contract.__name__ for contract in contracts)
         raise ContractError(
-            f"{cls.__module__}.{cls.__qualname__} does not implement {contract.__name__}",
+            f"{cls.__module__}.{cls.__qualname__} does not implement {names}",
             found="; ".join(problems),
-            hint=f"See hardpoint.interfaces.{contract.__name__} for the methods and their signatures",
+            hint="See hardpoint.interfaces for the methods and their signatures",
         )
 
 
-def _unknown(cls: type[Contract], known: dict[str, Callable[..., Any]]) -> Iterator[str]:
+def _unknown(cls: type[Contract], known: frozenset[str]) -> Iterator[str]:
     for name, value in vars(cls).items():
-        is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
-        if is_method and not name.startswith(("_", VENDOR_PREFIX)) and name not in known and not inspect.isclass(value):
+        is_member = callable(value) or hasattr(value, "__get__")
+        if is_member and not name.startswith(("_", VENDOR_PREFIX)) and name not in known and not inspect.isclass(value):
             yield f"{name} is not in the contract (prefix it with '_' or '{VENDOR_PREFIX}')"
 
 
 def _incompatible(declared: Callable[..., Any], found: Any) -> Iterator[str]:
-    """Yield what makes `found` unusable for a caller who calls it as `declared`."""
+    """Yield what makes `found` unusable for a caller who passes `declared`'s parameters, by position or by name."""
     if isinstance(found, (staticmethod, classmethod, property)) or not callable(found):
         yield f" must be a plain method, not {type(found).__name__}"
         return
-    want, have = inspect.signature(declared).parameters, inspect.signature(found).parameters
-    takes_any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in have.values())
-    takes_any_positional = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in have.values())
+    try:
+        have = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        yield " has no signature that can be read (wrap the native function in a method)"
+        return
+    if inspect.iscoroutinefunction(found) != inspect.iscoroutinefunction(declared):
+        yield f" must {'not ' if inspect.iscoroutinefunction(found) else ''}be a coroutine"
+    want = inspect.signature(declared).parameters
+    kinds = {parameter.kind for parameter in have.values()}
+    takes_any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
+    takes_anything = takes_any_keyword and inspect.Parameter.VAR_POSITIONAL in kinds
     have_positional = [p.name for p in have.values() if p.kind in _POSITIONAL]
     want_positional = [p.name for p in want.values() if p.kind in _POSITIONAL]
     for index, name in enumerate(want_positional):
         if index >= len(have_positional):
-            if not takes_any_positional:
+            if not takes_anything:
                 yield f" lacks the parameter '{name}'"
-        elif have_positional[index] != name and name != "self":
+        elif index > 0 and have_positional[index] != name:
             yield f" has '{have_positional[index]}' where the contract has '{name}'"
-    for name, parameter in want.items():
+    for name, parameter in list(want.items())[1:]:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in have and not takes_any_keyword:
             yield f" lacks the keyword parameter '{name}'"
-        if name in have and parameter.default is not parameter.empty and have[name].default is parameter.empty:
-            yield f" must give '{name}' a default"
+        if name in have:
+            yield from _differs(name, parameter, have[name])
     for name, parameter in have.items():
         if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
             continue
-        if name not in want and parameter.default is parameter.empty:
+        if name not in want and parameter.default is parameter.empty and name != next(iter(have)):
             yield f" requires '{name}', which no caller passes"
+
+
+def _differs(name: str, want: inspect.Parameter, have: inspect.Parameter) -> Iterator[str]:
+    if have.kind is inspect.Parameter.POSITIONAL_ONLY and want.kind is not inspect.Parameter.POSITIONAL_ONLY:
+        yield f" must take '{name}' by name too"
+    if want.default is want.empty:
+        return
+    if have.default is have.empty:
+        yield f" must give '{name}' a default"
+    elif have.default != want.default:
+        yield f" gives '{name}' the default {have.default!r} where the contract has {want.default!r}"

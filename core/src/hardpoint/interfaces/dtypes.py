@@ -18,6 +18,7 @@ class DType(StrEnum):
     FLOAT8_E4M3 = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
     INT8 = "int8"
+    UINT8 = "uint8"
     INT32 = "int32"
     INT64 = "int64"
 
@@ -46,6 +47,7 @@ _ITEMSIZE = {
     DType.FLOAT8_E4M3: 1,
     DType.FLOAT8_E5M2: 1,
     DType.INT8: 1,
+    DType.UINT8: 1,
     DType.INT32: 4,
     DType.INT64: 8,
 }

@@ -115,7 +115,7 @@ class BackendBroken(BackendError):
 
 
 class AmbiguousBackend(BackendError):
-    """Several available backends share the highest priority; one must be named."""
+    """Several available backends share the highest priority, or several distributions claim the same name."""
 
 
 class CapabilityRefused(BackendError, ValueError):
@@ -179,7 +179,22 @@ class KVCacheTooSmall(MemoryFault, ValueError):
 
 
 class WorkerError(HardpointError, RuntimeError):
-    """A worker failed in a step; the affected requests are ended."""
+    """A worker failed in a step; the sequences of that step are ended, all others go on.
+
+    Attributes:
+        lost_seq_ids: the sequences that were ended.
+    """
+
+    lost_seq_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, cause: Exception, lost_seq_ids: tuple[int, ...]) -> WorkerError:
+        """Return the error for a step that `cause` ended."""
+        error = cls(
+            "the worker failed in a step", found=f"{type(cause).__name__}: {cause}", hint="The cause is chained"
+        )
+        error.lost_seq_ids = lost_seq_ids
+        return error
 
 
 class EngineDead(HardpointError, RuntimeError):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import MemoryReport, SleepPlan
 from hardpoint.interfaces.attention import AttentionPlan
@@ -36,10 +36,12 @@ class WorkerConfig:
         max_num_batched_tokens: most tokens in one step.
         max_num_seqs: most sequences in one step.
         block_size: tokens per KV block; None lets the backend choose.
-        memory_utilization: share of the device's memory that this engine may use, KV cache included.
+        memory_utilization: share of the device's memory that this engine may use, KV cache included; None for the worker's own
+            default.
         swap_space: bytes of host memory for swapped KV blocks.
         enforce_eager: no captured graphs.
         use_fused_decoder: let the kernel set run whole steps where it can.
+        threads: host threads for computing; None for all usable cores.
         rank, world_size: this rank's place.
         seed: of dummy weights.
     """
@@ -52,11 +54,12 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     block_size: int | None = None
-    memory_utilization: float = 0.9
+    memory_utilization: float | None = None
     swap_space: int = 4 << 30
     enforce_eager: bool = False
     use_fused_decoder: bool = True
     trust_remote_code: bool = False
+    threads: int | None = None
     rank: int = 0
     world_size: int = 1
     seed: int = 0
@@ -88,25 +91,31 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What the largest legal step takes; bytes.
+    """What the largest legal step takes, and what this engine may use; bytes.
 
     Attributes:
-        total, used: the device's memory, and what was in use before the profile.
+        total, used: the device's memory, and what was in use before the profile, the weights included.
         peak, current: most memory in use during the largest step, and in use after it.
+        utilization: the share of `total` that the engine may use: as asked, or the worker's default.
+        kv_limit: most bytes for the KV cache when nothing was asked; None for no such limit.
         seconds_per_token: of prefill, measured; for the choice between swap and recompute.
-        seconds_per_swapped_block: measured or estimated; 0 when unknown.
+        seconds_per_swapped_block: measured; 0 when unknown.
     """
 
     total: int
     used: int
     peak: int
     current: int
+    utilization: float
+    kv_limit: int | None = None
     seconds_per_token: float = 0.0
     seconds_per_swapped_block: float = 0.0
 
-    def num_blocks(self, utilization: float, block_bytes: int) -> int:
-        """Return how many KV blocks fit: (total · utilisation - used - (peak - current)) // block_bytes (may be negative)."""
-        return int(self.total * utilization - self.used - (self.peak - self.current)) // block_bytes
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes for the KV cache: total · utilisation - used - (peak - current), within `kv_limit`; may be negative."""
+        left = int(self.total * self.utilization) - self.used - (self.peak - self.current)
+        return left if self.kv_limit is None else min(left, self.kv_limit)
 
 
 @dataclass(frozen=True)
@@ -116,11 +125,13 @@ class WorkerContext:
     descriptor: BackendDescriptor
     device: Device
     config: WorkerConfig
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Worker(Contract, contract=True):
     """One rank; made by the descriptor's factory with a `WorkerContext` as its only argument."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
 
     @abstractmethod
     def init_device(self) -> None:

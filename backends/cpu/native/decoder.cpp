@@ -1,0 +1,251 @@
+#include "decoder.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "thread_pool.hpp"
+
+namespace hp {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kFewTokens = 8;  // up to here row work is shorter than handing it to another thread
+
+std::string text(int64_t value) { return std::to_string(value); }
+
+int64_t qkv_width(const AttentionLayer& a) { return int64_t{a.num_heads + 2 * a.num_kv_heads} * a.head_dim; }
+int64_t attention_width(const AttentionLayer& a) { return int64_t{a.num_heads} * a.head_dim; }
+
+template <class F>
+void for_tokens(int64_t tokens, F&& f) {
+  ThreadPool& pool = ThreadPool::global();
+  const int64_t grain = tokens <= kFewTokens ? tokens : std::max<int64_t>(kFewTokens, ceil_div(tokens, 8 * pool.num_threads()));
+  pool.parallel_for(tokens, grain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t) f(t);
+  });
+}
+
+// The normalisation that precedes a linear layer, as its producer of rows.
+struct NormedRows {
+  const OpKernels* kernels;
+  const float* residual;
+  const int32_t* rows;  // null: all, in order
+  const float* norm;
+  int64_t hidden;
+  float eps;
+  DType dtype;
+
+  static void fill(const void* context, int64_t i, void* row) {
+    const auto& c = *static_cast<const NormedRows*>(context);
+    const int64_t token = c.rows ? c.rows[i] : i;
+    c.kernels->rms_norm(c.residual + token * c.hidden, DType::F32, c.norm, c.hidden, c.eps, row, c.dtype);
+  }
+  RowProducer producer() const { return {fill, this}; }
+};
+
+}  // namespace
+
+Decoder::Decoder(DecoderConfig config) : config_(std::move(config)) {
+  if (config_.layers.empty()) throw std::invalid_argument("a decoder needs at least one layer");
+  for (const DecoderLayer& layer : config_.layers) {
+    if (config_.rotary_dim < 0 || config_.rotary_dim % 2 || config_.rotary_dim > layer.attention.head_dim)
+      throw std::invalid_argument("rotary dimension " + text(config_.rotary_dim) + " must be even and at most the head dimension " +
+                                  text(layer.attention.head_dim));
+    if (!layer.attention_out_norm != !layer.mlp_out_norm || !layer.q_norm != !layer.k_norm)
+      throw std::invalid_argument("norms of attention and feed-forward output, and of queries and keys, come in pairs");
+    sandwich_ = sandwich_ || layer.attention_out_norm;
+  }
+  Scratch unused{};
+  scratch_bytes_ = lay_out(nullptr, unused);
+}
+
+int64_t Decoder::lay_out(char* base, Scratch& s) const {
+  const int64_t tokens = config_.max_tokens, hidden = config_.hidden, size = itemsize(config_.dtype);
+  int64_t widest_qkv = 0, widest_attention = 0, workspace = 0;
+  for (const DecoderLayer& layer : config_.layers) {
+    widest_qkv = std::max(widest_qkv, qkv_width(layer.attention));
+    widest_attention = std::max(widest_attention, attention_width(layer.attention));
+  }
+  for (const int64_t k : {hidden, widest_attention, config_.intermediate})
+    workspace = std::max(workspace, linear_workspace_bytes(std::max(tokens, config_.max_rows), k, config_.dtype));
+
+  int64_t used = 0;
+  auto take = [&](int64_t bytes) {
+    char* p = base ? base + used : nullptr;
+    used += ceil_div(bytes, kAlignment) * kAlignment;
+    return p;
+  };
+  s.residual = reinterpret_cast<float*>(take(tokens * hidden * 4));
+  s.branch = reinterpret_cast<float*>(take(sandwich_ ? tokens * hidden * 4 : 0));
+  s.normed = take(std::max(tokens, config_.max_rows) * hidden * size);
+  s.qkv = take(tokens * widest_qkv * size);
+  s.attended = take(tokens * widest_attention * size);
+  s.activated = take(tokens * config_.intermediate * size);
+  s.workspace = {take(workspace), workspace};
+  return used;
+}
+
+void Decoder::set_scratch(void* data, int64_t bytes) {
+  if (bytes < scratch_bytes_)
+    throw std::invalid_argument("decoder scratch must have " + text(scratch_bytes_) + " bytes, got " + text(bytes));
+  lay_out(static_cast<char*>(data), scratch_);
+}
+
+void Decoder::set_rope_tables(std::vector<RopeTable> tables) {
+  for (const DecoderLayer& layer : config_.layers)
+    if (layer.rope_table < 0 || layer.rope_table >= static_cast<int>(tables.size()))
+      throw std::invalid_argument("a layer uses rotary table " + text(layer.rope_table) + " of " + text(tables.size()));
+  rope_tables_ = std::move(tables);
+}
+
+void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const {
+  if (!scratch_.residual) throw std::invalid_argument("the decoder has no scratch memory yet");
+  if (rope_tables_.empty()) throw std::invalid_argument("the decoder has no rotary tables yet");
+  if (batch.num_tokens > config_.max_tokens)
+    throw std::invalid_argument("a step of " + text(batch.num_tokens) + " tokens exceeds the decoder's " + text(config_.max_tokens));
+  if (step.output != DecoderOutput::Hidden && step.num_rows > config_.max_rows)
+    throw std::invalid_argument(text(step.num_rows) + " rows of logits exceed the decoder's " + text(config_.max_rows));
+  int64_t positions = rope_tables_[0].max_positions;
+  for (const RopeTable& table : rope_tables_) positions = std::min(positions, table.max_positions);
+  for (int64_t t = 0; t < batch.num_tokens; ++t) {
+    if (step.token_ids[t] < 0 || step.token_ids[t] >= config_.vocab)
+      throw std::out_of_range("token id " + text(step.token_ids[t]) + " is not in the vocabulary of " + text(config_.vocab));
+    if (step.positions[t] < 0 || step.positions[t] >= positions)
+      throw std::out_of_range("position " + text(step.positions[t]) + " is not in the rotary tables of " + text(positions) + " rows");
+  }
+  for (int64_t i = 0; i < step.num_rows; ++i)
+    if (step.rows[i] < 0 || step.rows[i] >= batch.num_tokens)
+      throw std::out_of_range("row " + text(step.rows[i]) + " is not one of the step's " + text(batch.num_tokens) + " tokens");
+}
+
+LinearCall Decoder::call(const PackedWeight& weight, const void* x, int64_t x_stride, int64_t m) const {
+  LinearCall c;
+  c.weight = weight;
+  c.x = x;
+  c.x_stride = x_stride;
+  c.m = m;
+  c.workspace = scratch_.workspace;
+  return c;
+}
+
+void Decoder::normed_linear(LinearCall c, const float* residual, const float* norm) const {
+  const NormedRows rows{&op_kernels(), residual, nullptr, norm, config_.hidden, config_.norm_eps, config_.dtype};
+  linear(c, rows.producer());
+}
+
+// residual += y, or residual += norm(y).
+void Decoder::add_branch(LinearCall c, const float* norm) const {
+  const int64_t hidden = config_.hidden;
+  c.out = norm ? scratch_.branch : scratch_.residual;
+  c.out_stride = hidden;
+  c.epilogue = norm ? Epilogue::Store : Epilogue::AddResidual;
+  linear(c);
+  if (!norm) return;
+  const OpKernels& kernels = op_kernels();
+  for_tokens(c.m, [&](int64_t t) {
+    kernels.accumulate_rms_norm(scratch_.branch + t * hidden, DType::F32, norm, hidden, config_.norm_eps,
+                                scratch_.residual + t * hidden);
+  });
+}
+
+void Decoder::attend(const DecoderLayer& layer, int64_t index, const DecoderStep& step, PreparedBatch& prepared) const {
+  const AttentionBatch& batch = prepared.batch();
+  const AttentionLayer& a = layer.attention;
+  const int64_t tokens = batch.num_tokens, size = itemsize(config_.dtype), width = qkv_width(a);
+  const int64_t k_offset = attention_width(a), v_offset = k_offset + int64_t{a.num_kv_heads} * a.head_dim;
+
+  LinearCall qkv = call(layer.qkv, scratch_.normed, config_.hidden, tokens);
+  qkv.bias = layer.qkv_bias;
+  qkv.out = scratch_.qkv;
+  qkv.out_stride = width;
+  qkv.out_dtype = config_.dtype;
+  normed_linear(qkv, scratch_.residual, layer.input_norm);
+
+  const OpKernels& kernels = op_kernels();
+  const RopeTable& table = rope_tables_[layer.rope_table];
+  const Rotary rotary{a.head_dim, config_.rotary_dim, RotaryStyle::Halves, config_.norm_eps};
+  for_tokens(tokens, [&](int64_t t) {
+    char* q = scratch_.qkv + t * width * size;
+    const int64_t angle = step.positions[t] * (config_.rotary_dim / 2);
+    const float *cos = table.cos + angle, *sin = table.sin + angle;
+    kernels.rotate(q, a.num_heads, config_.dtype, rotary, layer.q_norm, cos, sin);
+    kernels.rotate(q + k_offset * size, a.num_kv_heads, config_.dtype, rotary, layer.k_norm, cos, sin);
+  });
+
+  const int64_t cache_bytes = batch.num_blocks * a.num_kv_heads * batch.block_size * a.head_dim * size;
+  char* k_cache = step.kv_cache + 2 * index * cache_bytes;
+  const KvLayer kv{k_cache, k_cache + cache_bytes, config_.dtype};
+  write_kv(batch, a, scratch_.qkv + k_offset * size, width, scratch_.qkv + v_offset * size, width, config_.dtype, kv);
+  attention(prepared.plan_for(a), batch, a, scratch_.qkv, width, config_.dtype, kv, scratch_.attended, attention_width(a));
+}
+
+// After the last attention only the rows of output matter: moves them to the front. Rows must ascend, since they move in place.
+int64_t Decoder::keep_rows(const DecoderLayer& layer, const DecoderStep& step) const {
+  const int64_t hidden = config_.hidden, width = attention_width(layer.attention) * itemsize(config_.dtype);
+  for (int64_t i = 0; i < step.num_rows; ++i) {
+    const int64_t from = step.rows[i];
+    if (from == i) continue;
+    std::memcpy(scratch_.residual + i * hidden, scratch_.residual + from * hidden, hidden * 4);
+    std::memcpy(scratch_.attended + i * width, scratch_.attended + from * width, width);
+  }
+  return step.num_rows;
+}
+
+void Decoder::feed_forward(const DecoderLayer& layer, int64_t m) const {
+  LinearCall gate_up = call(layer.gate_up, scratch_.normed, config_.hidden, m);
+  gate_up.epilogue = config_.activation;
+  gate_up.out = scratch_.activated;
+  gate_up.out_stride = config_.intermediate;
+  gate_up.out_columns = config_.intermediate;
+  gate_up.out_dtype = config_.dtype;
+  normed_linear(gate_up, scratch_.residual, layer.mlp_norm);
+  add_branch(call(layer.down, scratch_.activated, config_.intermediate, m), layer.mlp_out_norm);
+}
+
+void Decoder::write_output(const DecoderStep& step, bool compacted) const {
+  const int64_t hidden = config_.hidden, size = itemsize(config_.dtype);
+  const NormedRows rows{&op_kernels(),   scratch_.residual, compacted ? nullptr : step.rows, config_.final_norm, hidden,
+                        config_.norm_eps, config_.dtype};
+  if (step.output == DecoderOutput::Hidden) {
+    for_tokens(step.num_rows, [&](int64_t i) { NormedRows::fill(&rows, i, static_cast<char*>(step.out) + i * hidden * size); });
+    return;
+  }
+  LinearCall head = call(config_.head, scratch_.normed, hidden, step.num_rows);
+  head.soft_cap = config_.logit_soft_cap;
+  if (step.output == DecoderOutput::ArgMax) {
+    head.epilogue = Epilogue::ArgMax;
+    head.arg_max = static_cast<int64_t*>(step.out);
+  } else {
+    head.out = step.out;
+    head.out_stride = config_.vocab;
+  }
+  linear(head, rows.producer());
+}
+
+void Decoder::run(const DecoderStep& step, PreparedBatch& prepared) {
+  const AttentionBatch& batch = prepared.batch();
+  check(step, batch);
+  const int64_t tokens = batch.num_tokens;
+  if (tokens == 0) return;
+  gather_rows(config_.embed, step.token_ids, tokens, config_.embed_scale, scratch_.residual, config_.hidden);
+
+  const bool compact = step.num_rows < tokens && std::is_sorted(step.rows, step.rows + step.num_rows) &&
+                       std::adjacent_find(step.rows, step.rows + step.num_rows) == step.rows + step.num_rows;
+  const int64_t last = static_cast<int64_t>(config_.layers.size()) - 1;
+  for (int64_t i = 0; i <= last; ++i) {
+    const DecoderLayer& layer = config_.layers[i];
+    attend(layer, i, step, prepared);
+    const int64_t m = i == last && compact ? keep_rows(layer, step) : tokens;
+    if (m == 0) return;
+    const int64_t width = attention_width(layer.attention);
+    LinearCall o = call(layer.o, scratch_.attended, width, m);
+    o.bias = layer.o_bias;
+    add_branch(o, layer.attention_out_norm);
+    feed_forward(layer, m);
+  }
+  if (step.num_rows > 0) write_output(step, compact);
+}
+
+}  // namespace hp

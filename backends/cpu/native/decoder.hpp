@@ -1,0 +1,118 @@
+// A whole decoder step in one call: embedding, layers, final norm, head.
+//
+// The residual stream is fp32 whatever the model's dtype: it costs nothing measurable here and rounds less. Every row's result
+// is independent of the other rows of the step, bit for bit, which also lets the last layer run only for the rows asked for.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention.hpp"
+#include "gemm.hpp"
+#include "ops.hpp"
+#include "prepared_batch.hpp"
+
+namespace hp {
+
+// Norm weights and biases are fp32; pointers that a layer does not use are null.
+struct DecoderLayer {
+  AttentionLayer attention{};
+  int rope_table = 0;
+  const float* input_norm = nullptr;          // [hidden]
+  PackedWeight qkv;                           // [(heads + 2 kv_heads) * head_dim, hidden]
+  const float* qkv_bias = nullptr;            // [(heads + 2 kv_heads) * head_dim]
+  const float* q_norm = nullptr;              // [head_dim]
+  const float* k_norm = nullptr;              // [head_dim]
+  PackedWeight o;                             // [hidden, heads * head_dim]
+  const float* o_bias = nullptr;              // [hidden]
+  const float* attention_out_norm = nullptr;  // [hidden]
+  const float* mlp_norm = nullptr;            // [hidden]
+  PackedWeight gate_up;                       // gated pair [2 * intermediate, hidden]
+  PackedWeight down;                          // [hidden, intermediate]
+  const float* mlp_out_norm = nullptr;        // [hidden]
+};
+
+struct RopeTable {
+  const float* cos = nullptr;  // [max_positions, rotary_dim / 2]
+  const float* sin = nullptr;
+  int64_t max_positions = 0;
+};
+
+struct DecoderConfig {
+  DType dtype = DType::F32;
+  int64_t vocab = 0;
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+  int rotary_dim = 0;
+  float norm_eps = 0;
+  Epilogue activation = Epilogue::SiluMul;
+  float embed_scale = 1;
+  float logit_soft_cap = 0;  // 0 = off
+  int64_t max_tokens = 0;    // of one step
+  int64_t max_rows = 0;      // of logits, of one step
+  PackedWeight embed;        // [vocab, hidden]
+  PackedWeight head;         // [vocab, hidden]; may be the embedding
+  const float* final_norm = nullptr;
+  std::vector<DecoderLayer> layers;
+};
+
+enum class DecoderOutput : int {
+  Logits = 0,  // float [rows, vocab]
+  ArgMax = 1,  // int64_t [rows]
+  Hidden = 2,  // after the final norm, the model's dtype [rows, hidden]
+};
+
+struct DecoderStep {
+  const int64_t* token_ids = nullptr;  // [tokens]
+  const int64_t* positions = nullptr;  // [tokens]
+  char* kv_cache = nullptr;            // [layers, 2, blocks, kv_heads, block_size, head_dim]
+  const int32_t* rows = nullptr;       // [num_rows] tokens whose output is wanted
+  int64_t num_rows = 0;
+  DecoderOutput output = DecoderOutput::Logits;
+  void* out = nullptr;
+};
+
+class Decoder {
+ public:
+  // Throws std::invalid_argument when the configuration contradicts itself.
+  explicit Decoder(DecoderConfig config);
+
+  // Working memory for the largest step and the thread pool's present number of threads.
+  int64_t scratch_bytes() const { return scratch_bytes_; }
+  // 64-byte aligned; kept by the caller for as long as steps run.
+  void set_scratch(void* data, int64_t bytes);
+  void set_rope_tables(std::vector<RopeTable> tables);
+
+  // Throws std::invalid_argument or std::out_of_range for a step beyond the configured sizes or a token, position or row that
+  // does not exist, before any work. One step at a time.
+  void run(const DecoderStep& step, PreparedBatch& prepared);
+
+ private:
+  struct Scratch {
+    float* residual;  // [max_tokens, hidden]
+    float* branch;    // [max_tokens, hidden], output of attention or feed-forward before its own norm
+    char* normed;     // [max_tokens, hidden]
+    char* qkv;        // [max_tokens, largest qkv width]
+    char* attended;   // [max_tokens, largest attention width]
+    char* activated;  // [max_tokens, intermediate]
+    Workspace workspace;
+  };
+
+  int64_t lay_out(char* base, Scratch& scratch) const;
+  void check(const DecoderStep& step, const AttentionBatch& batch) const;
+  LinearCall call(const PackedWeight& weight, const void* x, int64_t x_stride, int64_t m) const;
+  void normed_linear(LinearCall call, const float* residual, const float* norm) const;
+  void add_branch(LinearCall call, const float* norm) const;
+  void attend(const DecoderLayer& layer, int64_t index, const DecoderStep& step, PreparedBatch& prepared) const;
+  int64_t keep_rows(const DecoderLayer& layer, const DecoderStep& step) const;
+  void feed_forward(const DecoderLayer& layer, int64_t m) const;
+  void write_output(const DecoderStep& step, bool compacted) const;
+
+  DecoderConfig config_;
+  std::vector<RopeTable> rope_tables_;
+  Scratch scratch_{};
+  int64_t scratch_bytes_ = 0;
+  bool sandwich_ = false;
+};
+
+}  // namespace hp

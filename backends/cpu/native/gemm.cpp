@@ -1,0 +1,225 @@
+#include "gemm.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "thread_pool.hpp"
+
+namespace hp {
+namespace {
+
+constexpr int64_t kFewRows = 8;         // up to here a layer is bound by the weights' bytes
+constexpr int64_t kItemsPerThread = 8;  // enough that one item more or less per thread is a small difference
+constexpr int64_t kMinItemRows = 48;
+constexpr int64_t kAlignment = 64;
+
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
+
+bool is_gated(Epilogue e) { return e == Epilogue::SiluMul || e == Epilogue::GeluTanhMul; }
+
+// x in fp32 or padded to whole pairs; one row set per thread for a producer; running maxima per thread.
+int64_t row_bytes(int64_t k, DType dtype) { return aligned(k_padded(k, dtype) * 4); }
+int64_t thread_rows_bytes(int64_t m, int64_t k, DType dtype) { return std::min(m, kFewRows) * row_bytes(k, dtype); }
+int64_t thread_best_bytes(int64_t m) { return 2 * aligned(m * 4); }
+
+int64_t workspace_bytes(int64_t m, int64_t k, DType dtype, int threads) {
+  const int64_t converted = dtype == DType::F32 ? 0 : m * row_bytes(k, dtype);
+  return converted + threads * (2 * thread_rows_bytes(m, k, dtype) + thread_best_bytes(m) + kAlignment);
+}
+
+template <class T>
+void pack_rows(const T* src, int64_t src_stride, int64_t rows, int64_t k, int64_t group, const PackPlacement& at, T* tiles) {
+  const int64_t groups = ceil_div(k, group), tile_elements = groups * group * kTileColumns;
+  const int64_t first = at.first_row, last = first + rows;
+  ThreadPool::global().parallel_for(ceil_div(last, kTileColumns) - first / kTileColumns, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin + first / kTileColumns; i < end + first / kTileColumns; ++i) {
+      T* tile = tiles + (at.first_tile + at.tile_step * i) * tile_elements;
+      const int64_t lane_begin = std::max(first - i * kTileColumns, int64_t{0});
+      const int64_t lane_end = std::min(last - i * kTileColumns, int64_t{kTileColumns});
+      const T* row = src + (i * kTileColumns - first) * src_stride;
+      for (int64_t g = 0; g < groups; ++g)
+        for (int64_t lane = lane_begin; lane < lane_end; ++lane)
+          for (int64_t j = 0; j < group; ++j) {
+            const int64_t column = g * group + j;
+            tile[(g * kTileColumns + lane) * group + j] = column < k ? row[lane * src_stride + column] : T{};
+          }
+    }
+  });
+}
+
+template <class T>
+void unpack_rows(const T* tiles, int64_t rows, int64_t k, int64_t group, const PackPlacement& at, T* dst, int64_t dst_stride) {
+  const int64_t tile_elements = ceil_div(k, group) * group * kTileColumns;
+  ThreadPool::global().parallel_for(rows, kTileColumns, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t stored = at.first_row + r;
+      const T* tile = tiles + (at.first_tile + at.tile_step * (stored / kTileColumns)) * tile_elements;
+      for (int64_t column = 0; column < k; ++column)
+        dst[r * dst_stride + column] = tile[(column / group * kTileColumns + stored % kTileColumns) * group + column % group];
+    }
+  });
+}
+
+struct Split {
+  int64_t tiles_per_item, column_items, row_parts, grain;
+};
+
+// Few rows: contiguous runs of tiles, so that each thread streams. Many rows: a tile group stays in the level-2 cache while all
+// of an item's rows pass over it.
+Split split_work(const LinearCall& call, int threads) {
+  const int64_t tiles = num_tiles(call.weight.n), wanted = kItemsPerThread * threads;
+  Split s{kGroupTiles, 0, 1, 1};
+  if (call.m <= kFewRows) {
+    const int64_t smallest = is_gated(call.epilogue) ? 2 : 1;
+    while (s.tiles_per_item > smallest && ceil_div(tiles, s.tiles_per_item) < wanted) s.tiles_per_item /= 2;
+    s.column_items = ceil_div(tiles, s.tiles_per_item);
+    s.grain = std::max<int64_t>(1, s.column_items / (8 * wanted));
+  } else {
+    s.column_items = ceil_div(tiles, s.tiles_per_item);
+    if (s.column_items < wanted)
+      s.row_parts = std::max<int64_t>(1, std::min(ceil_div(2 * wanted, s.column_items), call.m / kMinItemRows));
+  }
+  return s;
+}
+
+struct ThreadRows {
+  char* data = nullptr;
+  bool filled = false;
+};
+
+}  // namespace
+
+void pack_weight(const void* src, int64_t src_stride, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* tiles) {
+  if (dtype == DType::F32)
+    pack_rows(static_cast<const uint32_t*>(src), src_stride, rows, k, 1, at, static_cast<uint32_t*>(tiles));
+  else
+    pack_rows(static_cast<const uint16_t*>(src), src_stride, rows, k, dtype == DType::BF16 ? 2 : 1, at,
+              static_cast<uint16_t*>(tiles));
+}
+
+void unpack_weight(const void* tiles, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* dst,
+                   int64_t dst_stride) {
+  if (dtype == DType::F32)
+    unpack_rows(static_cast<const uint32_t*>(tiles), rows, k, 1, at, static_cast<uint32_t*>(dst), dst_stride);
+  else
+    unpack_rows(static_cast<const uint16_t*>(tiles), rows, k, dtype == DType::BF16 ? 2 : 1, at, static_cast<uint16_t*>(dst),
+                dst_stride);
+}
+
+int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype) {
+  return workspace_bytes(m, k, dtype, ThreadPool::global().num_threads());
+}
+
+void linear(const LinearCall& call) { linear(call, RowProducer{}); }
+
+void linear(const LinearCall& call, const RowProducer& producer) {
+  if (call.m == 0) return;
+  ThreadPool& pool = ThreadPool::global();
+  const LinearKernels& kernels = HP_DISPATCH(linear_kernels);
+  const PackedWeight& weight = call.weight;
+  const int threads = pool.num_threads();
+  const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, threads);
+  if (call.workspace.bytes < needed)
+    throw std::invalid_argument("linear layer of " + std::to_string(call.m) + " rows on " + std::to_string(threads) +
+                                " threads needs a workspace of " + std::to_string(needed) + " bytes, got " +
+                                std::to_string(call.workspace.bytes));
+
+  const bool to_pairs = weight.dtype == DType::BF16 && kernels.bf16_dot;
+  const bool widens = weight.dtype != DType::F32 && !to_pairs;
+  const bool converts = widens || (to_pairs && weight.k % 2 != 0);
+  const int64_t in_size = itemsize(weight.dtype), k = weight.k, padded = k_padded(k, weight.dtype);
+  const int64_t kernel_size = widens ? 4 : in_size;
+
+  char* scratch = static_cast<char*>(call.workspace.data);
+  auto take = [&scratch](int64_t bytes) {
+    char* p = scratch;
+    scratch += aligned(bytes);
+    return p;
+  };
+  auto convert_row = [&](const void* from, void* to) {
+    if (widens) {
+      kernels.widen(from, weight.dtype, k, static_cast<float*>(to));
+      if (padded != k) static_cast<float*>(to)[k] = 0;
+    } else {
+      std::memcpy(to, from, k * in_size);
+      std::memset(static_cast<char*>(to) + k * in_size, 0, (padded - k) * in_size);
+    }
+  };
+
+  const void* x = call.x;
+  int64_t x_stride = call.x_stride;
+  const bool per_thread = producer.fill && call.m <= kFewRows;
+  std::vector<ThreadRows> own(per_thread ? threads : 0);
+  if (per_thread) {
+    for (auto& rows : own) rows.data = take(2 * thread_rows_bytes(call.m, k, weight.dtype));
+    x_stride = padded;
+  } else if (producer.fill || converts) {
+    char* converted = converts ? take(call.m * row_bytes(k, weight.dtype)) : nullptr;
+    pool.parallel_for(call.m, std::max<int64_t>(1, ceil_div(call.m, kItemsPerThread * threads)), [&](int64_t b, int64_t e, int) {
+      for (int64_t i = b; i < e; ++i) {
+        char* row = const_cast<char*>(static_cast<const char*>(call.x)) + i * call.x_stride * in_size;
+        if (producer.fill) producer.fill(producer.context, i, row);
+        if (converts) convert_row(row, converted + i * padded * kernel_size);
+      }
+    });
+    if (converts) x = converted, x_stride = padded;
+  }
+
+  struct Best {
+    float* value;
+    int32_t* column;
+  };
+  std::vector<Best> best(call.epilogue == Epilogue::ArgMax ? threads : 0);
+  for (auto& b : best) {
+    b.value = reinterpret_cast<float*>(take(call.m * 4));
+    b.column = reinterpret_cast<int32_t*>(take(call.m * 4));
+    std::fill_n(b.value, call.m, -std::numeric_limits<float>::infinity());
+    std::fill_n(b.column, call.m, std::numeric_limits<int32_t>::max());
+  }
+
+  const Split split = split_work(call, threads);
+  const int64_t items = split.column_items * split.row_parts;
+  const int64_t stride = tile_bytes(k, weight.dtype), tiles = num_tiles(weight.n);
+  pool.parallel_for(items, split.grain, [&](int64_t begin, int64_t end, int thread) {
+    const void* rows = x;
+    if (per_thread) {
+      ThreadRows& mine = own[thread];
+      if (!mine.filled) {
+        char* raw = converts ? mine.data + thread_rows_bytes(call.m, k, weight.dtype) : mine.data;
+        for (int64_t i = 0; i < call.m; ++i) {
+          producer.fill(producer.context, i, raw + i * k * in_size);
+          if (converts) convert_row(raw + i * k * in_size, mine.data + i * padded * kernel_size);
+        }
+        mine.filled = true;
+      }
+      rows = mine.data;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t column = i / split.row_parts, part = i % split.row_parts, tile = column * split.tiles_per_item;
+      // The item after the others' chunks is the likeliest next one when this chunk ends.
+      const int64_t next = (i + 1 < end ? i + 1 : i + 1 + (threads - 1) * split.grain) / split.row_parts;
+      const int64_t next_tile = next * split.tiles_per_item;
+      const bool fetch = next != column && next_tile + split.tiles_per_item <= tiles;
+      LinearItem item{&call, rows, x_stride, tile, static_cast<int>(std::min(split.tiles_per_item, tiles - tile)),
+                      call.m * part / split.row_parts, call.m * (part + 1) / split.row_parts,
+                      fetch ? static_cast<const char*>(weight.tiles) + next_tile * stride : nullptr,
+                      best.empty() ? nullptr : best[thread].value, best.empty() ? nullptr : best[thread].column};
+      kernels.run_item(item);
+    }
+  });
+
+  for (int64_t i = 0; !best.empty() && i < call.m; ++i) {
+    Best top = best[0];
+    float value = top.value[i];
+    int32_t column = top.column[i];
+    for (const Best& b : best)
+      if (b.value[i] > value || (b.value[i] == value && b.column[i] < column)) value = b.value[i], column = b.column[i];
+    call.arg_max[i] = column == std::numeric_limits<int32_t>::max() ? 0 : column;
+  }
+}
+
+}  // namespace hp

@@ -1,0 +1,117 @@
+// Linear layers of the CPU backend: y = x W^T over packed weights.
+//
+// A weight [N, K] is stored as tiles of 16 output columns, in the order in which the micro-kernels read it:
+//   F32, F16  [ceil(N / 16)][K][16]
+//   BF16      [ceil(N / 16)][ceil(K / 2)][16][2]    (pairs of k, the operand order of the BF16 dot product instruction)
+// with a zero after an odd K; columns beyond N may hold anything, since no result takes from another column. The size equals the
+// plain tensor's when N is a multiple of 16 (and K even for BF16). A gated pair (gate and up projections) is stored as one weight
+// whose even tiles are gate columns and whose odd tiles are up columns.
+//
+// Every output element is one fp32 accumulator that takes its k terms in ascending order with the same instructions, whatever
+// the number of rows, threads or columns: a row's result does not depend on the batch it is computed in, bit for bit.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "attention.hpp"
+#include "isa.hpp"
+
+namespace hp {
+
+constexpr int kTileColumns = 16;
+constexpr int kGroupTiles = 4;  // tiles that one work item computes together
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t k_padded(int64_t k, DType dtype) { return dtype == DType::BF16 ? (k + 1) / 2 * 2 : k; }
+static inline int64_t num_tiles(int64_t n) { return ceil_div(n, kTileColumns); }
+static inline int64_t tile_bytes(int64_t k, DType dtype) { return k_padded(k, dtype) * kTileColumns * itemsize(dtype); }
+static inline int64_t packed_bytes(int64_t n, int64_t k, DType dtype) { return num_tiles(n) * tile_bytes(k, dtype); }
+
+struct PackedWeight {
+  const void* tiles = nullptr;
+  int64_t n = 0;  // stored columns; for a gated pair 2 * 16 * ceil(intermediate / 16)
+  int64_t k = 0;
+  DType dtype = DType::F32;
+};
+
+// Where rows of a plain weight stand in a packed one: row r is lane (first_row + r) % 16 of tile
+// first_tile + tile_step * ((first_row + r) / 16). Stacked projections use first_row; a gated pair uses tile_step 2.
+struct PackPlacement {
+  int64_t first_row = 0;
+  int64_t first_tile = 0;
+  int64_t tile_step = 1;
+};
+
+// src: [rows, k], row stride in elements. Other lanes of the first and last tile are left alone.
+void pack_weight(const void* src, int64_t src_stride, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* tiles);
+void unpack_weight(const void* tiles, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* dst, int64_t dst_stride);
+
+enum class Epilogue {
+  Store,        // out = y
+  AddResidual,  // out (fp32) += y
+  SiluMul,      // out[:, j] = silu(gate_j) * up_j; out has n / 2 columns
+  GeluTanhMul,  // the same with the tanh form of GELU
+  ArgMax,       // arg_max[row] = lowest column of the greatest y; nothing else is stored
+};
+
+// Scratch that the caller lends for the length of a call: at least linear_workspace_bytes(...) bytes, 64-byte aligned.
+struct Workspace {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+struct LinearCall {
+  PackedWeight weight;
+  const void* x = nullptr;  // [m, k], the weight's dtype
+  int64_t x_stride = 0;     // elements
+  int64_t m = 0;
+  const float* bias = nullptr;  // [n] in stored column order, or null
+  Epilogue epilogue = Epilogue::Store;
+  float soft_cap = 0;  // y becomes cap * tanh(y / cap) before the epilogue; 0 = off
+  void* out = nullptr;
+  int64_t out_stride = 0;  // elements
+  DType out_dtype = DType::F32;
+  int64_t out_columns = 0;     // of a gated pair: the intermediate size
+  int64_t* arg_max = nullptr;  // [m]
+  Workspace workspace;
+};
+
+// Computes rows of x just before a linear layer reads them: a normalisation then runs inside the layer's own parallel region.
+// `fill` writes row i (k elements of the weight's dtype) to `row`; it must give the same bits every time.
+struct RowProducer {
+  void (*fill)(const void* context, int64_t i, void* row) = nullptr;
+  const void* context = nullptr;
+};
+
+// Bytes of workspace for up to m rows and the thread pool's present number of threads, whatever the instruction set.
+int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype);
+
+// Throws std::invalid_argument when the workspace is too small (the thread pool may have grown since it was measured).
+void linear(const LinearCall& call);
+
+// Like `linear`, with x computed by `producer`. call.x must be writable scratch [m, k]: all threads fill it first when there are
+// many rows, while for few rows each thread fills a copy of its own, which saves a barrier.
+void linear(const LinearCall& call, const RowProducer& producer);
+
+// One work item: `tile_count` <= kGroupTiles tiles (an even number of a gated pair) times a range of rows.
+struct LinearItem {
+  const LinearCall* call;
+  const void* x;  // [m, k] in the kernel's input dtype; 16-bit pairs need an even row length
+  int64_t x_stride;
+  int64_t tile;
+  int tile_count;
+  int64_t row_begin, row_end;
+  const char* prefetch;  // tiles that this thread will probably read next, or null
+  float* best;           // [m] running maximum of this thread (ArgMax)
+  int32_t* best_column;  // [m]
+};
+
+struct LinearKernels {
+  bool bf16_dot;  // BF16 weights take BF16 rows; otherwise every 16-bit row is widened to fp32 first
+  void (*run_item)(const LinearItem& item);
+  void (*widen)(const void* src, DType dtype, int64_t n, float* dst);
+};
+
+}  // namespace hp
+
+HP_DECLARE_PER_ISA(const LinearKernels& linear_kernels())

@@ -1,0 +1,78 @@
+#include "isa.hpp"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace hp {
+namespace {
+
+constexpr Isa kAll[] = {Isa::Baseline, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16};
+constexpr int kUnset = -1;
+std::atomic<int> g_active{kUnset};
+
+bool supported(Isa isa) {
+  if (isa == Isa::Baseline) return true;
+#ifdef HP_HAVE_X86_ISAS
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (isa == Isa::Avx2) return avx2;
+  if (isa == Isa::Avx512) return avx512;
+  return avx512 && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+Isa parse(const std::string& name, const char* source) {
+  std::string known, available;
+  for (Isa isa : kAll) {
+    known += std::string(known.empty() ? "" : ", ") + isa_name(isa);
+    if (supported(isa)) available += std::string(available.empty() ? "" : ", ") + isa_name(isa);
+  }
+  for (Isa isa : kAll) {
+    if (name != isa_name(isa)) continue;
+    if (supported(isa)) return isa;
+    throw std::invalid_argument(std::string(source) + " asks for instruction set '" + name +
+                                "', which this build or processor does not have; available: " + available);
+  }
+  throw std::invalid_argument(std::string(source) + " asks for unknown instruction set '" + name + "'; known: " + known +
+                              "; available here: " + available);
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::Avx512Bf16: return "avx512bf16";
+    case Isa::Avx512: return "avx512";
+    case Isa::Avx2: return "avx2";
+    default: return "baseline";
+  }
+}
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> found;
+  for (Isa isa : kAll)
+    if (supported(isa)) found.push_back(isa);
+  return found;
+}
+
+Isa active_isa() {
+  int current = g_active.load(std::memory_order_relaxed);
+  if (current == kUnset) {
+    const char* forced = std::getenv("HARDPOINT_CPU_ISA");
+    current = static_cast<int>(forced && *forced ? parse(forced, "HARDPOINT_CPU_ISA") : available_isas().back());
+    int expected = kUnset;
+    if (!g_active.compare_exchange_strong(expected, current)) current = expected;
+  }
+  return static_cast<Isa>(current);
+}
+
+void set_isa(const std::string& name) { g_active.store(static_cast<int>(parse(name, "set_isa"))); }
+
+}  // namespace hp

@@ -1,0 +1,46 @@
+// Choice of the instruction set that runs the kernels: made once from cpuid, or forced by HARDPOINT_CPU_ISA.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace hp {
+
+// Ordered: every level includes the ones before it.
+enum class Isa : int { Baseline = 0, Avx2 = 1, Avx512 = 2, Avx512Bf16 = 3 };
+
+const char* isa_name(Isa isa);
+
+// Levels that are both compiled into this module and supported by this processor, lowest first; never empty.
+std::vector<Isa> available_isas();
+
+// The level in use: HARDPOINT_CPU_ISA (baseline, avx2, avx512, avx512bf16), else the highest available one.
+// Throws std::invalid_argument when the variable names a level that is unknown or not available here.
+Isa active_isa();
+
+// Changes the level for the whole process; takes effect with the next kernel call. Throws as active_isa does.
+void set_isa(const std::string& name);
+
+// A kernel family is compiled once per level (isa.cmake) and offers one function per level, in the namespace of the level:
+// HP_DECLARE_PER_ISA(const Kernels& kernels()) declares them, HP_DISPATCH(kernels) calls the active one.
+#ifdef HP_HAVE_X86_ISAS
+#define HP_DISPATCH(function)                                           \
+  ([]() -> decltype(auto) {                                             \
+    switch (::hp::active_isa()) {                                       \
+      case ::hp::Isa::Avx512Bf16: return ::hp::avx512bf16::function();  \
+      case ::hp::Isa::Avx512: return ::hp::avx512::function();          \
+      case ::hp::Isa::Avx2: return ::hp::avx2::function();              \
+      default: return ::hp::baseline::function();                       \
+    }                                                                   \
+  }())
+#define HP_DECLARE_PER_ISA(declaration) \
+  namespace hp::baseline { declaration; } \
+  namespace hp::avx2 { declaration; } \
+  namespace hp::avx512 { declaration; } \
+  namespace hp::avx512bf16 { declaration; }
+#else
+#define HP_DISPATCH(function) (::hp::baseline::function())
+#define HP_DECLARE_PER_ISA(declaration) \
+  namespace hp::baseline { declaration; }
+#endif
+
+}  // namespace hp

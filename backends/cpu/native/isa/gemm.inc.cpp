@@ -1,0 +1,343 @@
+// Micro-kernels of the linear layers, compiled once per instruction set.
+#include <utility>
+
+#include "activations.hpp"
+#include "gemm.hpp"
+#include "simd.hpp"
+
+namespace hp::HP_ISA {
+namespace {
+
+constexpr int kTileVectors = kTileColumns / kLanes;
+constexpr int kGroupColumns = kGroupTiles * kTileColumns;
+
+// Rows and tiles of one register block. The accumulators (rows x tiles x vectors of a tile) must hide the latency of the
+// multiply-add (6 cycles for the BF16 dot product on Zen 5, two per cycle) and leave registers for operands.
+#if HP_VW == 16
+constexpr int kRows = 12, kTiles = 2;
+#elif HP_VW == 8
+constexpr int kRows = 6, kTiles = 1;
+#else
+constexpr int kRows = 2, kTiles = 1;
+#endif
+
+#if defined(HP_SIMD_AVX512BF16)
+constexpr bool kBf16Dot = true;
+#else
+constexpr bool kBf16Dot = false;
+#endif
+
+// Rows of x, addressed from every third one: base + {0, 1, 2} * stride are addressing modes, so that twelve rows need four
+// registers and not twelve.
+template <class X, int MR>
+struct Rows {
+  const X* base[(MR + 2) / 3];
+  int64_t stride;
+  Rows(const X* x, int64_t stride) : stride(stride) {
+    for (int b = 0; b < (MR + 2) / 3; ++b) base[b] = x + 3 * b * stride;
+  }
+  const X* at(int row, int64_t i) const { return base[row / 3] + row % 3 * stride + i; }
+};
+
+// Weight formats: X is the element of a row of x, kStep the k terms that one step consumes.
+struct F32Format {
+  using X = float;
+  static constexpr int kStep = 1, kStepBytes = 64;
+  template <int MR, int NT>
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+    vf b[NT][kTileVectors];
+#pragma GCC unroll 16
+    for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) b[t][v] = load(reinterpret_cast<const float*>(w[t] + i * kStepBytes) + v * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) {
+      const vf a = splat(*x.at(r, i));
+#pragma GCC unroll 16
+      for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = fma(a, b[t][v], acc[r][t][v]);
+    }
+  }
+};
+
+struct F16Format {
+  using X = float;
+  static constexpr int kStep = 1, kStepBytes = 32;
+  template <int MR, int NT>
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+    vf b[NT][kTileVectors];
+#pragma GCC unroll 16
+    for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) b[t][v] = load(F16{}, reinterpret_cast<const uint16_t*>(w[t] + i * kStepBytes) + v * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) {
+      const vf a = splat(*x.at(r, i));
+#pragma GCC unroll 16
+      for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = fma(a, b[t][v], acc[r][t][v]);
+    }
+  }
+};
+
+#if defined(HP_SIMD_AVX512BF16)
+struct Bf16Format {
+  using X = uint16_t;
+  static constexpr int kStep = 2, kStepBytes = 64;
+  template <int MR, int NT>
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+    vu b[NT];
+#pragma GCC unroll 16
+    for (int t = 0; t < NT; ++t) b[t] = load_pairs(reinterpret_cast<const uint16_t*>(w[t] + i * kStepBytes));
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) {
+      uint32_t pair;
+      std::memcpy(&pair, x.at(r, 2 * i), 4);
+      const vu a = vu{} + pair;
+#pragma GCC unroll 16
+      for (int t = 0; t < NT; ++t) acc[r][t][0] = dot_bf16(acc[r][t][0], a, b[t]);
+    }
+  }
+};
+#else
+struct Bf16Format {
+  using X = float;
+  static constexpr int kStep = 2, kStepBytes = 64;
+  template <int MR, int NT>
+  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      vf b[NT][kTileVectors];
+#pragma GCC unroll 16
+      for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileVectors; ++v) {
+          const vu pairs = load_pairs(reinterpret_cast<const uint16_t*>(w[t] + i * kStepBytes) + v * kLanes * 2);
+          b[t][v] = bits_to_float(odd ? pairs & 0xffff0000u : pairs << 16);
+        }
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; ++r) {
+        const vf a = splat(*x.at(r, 2 * i + odd));
+#pragma GCC unroll 16
+        for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+          for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = fma(a, b[t][v], acc[r][t][v]);
+      }
+    }
+  }
+};
+#endif
+
+// c: [MR, kGroupColumns]. `prefetch_lines` cache lines are prefetched per step from `prefetch` on.
+template <class Format, int MR, int NT>
+void micro_kernel(const typename Format::X* x, int64_t x_stride, const char* tiles, int64_t tile_stride, int64_t steps,
+                  const char* prefetch, int prefetch_lines, float* c) {
+  vf acc[MR][NT][kTileVectors];
+  const Rows<typename Format::X, MR> rows(x, x_stride);
+  const char* w[NT];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 16
+    for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) acc[r][t][v] = vf{};
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < NT; ++t) w[t] = tiles + t * tile_stride;
+
+  if (prefetch_lines == 0) {
+    for (int64_t i = 0; i < steps; ++i) Format::template step<MR, NT>(rows, i, w, acc);
+  } else {
+    for (int64_t i = 0; i < steps; ++i) {
+      for (int p = 0; p < prefetch_lines; ++p, prefetch += 64) __builtin_prefetch(prefetch, 0, 2);
+      Format::template step<MR, NT>(rows, i, w, acc);
+    }
+  }
+
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 16
+    for (int t = 0; t < NT; ++t)
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) store(c + r * kGroupColumns + t * kTileColumns + v * kLanes, acc[r][t][v]);
+}
+
+template <class Format>
+using MicroKernel = void (*)(const typename Format::X*, int64_t, const char*, int64_t, int64_t, const char*, int, float*);
+
+template <class Format>
+struct MicroKernelTable {
+  MicroKernel<Format> entry[kRows][kTiles];
+};
+
+template <class Format, int... R>
+constexpr MicroKernelTable<Format> micro_kernel_table(std::integer_sequence<int, R...>) {
+  if constexpr (kTiles == 2) return {{{micro_kernel<Format, R + 1, 1>, micro_kernel<Format, R + 1, 2>}...}};
+  else return {{{micro_kernel<Format, R + 1, 1>}...}};
+}
+
+template <class Format>
+MicroKernel<Format> micro_kernel_for(int rows, int tiles) {
+  static constexpr auto table = micro_kernel_table<Format>(std::make_integer_sequence<int, kRows>());
+  return table.entry[rows - 1][tiles - 1];
+}
+
+template <class T>
+void store_columns(T type, const float* y, int columns, typename T::type* out) {
+  int j = 0;
+  for (; j + kLanes <= columns; j += kLanes) store(type, out + j, load(y + j));
+  if (j < columns) store_first(type, out + j, load(y + j), columns - j);
+}
+
+void store_as(DType dtype, const float* y, int columns, void* out, int64_t offset) {
+  if (columns <= 0) return;
+  switch (dtype) {
+    case DType::F32: return store_columns(F32{}, y, columns, static_cast<float*>(out) + offset);
+    case DType::BF16: return store_columns(Bf16{}, y, columns, static_cast<uint16_t*>(out) + offset);
+    case DType::F16: return store_columns(F16{}, y, columns, static_cast<uint16_t*>(out) + offset);
+  }
+}
+
+void gate(const float* y, int tiles, Epilogue epilogue, float* out) {
+  for (int t = 0; t < tiles; t += 2)
+    for (int v = 0; v < kTileColumns; v += kLanes) {
+      const vf gates = load(y + t * kTileColumns + v), ups = load(y + (t + 1) * kTileColumns + v);
+      store(out + t / 2 * kTileColumns + v, gated(gates, ups, epilogue));
+    }
+}
+
+void update_arg_max(const float* y, int columns, int64_t first_column, float* best, int32_t* best_column) {
+  float top = y[0];
+  if (columns == kGroupColumns) {
+    vf m = load(y);
+    for (int j = kLanes; j < kGroupColumns; j += kLanes) m = max(m, load(y + j));
+    top = hmax(m);
+  } else {
+    for (int j = 1; j < columns; ++j) top = y[j] > top ? y[j] : top;
+  }
+  // Work items come in any order: on equal values the lower column wins explicitly. A NaN never wins.
+  if (!(top >= *best)) return;
+  for (int j = 0; j < columns; ++j)
+    if (y[j] == top) {
+      const int32_t column = static_cast<int32_t>(first_column + j);
+      if (top > *best || column < *best_column) *best_column = column;
+      *best = top;
+      return;
+    }
+}
+
+// c: [rows, kGroupColumns] sums of the item's tiles; row 0 is row `row` of the call.
+void finish(const LinearItem& item, int64_t row, int rows, float* c) {
+  const LinearCall& call = *item.call;
+  const int tiles = item.tile_count;
+  const int64_t first = item.tile * kTileColumns;
+  const int width = tiles * kTileColumns;
+  const int64_t remaining = call.weight.n - first;
+  const int columns = remaining < width ? static_cast<int>(remaining) : width;
+  if (call.bias || call.soft_cap > 0) {
+    for (int r = 0; r < rows; ++r) {
+      float* y = c + r * kGroupColumns;
+      for (int j = 0; j < columns; j += kLanes) {
+        const int n = columns - j < kLanes ? columns - j : kLanes;
+        vf value = load(y + j);
+        if (call.bias) value += n == kLanes ? load(call.bias + first + j) : load_first(F32{}, call.bias + first + j, n);
+        store(y + j, soft_cap(value, call.soft_cap));
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    float* y = c + r * kGroupColumns;
+    const int64_t out_row = (row + r) * call.out_stride;
+    switch (call.epilogue) {
+      case Epilogue::Store: {
+        store_as(call.out_dtype, y, columns, call.out, out_row + first);
+        break;
+      }
+      case Epilogue::AddResidual: {
+        float* out = static_cast<float*>(call.out) + out_row + first;
+        int j = 0;
+        for (; j + kLanes <= columns; j += kLanes) store(out + j, load(out + j) + load(y + j));
+        for (; j < columns; ++j) out[j] += y[j];
+        break;
+      }
+      case Epilogue::SiluMul:
+      case Epilogue::GeluTanhMul: {
+        float products[kGroupColumns / 2];
+        gate(y, tiles, call.epilogue, products);
+        const int64_t left = call.out_columns - first / 2;
+        store_as(call.out_dtype, products, left < width / 2 ? static_cast<int>(left) : width / 2, call.out, out_row + first / 2);
+        break;
+      }
+      case Epilogue::ArgMax: {
+        update_arg_max(y, columns, first, item.best + row + r, item.best_column + row + r);
+        break;
+      }
+    }
+  }
+}
+
+template <class Format>
+void run_item_as(const LinearItem& item) {
+  const PackedWeight& weight = item.call->weight;
+  const int64_t stride = tile_bytes(weight.k, weight.dtype);
+  const int64_t steps = ceil_div(weight.k, Format::kStep);
+  const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
+  const int count = item.tile_count;
+  const auto* x = static_cast<const typename Format::X*>(item.x);
+
+  // Blocks as equal as possible: 14 rows are 7 + 7, not 12 + 2, which would not hide the latency.
+  const int64_t rows = item.row_end - item.row_begin;
+  const int64_t blocks = ceil_div(rows, kRows);
+  const int64_t panel_lines = stride * count / 64;
+  const char* prefetch = item.prefetch;
+  const char* const prefetch_end = prefetch ? prefetch + panel_lines * 64 : nullptr;
+  const int calls_per_block = static_cast<int>(ceil_div(count, kTiles));
+  const int lines = static_cast<int>(ceil_div(panel_lines, blocks * calls_per_block * steps));
+
+  alignas(64) float c[kRows * kGroupColumns];
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t begin = item.row_begin + rows * b / blocks, end = item.row_begin + rows * (b + 1) / blocks;
+    const int block_rows = static_cast<int>(end - begin);
+    for (int t = 0; t < count; t += kTiles) {
+      const int block_tiles = count - t < kTiles ? count - t : kTiles;
+      micro_kernel_for<Format>(block_rows, block_tiles)(x + begin * item.x_stride, item.x_stride, tiles + t * stride, stride, steps,
+                                                        prefetch, prefetch < prefetch_end ? lines : 0, c + t * kTileColumns);
+      if (prefetch) prefetch += lines * steps * 64;
+    }
+    finish(item, begin, block_rows, c);
+  }
+}
+
+void run_item(const LinearItem& item) {
+  switch (item.call->weight.dtype) {
+    case DType::F32: return run_item_as<F32Format>(item);
+    case DType::BF16: return run_item_as<Bf16Format>(item);
+    case DType::F16: return run_item_as<F16Format>(item);
+  }
+}
+
+template <class T>
+void widen_as(T type, const typename T::type* src, int64_t n, float* dst) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(dst + i, load(type, src + i));
+  if (i < n) store_first(F32{}, dst + i, load_first(type, src + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+}
+
+void widen(const void* src, DType dtype, int64_t n, float* dst) {
+  switch (dtype) {
+    case DType::F32: return widen_as(F32{}, static_cast<const float*>(src), n, dst);
+    case DType::BF16: return widen_as(Bf16{}, static_cast<const uint16_t*>(src), n, dst);
+    case DType::F16: return widen_as(F16{}, static_cast<const uint16_t*>(src), n, dst);
+  }
+}
+
+}  // namespace
+
+const LinearKernels& linear_kernels() {
+  static constexpr LinearKernels kernels = {kBf16Dot, run_item, widen};
+  return kernels;
+}
+
+}  // namespace hp::HP_ISA

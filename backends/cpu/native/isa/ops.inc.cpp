@@ -1,0 +1,180 @@
+// Row kernels of ops.hpp, compiled once per instruction set.
+#include "ops.hpp"
+
+#include "activations.hpp"
+#include "simd.hpp"
+
+namespace hp {
+namespace HP_ISA {
+namespace {
+
+constexpr int kSums = 4;  // independent partial sums, to hide the latency of the addition
+
+template <class F>
+HP_INLINE auto with_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::BF16: return f(Bf16{});
+    case DType::F16: return f(F16{});
+    default: return f(F32{});
+  }
+}
+
+template <class T>
+const typename T::type* typed(T, const void* p) { return static_cast<const typename T::type*>(p); }
+template <class T>
+typename T::type* typed(T, void* p) { return static_cast<typename T::type*>(p); }
+
+// Calls f(offset, count) for whole vectors, and then once for the rest, if any.
+template <class F>
+HP_INLINE void for_vectors(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, static_cast<int>(n - i));
+}
+template <class T>
+HP_INLINE vf load_some(T type, const typename T::type* p, int n) { return n == kLanes ? load(type, p) : load_first(type, p, n); }
+template <class T>
+HP_INLINE void store_some(T type, typename T::type* p, vf x, int n) {
+  if (n == kLanes) store(type, p, x);
+  else store_first(type, p, x, n);
+}
+
+template <class T>
+HP_INLINE float inverse_rms(T type, const typename T::type* x, int64_t n, float eps) {
+  vf sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kLanes <= n; i += kSums * kLanes)
+#pragma GCC unroll 4
+    for (int s = 0; s < kSums; ++s) {
+      const vf v = load(type, x + i + s * kLanes);
+      sums[s] = fma(v, v, sums[s]);
+    }
+  for_vectors(n - i, [&](int64_t j, int count) {
+    const vf v = load_some(type, x + i + j, count);
+    sums[0] = fma(v, v, sums[0]);
+  });
+  return 1.0f / __builtin_sqrtf(hsum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n) + eps);
+}
+
+void rms_norm(const void* x, DType x_dtype, const float* weight, int64_t n, float eps, void* out, DType out_dtype) {
+  with_type(x_dtype, [&](auto in) {
+    const auto* row = typed(in, x);
+    const float scale = inverse_rms(in, row, n, eps);
+    with_type(out_dtype, [&](auto to) {
+      auto* y = typed(to, out);
+      for_vectors(n, [&](int64_t i, int count) {
+        store_some(to, y + i, load_some(in, row + i, count) * scale * load_some(F32{}, weight + i, count), count);
+      });
+    });
+  });
+}
+
+void accumulate_rms_norm(const void* x, DType x_dtype, const float* weight, int64_t n, float eps, float* sum) {
+  with_type(x_dtype, [&](auto in) {
+    const auto* row = typed(in, x);
+    const float scale = inverse_rms(in, row, n, eps);
+    for_vectors(n, [&](int64_t i, int count) {
+      const vf y = load_some(in, row + i, count) * scale * load_some(F32{}, weight + i, count);
+      store_some(F32{}, sum + i, load_some(F32{}, sum + i, count) + y, count);
+    });
+  });
+}
+
+void add(const void* x, int64_t n, void* residual, DType dtype) {
+  with_type(dtype, [&](auto type) {
+    const auto* from = typed(type, x);
+    auto* to = typed(type, residual);
+    for_vectors(n, [&](int64_t i, int count) {
+      store_some(type, to + i, load_some(type, to + i, count) + load_some(type, from + i, count), count);
+    });
+  });
+}
+
+void rotate(void* heads, int64_t num_heads, DType dtype, const Rotary& rotary, const float* norm, const float* cos,
+            const float* sin) {
+  const int half = rotary.rotary_dim / 2, dim = rotary.head_dim;
+  with_type(dtype, [&](auto type) {
+    for (int64_t h = 0; h < num_heads; ++h) {
+      auto* x = typed(type, heads) + h * dim;
+      const float scale = norm ? inverse_rms(type, x, dim, rotary.norm_eps) : 1.0f;
+      const auto value = [&](int i, int count) {
+        const vf v = load_some(type, x + i, count);
+        return norm ? v * scale * load_some(F32{}, norm + i, count) : v;
+      };
+      if (rotary.style == RotaryStyle::Halves) {
+        for_vectors(half, [&](int64_t i, int count) {
+          const vf a = value(i, count), b = value(half + i, count);
+          const vf c = load_some(F32{}, cos + i, count), s = load_some(F32{}, sin + i, count);
+          store_some(type, x + i, fma(a, c, -(b * s)), count);
+          store_some(type, x + half + i, fma(b, c, a * s), count);
+        });
+      } else {
+        for (int i = 0; i < half; ++i) {
+          const float wa = norm ? scale * norm[2 * i] : 1.0f, wb = norm ? scale * norm[2 * i + 1] : 1.0f;
+          const float a = to_float(type, x[2 * i]) * wa, b = to_float(type, x[2 * i + 1]) * wb;
+          x[2 * i] = from_float(type, a * cos[i] - b * sin[i]);
+          x[2 * i + 1] = from_float(type, b * cos[i] + a * sin[i]);
+        }
+      }
+      if (norm)
+        for_vectors(dim - rotary.rotary_dim, [&](int64_t i, int count) {
+          store_some(type, x + rotary.rotary_dim + i, value(rotary.rotary_dim + static_cast<int>(i), count), count);
+        });
+    }
+  });
+}
+
+void gate(const void* gate, const void* up, int64_t n, DType dtype, Epilogue activation, void* out) {
+  with_type(dtype, [&](auto type) {
+    for_vectors(n, [&](int64_t i, int count) {
+      const vf g = load_some(type, typed(type, gate) + i, count), u = load_some(type, typed(type, up) + i, count);
+      store_some(type, typed(type, out) + i, gated(g, u, activation), count);
+    });
+  });
+}
+
+void soft_cap_row(float* x, int64_t n, float cap) {
+  for_vectors(n, [&](int64_t i, int count) { store_some(F32{}, x + i, soft_cap(load_some(F32{}, x + i, count), cap), count); });
+}
+
+float row_max(const float* x, int64_t n) {
+  vf best = splat(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) best = max(load(x + i), best);
+  float top = hmax(best);
+  for (; i < n; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+int64_t arg_max(const float* x, int64_t n) {
+  const float top = row_max(x, n);
+  for (int64_t i = 0; i < n; ++i)
+    if (x[i] == top) return i;
+  return 0;
+}
+
+float log_sum_exp(const float* x, int64_t n) {
+  const float top = row_max(x, n);
+  if (top == -__builtin_inff() || top == __builtin_inff()) return top;
+  vf sum{};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) sum += exp(load(x + i) - top);
+  if (i < n) {
+    float last[kLanes] = {};
+    store(last, exp(load_first(F32{}, x + i, static_cast<int>(n - i)) - top));
+    for (int64_t j = n - i; j < kLanes; ++j) last[j] = 0;
+    sum += load(last);
+  }
+  return top + __builtin_logf(hsum(sum));
+}
+
+}  // namespace
+
+const OpKernels& op_kernels_here() {
+  static constexpr OpKernels kernels = {rms_norm,     accumulate_rms_norm, add,     rotate,
+                                        gate,         soft_cap_row,        arg_max, log_sum_exp};
+  return kernels;
+}
+
+}  // namespace HP_ISA
+}  // namespace hp

@@ -1,0 +1,79 @@
+// Elementwise and row operators of the CPU backend, and the same as row kernels for the fused decoder.
+//
+// Row sums are taken in an order that depends on the row's length alone, so a row's result does not depend on its batch.
+#pragma once
+#include <cstdint>
+
+#include "attention.hpp"
+#include "gemm.hpp"
+#include "isa.hpp"
+
+namespace hp {
+
+enum class RotaryStyle : int {
+  Halves = 0,       // element i pairs with i + rotary_dim / 2 (Llama, NeoX)
+  Interleaved = 1,  // element 2i pairs with 2i + 1 (GPT-J)
+};
+
+struct Rotary {
+  int head_dim = 0;
+  int rotary_dim = 0;  // leading elements that rotate; even
+  RotaryStyle style = RotaryStyle::Halves;
+  float norm_eps = 0;  // of the heads' normalisation, where there is one
+};
+
+struct OpKernels {
+  // out = x / sqrt(mean(x^2) + eps) * weight, in fp32.
+  void (*rms_norm)(const void* x, DType x_dtype, const float* weight, int64_t n, float eps, void* out, DType out_dtype);
+  // sum (fp32) += rms_norm(x).
+  void (*accumulate_rms_norm)(const void* x, DType x_dtype, const float* weight, int64_t n, float eps, float* sum);
+  // residual += x, both of one dtype.
+  void (*add)(const void* x, int64_t n, void* residual, DType dtype);
+  // Normalises each head (where norm is not null), then rotates it by one position's angles; heads contiguous, in place.
+  void (*rotate)(void* heads, int64_t num_heads, DType dtype, const Rotary& rotary, const float* norm, const float* cos,
+                 const float* sin);
+  // out = activation(gate) * up.
+  void (*gate)(const void* gate, const void* up, int64_t n, DType dtype, Epilogue activation, void* out);
+  void (*soft_cap)(float* x, int64_t n, float cap);
+  int64_t (*arg_max)(const float* x, int64_t n);
+  float (*log_sum_exp)(const float* x, int64_t n);
+};
+
+// The kernels of the active instruction set.
+const OpKernels& op_kernels();
+
+// Strides are in elements of the tensor that they belong to; rows are spread over the thread pool.
+void rms_norm(const void* x, int64_t x_stride, int64_t rows, int64_t n, DType dtype, const float* weight, float eps, void* out,
+              int64_t out_stride);
+
+// residual += x; out = rms_norm(residual).
+void add_rms_norm(const void* x, int64_t x_stride, void* residual, int64_t residual_stride, int64_t rows, int64_t n, DType dtype,
+                  const float* weight, float eps, void* out, int64_t out_stride);
+
+struct HeadRows {
+  void* data = nullptr;
+  int64_t stride = 0;  // elements between tokens
+  int64_t num_heads = 0;
+  const float* norm = nullptr;  // [head_dim], or null
+};
+
+// cos, sin: [max positions, rotary_dim / 2]. Positions are not checked.
+void rotary(const HeadRows& q, const HeadRows& k, int64_t tokens, DType dtype, const Rotary& rotary, const int64_t* positions,
+            const float* cos, const float* sin);
+
+// x: [rows, 2n] (gate, then up); out: [rows, n].
+void gated_activation(const void* x, int64_t x_stride, int64_t rows, int64_t n, DType dtype, Epilogue activation, void* out,
+                      int64_t out_stride);
+
+void soft_cap_rows(float* x, int64_t x_stride, int64_t rows, int64_t n, float cap);
+
+// Lowest index of the greatest value; a NaN is never the greatest, and a row of NaNs gives 0.
+void arg_max_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t* out);
+void log_sum_exp_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, float* out);
+
+// out[i] = weight row ids[i] * scale in fp32. Ids are not checked.
+void gather_rows(const PackedWeight& weight, const int64_t* ids, int64_t count, float scale, float* out, int64_t out_stride);
+
+}  // namespace hp
+
+HP_DECLARE_PER_ISA(const OpKernels& op_kernels_here())

@@ -1,0 +1,285 @@
+"""Paged attention of the CPU backend, over the native kernels.
+
+The KV cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim]: keys, then values. Results of a sequence depend
+neither on the batch around it nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
+from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionLayer, AttentionRequest
+from hardpoint.interfaces.errors import HardpointError
+from hardpoint_cpu import _native
+from hardpoint_cpu.capabilities import capabilities
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.batch import Int32Array, StepBatch
+
+# Codes of hp::DType.
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class InvalidBatch(HardpointError, ValueError):
+    """A step's arrays or tensors contradict the plan, the cache or each other; nothing was written."""
+
+
+@contextmanager
+def _native_errors(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, IndexError) as error:
+        raise InvalidBatch(problem, found=str(error)) from error
+
+
+@dataclass
+class CpuStep:
+    """Metadata of one step: the batch in the form of the native kernels.
+
+    Attributes:
+        plan: what the step keeps to.
+        layers: the plan's layers in native form.
+    """
+
+    plan: AttentionPlan
+    layers: tuple[_native.AttentionLayer, ...]
+    num_tokens: int
+    _arrays: dict[str, Int32Array]
+    _prepared: dict[int, _native.PreparedBatch] = field(default_factory=dict)
+
+    def prepared(self, num_blocks: int) -> _native.PreparedBatch:
+        """Return the native batch for a cache of `num_blocks` blocks; raises InvalidBatch when it does not fit the cache."""
+        found = self._prepared.get(num_blocks)
+        if found is None:
+            arrays = self._arrays
+            table = arrays["block_table"]
+            with _native_errors("cannot prepare the batch"):
+                found = _native.PreparedBatch(
+                    num_seqs=len(arrays["rows"]),
+                    num_tokens=self.num_tokens,
+                    block_size=self.plan.block_size,
+                    num_blocks=num_blocks,
+                    query_start=arrays["query_start"].ctypes.data,
+                    context_lens=arrays["context_lens"].ctypes.data,
+                    block_table=table.ctypes.data,
+                    table_rows=table.shape[0],
+                    table_stride=table.shape[1],
+                    rows=arrays["rows"].ctypes.data,
+                    slot_mapping=arrays["slot_mapping"].ctypes.data,
+                )
+            self._prepared[num_blocks] = found
+        return found
+
+
+class CpuAttention(AttentionBackend):
+    """Native paged attention: prefill, chunked prefill, decode and mixes of them."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._native_layers: dict[AttentionRequest, tuple[_native.AttentionLayer, ...]] = {}
+
+    def capabilities(self) -> AttentionCapabilities:
+        """Return what these kernels do."""
+        return capabilities(self._device).attention
+
+    def plan(self, request: AttentionRequest) -> AttentionPlan | Refusal:
+        """Return the cache's shape and block size, or why the request cannot be served."""
+        claims = self.capabilities()
+        if reasons := claims.explain(request):
+            return Refusal(reasons)
+        first = request.layers[0]
+        spec = KVCacheSpec(
+            num_layers=len(request.layers),
+            block_size=request.block_size or claims.default_block_size,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            dtype=request.kv_dtype,
+        )
+        return AttentionPlan(request, spec, notes=(f"native kernels for {_native.isa()}",))
+
+    def prepare(self, plan: AttentionPlan, batch: StepBatch) -> CpuStep:
+        """Return the step's arrays for the kernels; raises InvalidBatch when their shapes do not fit together."""
+        arrays: dict[str, Int32Array] = {}
+        for name in ("query_start", "context_lens", "block_table", "rows", "slot_mapping"):
+            arrays[name] = np.ascontiguousarray(getattr(batch, name), dtype=np.int32)
+        seqs, tokens = len(arrays["rows"]), batch.num_tokens
+        expected = {"query_start": seqs + 1, "context_lens": seqs, "slot_mapping": tokens}
+        for name, length in expected.items():
+            if arrays[name].shape != (length,):
+                raise InvalidBatch(
+                    f"cannot prepare a batch of {seqs} sequences and {tokens} tokens",
+                    found=f"{name} has shape {arrays[name].shape} instead of ({length},)",
+                )
+        if arrays["block_table"].ndim != 2:
+            raise InvalidBatch("a block table has two dimensions", found=f"shape {arrays['block_table'].shape}")
+        return CpuStep(plan, self._layers_of(plan), tokens, arrays)
+
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: CpuStep) -> None:
+        """Write the step's keys and values to their slots; a slot of -1 is not written."""
+        spec = metadata.plan.kv_cache
+        keys, values = _cache_addresses(kv_cache, spec)
+        shape = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim)
+        _check_rows("k", k, shape, kv_cache.dtype)
+        _check_rows("v", v, shape, kv_cache.dtype)
+        _native.write_kv(
+            metadata.prepared(kv_cache.shape[1]),
+            metadata.layers[layer],
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            _DTYPE_CODES[kv_cache.dtype],
+            keys,
+            values,
+        )
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: CpuStep,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Compute attention of the step's queries over their sequences' caches into `out`.
+
+        All keys and values are read from the cache. Rows of tokens that belong to no sequence (padding) are left as they are.
+        """
+        spec, numbers = metadata.plan.kv_cache, metadata.plan.request.layers[layer]
+        keys, values = _cache_addresses(kv_cache, spec)
+        shape = (metadata.num_tokens, numbers.num_heads, numbers.head_dim)
+        _check_rows("q", q, shape, kv_cache.dtype)
+        _check_rows("out", out, shape, kv_cache.dtype)
+        sinks_address = _per_head("sinks", sinks, numbers.sinks, numbers)
+        alibi_address = _per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers)
+        prepared = metadata.prepared(kv_cache.shape[1])
+        with _native_errors("cannot compute attention of the batch"):
+            _native.attention(
+                prepared,
+                metadata.layers[layer],
+                q.data_ptr(),
+                q.stride(0),
+                _DTYPE_CODES[kv_cache.dtype],
+                keys,
+                values,
+                out.data_ptr(),
+                out.stride(0),
+                sinks_address,
+                alibi_address,
+            )
+
+    def copy_blocks(self, kv_cache: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers, pair by pair; raises InvalidBatch, with nothing copied, for a block outside."""
+        self._copy(kv_cache, kv_cache, pairs)
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers from one cache to another; raises InvalidBatch as copy_blocks does."""
+        self._copy(source, destination, pairs)
+
+    def _copy(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
+        if not len(pairs):
+            return
+        pairs = np.ascontiguousarray(pairs, dtype=np.int32)
+        if pairs.ndim != 2 or pairs.shape[1] != 2:
+            raise InvalidBatch("block pairs are int32[k, 2]", found=f"shape {pairs.shape}")
+        for cache in (source, destination):
+            if cache.ndim != 6 or not cache.is_contiguous() or cache.device.type != "cpu":
+                raise InvalidBatch(
+                    "a cache is [layers, 2, blocks, kv_heads, block_size, head_dim], contiguous, on the host",
+                    found=f"shape {tuple(cache.shape)}, strides {cache.stride()}, on {cache.device}",
+                )
+        if (source.shape[:2], source.shape[3:], source.dtype) != (
+            destination.shape[:2],
+            destination.shape[3:],
+            destination.dtype,
+        ):
+            raise InvalidBatch(
+                "caches that exchange blocks differ in the number of blocks only",
+                found=f"{tuple(source.shape)} {source.dtype} and {tuple(destination.shape)} {destination.dtype}",
+            )
+        block_bytes = source.shape[3] * source.shape[4] * source.shape[5] * source.element_size()
+        with _native_errors("cannot copy blocks"):
+            _native.copy_blocks(
+                source.data_ptr(),
+                source.shape[2],
+                destination.data_ptr(),
+                destination.shape[2],
+                source.shape[0] * source.shape[1],
+                block_bytes,
+                pairs.ctypes.data,
+                len(pairs),
+            )
+
+    def _layers_of(self, plan: AttentionPlan) -> tuple[_native.AttentionLayer, ...]:
+        found = self._native_layers.get(plan.request)
+        if found is None:
+            found = tuple(
+                _native.AttentionLayer(
+                    num_heads=layer.num_heads,
+                    num_kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
+                    scale=layer.scale,
+                    window=layer.sliding_window or 0,
+                    soft_cap=layer.soft_cap or 0.0,
+                    block_size=plan.block_size,
+                )
+                for layer in plan.request.layers
+            )
+            self._native_layers[plan.request] = found
+        return found
+
+
+def _cache_addresses(kv_cache: Tensor, spec: KVCacheSpec) -> tuple[int, int]:
+    """Return the addresses of a layer's keys and values; raises InvalidBatch when the tensor is not such a layer."""
+    shape = kv_cache.shape
+    if (
+        len(shape) != 5
+        or shape[0] != 2
+        or shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim)
+        or not kv_cache[0].is_contiguous()
+        or DType.of(kv_cache.dtype) is not spec.dtype
+        or kv_cache.device.type != "cpu"
+    ):
+        expected = f"[2, blocks, {spec.num_kv_heads}, {spec.block_size}, {spec.head_dim}] of {spec.dtype}"
+        raise InvalidBatch(
+            f"a layer's cache is {expected}, contiguous, on the host",
+            found=f"{tuple(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}, on {kv_cache.device}",
+        )
+    keys = kv_cache.data_ptr()
+    return keys, keys + kv_cache.stride(0) * kv_cache.element_size()
+
+
+def _check_rows(name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    inner = tensor.stride()[1:] == (shape[2], 1) or (shape[1] == 1 and tensor.stride(-1) == 1)
+    if tensor.shape != shape or tensor.dtype is not dtype or not inner or tensor.device.type != "cpu":
+        raise InvalidBatch(
+            f"{name} is [tokens, heads, dim] = {list(shape)} of {dtype}, heads and dims contiguous, on the host",
+            found=f"{list(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}",
+        )
+
+
+def _per_head(name: str, tensor: Tensor | None, wanted: bool, layer: AttentionLayer) -> int:
+    """Return the address of a float32[num_heads] tensor, or 0 where the layer has none."""
+    if tensor is None and not wanted:
+        return 0
+    if tensor is None or not wanted:
+        asked = "needs" if wanted else "was planned without"
+        raise InvalidBatch(f"the layer {asked} {name}", found="none given" if tensor is None else "a tensor")
+    if tensor.shape != (layer.num_heads,) or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+        raise InvalidBatch(
+            f"{name} is float32[{layer.num_heads}], contiguous", found=f"{list(tensor.shape)} of {tensor.dtype}"
+        )
+    return tensor.data_ptr()

@@ -1,0 +1,44 @@
+"""What the CPU backend claims. The conformance suite proves it."""
+
+from __future__ import annotations
+
+from hardpoint.interfaces.backend import Device
+from hardpoint.interfaces.capabilities import (
+    AttentionCapabilities,
+    AttentionFeature,
+    Capabilities,
+    Determinism,
+    IntSet,
+    MemoryCapabilities,
+)
+from hardpoint.interfaces.dtypes import DType
+
+_DTYPES = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
+
+
+def capabilities(device: Device) -> Capabilities:
+    """Return what this backend does on the host's processor."""
+    return Capabilities(
+        attention=AttentionCapabilities(
+            dtypes=_DTYPES,
+            kv_dtypes={dtype: frozenset({dtype}) for dtype in _DTYPES},
+            head_dims=IntSet.between(8, 256, multiple_of=8),
+            block_sizes=IntSet.of(8, 16, 32, 64, 128),
+            default_block_size=32,
+            group_sizes=IntSet.between(1, 128),
+            max_context=1 << 20,
+            features=frozenset(
+                {
+                    AttentionFeature.SLIDING_WINDOW,
+                    AttentionFeature.SOFT_CAP,
+                    AttentionFeature.SINKS,
+                    AttentionFeature.ALIBI,
+                    AttentionFeature.CHUNKED_PREFILL,
+                    AttentionFeature.MIXED_BATCH,
+                }
+            ),
+            determinism=Determinism.RUN_TO_RUN,
+        ),
+        memory=MemoryCapabilities(),
+        tensor_parallel=IntSet.of(1),
+    )

@@ -1,0 +1,20 @@
+"""The worker of the CPU backend: the core's, with what differs on a host processor."""
+
+from __future__ import annotations
+
+from hardpoint.worker import TorchWorker
+
+
+class CpuWorker(TorchWorker):
+    """Runs on the host, whose memory belongs to everything else there too.
+
+    By default it takes at most 40 % of the memory and 4 GiB for the KV cache, and counts only its own tensors as used: what
+    other programs hold now is no measure of what this one may take, but what is free is.
+    """
+
+    _default_memory_utilization = 0.4
+    _default_kv_bytes = 4 << 30
+
+    def _total_and_used(self) -> tuple[int, int]:
+        info, own = self._allocator.memory_info(), self._allocator.stats().allocated
+        return min(info.total, own + info.free), own

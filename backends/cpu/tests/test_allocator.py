@@ -1,0 +1,78 @@
+"""The CPU allocator: books by tag, memory that goes back, typed refusals."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, SleepPlan
+from hardpoint.interfaces.errors import CapabilityRefused, DeviceOutOfMemory, MemoryFault
+from hardpoint_cpu.allocator import CpuAllocator
+
+
+@pytest.fixture
+def allocator() -> CpuAllocator:
+    return CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.UINT8, DType.INT64])
+def test_empty_gives_an_aligned_contiguous_tensor(allocator: CpuAllocator, dtype: DType) -> None:
+    tensor = allocator.empty((3, 5, 7), dtype)
+    assert tensor.shape == (3, 5, 7)
+    assert tensor.dtype == dtype.to_torch()
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % 64 == 0
+    tensor.fill_(1)
+    assert tensor.sum().item() == 105
+
+
+def test_memory_is_counted_by_tag_and_returns_with_the_last_view(allocator: CpuAllocator) -> None:
+    kept = allocator.empty((1000,), DType.FLOAT32, KV_CACHE)
+    view = allocator.empty((1 << 20,), DType.FLOAT32, WEIGHTS)[10:20]
+    gc.collect()
+    assert allocator.stats().tags[WEIGHTS].allocated == 4 << 20
+    del view
+    gc.collect()
+    stats = allocator.stats()
+    assert stats.tags[WEIGHTS].allocated == 0
+    assert stats.allocated == kept.nbytes
+    assert stats.peak_allocated == kept.nbytes + (4 << 20)
+
+
+def test_an_impossible_size_is_out_of_memory(allocator: CpuAllocator) -> None:
+    with pytest.raises(DeviceOutOfMemory, match="kv_cache"):
+        allocator.empty((1 << 60,), DType.FLOAT32, KV_CACHE)
+    assert allocator.stats().allocated == 0
+
+
+def test_an_empty_shape_is_legal(allocator: CpuAllocator) -> None:
+    assert allocator.empty((0, 4), DType.FLOAT32).shape == (0, 4)
+
+
+def test_what_is_not_claimed_is_refused(allocator: CpuAllocator) -> None:
+    capabilities = allocator.capabilities()
+    assert not capabilities.sleep_levels
+    with pytest.raises(CapabilityRefused):
+        allocator.sleep(SleepPlan())
+    with pytest.raises(CapabilityRefused):
+        allocator.wake()
+    with pytest.raises(CapabilityRefused):
+        allocator.pool("weights")
+    with pytest.raises(CapabilityRefused):
+        allocator.resize(torch.empty(1), 2)
+
+
+def test_a_closed_allocator_keeps_living_tensors_and_refuses_new_ones(allocator: CpuAllocator) -> None:
+    tensor = allocator.empty((4,), DType.FLOAT32)
+    allocator.close()
+    tensor.fill_(3.0)
+    assert tensor.tolist() == [3.0] * 4
+    with pytest.raises(MemoryFault):
+        allocator.empty((4,), DType.FLOAT32)
+
+
+def test_memory_info_is_the_hosts(allocator: CpuAllocator) -> None:
+    info = allocator.memory_info()
+    assert 0 < info.free <= info.total

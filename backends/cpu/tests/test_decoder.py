@@ -1,0 +1,368 @@
+"""The fused decoder against a plain float64 implementation, for the families that it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hardpoint.interfaces import (
+    KV_CACHE,
+    Activation,
+    AttentionLayer,
+    AttentionPlan,
+    AttentionRequest,
+    DecoderOutput,
+    DecoderRequest,
+    DecoderSpec,
+    DType,
+    Refusal,
+    StepBatch,
+)
+from hardpoint_cpu import _native
+from hardpoint_cpu.allocator import CpuAllocator
+from hardpoint_cpu.attention import CpuAttention
+from hardpoint_cpu.descriptor import hardpoint_backend
+from hardpoint_cpu.kernels import CpuDecoder, CpuKernels
+
+MAX_CONTEXT = 96
+BLOCK_SIZE = 8
+VOCAB = 99
+LAYER = AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+
+LLAMA = DecoderSpec(
+    vocab_size=VOCAB,
+    hidden_size=40,
+    intermediate_size=56,
+    attention=(LAYER,) * 3,
+    rope_tables=(0,) * 3,
+    rotary_dim=16,
+    norm_eps=1e-5,
+    tied=True,
+)
+QWEN2 = replace(LLAMA, qkv_bias=True, tied=False)
+QWEN3 = replace(LLAMA, qk_norm=True)
+PARTIAL_ROTARY = replace(LLAMA, rotary_dim=8, o_bias=True)
+ODD_SIZES = replace(LLAMA, hidden_size=33, intermediate_size=41)
+GEMMA2 = replace(
+    LLAMA,
+    attention=(replace(LAYER, sliding_window=5, soft_cap=20.0), replace(LAYER, soft_cap=20.0)) * 2,
+    rope_tables=(0, 1, 0, 1),
+    activation=Activation.GELU_TANH,
+    sandwich_norms=True,
+    embed_scale=40**0.5,
+    logit_soft_cap=5.0,
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "partial-rotary": PARTIAL_ROTARY,
+    "odd-sizes": ODD_SIZES,
+    "gemma2": GEMMA2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _restore_native_settings() -> Iterator[None]:
+    isa, threads = _native.isa(), _native.num_threads()
+    yield
+    _native.set_isa(isa)
+    _native.set_num_threads(threads)
+
+
+def rotary_tables(spec: DecoderSpec) -> tuple[tuple[Tensor, Tensor], ...]:
+    positions = torch.arange(MAX_CONTEXT, dtype=torch.float64)[:, None]
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64) / spec.rotary_dim
+    angles = [positions * base**-exponents for base in (100.0, 1000.0)[: max(spec.rope_tables) + 1]]
+    return tuple((angle.cos().float(), angle.sin().float()) for angle in angles)
+
+
+def random_weights(spec: DecoderSpec, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in spec.weight_shapes().items():
+        values = torch.randn(shape, generator=generator)
+        is_norm = name.endswith("norm")
+        scaled = 1 + 0.1 * values if is_norm else values * (shape[-1] ** -0.5 if len(shape) == 2 else 0.3)
+        weights[name] = scaled if len(shape) == 1 else scaled.to(dtype)
+    return weights
+
+
+def reference_logits(spec: DecoderSpec, weights: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float64 logits and final hidden states of all positions of one sequence."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    tables = [(cos.double(), sin.double()) for cos, sin in rotary_tables(spec)]
+    n = len(tokens)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps) * weight
+
+    def rotate(x: Tensor, table: int) -> Tensor:
+        cos, sin = (part[:n, None] for part in tables[table])
+        half = spec.rotary_dim // 2
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+    def cap(x: Tensor, limit: float | None) -> Tensor:
+        return x if limit is None else limit * torch.tanh(x / limit)
+
+    distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+    x = w["embed"][tokens] * spec.embed_scale
+    for index, layer in enumerate(spec.attention):
+        p = f"layers.{index}."
+        heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        qkv = norm(x, w[p + "input_norm"]) @ w[p + "qkv"].T + w.get(p + "qkv_bias", torch.zeros(()))
+        q, k, v = qkv.view(n, -1, dim).split((heads, kv_heads, kv_heads), 1)
+        if spec.qk_norm:
+            q, k = norm(q, w[p + "q_norm"]), norm(k, w[p + "k_norm"])
+        q, k = rotate(q, spec.rope_tables[index]), rotate(k, spec.rope_tables[index])
+        k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
+        scores = cap(torch.einsum("qhd,khd->hqk", q, k) * layer.scale, layer.soft_cap)
+        visible = (distance >= 0) & (distance < (layer.sliding_window or n))
+        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v).reshape(n, -1)
+        branch = attended @ w[p + "o"].T + w.get(p + "o_bias", torch.zeros(()))
+        x = x + (norm(branch, w[p + "attention_out_norm"]) if spec.sandwich_norms else branch)
+        gate, up = (norm(x, w[p + "mlp_norm"]) @ w[p + "gate_up"].T).chunk(2, -1)
+        silu = spec.activation is Activation.SILU
+        act = torch.nn.functional.silu(gate) if silu else torch.nn.functional.gelu(gate, approximate="tanh")
+        branch = (act * up) @ w[p + "down"].T
+        x = x + (norm(branch, w[p + "mlp_out_norm"]) if spec.sandwich_norms else branch)
+    hidden = norm(x, w["final_norm"])
+    return cap(hidden @ w["embed" if spec.tied else "head"].T, spec.logit_soft_cap), hidden
+
+
+@dataclass
+class Runner:
+    """A decoder with its cache, and sequences that grow step by step."""
+
+    spec: DecoderSpec
+    dtype: DType
+    weights: dict[str, Tensor]
+    max_tokens: int = 128
+    max_samples: int = 64
+    context: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device = hardpoint_backend().probe().devices[0]
+        self.allocator = CpuAllocator(device)
+        self.attention = CpuAttention(device)
+        plan = self.attention.plan(
+            AttentionRequest(self.spec.attention, self.dtype, self.dtype, BLOCK_SIZE, MAX_CONTEXT)
+        )
+        assert isinstance(plan, AttentionPlan)
+        self.plan = plan
+        request = DecoderRequest(self.spec, self.dtype, plan, self.max_tokens, self.max_samples, MAX_CONTEXT)
+        program = CpuKernels(device).plan_decoder(request, self.allocator)
+        assert isinstance(program, CpuDecoder)
+        self.program = program
+        for name, tensor in self.weights.items():
+            program.load_weight(name, tensor)
+        program.set_rope_tables(rotary_tables(self.spec))
+        self.blocks_per_seq = MAX_CONTEXT // BLOCK_SIZE
+        self.cache = self.allocator.empty(plan.kv_cache.shape(16 * self.blocks_per_seq), self.dtype, KV_CACHE)
+        self.cache.fill_(float("nan"))
+
+    def step(
+        self,
+        new_tokens: dict[int, list[int]],
+        output: DecoderOutput = DecoderOutput.LOGITS,
+        rows: list[int] | None = None,
+    ) -> Tensor:
+        """Append tokens to sequences, run, and return the output of `rows` (by default the last token of each sequence)."""
+        starts = [len(self.context.setdefault(seq, [])) for seq in new_tokens]
+        for seq, tokens in new_tokens.items():
+            self.context[seq] = self.context[seq] + tokens
+        lengths = [len(tokens) for tokens in new_tokens.values()]
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).astype(np.int64)
+        owner = np.repeat(np.array(list(new_tokens), np.int64), lengths)
+        # Blocks of a sequence descend, so that a kernel which ignored the table would fail.
+        table = ((np.arange(16)[:, None] + 1) * self.blocks_per_seq - 1 - np.arange(self.blocks_per_seq)[None]).astype(
+            np.int32
+        )
+        slots = table[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        query_start = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        seqs = np.array(list(new_tokens), np.int32)
+        none = np.empty((0, 2), np.int32)
+        batch = StepBatch(
+            token_ids=np.array([t for tokens in new_tokens.values() for t in tokens], np.int64),
+            positions=positions,
+            slot_mapping=slots.astype(np.int32),
+            query_start=query_start,
+            context_lens=np.array([len(self.context[seq]) for seq in new_tokens], np.int32),
+            block_table=table,
+            rows=seqs,
+            seq_ids=seqs.astype(np.int64),
+            num_decodes=0,
+            sample_rows=np.arange(len(seqs), dtype=np.int32),
+            sample_seq_ids=seqs.astype(np.int64),
+            swap_out=none,
+            swap_in=none,
+            copies=none,
+            preempted=np.empty(0, np.int64),
+        )
+        wanted = torch.tensor(query_start[1:] - 1 if rows is None else rows, dtype=torch.int32)
+        return self.program.run(batch, self.attention.prepare(self.plan, batch), self.cache, wanted, output).clone()
+
+
+def tokens_of(seed: int, n: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, n).tolist()
+
+
+def tolerance(dtype: DType) -> float:
+    """Bound on the error of logits of order one: float32 sums, or activations rounded to 8 (11) bits some 30 times in a row."""
+    return {DType.FLOAT32: 3e-5, DType.BFLOAT16: 0.15, DType.FLOAT16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
+def test_prefill_and_decode_agree_with_float64(family: str, dtype: DType) -> None:
+    spec = FAMILIES[family]
+    weights = random_weights(spec, dtype.to_torch())
+    runner = Runner(spec, dtype, weights)
+    tokens = tokens_of(1, 30)
+    expected, hidden = reference_logits(spec, weights, torch.tensor(tokens))
+    bound = tolerance(dtype)
+
+    prefill = runner.step({3: tokens[:20]}, rows=list(range(20)))
+    assert (prefill - expected[:20]).abs().max() < bound
+    for position in range(20, 30):
+        logits = runner.step({3: [tokens[position]]})
+        assert (logits[0] - expected[position]).abs().max() < bound
+
+    again = Runner(spec, dtype, weights)
+    states = again.step({0: tokens}, DecoderOutput.HIDDEN, rows=list(range(30)))
+    assert states.dtype is dtype.to_torch()
+    assert (states.double() - hidden).abs().max() < 2 * bound
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_every_instruction_set_agrees_with_float64(isa: str, dtype: DType) -> None:
+    _native.set_isa(isa)
+    weights = random_weights(GEMMA2, dtype.to_torch())
+    tokens = tokens_of(2, 24)
+    expected, _ = reference_logits(GEMMA2, weights, torch.tensor(tokens))
+    runner = Runner(GEMMA2, dtype, weights)
+    prefill = runner.step({0: tokens[:23]}, rows=list(range(23)))
+    assert (prefill - expected[:23]).abs().max() < tolerance(dtype)
+    assert (runner.step({0: tokens[23:]})[0] - expected[23]).abs().max() < tolerance(dtype)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_a_mixed_batch_gives_the_bits_of_each_sequence_alone(dtype: DType) -> None:
+    weights = random_weights(QWEN3, dtype.to_torch())
+    prompts = {seq: tokens_of(10 + seq, n) for seq, n in enumerate((1, 7, 24, 33))}
+
+    def run(groups: list[list[int]], threads: int) -> dict[int, Tensor]:
+        _native.set_num_threads(threads)
+        runner = Runner(QWEN3, dtype, weights)
+        runner.step({0: prompts[0]})
+        runner.step({1: prompts[1][:4]})
+        logits: dict[int, Tensor] = {}
+        rest = {0: [5], 1: prompts[1][4:], 2: prompts[2], 3: prompts[3]}
+        for group in groups:
+            logits |= dict(zip(group, runner.step({seq: rest[seq] for seq in group}), strict=True))
+        return logits
+
+    together = run([[0, 1, 2, 3]], threads=1)
+    alone = run([[3], [2], [1], [0]], threads=2)
+    for seq, logits in together.items():
+        assert torch.equal(logits, alone[seq]), f"sequence {seq}"
+
+
+def test_chunked_prefill_gives_the_logits_of_one_prefill() -> None:
+    weights = random_weights(LLAMA, torch.float32)
+    tokens = tokens_of(3, 50)
+    whole = Runner(LLAMA, DType.FLOAT32, weights).step({0: tokens})
+    chunked = Runner(LLAMA, DType.FLOAT32, weights)
+    chunked.step({0: tokens[:17]}, rows=[])
+    chunked.step({0: tokens[17:31]}, rows=[])
+    assert (chunked.step({0: tokens[31:]}) - whole).abs().max() < tolerance(DType.FLOAT32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_argmax_output_is_the_argmax_of_the_logits(family: str, count: int) -> None:
+    spec = FAMILIES[family]
+    weights = random_weights(spec, torch.bfloat16)
+    tokens = tokens_of(4, 30)
+    rows = list(range(30 - count, 30))
+    logits = Runner(spec, DType.BFLOAT16, weights).step({0: tokens}, rows=rows)
+    chosen = Runner(spec, DType.BFLOAT16, weights).step({0: tokens}, DecoderOutput.ARGMAX, rows=rows)
+    assert chosen.dtype is torch.int64
+    assert chosen.tolist() == logits.argmax(-1).tolist()
+
+
+def test_rows_may_repeat_and_come_in_any_order() -> None:
+    weights = random_weights(LLAMA, torch.float32)
+    tokens = tokens_of(5, 12)
+    every = Runner(LLAMA, DType.FLOAT32, weights).step({0: tokens}, rows=list(range(12)))
+    some = Runner(LLAMA, DType.FLOAT32, weights).step({0: tokens}, rows=[7, 2, 7, 11])
+    assert torch.equal(some, every[[7, 2, 7, 11]])
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
+def test_weights_read_back_as_loaded_and_can_be_replaced(dtype: DType) -> None:
+    spec = replace(ODD_SIZES, qkv_bias=True, tied=False)
+    weights = random_weights(spec, dtype.to_torch())
+    runner = Runner(spec, dtype, weights)
+    for name, tensor in weights.items():
+        assert torch.equal(runner.program.read_weight(name), tensor), name
+    other = random_weights(spec, dtype.to_torch(), seed=1)
+    for name, tensor in other.items():
+        runner.program.load_weight(name, tensor)
+    tokens = tokens_of(6, 9)
+    assert torch.equal(runner.step({0: tokens}), Runner(spec, dtype, other).step({0: tokens}))
+
+
+def test_packed_weights_take_the_bytes_of_the_plain_ones() -> None:
+    spec = replace(LLAMA, vocab_size=96, hidden_size=64, intermediate_size=64)
+    device = hardpoint_backend().probe().devices[0]
+    allocator = CpuAllocator(device)
+    plan = CpuAttention(device).plan(AttentionRequest(spec.attention, DType.BFLOAT16, DType.BFLOAT16, 8, MAX_CONTEXT))
+    assert isinstance(plan, AttentionPlan)
+    request = DecoderRequest(spec, DType.BFLOAT16, plan, 16, 4, MAX_CONTEXT)
+    program = CpuKernels(device).plan_decoder(request, allocator)
+    assert isinstance(program, CpuDecoder)
+    shapes = spec.weight_shapes().values()
+    plain = sum(2 * s[0] * s[1] if len(s) == 2 else 4 * s[0] for s in shapes)
+    stats = allocator.stats().tags
+    assert plain <= stats["weights"].allocated <= plain + 64 * len(shapes)
+    assert program.scratch_bytes() == stats["default"].allocated
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.step({0: [VOCAB]}), "vocabulary"),
+        (lambda r: r.step({0: [-1]}), "vocabulary"),
+        (lambda r: r.step({0: [1]}, rows=[1]), "row 1"),
+        (lambda r: r.step({0: [1] * 40, 1: [1] * 40, 2: [1] * 49}), "129 tokens"),
+        (lambda r: r.step({0: [1]}, rows=[0] * 65), "65 rows"),
+        (lambda r: r.program.load_weight("layers.9.qkv", torch.zeros(1)), "layers.9.qkv"),
+        (lambda r: r.program.load_weight("embed", torch.zeros(VOCAB, 41)), "embed"),
+        (lambda r: r.program.set_rope_tables(()), "rotary"),
+    ],
+)
+def test_a_wrong_step_or_weight_is_refused_with_its_reason(change: Callable[[Runner], object], message: str) -> None:
+    runner = Runner(LLAMA, DType.FLOAT32, random_weights(LLAMA, torch.float32))
+    with pytest.raises(ValueError, match=message):
+        change(runner)
+
+
+def test_a_decoder_that_cannot_be_run_is_refused_with_every_reason() -> None:
+    device = hardpoint_backend().probe().devices[0]
+    spec = replace(LLAMA, attention=(replace(LAYER, alibi=True),) * 3, rotary_dim=18)
+    plan = CpuAttention(device).plan(AttentionRequest(spec.attention, DType.FLOAT32, DType.FLOAT32, 8, MAX_CONTEXT))
+    assert isinstance(plan, AttentionPlan)
+    request = DecoderRequest(spec, DType.FLOAT8_E4M3, plan, 16, 4, MAX_CONTEXT)
+    refusal = CpuKernels(device).plan_decoder(request, CpuAllocator(device))
+    assert isinstance(refusal, Refusal)
+    text = "; ".join(refusal.reasons)
+    for part in ("float8_e4m3fn", "ALiBi", "rotary dimension 18", "KV cache of float32"):
+        assert part in text

@@ -1,0 +1,105 @@
+"""The probe of the HIP runtime: what it makes of drivers that are missing, empty, failing or sound."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DType
+from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, CapabilityRefused, DriverError
+from hardpoint.plugins import BackendState, installed, resolve_backend
+from hardpoint_rocm import descriptor
+
+DRIVER = """
+#include <string.h>
+#include <stddef.h>
+int hipGetDeviceCount(int *count) { *count = 1; return 0; }
+int hipDriverGetVersion(int *version) { *version = 60342134; return 0; }
+int hipDeviceGet(int *device, int index) { *device = 40 + index; return 0; }
+int hipDeviceGetName(char *name, int size, int device) { strncpy(name, "Test GPU", size); return device != 40; }
+int hipDeviceTotalMem(size_t *bytes, int device) { *bytes = 6UL << 30; return device != 40; }
+int hipDeviceGetPCIBusId(char *bus, int size, int index) { strncpy(bus, "0000:01:00.0", size); return index != 0; }
+"""
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def compile_library(source: str) -> None:
+        library = tmp_path / "driver.so"
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)], input=source, text=True, check=True
+        )
+        monkeypatch.setenv(descriptor.DRIVER_VARIABLE, str(library))
+
+    return compile_library
+
+
+def test_missing_library_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(descriptor.DRIVER_VARIABLE, raising=False)
+    monkeypatch.setattr(descriptor, "SONAMES", ("libhardpoint_test_no_such_driver.so",))
+    found = descriptor.probe()
+    assert (found.devices, found.reason) == ((), "no libhardpoint_test_no_such_driver.so is installed")
+
+
+def test_device_is_listed_and_not_usable_in_this_version(build: Callable[[str], None]) -> None:
+    build(DRIVER)
+    found = descriptor.probe()
+    (device,) = found.devices
+    assert (device.name, device.torch_device, device.driver_version) == ("Test GPU", "cuda:0", "6.3")
+    assert device.total_memory == 6 << 30
+    assert device.properties["pci_bus"] == "0000:01:00.0"
+    assert "has no memory allocator, attention or worker" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("*count = 1; return 0;", "return 100;", "no device found"),
+        ("*count = 1;", "*count = 0;", "finds no device"),
+    ],
+)
+def test_driver_without_a_device_is_unavailable(build: Callable[[str], None], old: str, new: str, reason: str) -> None:
+    assert old in DRIVER
+    build(DRIVER.replace(old, new))
+    found = descriptor.probe()
+    assert found.devices == ()
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("call", ["hipGetDeviceCount", "hipDriverGetVersion", "hipDeviceGetName", "hipDeviceTotalMem"])
+def test_failing_call_is_an_error_that_names_it(build: Callable[[str], None], call: str) -> None:
+    build(DRIVER.replace(f"int {call}(", f"int {call}() {{ return 999; }}\nint unused_{call}("))
+    with pytest.raises(DriverError) as caught:
+        descriptor.probe()
+    assert (caught.value.call, caught.value.code) == (call, 999)
+
+
+@pytest.mark.parametrize("call", ["hipGetDeviceCount", "hipDeviceTotalMem"])
+def test_missing_symbol_is_an_error_that_names_it(build: Callable[[str], None], call: str) -> None:
+    build(DRIVER.replace(f"{call}(", f"renamed_{call}("))
+    with pytest.raises(BackendBroken, match=f"has no function {call}$"):
+        descriptor.probe()
+
+
+def test_discovery_records_the_device_as_unavailable(build: Callable[[str], None]) -> None:
+    build(DRIVER)
+    (record,) = installed(refresh=True).records("rocm")
+    assert record.state is BackendState.UNAVAILABLE
+    assert [device.simulated for device in record.devices] == [False]
+    with pytest.raises(BackendUnavailable, match="has no memory allocator"):
+        resolve_backend("rocm")
+
+
+def test_nothing_is_claimed_and_every_part_is_refused() -> None:
+    backend = descriptor.hardpoint_backend()
+    device = Device("rocm", 0, "any", "any")
+    layer = AttentionLayer(8, 8, 64, 0.125)
+    request = AttentionRequest((layer,), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
+    assert backend.capabilities(device).explain(request)
+    assert backend.capabilities(device).memory.sleep_levels == frozenset()
+    for part in (backend.allocator, backend.attention, backend.worker):
+        with pytest.raises(CapabilityRefused, match="this version of hardpoint-rocm"):
+            part()

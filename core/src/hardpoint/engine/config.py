@@ -1,0 +1,160 @@
+"""What an engine is asked to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import ConfigError
+from hardpoint.interfaces.worker import WorkerConfig
+
+# Names under which scripts written for other engines pass the same settings.
+_ALIASES = {
+    "gpu_memory_utilization": "memory_utilization",
+    "num_gpu_blocks_override": "num_device_blocks",
+    "kv_cache_dtype": "kv_dtype",
+}
+_IGNORED = frozenset({"disable_log_stats", "use_tqdm_on_load"})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine; each is checked when the object is made.
+
+    Attributes:
+        model: "demo", a folder with a model, or a GGUF file.
+        backend: name of the backend; None for HARDPOINT_BACKEND or the best that is available.
+        device: index of the device within the backend.
+        require_accelerator: refuse to run on the host's processor.
+        tokenizer: path of another tokenizer; None for the model's own.
+        dtype: "auto" for the model's own, or "float32", "bfloat16", "float16" ("half" and "float" are understood).
+        kv_dtype: "auto" for `dtype`.
+        max_model_len: longest context in tokens; None for the model's own.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: token budget of one step.
+        block_size: tokens per KV block; None lets the backend choose.
+        memory_utilization: share of the device's memory for this engine; None for the backend's default.
+        num_device_blocks: KV blocks on the device; None to measure what fits.
+        swap_space: GiB of host memory for preempted requests.
+        enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
+        enable_chunked_prefill: let long prompts share steps with decodes.
+        long_prefill_token_threshold: most tokens of one prompt in one step; None for the whole budget.
+        preemption_mode: "swap", "recompute", or "auto" for what costs less.
+        scheduling_policy: "fcfs", or "priority" (lower values first).
+        enforce_eager: no captured graphs.
+        enable_sleep_mode: require a backend that can sleep.
+        load_format: "auto", "safetensors", "gguf", or "dummy" for random weights from the configuration.
+        threads: host threads for computing; None for all usable cores.
+        seed: of sampling without a seed of its own, and of dummy weights.
+    """
+
+    model: str
+    backend: str | None = None
+    device: int = 0
+    require_accelerator: bool = False
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int | None = None
+    memory_utilization: float | None = None
+    num_device_blocks: int | None = None
+    swap_space: float = 4.0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int | None = None
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    enforce_eager: bool = False
+    enable_sleep_mode: bool = False
+    load_format: str = "auto"
+    tensor_parallel_size: int = 1
+    threads: int | None = None
+    use_fused_decoder: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks"):
+            _check_positive(name, getattr(self, name))
+        for name in ("long_prefill_token_threshold", "tensor_parallel_size", "threads"):
+            _check_positive(name, getattr(self, name))
+        utilization = self.memory_utilization
+        if utilization is not None and not 0.0 < utilization <= 1.0:
+            raise ConfigError(
+                f"memory_utilization={utilization} is not possible", hint="Give a share above 0, at most 1"
+            )
+        if self.swap_space < 0:
+            raise ConfigError(f"swap_space={self.swap_space} is negative", hint="Give GiB of host memory, 0 for none")
+        _check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "dummy"))
+        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported by this version",
+                hint="Use tensor_parallel_size=1",
+            )
+        _parse_dtype("dtype", self.dtype)
+        _parse_dtype("kv_dtype", self.kv_dtype)
+
+    @classmethod
+    def from_arguments(cls, model: str, arguments: Mapping[str, Any]) -> EngineConfig:
+        """Make a config of keyword arguments, also under the names that other engines use for them."""
+        known = {f.name for f in fields(cls)}
+        settings: dict[str, Any] = {}
+        for name, value in arguments.items():
+            target = _ALIASES.get(name, name)
+            if target in settings:
+                raise ConfigError(f"'{target}' is given twice, once as '{name}'", hint="Give it once")
+            if target in known:
+                settings[target] = str(value).removeprefix("torch.") if target in ("dtype", "kv_dtype") else value
+            elif name not in _IGNORED:
+                raise ConfigError(
+                    f"'{name}' is not a setting of the engine", hint=f"Settings: {', '.join(sorted(known))}"
+                )
+        return cls(model=str(model), **settings)
+
+    def worker_config(self) -> WorkerConfig:
+        """Return the part that a worker needs."""
+        return WorkerConfig(
+            model=self.model,
+            dtype=_parse_dtype("dtype", self.dtype),
+            kv_dtype=_parse_dtype("kv_dtype", self.kv_dtype),
+            load_format=self.load_format,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            block_size=self.block_size,
+            memory_utilization=self.memory_utilization,
+            swap_space=int(self.swap_space * (1 << 30)),
+            enforce_eager=self.enforce_eager,
+            use_fused_decoder=self.use_fused_decoder,
+            trust_remote_code=self.trust_remote_code,
+            threads=self.threads,
+            seed=self.seed,
+        )
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name}={value} is not possible", hint="Give a positive number")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not possible", hint=f"Choose one of {', '.join(choices)}")
+
+
+def _parse_dtype(name: str, text: str) -> DType | None:
+    if text == "auto":
+        return None
+    try:
+        return DType.of({"half": "float16", "float": "float32"}.get(text, text))
+    except ValueError:
+        choices = ", ".join(["auto", *(dtype.value for dtype in DType)])
+        raise ConfigError(f"{name}={text!r} is not an element type", hint=f"Choose one of {choices}") from None

@@ -1,0 +1,244 @@
+"""The engine's core: one backend, one executor, one scheduler, and the step that joins them. It knows tokens, not text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hardpoint.engine.config import EngineConfig
+from hardpoint.executor import Executor, InProcessExecutor
+from hardpoint.interfaces.batch import FloatArray, SequencePooling, SequenceSampling, StepInput, TokenLogprobs
+from hardpoint.interfaces.errors import CapabilityRefused, KVCacheTooSmall, WorkerError
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerContext
+from hardpoint.plugins import Resolved, resolve_backend
+from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine turned out to be; sizes in bytes, times in seconds."""
+
+    backend: str
+    device: str
+    simulated: bool
+    model: str
+    architecture: str
+    dtype: str
+    path: str
+    max_model_len: int
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    weight_bytes: int
+    kv_bytes: int
+    load_seconds: float
+    notice: str = ""
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Tokens and seconds since the engine was made; a step with any prompt token counts as prefill.
+
+    Attributes:
+        prefill_tokens, prefill_seconds: prompt tokens computed, and the time of steps that had any.
+        decode_tokens, decode_seconds: tokens sampled in, and the time of, steps that had no prompt token.
+        sampled_tokens: all tokens sampled.
+        preemptions: sequences preempted.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    sampled_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOutput:
+    """What one step brought: sampled tokens by sequence, finished sequences, embeddings.
+
+    Attributes:
+        seq_ids, token_ids: one entry per sample, in order; samples of sequences that ended before are left out by the reader.
+        logprobs: by index into token_ids.
+        finished: (sequence, reason), in order.
+        idle: the scheduler has no sequence left.
+    """
+
+    seq_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    finished: Sequence[tuple[int, FinishReason]] = ()
+    embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
+    idle: bool = False
+
+
+class EngineCore:
+    """Loads a model on the resolved backend and runs steps.
+
+    Raises, while it is made: BackendError, ModelError, CapabilityRefused, KVCacheTooSmall, DeviceOutOfMemory; what was started by then
+    is shut down again.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        start = time.perf_counter()
+        resolved = resolve_backend(config.backend, device=config.device, require_accelerator=config.require_accelerator)
+        _check_sleep(config, resolved)
+        worker = resolved.descriptor.worker()(
+            WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=config.worker_config())
+        )
+        self.executor: Executor = InProcessExecutor(worker)
+        try:
+            self.model = self._start(resolved, start)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self.totals = StepTotals()
+        self._new_sampling: dict[int, SequenceSampling] = {}
+        self._pooling: dict[int, SequencePooling] = {}
+        self._forgotten: list[int] = []
+
+    def _start(self, resolved: Resolved, start: float) -> ModelInfo:
+        call = self.executor.call
+        call("init_device")
+        model: ModelInfo = call("load_model")[0]
+        profile: MemoryProfile = call("profile")[0]
+        spec = model.attention.kv_cache
+        num_blocks = self._num_device_blocks(profile, model)
+        num_host = min(int(self.config.swap_space * (1 << 30)) // spec.block_bytes, num_blocks)
+        call("initialize_kv", num_blocks, num_host)
+        call("warm_up")
+        config = self.config
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                block_size=spec.block_size,
+                num_device_blocks=num_blocks,
+                num_host_blocks=num_host,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=model.max_model_len,
+                enable_prefix_caching=config.enable_prefix_caching,
+                enable_chunked_prefill=config.enable_chunked_prefill,
+                long_prefill_token_threshold=config.long_prefill_token_threshold or 0,
+                preemption_mode=config.preemption_mode,
+                policy=config.scheduling_policy,
+                vocab_size=model.vocab_size,
+                swap_seconds_per_block=profile.seconds_per_swapped_block,
+                recompute_seconds_per_token=profile.seconds_per_token,
+            )
+        )
+        self.info = EngineInfo(
+            backend=resolved.descriptor.name,
+            device=resolved.device.name,
+            simulated=resolved.device.simulated,
+            model=config.model,
+            architecture=model.architecture,
+            dtype=str(model.dtype),
+            path=model.path,
+            max_model_len=model.max_model_len,
+            block_size=spec.block_size,
+            num_device_blocks=num_blocks,
+            num_host_blocks=num_host,
+            weight_bytes=model.weight_bytes,
+            kv_bytes=num_blocks * spec.block_bytes,
+            load_seconds=time.perf_counter() - start,
+            notice=resolved.notice,
+        )
+        return model
+
+    def _num_device_blocks(self, profile: MemoryProfile, model: ModelInfo) -> int:
+        """Return how many KV blocks to allocate; raises KVCacheTooSmall with what to change."""
+        spec = model.attention.kv_cache
+        if self.config.num_device_blocks is not None:
+            return self.config.num_device_blocks
+        needed = -(-model.max_model_len // spec.block_size)
+        num_blocks = profile.kv_bytes // spec.block_bytes
+        if num_blocks < needed:
+            fits = max(num_blocks, 0) * spec.block_size
+            raise KVCacheTooSmall(
+                f"one request of {model.max_model_len} tokens needs {needed * spec.block_bytes} bytes of KV cache",
+                found=(
+                    f"{profile.kv_bytes} bytes are left of {profile.total} at a memory utilisation of"
+                    f" {profile.utilization} ({profile.used} in use, {profile.peak - profile.current} for the largest step)"
+                ),
+                hint=f"Lower max_model_len (at most {fits} fits), or max_num_batched_tokens, or raise memory_utilization",
+            )
+        return int(num_blocks)
+
+    def register(self, sampling: SequenceSampling) -> None:
+        """Say how a sequence will be sampled; sent to the worker with the first step that samples it."""
+        self._new_sampling[sampling.seq_id] = sampling
+
+    def register_pooling(self, seq_id: int, pooling: SequencePooling) -> None:
+        """Say that a sequence is an embedding request."""
+        self._pooling[seq_id] = pooling
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop what is kept of sequences that ended; the worker is told with the next step."""
+        for seq_id in seq_ids:
+            self._new_sampling.pop(seq_id, None)
+            self._pooling.pop(seq_id, None)
+        self._forgotten.extend(seq_ids)
+
+    def step(self) -> CoreOutput:
+        """Schedule, execute and book one step.
+
+        A worker that fails ends the sequences of this step (they are aborted and their blocks freed) and raises WorkerError; all
+        others go on with the next step.
+        """
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return CoreOutput(idle=not self.scheduler.has_unfinished())
+        new = self._new_sampling
+        sampled = batch.sample_seq_ids.tolist()
+        first = tuple(new.pop(seq_id) for seq_id in sampled if seq_id in new) if new else ()
+        pooling = {s: self._pooling[s] for s in batch.seq_ids.tolist() if s in self._pooling} if self._pooling else {}
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        prefill_tokens = batch.num_tokens - batch.num_decodes
+        preempted = len(batch.preempted)
+        try:
+            output = self.executor.execute(StepInput(batch, first, forgotten, pooling))
+        except BaseException as error:
+            lost = tuple(seq_id for seq_id, _ in self.scheduler.fail_step())
+            if not isinstance(error, Exception):
+                raise
+            raise WorkerError.of(error, lost) from error
+        finished = self.scheduler.update(output.token_ids)
+        self._count(time.perf_counter() - start, prefill_tokens, len(sampled), preempted)
+        return CoreOutput(
+            seq_ids=sampled,
+            token_ids=output.token_ids.tolist(),
+            logprobs=output.logprobs,
+            finished=finished,
+            embeddings=output.embeddings,
+        )
+
+    def _count(self, seconds: float, prefill_tokens: int, sampled: int, preempted: int) -> None:
+        totals = self.totals
+        totals.steps += 1
+        totals.sampled_tokens += sampled
+        totals.preemptions += preempted
+        if prefill_tokens:
+            totals.prefill_tokens += prefill_tokens
+            totals.prefill_seconds += seconds
+        else:
+            totals.decode_tokens += sampled
+            totals.decode_seconds += seconds
+
+    def shutdown(self) -> None:
+        """End the workers and give all memory back; legal more than once."""
+        self.executor.shutdown()
+
+
+def _check_sleep(config: EngineConfig, resolved: Resolved) -> None:
+    levels = resolved.descriptor.capabilities(resolved.device).memory.sleep_levels
+    if config.enable_sleep_mode and not levels & {1, 2}:
+        raise CapabilityRefused(
+            f"the {resolved.descriptor.name} backend cannot run with enable_sleep_mode",
+            ("its allocator supports no sleep level",),
+            hint="Leave enable_sleep_mode off, or choose a backend whose `hardpoint doctor` entry lists sleep levels",
+        )

@@ -1,0 +1,167 @@
+"""The offline interface: a model, lists of prompts in, lists of outputs out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.core import EngineInfo
+from hardpoint.engine.inputs import Message, Prompt, pair_with_params
+from hardpoint.engine.llm_engine import EngineStats, LLMEngine
+from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.progress import StepProgress
+from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LLM:
+    """A model on a backend, ready to generate, chat and embed.
+
+    The settings are those of `EngineConfig`, also under the names that vLLM uses, so that a script moves over by changing its
+    import. An engine is a context manager; `shutdown` gives its memory back.
+
+    Raises BackendError, ModelError, CapabilityRefused, ConfigError, KVCacheTooSmall or DeviceOutOfMemory, each of which says what to do.
+
+    Example:
+        >>> from hardpoint import LLM, SamplingParams
+        >>> llm = LLM("demo")
+        >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.engine = LLMEngine(EngineConfig.from_arguments(model, settings))
+        self._request_ids = itertools.count()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine turned out to be: backend, device, sizes, load time."""
+        return self.engine.info
+
+    def stats(self) -> EngineStats:
+        """Tokens, times, preemptions and prefix-cache hits since the engine was made."""
+        return self.engine.stats()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the model's tokenizer."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt and return the outputs in the same order.
+
+        All prompts are checked before the first is run.
+
+        Args:
+            prompts: one or several texts, token id lists, or mappings with `prompt` or `prompt_token_ids`.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar with prefill and decode tokens per second on stderr.
+            priority: one value per prompt, lower first; only with scheduling_policy="priority".
+
+        Raises:
+            InvalidRequest: a prompt or parameter is not possible; nothing was run.
+            WorkerError: the worker failed; requests that were not in the failing step are aborted too.
+        """
+        many = _as_prompts(prompts)
+        params = pair_with_params(len(many), sampling_params, SamplingParams())
+        tokenized = [self.engine.process(prompt) for prompt in many]
+        return self._run(tokenized, params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, as the model's chat template writes them."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        params = pair_with_params(len(conversations), sampling_params, SamplingParams())
+        tokenized = [
+            self.engine.process_chat(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self._run(tokenized, params, use_tqdm, None)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return one embedding per prompt, pooled from the final hidden states."""
+        many = _as_prompts(prompts)
+        tokenized = [self.engine.process(prompt, reserve=0) for prompt in many]
+        ids = [self._next_id() for _ in tokenized]
+        try:
+            for request_id, prompt in zip(ids, tokenized, strict=True):
+                self.engine.add_embedding_request(request_id, prompt, pooling_params)
+            done = {o.request_id: o for o in self._outputs(len(ids), use_tqdm) if isinstance(o, EmbeddingRequestOutput)}
+        except BaseException:
+            self.engine.abort_request(ids)
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def shutdown(self) -> None:
+        """End the engine and give its memory back; legal more than once."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int] | None
+    ) -> list[RequestOutput]:
+        ids = [self._next_id() for _ in prompts]
+        priorities = pair_with_params(len(prompts), priority, 0)
+        try:
+            for request_id, prompt, one, rank in zip(ids, prompts, params, priorities, strict=True):
+                final = one.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+                self.engine.add_request(request_id, prompt, final, priority=rank)
+            done = {o.request_id: o for o in self._outputs(len(ids), use_tqdm) if isinstance(o, RequestOutput)}
+        except BaseException:
+            self.engine.abort_request(ids)
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def _outputs(self, count: int, use_tqdm: bool) -> Iterator[RequestOutput | EmbeddingRequestOutput]:
+        """Step until nothing is left, and yield what finishes."""
+        bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if use_tqdm else nullcontext()
+        with bar as progress:
+            while self.engine.has_unfinished_requests():
+                finished = [output for output in self.engine.step() if output.finished]
+                if progress is not None:
+                    progress.update(len(finished), self.engine.totals)
+                yield from finished
+
+    def _next_id(self) -> str:
+        return f"offline-{next(self._request_ids)}"
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; a text, a mapping, or a list of token ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    first = next(iter(prompts), None)
+    if first is None or isinstance(first, (str, Mapping, Sequence)) or hasattr(first, "__len__"):
+        return list(prompts)  # type: ignore[arg-type]  # a list of prompts: its first item is one
+    return [prompts]  # type: ignore[list-item]  # token ids

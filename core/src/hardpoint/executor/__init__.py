@@ -1,0 +1,9 @@
+"""How the engine reaches its workers: in this process, in several processes, on several machines.
+
+An executor knows ranks and calls; it knows nothing of requests. Calls go through the contract's closed table.
+"""
+
+from hardpoint.executor.base import Executor
+from hardpoint.executor.in_process import InProcessExecutor
+
+__all__ = ["Executor", "InProcessExecutor"]

@@ -1,0 +1,55 @@
+"""What every way of running a model has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.kernels import DecoderOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RunnableModel(ABC):
+    """A loaded model: its whole step is one call.
+
+    Attributes:
+        path: how it runs: "fused" (the kernel set's decoder), "lean" (the core's decoder) or "transformers".
+    """
+
+    path: ClassVar[str]
+
+    @abstractmethod
+    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
+        """Run one step and return `output` for the given token rows; see `DecoderProgram.run`.
+
+        Args:
+            metadata: what the attention backend's `prepare` returned for `batch`.
+            kv_cache: the whole cache, all layers; the batch's slots are written.
+            rows: int32[rows], indices of tokens in the step.
+
+        Returns:
+            float32[rows, vocab_size], int64[rows] or [rows, hidden_size] in the model's dtype, on the model's device.
+        """
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights by (checkpoint name, tensor) pairs between steps; returns how many were used.
+
+        Names are those of the published checkpoint, also for a model from a GGUF file. Tensors of a tied head are passed over.
+        Each tensor is checked before it is written; raises CorruptWeights for a name or shape that the model does not
+        have, with the tensors before it already in place.
+        """
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+
+    @property
+    @abstractmethod
+    def scratch_bytes(self) -> int:
+        """Bytes of working memory that are held between steps."""

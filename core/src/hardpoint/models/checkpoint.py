@@ -1,0 +1,262 @@
+"""Checkpoints: named tensors under their Hugging Face names, whatever they are stored in, read row by row.
+
+A checkpoint yields chunks of rows, so that a weight goes from the mapped file straight to its place on the device; no tensor
+is held whole in another dtype on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import CorruptWeights, ModelNotFound, UnsupportedArchitecture
+from hardpoint.models.gguf_file import GGUFFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS_SINGLE = "model.safetensors"
+
+
+class Checkpoint(ABC):
+    """Named tensors of a model."""
+
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every tensor by name, in torch's order."""
+
+    @abstractmethod
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the tensor in order, as (index of its first row, rows); a vector comes whole, at 0.
+
+        Values are on the host, of whatever floating dtype is stored. Raises CorruptWeights.
+        """
+
+    def dtype(self) -> DType | None:
+        """Return the dtype that the weights are stored in, None where there is none to speak of."""
+        return None
+
+    def read(self, name: str) -> Tensor:
+        """Return one whole tensor."""
+        import torch
+
+        chunks = [chunk for _, chunk in self.rows(name)]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A single safetensors file, or several with an index; mapped, read on demand."""
+
+    def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._handles: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        for file in files:
+            try:
+                handle: Any = safe_open(str(file), framework="pt", device="cpu")
+                for name in handle.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+                    if name in self._handles:
+                        raise CorruptWeights(f"two files of {file.parent} have the tensor {name}", found=file.name)
+                    view = handle.get_slice(name)
+                    self._handles[name] = handle
+                    self._shapes[name] = tuple(view.get_shape())
+                    self._dtypes[name] = view.get_dtype()
+            except (SafetensorError, OSError) as error:
+                raise CorruptWeights(
+                    f"{file} is damaged or truncated", found=str(error), hint="Download the file again"
+                ) from error
+        absent = sorted(set(weight_map or ()) - set(self._handles))
+        if absent:
+            raise CorruptWeights(
+                f"the index of {files[0].parent} names tensors that no file has",
+                found=_listed(absent),
+                hint="Download the missing files again",
+            )
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        from safetensors import SafetensorError
+
+        try:
+            tensor = self._handles[name].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CorruptWeights(f"tensor {name} cannot be read", found=str(error)) from error
+        if not tensor.is_floating_point():
+            raise UnsupportedArchitecture(
+                "the checkpoint is quantised in a format that Hardpoint does not read",
+                found=f"tensor {name} has dtype {tensor.dtype}",
+                hint="Use the unquantised checkpoint, or a GGUF file",
+            )
+        yield 0, tensor
+
+    def dtype(self) -> DType | None:
+        names = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+        return next((names[kind] for kind in self._dtypes.values() if kind in names), None)
+
+
+def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
+    """Open the safetensors weights of a model folder; raises ModelNotFound, CorruptWeights."""
+    index = folder / SAFETENSORS_INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [folder / name for name in dict.fromkeys(weight_map.values())]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptWeights(f"{index} is not an index of safetensors files", found=repr(error)) from error
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CorruptWeights(
+                f"{folder} lacks files that its index names",
+                found=_listed(missing),
+                hint="Download the missing files again",
+            )
+        return SafetensorsCheckpoint(files, weight_map)
+    single = folder / SAFETENSORS_SINGLE
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        present = sorted(entry.name for entry in folder.iterdir())
+        raise ModelNotFound(
+            f"{folder} has no weights that Hardpoint reads",
+            found=_listed(present) or "an empty folder",
+            hint="Safetensors files and GGUF files are read; load_format='dummy' runs with random weights",
+        )
+    return SafetensorsCheckpoint(files)
+
+
+class GGUFCheckpoint(Checkpoint):
+    """The tensors of a GGUF file under Hugging Face names, with the changes of llama.cpp's converter undone.
+
+    Architecture `llama` stores the rows of q and k in the order of interleaved rotary embedding, and Gemma's norms are stored
+    as `weight + 1` (llama.cpp, convert_hf_to_gguf.py).
+    """
+
+    def __init__(self, file: GGUFFile, num_heads: int, num_kv_heads: int) -> None:
+        self._file = file
+        self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        self._permuted = file.architecture == "llama"
+        self._norm_offset = file.architecture.startswith("gemma")
+        self._names: dict[str, str] = {}
+        for name in file.tensors:
+            if name != "rope_freqs.weight":
+                self._names[huggingface_name(name, file.architecture)] = name
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._file.tensors[stored].shape for name, stored in self._names.items()}
+
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        stored = self._names[name]
+        for first, values in self._file.rows(stored, self._order(stored)):
+            yield first, values - 1 if self._norm_offset and stored.endswith("norm.weight") else values
+
+    def dtype(self) -> DType | None:
+        """Return F16 or BF16 where matrices are stored so, float32 where all is; block formats are bfloat16 here."""
+        kinds = {tensor.type_id for tensor in self._file.tensors.values() if len(tensor.shape) > 1}
+        stored = {0: DType.FLOAT32, 1: DType.FLOAT16, 30: DType.BFLOAT16}
+        if not kinds <= set(stored):
+            return DType.BFLOAT16
+        return next((stored[kind] for kind in (30, 1, 0) if kind in kinds), None)
+
+    def _order(self, stored: str) -> Callable[[int], Any] | None:
+        part = re.search(r"\.(attn_[qk])\.weight$", stored)
+        if not self._permuted or part is None:
+            return None
+        heads = self._heads[part.group(1)]
+
+        def halves(num_rows: int) -> Any:
+            import numpy as np
+
+            # The file interleaves a head's two halves (0, n/2, 1, n/2 + 1, ...).
+            return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+        return halves
+
+
+_GGUF_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def huggingface_name(name: str, architecture: str) -> str:
+    """Return the Hugging Face name of a GGUF tensor, or the name itself where it is not known."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _GGUF_TOP:
+        return f"{_GGUF_TOP[stem]}.{kind}"
+    block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if block is None:
+        return name
+    index, part = block.groups()
+    if part == "ffn_norm":
+        sandwich = architecture in ("gemma2", "gemma3")
+        return f"model.layers.{index}.{'pre_feedforward' if sandwich else 'post_attention'}_layernorm.{kind}"
+    return f"model.layers.{index}.{_GGUF_PARTS[part]}.{kind}" if part in _GGUF_PARTS else name
+
+
+class DummyCheckpoint(Checkpoint):
+    """Seeded random weights: normal with standard deviation 0.02 (around 1 for norms), zero biases.
+
+    A tensor depends on the seed, its name and its shape, on nothing else, so that every way of running a model gets the same.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, norm_mean: float = 1.0) -> None:
+        self._shapes = dict(shapes)
+        self._seed = seed
+        self._norm_mean = norm_mean
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        import torch
+
+        shape = self._shapes[name]
+        if name.endswith("bias"):
+            yield 0, torch.zeros(shape)
+            return
+        generator = torch.Generator().manual_seed(self._seed * 0x9E3779B1 + zlib.crc32(name.encode()))
+        values = torch.randn(shape, generator=generator).mul_(0.02)
+        yield 0, values + self._norm_mean if len(shape) == 1 else values
+
+
+class RenamedCheckpoint(Checkpoint):
+    """Another checkpoint with a prefix put before every name (bare models are saved without `model.`)."""
+
+    def __init__(self, inner: Checkpoint, prefix: str) -> None:
+        self._inner = inner
+        self._prefix = prefix
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {self._prefix + name: shape for name, shape in self._inner.shapes().items()}
+
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        return self._inner.rows(name.removeprefix(self._prefix))
+
+    def dtype(self) -> DType | None:
+        return self._inner.dtype()
+
+
+def _listed(names: Sequence[str], limit: int = 8) -> str:
+    more = "" if len(names) <= limit else f" and {len(names) - limit} more"
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,154 @@
+"""A transformers configuration from a GGUF file's metadata.
+
+Keys are those of the GGUF specification (ggml, docs/gguf.md); what llama.cpp derives instead of storing (Gemma 2's query scale) is
+derived in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
+from hardpoint.models.gguf_file import GGUFFile
+
+_GEMMA2_27B_LAYERS = 46
+
+
+def config_from_gguf(file: GGUFFile) -> Any:
+    """Return the transformers configuration that the metadata describes; raises UnsupportedArchitecture, CorruptWeights."""
+    if file.architecture not in _ARCHITECTURES:
+        raise UnsupportedArchitecture(
+            f"{file.path.name} has an architecture that Hardpoint does not read from GGUF files",
+            found=file.architecture,
+            hint=f"Read from GGUF files: {', '.join(_ARCHITECTURES)}. Use the safetensors checkpoint for others",
+        )
+    model_type, extra = _ARCHITECTURES[file.architecture]
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(model_type, **_common(file), **extra(file))
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CorruptWeights(f"{file.path} has impossible hyperparameters", found=str(error)) from error
+
+
+def rope_divisors(file: GGUFFile) -> tuple[float, ...] | None:
+    """Return the divisors of the rotary frequencies that the file stores (Llama 3.1's scaling), None for none."""
+    if "rope_freqs.weight" not in file.tensors:
+        return None
+    ((_, values),) = file.rows("rope_freqs.weight")
+    return tuple(values.float().tolist())
+
+
+def _common(file: GGUFFile) -> dict[str, Any]:
+    heads = file.require("attention.head_count")
+    kv_heads = file.get("attention.head_count_kv", heads)
+    if isinstance(heads, list) or isinstance(kv_heads, list):
+        raise UnsupportedArchitecture(
+            f"{file.path.name} has layers with different numbers of heads", hint="Such models cannot be run"
+        )
+    embed = file.tensors.get("token_embd.weight")
+    if embed is None:
+        raise CorruptWeights(f"{file.path} has no embedding", found="no tensor token_embd.weight")
+    hidden = file.require("embedding_length")
+    tokens = file.metadata
+    return {
+        "architectures": [_CLASS_NAMES[file.architecture]],
+        "vocab_size": embed.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": file.require("feed_forward_length"),
+        "num_hidden_layers": file.require("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": file.get("attention.key_length", hidden // heads),
+        "max_position_embeddings": file.require("context_length"),
+        "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope_parameters(file),
+        "bos_token_id": tokens.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": tokens.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": tokens.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": file.get("rope.freq_base", 10000.0)}
+    kind = file.get("rope.scaling.type", "none")
+    factor = file.get("rope.scaling.factor")
+    if kind == "none" or factor in (None, 0, 1):
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedArchitecture(
+            f"{file.path.name} scales its rotary embedding in a way that Hardpoint does not read from GGUF files",
+            found=str(kind),
+            hint="Use the safetensors checkpoint",
+        )
+    parameters |= {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = file.get("rope.scaling.original_context_length")
+        parameters["original_max_position_embeddings"] = original or file.require("context_length")
+        if (attention_factor := file.get("rope.scaling.attn_factor")) is not None:
+            parameters["attention_factor"] = attention_factor
+    return parameters
+
+
+def _has_bias(file: GGUFFile, name: str) -> bool:
+    return f"blk.0.{name}.bias" in file.tensors
+
+
+def _llama(file: GGUFFile) -> dict[str, Any]:
+    rotated, head_dim = file.get("rope.dimension_count"), _head_dim(file)
+    if rotated not in (None, head_dim):
+        raise UnsupportedArchitecture(
+            f"{file.path.name} rotates only a part of each head",
+            found=f"{rotated} of {head_dim} elements",
+            hint="Use the safetensors checkpoint",
+        )
+    if file.get("expert_count"):
+        raise UnsupportedArchitecture(
+            f"{file.path.name} is a mixture of experts", hint="Use the safetensors checkpoint"
+        )
+    return {"attention_bias": _has_bias(file, "attn_q"), "mlp_bias": _has_bias(file, "ffn_gate")}
+
+
+def _qwen2(file: GGUFFile) -> dict[str, Any]:
+    return {"use_sliding_window": False}
+
+
+def _qwen3(file: GGUFFile) -> dict[str, Any]:
+    return {"use_sliding_window": False, "attention_bias": _has_bias(file, "attn_q")}
+
+
+def _gemma(file: GGUFFile) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma2(file: GGUFFile) -> dict[str, Any]:
+    layers, hidden, heads = (file.require(key) for key in ("block_count", "embedding_length", "attention.head_count"))
+    return {
+        "query_pre_attn_scalar": hidden // heads if layers == _GEMMA2_27B_LAYERS else _head_dim(file),
+        "sliding_window": file.require("attention.sliding_window"),
+        "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _head_dim(file: GGUFFile) -> int:
+    default = file.require("embedding_length") // file.require("attention.head_count")
+    return int(file.get("attention.key_length", default))
+
+
+_ARCHITECTURES: dict[str, tuple[str, Callable[[GGUFFile], dict[str, Any]]]] = {
+    "llama": ("llama", _llama),
+    "qwen2": ("qwen2", _qwen2),
+    "qwen3": ("qwen3", _qwen3),
+    "gemma": ("gemma", _gemma),
+    "gemma2": ("gemma2", _gemma2),
+}
+_CLASS_NAMES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+}

@@ -1,0 +1,247 @@
+"""GGUF files: metadata, tensor table, dequantised rows.
+
+The layout is that of the GGUF specification, versions 2 and 3, little-endian (ggml, docs/gguf.md). The tables of 50 to 250
+thousand tokens and merges are most of the metadata, so they are read in one pass over the mapped file; block formats are
+dequantised by the `gguf` library.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.interfaces.errors import CorruptWeights, ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_F32, _F16, _BF16 = 0, 1, 30
+_CHUNK_ELEMENTS = 1 << 20
+_UINT64 = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where one tensor lies.
+
+    Attributes:
+        shape: in torch's order, the slowest axis first.
+        type_id: ggml's number of the element type.
+        offset: of the first byte in the file.
+        nbytes: of its data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class GGUFFile:
+    """An open GGUF file.
+
+    Attributes:
+        metadata: values by key, arrays as lists.
+        tensors: by name.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+    _map: mmap.mmap = field(repr=False)
+
+    @property
+    def architecture(self) -> str:
+        """The architecture as GGUF names it ("llama", "qwen2", ...)."""
+        return str(self.metadata["general.architecture"])
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the metadata value `<architecture>.<key>`."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def require(self, key: str) -> Any:
+        """Return the metadata value `<architecture>.<key>`; raises CorruptWeights where it is absent."""
+        name = f"{self.architecture}.{key}"
+        if name not in self.metadata:
+            raise CorruptWeights(
+                f"{self.path} lacks a hyperparameter of its architecture",
+                found=f"no metadata key {name!r}",
+                hint="Convert the model again with a current converter",
+            )
+        return self.metadata[name]
+
+    def rows(self, name: str, order: Callable[[int], Any] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield a tensor in chunks of rows: (first row, dequantised rows).
+
+        Chunks hold about a million elements, so that a conversion to another dtype never needs a second copy of the tensor.
+        Block formats give float32, F16 and BF16 their own type.
+
+        Args:
+            order: called with the number of rows; returns the row of the file for each row wanted (an index array).
+        """
+        import numpy as np
+        import torch
+
+        tensor = self.tensors[name]
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
+        num_rows = prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else 1
+        raw = raw.reshape(num_rows, -1)
+        if order is not None:
+            raw = raw[order(num_rows)]
+        step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
+        for first in range(0, num_rows, step):
+            part = _dequantize(raw[first : first + step], tensor.type_id)
+            values = torch.from_numpy(part)
+            if tensor.type_id == _BF16:
+                values = values.view(torch.bfloat16)
+            yield first, values[0] if len(tensor.shape) == 1 else values
+
+
+def _dequantize(raw: Any, type_id: int) -> Any:
+    import numpy as np
+
+    if type_id in (_F32, _F16, _BF16):
+        dtype = {_F32: np.float32, _F16: np.float16, _BF16: np.int16}[type_id]
+        # A copy: mapped pages are read-only, which torch warns of.
+        return np.array(raw).view(dtype)
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(type_id))
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Map a GGUF file and read its metadata and tensor table; raises CorruptWeights, ModelError."""
+    with path.open("rb") as file:
+        try:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise CorruptWeights(f"{path} is not a GGUF file", found="an empty file") from error
+    if mapped[:4] != b"GGUF":
+        raise CorruptWeights(f"{path} is not a GGUF file", found=f"first bytes {mapped[:4]!r} instead of b'GGUF'")
+    try:
+        metadata, tensors = _Reader(mapped, path).read()
+    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, IndexError) as error:
+        raise CorruptWeights(
+            f"{path} has a damaged or truncated header", found=str(error), hint="Download or convert the file again"
+        ) from error
+    if "general.architecture" not in metadata:
+        raise CorruptWeights(f"{path} does not say which architecture it has", found="no key 'general.architecture'")
+    parts = int(metadata.get("split.count", 0))
+    if parts > 1:
+        raise ModelError(
+            f"{path} is one of {parts} parts of a model",
+            hint="Merge the parts into one file (llama.cpp: llama-gguf-split --merge)",
+        )
+    return GGUFFile(path, metadata, tensors, mapped)
+
+
+class _Reader:
+    """One pass over the header; every length is checked against the file before it is believed."""
+
+    def __init__(self, mapped: mmap.mmap, path: Path) -> None:
+        self._map = mapped
+        self._path = path
+        self._size = len(mapped)
+        self._position = 4
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        (version,) = self._unpack("<I")
+        if version not in (2, 3):
+            raise CorruptWeights(
+                f"{self._path} has an unknown GGUF version",
+                found=str(version),
+                hint="Versions 2 and 3, little-endian, can be read",
+            )
+        num_tensors, num_keys = self._unpack("<QQ")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string()
+            metadata[key] = self._value(self._unpack("<I")[0])
+        entries = [self._tensor_entry() for _ in range(num_tensors)]
+        alignment = int(metadata.get("general.alignment", 32))
+        if alignment <= 0:
+            raise CorruptWeights(f"{self._path} has an impossible alignment", found=str(alignment))
+        start = -(-self._position // alignment) * alignment
+        return metadata, {name: self._placed(name, dims, kind, start + at) for name, dims, kind, at in entries}
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(layout, self._map, self._position)
+        self._position += struct.calcsize(layout)
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._unpack("<Q")
+        end = self._position + length
+        if end > self._size:
+            raise struct.error(f"a string of {length} bytes at byte {self._position} runs past the end of the file")
+        text = self._map[self._position : end].decode("utf-8")
+        self._position = end
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._unpack("<" + _SCALARS[kind])[0]
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise struct.error(f"unknown value type {kind} before byte {self._position}")
+        element, count = self._unpack("<IQ")
+        if count > self._size:
+            raise struct.error(f"an array of {count} elements at byte {self._position} runs past the end of the file")
+        if element in _SCALARS:
+            return list(self._unpack(f"<{count}{_SCALARS[element]}"))
+        if element == _STRING:
+            return self._strings(count)
+        return [self._value(element) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        mapped, position, size, length_at = self._map, self._position, self._size, _UINT64.unpack_from
+        texts: list[str] = []
+        append = texts.append
+        for _ in range(count):
+            first = position + 8
+            position = first + length_at(mapped, position)[0]
+            if position > size:
+                raise struct.error(f"a string at byte {first} runs past the end of the file")
+            append(mapped[first:position].decode("utf-8"))
+        self._position = position
+        return texts
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (num_dims,) = self._unpack("<I")
+        dims = self._unpack(f"<{num_dims}Q")
+        kind, offset = self._unpack("<IQ")
+        return name, tuple(reversed(dims)), kind, offset
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        if kind not in GGMLQuantizationType._value2member_map_:
+            raise CorruptWeights(
+                f"{self._path} has a tensor of an unknown type", found=f"{name} has ggml type number {kind}"
+            )
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        if not shape or shape[-1] % block:
+            raise CorruptWeights(
+                f"{self._path} has a tensor of an impossible shape",
+                found=f"{name} has shape {list(shape)} in blocks of {block} elements",
+            )
+        nbytes = prod(shape) // block * block_bytes
+        if offset + nbytes > self._size:
+            raise CorruptWeights(
+                f"{self._path} is truncated",
+                found=f"tensor {name} ends at byte {offset + nbytes}, the file at byte {self._size}",
+                hint="Download or convert the file again",
+            )
+        return GGUFTensor(name, shape, kind, offset, nbytes)

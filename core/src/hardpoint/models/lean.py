@@ -1,0 +1,213 @@
+"""The lean decoder: one torch module for every family of `families`, on any device that torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hardpoint.interfaces.allocator import WEIGHTS
+from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.kernels import Activation, DecoderOutput
+from hardpoint.models.base import RunnableModel
+from hardpoint.models.weights import load_weights, update_weights
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.interfaces.attention import AttentionBackend
+    from hardpoint.interfaces.capabilities import AttentionLayer
+    from hardpoint.interfaces.dtypes import DType
+    from hardpoint.interfaces.kernels import KernelSet
+    from hardpoint.models.checkpoint import Checkpoint
+    from hardpoint.models.families import LeanModel
+    from hardpoint.models.weights import Progress
+
+
+class _Weights(nn.Module):
+    """The decoder's weights and rotary tables under the names of `DecoderSpec`, on the meta device until materialised."""
+
+    def __init__(self, model: LeanModel, dtype: torch.dtype, max_context: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in model.spec.attention)
+        for name, shape in model.spec.weight_shapes().items():
+            # Weights stored as `weight - 1` lose their precision when the sum is rounded to 8 bits.
+            kept = torch.float32 if model.offset(name) else dtype
+            owner, leaf = self._owner(name)
+            owner.register_parameter(
+                leaf, nn.Parameter(torch.empty(shape, dtype=kept, device="meta"), requires_grad=False)
+            )
+        for index in range(len(model.ropes)):
+            for part in ("cos", "sin"):
+                table = torch.empty((max_context, model.spec.rotary_dim // 2), dtype=torch.float32, device="meta")
+                self.register_buffer(f"{part}_{index}", table, persistent=False)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a weight by the spec's name."""
+        owner, leaf = self._owner(name)
+        return owner.get_parameter(leaf)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        return self.get_submodule(path), leaf
+
+
+class _Layer:
+    """One layer's weights, looked up once."""
+
+    def __init__(self, weights: _Weights, index: int, shape: AttentionLayer, table: int) -> None:
+        def get(name: str) -> Tensor | None:
+            return getattr(weights.layers[index], name, None)
+
+        def need(name: str) -> Tensor:
+            return weights.weight(f"layers.{index}.{name}")
+
+        self.index, self.shape, self.table = index, shape, table
+        self.input_norm, self.mlp_norm = need("input_norm"), need("mlp_norm")
+        self.qkv, self.o, self.gate_up, self.down = need("qkv"), need("o"), need("gate_up"), need("down")
+        self.qkv_bias, self.o_bias = get("qkv_bias"), get("o_bias")
+        self.q_norm, self.k_norm = get("q_norm"), get("k_norm")
+        self.attention_out_norm, self.mlp_out_norm = get("attention_out_norm"), get("mlp_out_norm")
+
+
+class LeanDecoder(RunnableModel):
+    """A `DecoderSpec` in torch.
+
+    Norms, rotary embedding, activation and argmax come from the kernel set where there is one. Matrix products are torch's over the
+    allocator's own weights: a kernel set's packed copies would lie outside the memory that sleep gives back.
+    """
+
+    path: ClassVar[str] = "lean"
+
+    def __init__(
+        self,
+        model: LeanModel,
+        *,
+        dtype: DType,
+        attention: AttentionBackend,
+        kernels: KernelSet | None,
+        allocator: DeviceAllocator,
+        max_context: int,
+        torch_device: str,
+    ) -> None:
+        self._model = model
+        self._spec = model.spec
+        self._attention = attention
+        self._kernels = kernels
+        # The contract's norms take weights in the activations' dtype; weights kept in float32 go through torch.
+        self._norm_kernels = None if model.norm_offset else kernels
+        self._device = torch.device(torch_device)
+        self._dtype = dtype.to_torch()
+        self._weights = _Weights(model, self._dtype, max_context)
+        allocator.materialise(self._weights, WEIGHTS)
+        for index, (cos, sin) in enumerate(model.rope_tables(max_context)):
+            self._weights.get_buffer(f"cos_{index}").copy_(cos)
+            self._weights.get_buffer(f"sin_{index}").copy_(sin)
+        self._embed = self._weights.weight("embed")
+        self._head = self._embed if self._spec.tied else self._weights.weight("head")
+        self._final_norm = self._weights.weight("final_norm")
+        self._tables = [
+            (self._weights.get_buffer(f"cos_{index}"), self._weights.get_buffer(f"sin_{index}"))
+            for index in range(len(model.ropes))
+        ]
+        self._layers = [
+            _Layer(self._weights, index, shape, self._spec.rope_tables[index])
+            for index, shape in enumerate(self._spec.attention)
+        ]
+
+    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
+        """Fill the weights; raises CorruptWeights."""
+        with torch.no_grad():
+            load_weights(self._model, checkpoint, self._weights.weight, lambda name, tensor: None, progress)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        with torch.no_grad():
+            return update_weights(self._model, weights, self._weights.weight, lambda name, tensor: None)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._weights.parameters())
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    @torch.no_grad()
+    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        rows = rows.to(self._device)
+        residual = functional.embedding(token_ids, self._embed)
+        if self._spec.embed_scale != 1.0:
+            residual = residual * self._spec.embed_scale
+        hidden = self._norm(residual, self._layers[0].input_norm)
+        for layer in self._layers:
+            hidden = self._attend(layer, hidden, positions, kv_cache[layer.index], metadata)
+            hidden = self._add_and_norm(hidden, residual, layer.attention_out_norm, layer.mlp_norm)
+            hidden = self._feed_forward(layer, hidden)
+            last = layer.index + 1 == len(self._layers)
+            if last:
+                # Nothing after this point mixes tokens, so only the wanted rows go on.
+                hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
+            following = self._final_norm if last else self._layers[layer.index + 1].input_norm
+            hidden = self._add_and_norm(hidden, residual, layer.mlp_out_norm, following)
+        return hidden if output is DecoderOutput.HIDDEN else self._logits(hidden, output)
+
+    def _attend(self, layer: _Layer, hidden: Tensor, positions: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
+        shape = layer.shape
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        self._rotate(q, k, positions, *self._tables[layer.table])
+        self._attention.write_kv(layer.index, k, v, kv_cache, metadata)
+        out = hidden.new_empty((hidden.shape[0], heads, dim))
+        self._attention.forward(layer.index, q, k, v, kv_cache, metadata, out)
+        return functional.linear(out.view(-1, heads * dim), layer.o, layer.o_bias)
+
+    def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        gate_up = functional.linear(hidden, layer.gate_up)
+        if self._kernels is not None:
+            return functional.linear(self._kernels.gated_activation(gate_up, self._spec.activation), layer.down)
+        gate, up = gate_up.chunk(2, dim=-1)
+        silu = self._spec.activation is Activation.SILU
+        activated = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
+        return functional.linear(activated * up, layer.down)
+
+    def _logits(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
+        logits = functional.linear(hidden, self._head).float()
+        cap = self._spec.logit_soft_cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if output is DecoderOutput.LOGITS:
+            return logits
+        return self._kernels.argmax(logits) if self._kernels is not None else logits.argmax(dim=-1)
+
+    def _add_and_norm(self, x: Tensor, residual: Tensor, out_norm: Tensor | None, weight: Tensor) -> Tensor:
+        """Add x, normalised by `out_norm` where the family does, to `residual` in place, and return the sum normalised."""
+        if out_norm is not None:
+            x = self._norm(x, out_norm)
+        if self._norm_kernels is not None:
+            return self._norm_kernels.add_rms_norm(x, residual, weight, self._spec.norm_eps)
+        residual += x
+        return self._norm(residual, weight)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._norm_kernels is not None:
+            return self._norm_kernels.rms_norm(x, weight, self._spec.norm_eps)
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._spec.norm_eps) * weight).to(x.dtype)
+
+    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        if self._kernels is not None:
+            self._kernels.rotary(q, k, positions, cos, sin)
+            return
+        cos, sin = cos[positions][:, None], sin[positions][:, None]
+        half = cos.shape[-1]
+        for x in (q, k):
+            first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            x[..., : 2 * half] = rotated

@@ -1,0 +1,106 @@
+"""Loading: the fastest way that can run the model, its weights in the allocator's memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from hardpoint.interfaces.allocator import DeviceAllocator
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import ConfigError
+from hardpoint.interfaces.kernels import DecoderRequest, KernelSet
+from hardpoint.models.base import RunnableModel
+from hardpoint.models.checkpoint import Checkpoint
+from hardpoint.models.families import LeanModel
+from hardpoint.models.source import LOAD_FORMATS, ModelFormat, ModelSource
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: DType,
+    plan: AttentionPlan,
+    attention: AttentionBackend,
+    kernels: KernelSet | None,
+    allocator: DeviceAllocator,
+    torch_device: str,
+    max_num_tokens: int,
+    max_num_samples: int,
+    max_context: int,
+    load_format: str = "auto",
+    use_fused_decoder: bool = True,
+    use_lean_decoder: bool = True,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> RunnableModel:
+    """Load a model by the first way that can run it: the kernel set's fused decoder, the lean decoder, transformers' code.
+
+    Args:
+        dtype: of weights and activations.
+        plan: made by `attention` for `source.attention_layers()`.
+        kernels: the backend's fused operators; None for plain torch.
+        torch_device: what torch calls the device.
+        max_num_tokens: most tokens in one step.
+        max_num_samples: most rows of logits in one step.
+        max_context: longest context in tokens.
+        load_format: "auto", or "dummy" for seeded random weights; otherwise as `source` was opened.
+        use_fused_decoder, use_lean_decoder: False passes over that way.
+        progress: called with (weights done, weights in all).
+
+    Raises:
+        CorruptWeights: the checkpoint does not fit the configuration or is damaged.
+        UnsupportedArchitecture: no way can run the model; says why.
+        DeviceOutOfMemory: the weights do not fit.
+        ConfigError: more than one rank, or a load format that does not fit the source.
+    """
+    if world_size != 1 or rank != 0:
+        raise ConfigError(
+            "the model loader does not split weights across ranks",
+            found=f"rank {rank} of {world_size}",
+            hint="Run with one rank",
+        )
+    if load_format not in LOAD_FORMATS or (
+        load_format not in ("auto", ModelFormat.DUMMY) and load_format != source.format
+    ):
+        raise ConfigError(f"load_format {load_format!r} does not fit the model", found=str(source.format))
+    dummy = ModelFormat.DUMMY in (load_format, source.format)
+
+    lean = source.lean_model(dtype)
+    if isinstance(lean, Refusal) or not use_lean_decoder:
+        from hardpoint.models.fallback import TransformersDecoder
+
+        return TransformersDecoder.load(
+            source, dtype, plan, attention, allocator, torch_device, max_context, seed if dummy else None, progress
+        )
+    if kernels is not None and use_fused_decoder:
+        request = DecoderRequest(lean.spec, dtype, plan, max_num_tokens, max_num_samples, max_context)
+        program = kernels.plan_decoder(request, allocator)
+        if not isinstance(program, Refusal):
+            from hardpoint.models.fused import FusedDecoder
+
+            fused = FusedDecoder(lean, program, dtype, max_context)
+            fused.load(_checkpoint(source, lean, dummy, seed), progress)
+            return fused
+        logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
+    from hardpoint.models.lean import LeanDecoder
+
+    decoder = LeanDecoder(
+        lean,
+        dtype=dtype,
+        attention=attention,
+        kernels=kernels,
+        allocator=allocator,
+        max_context=max_context,
+        torch_device=torch_device,
+    )
+    decoder.load(_checkpoint(source, lean, dummy, seed), progress)
+    return decoder
+
+
+def _checkpoint(source: ModelSource, lean: LeanModel, dummy: bool, seed: int) -> Checkpoint:
+    return source.dummy_checkpoint(lean.checkpoint_shapes(), seed) if dummy else source.checkpoint

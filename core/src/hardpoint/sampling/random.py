@@ -1,0 +1,41 @@
+"""Counter-based random numbers: a draw is a function of the stream's seed and the number of the draw, of nothing else.
+
+The mixing function is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64Array = npt.NDArray[np.uint64]
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def mix(values: UInt64Array) -> UInt64Array:
+    """Return SplitMix64's finaliser of each value: a bijection in which every input bit moves every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))
+
+
+def stream_key(seed: int) -> int:
+    """Return the 64-bit key of a seed's stream; neighbouring seeds have unrelated keys. Any integer is a seed (modulo 2^64)."""
+    return int(mix(np.array([seed & _MASK], dtype=np.uint64))[0])
+
+
+def uniform(keys: UInt64Array, counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return draw number `counters[i]` (from 0) of the stream `keys[i]`: float64 in [0, 1), 53 random bits."""
+    state = keys + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
+    return (mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def fork_seed(seed: int, fork: int) -> int:
+    """Return the seed of a request's fork: the request's own for fork 0, an unrelated stream for each other."""
+    if fork == 0:
+        return seed & _MASK
+    return stream_key(stream_key(seed) + fork)

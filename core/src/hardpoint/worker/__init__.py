@@ -1,0 +1,9 @@
+"""The ready-made worker: everything of a rank that is torch and not device. Backends derive from `TorchWorker`.
+
+What belongs here drives one device through the contract's parts (allocator, attention, kernels) and holds the model, the
+KV cache and the sampler. Scheduling, requests and text belong to the engine.
+"""
+
+from hardpoint.worker.torch_worker import TorchWorker
+
+__all__ = ["TorchWorker"]

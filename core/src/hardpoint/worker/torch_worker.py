@@ -1,0 +1,334 @@
+"""The common part of every backend's worker."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, MemoryReport, Policy, SleepPlan
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
+from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, WorkerError
+from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
+from hardpoint.models import load_model, open_model
+from hardpoint.sampling import Sampler
+from hardpoint.worker.dummy import dummy_batch
+from hardpoint.worker.pooling import Pooler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.models import ModelSource, RunnableModel
+
+T = TypeVar("T")
+
+_ENGINE_FEATURES = frozenset({AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH})
+
+
+class TorchWorker(Worker, partial=True):
+    """A rank on one torch device, in terms of the backend's allocator, attention and kernels.
+
+    A vendor's worker overrides what its device does differently: `_start_device`, `_synchronize`,
+    `_total_and_used`, `_empty_host`.
+    """
+
+    _default_memory_utilization: ClassVar[float] = 0.9
+    _default_kv_bytes: ClassVar[int | None] = None
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._config = context.config
+        self._device = context.device
+        self._allocator: DeviceAllocator | None = None
+        self._attention: AttentionBackend | None = None
+        self._kernels: KernelSet | None = None
+        self._source: ModelSource | None = None
+        self._model: RunnableModel | None = None
+        self._plan: AttentionPlan | None = None
+        self._info: ModelInfo | None = None
+        self._sampler: Sampler | None = None
+        self._pooler = Pooler()
+        self._kv_cache: Tensor | None = None
+        self._host_kv_cache: Tensor | None = None
+
+    # Hooks for vendors
+
+    def _start_device(self) -> None:
+        """Make this rank's device current. Default: nothing."""
+
+    def _synchronize(self) -> None:
+        """Wait until the device has done all its work. Default: nothing, for devices that work in the caller's thread."""
+
+    def _total_and_used(self) -> tuple[int, int]:
+        """Return the device's memory and what is in use of it, bytes. Default: as the driver reports them."""
+        info = _need(self._allocator).memory_info()
+        return info.total, info.total - info.free
+
+    def _empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return host memory that the device copies to and from; pinned where that helps. Default: plain memory."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    # The contract
+
+    def init_device(self) -> None:
+        """Start the device and make allocator, attention and kernels."""
+        if self._config.threads is not None:
+            torch.set_num_threads(self._config.threads)
+        self._start_device()
+        descriptor = self._context.descriptor
+        self._allocator = descriptor.make("allocator", self._device)
+        self._attention = descriptor.make("attention", self._device)
+        self._kernels = descriptor.make("kernels", self._device)
+
+    def load_model(self) -> ModelInfo:
+        """Load the model's weights onto the device; raises ModelError, CapabilityRefused, DeviceOutOfMemory."""
+        config, attention, allocator = self._config, _need(self._attention), _need(self._allocator)
+        source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
+        dtype = config.dtype or source.dtype
+        max_model_len = self._max_model_len(source)
+        request = AttentionRequest(
+            layers=source.attention_layers(),
+            dtype=dtype,
+            kv_dtype=config.kv_dtype or dtype,
+            block_size=config.block_size,
+            max_context=max_model_len,
+            features=_ENGINE_FEATURES,
+        )
+        plan = attention.plan(request)
+        if isinstance(plan, Refusal):
+            raise CapabilityRefused(
+                f"the {self._context.descriptor.name} backend cannot run {source.path}",
+                plan.reasons,
+                hint="`hardpoint doctor` lists what the backend supports",
+            )
+        with torch.no_grad(), _default_dtype(torch.get_default_dtype()):
+            self._model = load_model(
+                source,
+                dtype=dtype,
+                plan=plan,
+                attention=attention,
+                kernels=self._kernels,
+                allocator=allocator,
+                torch_device=self._device.torch_device,
+                load_format=config.load_format,
+                max_num_tokens=config.max_num_batched_tokens,
+                max_num_samples=config.max_num_seqs,
+                max_context=max_model_len,
+                use_fused_decoder=config.use_fused_decoder,
+                seed=config.seed,
+                rank=config.rank,
+                world_size=config.world_size,
+            )
+        self._synchronize()
+        self._source, self._plan = source, plan
+        self._sampler = Sampler(source.vocab_size, self._kernels)
+        self._info = ModelInfo(
+            architecture=source.architecture,
+            dtype=dtype,
+            vocab_size=source.vocab_size,
+            max_model_len=max_model_len,
+            num_layers=len(request.layers),
+            weight_bytes=self._model.weight_bytes,
+            attention=plan,
+            path=self._model.path,
+            is_generative=source.is_generative,
+        )
+        return self._info
+
+    def profile(self) -> MemoryProfile:
+        """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes."""
+        allocator, info = _need(self._allocator), _need(self._info)
+        total, used = self._total_and_used()
+        before = allocator.stats().allocated
+        tokens = self._config.max_num_batched_tokens
+        batch = dummy_batch(
+            num_tokens=tokens,
+            max_len=info.max_model_len,
+            block_size=info.attention.block_size,
+            max_seqs=self._config.max_num_seqs,
+        )
+        num_blocks = int(batch.block_table.max()) + 1
+        cache = allocator.empty(
+            info.attention.kv_cache.shape(num_blocks), info.attention.kv_cache.dtype, KV_CACHE, Policy.DISCARD
+        )
+        start = time.perf_counter()
+        self._forward(batch, cache, DecoderOutput.LOGITS)
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        cache_bytes = cache.nbytes
+        logits_bytes = self._config.max_num_seqs * info.vocab_size * DType.FLOAT32.itemsize
+        peak = allocator.stats().peak_allocated - cache_bytes + logits_bytes
+        del cache
+        gc.collect()
+        return MemoryProfile(
+            total=total,
+            used=used,
+            peak=peak,
+            current=before,
+            utilization=self._config.memory_utilization or self._default_memory_utilization,
+            kv_limit=self._default_kv_bytes if self._config.memory_utilization is None else None,
+            seconds_per_token=seconds / tokens,
+            seconds_per_swapped_block=self._seconds_per_swapped_block(),
+        )
+
+    def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory."""
+        spec = _need(self._plan).kv_cache
+        self._kv_cache = _need(self._allocator).empty(
+            spec.shape(num_device_blocks), spec.dtype, KV_CACHE, Policy.DISCARD
+        )
+        self._host_kv_cache = (
+            self._empty_host(spec.shape(num_host_blocks), spec.dtype.to_torch()) if num_host_blocks else None
+        )
+
+    def warm_up(self) -> None:
+        """Run one prefill and one decode of small steps, so that the first request finds everything in place."""
+        info, cache = _need(self._info), _need(self._kv_cache)
+        for length in (min(16, info.max_model_len, info.attention.block_size), 1):
+            batch = dummy_batch(num_tokens=length, max_len=length, block_size=info.attention.block_size, max_seqs=1)
+            self._forward(batch, cache, DecoderOutput.ARGMAX)
+        self._synchronize()
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Swap, copy, compute and sample one step."""
+        batch, sampler, cache = step.batch, _need(self._sampler), _need(self._kv_cache)
+        if step.finished_seq_ids:
+            sampler.remove(step.finished_seq_ids)
+            self._pooler.remove(step.finished_seq_ids)
+        for sequence in step.new_sequences:
+            sampler.add(sequence)
+        self._move_blocks(batch, cache)
+        if batch.num_tokens == 0:
+            return StepOutput(token_ids=np.empty(0, np.int64))
+        embeddings = self._pool(step, cache) if step.pooling else {}
+        if not len(batch.sample_seq_ids):
+            if not step.pooling:
+                self._forward(batch, cache, DecoderOutput.ARGMAX)
+            return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
+        if sampler.all_plain_argmax(batch.sample_seq_ids):
+            tokens = self._forward(batch, cache, DecoderOutput.ARGMAX)
+            return StepOutput(token_ids=tokens.numpy(force=True), embeddings=embeddings)
+        logits = self._forward(batch, cache, DecoderOutput.LOGITS)
+        token_ids, logprobs = sampler.sample(logits, batch.sample_seq_ids)
+        return StepOutput(token_ids=token_ids, logprobs=logprobs, embeddings=embeddings)
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        """Give device memory back."""
+        self._synchronize()
+        return _need(self._allocator).sleep(plan)
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Take device memory again."""
+        return _need(self._allocator).wake(tags)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights by (checkpoint name, tensor) pairs; returns how many were used. Raises CorruptWeights."""
+        self._synchronize()
+        with torch.inference_mode():
+            return _need(self._model).update_weights(weights)
+
+    def shutdown(self) -> None:
+        """Give everything back; legal in any state and more than once."""
+        self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
+        self._attention = self._kernels = None
+        if self._allocator is not None:
+            self._allocator.close()
+            self._allocator = None
+
+    # Steps
+
+    @torch.inference_mode()
+    def _forward(
+        self, batch: StepBatch, cache: Tensor, output: DecoderOutput, rows: Int32Array | None = None
+    ) -> Tensor:
+        """Run the model on one step; `rows` are token indices, by default the last token of each sampled sequence."""
+        if rows is None:
+            rows = batch.query_start[batch.sample_rows + 1] - 1
+        metadata = _need(self._attention).prepare(_need(self._plan), batch)
+        wanted = torch.from_numpy(rows).to(self._device.torch_device)
+        return _need(self._model).run(batch, metadata, cache, wanted, output)
+
+    def _pool(self, step: StepInput, cache: Tensor) -> dict[int, FloatArray]:
+        """Run a step for hidden states; return the embeddings of the prompts that end in it.
+
+        A step that also samples runs once more for its logits: keys and values are then written again, the same ones.
+        """
+        batch = step.batch
+        rows = np.arange(batch.num_tokens, dtype=np.int32)
+        hidden = self._forward(batch, cache, DecoderOutput.HIDDEN, rows)
+        embeddings = {}
+        for row, seq_id in enumerate(batch.seq_ids.tolist()):
+            request = step.pooling.get(seq_id)
+            if request is None:
+                continue
+            chunk = hidden[batch.query_start[row] : batch.query_start[row + 1]]
+            ends = int(batch.context_lens[row]) == request.prompt_len
+            embedding = self._pooler.add(seq_id, request.pooling, chunk, ends=ends)
+            if embedding is not None:
+                embeddings[seq_id] = embedding
+        return embeddings
+
+    def _move_blocks(self, batch: StepBatch, cache: Tensor) -> None:
+        attention = _need(self._attention)
+        if len(batch.swap_out):
+            attention.swap_blocks(cache, _need(self._host_kv_cache), batch.swap_out)
+        if len(batch.swap_in):
+            attention.swap_blocks(_need(self._host_kv_cache), cache, batch.swap_in)
+        if len(batch.copies):
+            attention.copy_blocks(cache, batch.copies)
+
+    # Sizes
+
+    def _max_model_len(self, source: ModelSource) -> int:
+        asked = self._config.max_model_len
+        if asked is None:
+            return source.max_model_len
+        if not 1 <= asked <= source.max_model_len:
+            raise ConfigError(
+                f"max_model_len={asked} is not possible",
+                found=f"the model's context is {source.max_model_len} tokens",
+                hint=f"Give a value from 1 to {source.max_model_len}",
+            )
+        return asked
+
+    def _seconds_per_swapped_block(self) -> float:
+        """Estimate the time to move one KV block to the host: its bytes at the speed of a measured copy."""
+        spec = _need(self._plan).kv_cache
+        sample = torch.zeros(max(4 << 20, spec.block_bytes), dtype=torch.uint8, device=self._device.torch_device)
+        host = self._empty_host(sample.shape, torch.uint8)
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            host.copy_(sample)
+            self._synchronize()
+            best = min(best, time.perf_counter() - start)
+        return best * spec.block_bytes / sample.nbytes
+
+
+def _need(part: T | None) -> T:
+    """Return a part of the worker; raises WorkerError when the call that makes it has not been made."""
+    if part is None:
+        raise WorkerError(
+            "the worker is not ready for this call",
+            hint="Call init_device, load_model, profile, initialize_kv and warm_up first, in this order",
+        )
+    return part
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Restore torch's default dtype, which model code may change, on exit."""
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)

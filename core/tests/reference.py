@@ -1,0 +1,267 @@
+"""Plain-torch references: paged attention, an allocator, and step batches, for tests that need no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hardpoint.interfaces import (
+    AttentionBackend,
+    AttentionCapabilities,
+    AttentionFeature,
+    AttentionLayer,
+    AttentionPlan,
+    AttentionRequest,
+    DeviceAllocator,
+    DType,
+    IntSet,
+    KVCacheSpec,
+    MemoryCapabilities,
+    MemoryInfo,
+    MemoryReport,
+    MemoryStats,
+    Policy,
+    Refusal,
+    SleepPlan,
+    StepBatch,
+    TagStats,
+)
+from hardpoint.interfaces.allocator import BUFFERS, DEFAULT, WEIGHTS
+from torch import Tensor, nn
+
+_FLOATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    plan: AttentionPlan
+    slots: Tensor
+    sequences: list[tuple[int, int, int, Tensor]]
+
+
+class ReferenceAttention(AttentionBackend):
+    """Attention by gathering each sequence's keys and values and a float32 softmax; KV layout [kv, block, head, token, dim]."""
+
+    def __init__(self, block_size: int = 16) -> None:
+        self._block_size = block_size
+
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(
+            dtypes=_FLOATS,
+            kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS),
+            head_dims=IntSet.between(1),
+            block_sizes=IntSet.between(1),
+            default_block_size=self._block_size,
+            group_sizes=IntSet.between(1),
+            max_context=1 << 20,
+            features=frozenset(AttentionFeature) - {AttentionFeature.FP8_KV_SCALES},
+        )
+
+    def plan(self, request: AttentionRequest) -> AttentionPlan | Refusal:
+        reasons = self.capabilities().explain(request)
+        if reasons:
+            return Refusal(reasons)
+        layer = request.layers[0]
+        block_size = request.block_size or self._block_size
+        return AttentionPlan(
+            request,
+            KVCacheSpec(len(request.layers), block_size, layer.num_kv_heads, layer.head_dim, request.kv_dtype),
+        )
+
+    def prepare(self, plan: AttentionPlan, batch: StepBatch) -> _Metadata:
+        sequences = []
+        for index in range(batch.num_seqs):
+            first, last = int(batch.query_start[index]), int(batch.query_start[index + 1])
+            context = int(batch.context_lens[index])
+            blocks = -(-context // plan.block_size)
+            table = torch.from_numpy(batch.block_table[batch.rows[index], :blocks].astype(np.int64))
+            sequences.append((first, last, context, table))
+        return _Metadata(plan, torch.from_numpy(batch.slot_mapping.astype(np.int64)), sequences)
+
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        slots, size = metadata.slots, metadata.plan.block_size
+        kept = slots >= 0
+        blocks, offsets = slots[kept] // size, slots[kept] % size
+        for which, values in enumerate((k, v)):
+            kv_cache[which][blocks, :, offsets] = values[kept].to(kv_cache.dtype)
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        shape: AttentionLayer = metadata.plan.request.layers[layer]
+        for first, last, context, table in metadata.sequences:
+            keys, values = (
+                part[table].transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)[:context].float()
+                for part in (kv_cache[0], kv_cache[1])
+            )
+            out[first:last] = attend(
+                q[first:last].float(), keys, values, shape, sinks=sinks, alibi_slopes=alibi_slopes
+            ).to(out.dtype)
+
+    def copy_blocks(self, kv_cache: Tensor, pairs: np.ndarray) -> None:
+        for source, destination in pairs.tolist():
+            kv_cache[:, :, destination] = kv_cache[:, :, source]
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, pairs: np.ndarray) -> None:
+        for block, other in pairs.tolist():
+            destination[:, :, other] = source[:, :, block]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: AttentionLayer,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention of the last `len(q)` positions over all keys of one sequence.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim].
+        k, v: [context, num_kv_heads, head_dim], the query tokens' own included.
+    """
+    group = layer.num_heads // layer.num_kv_heads
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+    if layer.soft_cap is not None:
+        logits = layer.soft_cap * torch.tanh(logits / layer.soft_cap)
+    at_key = torch.arange(len(k))
+    distance = at_key - at_key[len(k) - len(q) :, None]
+    if layer.alibi:
+        assert alibi_slopes is not None
+        logits = logits + alibi_slopes[:, None, None] * distance
+    hidden = distance > 0
+    if layer.sliding_window is not None:
+        hidden |= distance <= -layer.sliding_window
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if layer.sinks:
+        assert sinks is not None
+        extra = sinks[:, None, None].expand(-1, len(q), 1)
+        weights = torch.cat((logits, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = logits.softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+class PlainAllocator(DeviceAllocator):
+    """Host memory from `torch.empty`; counts bytes by tag, never sleeps."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, list[int]] = {}
+
+    def capabilities(self) -> MemoryCapabilities:
+        return MemoryCapabilities()
+
+    def empty(self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE) -> Tensor:
+        return self._counted(torch.empty(tuple(shape), dtype=dtype.to_torch()), tag)
+
+    def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:
+        self._place(module, tag, lambda old: torch.empty(old.shape, dtype=old.dtype) if old.is_meta else old)
+
+    def adopt(self, module: nn.Module, tag: str = WEIGHTS) -> None:
+        self._place(module, tag, torch.clone)
+
+    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> Any:
+        @contextmanager
+        def nothing() -> Iterator[None]:
+            yield
+
+        return nothing()
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        raise NotImplementedError("the reference allocator never sleeps")
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        raise NotImplementedError("the reference allocator never sleeps")
+
+    def resize(self, tensor: Tensor, rows: int) -> Tensor:
+        raise NotImplementedError("the reference allocator is not elastic")
+
+    def stats(self) -> MemoryStats:
+        tags = {tag: TagStats(sum(sizes), sum(sizes), 0, len(sizes)) for tag, sizes in self._bytes.items()}
+        return MemoryStats(tags, sum(tag.allocated for tag in tags.values()))
+
+    def memory_info(self) -> MemoryInfo:
+        return MemoryInfo(1 << 34, 1 << 34)
+
+    def close(self) -> None:
+        self._bytes.clear()
+
+    def _counted(self, tensor: Tensor, tag: str) -> Tensor:
+        self._bytes.setdefault(tag, []).append(tensor.nbytes)
+        return tensor
+
+    def _place(self, module: nn.Module, tag: str, make: Any) -> None:
+        moved: dict[int, Any] = {}
+        for owner in module.modules():
+            for name, old in [*owner._parameters.items(), *owner._buffers.items()]:
+                if old is None:
+                    continue
+                is_parameter = name in owner._parameters
+                if id(old) not in moved:
+                    temporary = name in owner._non_persistent_buffers_set
+                    new = self._counted(make(old.detach()), BUFFERS if temporary else tag)
+                    moved[id(old)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+                (owner._parameters if is_parameter else owner._buffers)[name] = moved[id(old)]
+
+
+def step_batch(
+    sequences: Sequence[tuple[Sequence[int], int]],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    max_blocks: int = 64,
+) -> StepBatch:
+    """Return a step for sequences of (new tokens, tokens computed before); decodes must come first.
+
+    Args:
+        block_tables: each sequence's blocks, enough for all its tokens.
+    """
+    tokens = [token for new, _ in sequences for token in new]
+    positions = [done + index for new, done in sequences for index in range(len(new))]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for (new, done), table in zip(sequences, block_tables, strict=True)
+        for position in range(done, done + len(new))
+    ]
+    table = np.zeros((len(sequences), max_blocks), dtype=np.int32)
+    for row, blocks in enumerate(block_tables):
+        table[row, : len(blocks)] = blocks
+    count = len(sequences)
+    pairs = np.zeros((0, 2), dtype=np.int32)
+    return StepBatch(
+        token_ids=np.array(tokens, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        slot_mapping=np.array(slots, dtype=np.int32),
+        query_start=np.cumsum([0, *(len(new) for new, _ in sequences)]).astype(np.int32),
+        context_lens=np.array([done + len(new) for new, done in sequences], dtype=np.int32),
+        block_table=table,
+        rows=np.arange(count, dtype=np.int32),
+        seq_ids=np.arange(count, dtype=np.int64),
+        num_decodes=sum(1 for new, done in sequences if len(new) == 1 and done > 0),
+        sample_rows=np.arange(count, dtype=np.int32),
+        sample_seq_ids=np.arange(count, dtype=np.int64),
+        swap_out=pairs,
+        swap_in=pairs,
+        copies=pairs,
+        preempted=np.zeros(0, dtype=np.int64),
+    )
+
+
+def last_rows(batch: StepBatch) -> Tensor:
+    """Return int32[R], the index of each sequence's last token in the step."""
+    return torch.from_numpy(batch.query_start[1:] - 1).to(torch.int32)

@@ -1,0 +1,148 @@
+"""What SamplingParams accepts, refuses, and hands to the worker."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
+from hardpoint.sampling import RequestOutputKind, SamplingParams
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.n, params.best_of, params.temperature, params.max_tokens) == (1, None, 1.0, 16)
+    assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+    assert params.detokenize
+    assert params.skip_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"temperature": -0.1}, ["temperature", "-0.1", "[0, infinity)"]),
+        ({"temperature": math.nan}, ["temperature", "nan"]),
+        ({"temperature": math.inf}, ["temperature", "inf"]),
+        ({"temperature": "hot"}, ["temperature", "'hot'"]),
+        ({"top_p": 0.0}, ["top_p", "0.0", "(0, 1]"]),
+        ({"top_p": 1.01}, ["top_p", "1.01", "(0, 1]"]),
+        ({"top_p": math.nan}, ["top_p", "nan"]),
+        ({"top_k": -2}, ["top_k", "-2", "at least 0", "-1"]),
+        ({"top_k": 1.5}, ["top_k", "1.5"]),
+        ({"min_p": -0.01}, ["min_p", "-0.01", "[0, 1]"]),
+        ({"min_p": 1.5}, ["min_p", "1.5"]),
+        ({"presence_penalty": 2.5}, ["presence_penalty", "2.5", "[-2, 2]"]),
+        ({"frequency_penalty": -2.5}, ["frequency_penalty", "-2.5", "[-2, 2]"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty", "0.0", "(0, infinity)"]),
+        ({"repetition_penalty": -1.0}, ["repetition_penalty", "-1.0"]),
+        ({"n": 0}, ["n ", "0", "at least 1"]),
+        ({"n": True}, ["n ", "True"]),
+        ({"n": 3, "best_of": 2}, ["n=3", "best_of=2"]),
+        ({"best_of": 2, "temperature": 0}, ["best_of=2", "temperature"]),
+        ({"best_of": 2, "output_kind": RequestOutputKind.DELTA}, ["best_of", "DELTA"]),
+        ({"max_tokens": 0}, ["max_tokens", "0", "at least 1"]),
+        ({"min_tokens": -1}, ["min_tokens", "-1"]),
+        ({"min_tokens": 17}, ["min_tokens=17", "max_tokens=16"]),
+        ({"logprobs": -1}, ["logprobs", "-1"]),
+        ({"prompt_logprobs": 1}, ["prompt_logprobs", "not supported"]),
+        ({"bad_words": ["no"]}, ["bad_words", "not supported", "logit_bias"]),
+        ({"stop": ["x", ""]}, ["stop", "empty"]),
+        ({"stop": [1]}, ["stop", "texts"]),
+        ({"stop": "x", "detokenize": False}, ["stop", "detokenize", "stop_token_ids"]),
+        ({"stop_token_ids": [-1]}, ["stop_token_ids", "-1"]),
+        ({"allowed_token_ids": []}, ["allowed_token_ids", "at least one"]),
+        ({"logit_bias": {1: math.nan}}, ["logit_bias[1]", "nan", "[-100, 100]"]),
+        ({"logit_bias": {-3: 1.0}}, ["logit_bias", "-3"]),
+        ({"seed": 1.5}, ["seed", "1.5"]),
+        ({"output_kind": "delta"}, ["output_kind", "'delta'"]),
+    ],
+)
+def test_illegal_values_are_refused_with_name_value_and_range(values: dict[str, Any], names: list[str]) -> None:
+    with pytest.raises(InvalidSamplingParams) as refusal:
+        SamplingParams(**values)
+    assert all(name in str(refusal.value) for name in names), str(refusal.value)
+    assert isinstance(refusal.value, InvalidRequest)
+    assert isinstance(refusal.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0},
+        {"top_p": 1},
+        {"top_k": -1},
+        {"n": 2, "best_of": 3},
+        {"n": 3, "temperature": 0},
+        {"max_tokens": None, "min_tokens": 1000},
+        {"stop": "\n", "stop_token_ids": None, "logit_bias": None, "bad_words": None},
+        {"seed": -7},
+        {"seed": 2**70},
+    ],
+)
+def test_legal_edges_are_accepted(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+def test_one_stop_text_may_be_given_as_a_string() -> None:
+    assert SamplingParams(stop="END").stop_texts == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop_texts == ("a", "b")
+    assert SamplingParams(stop=None).stop_texts == ()
+
+
+def test_clone_changes_only_what_it_is_told_and_checks_it() -> None:
+    params = SamplingParams(temperature=0.5, stop="x", seed=3)
+    changed = params.clone(max_tokens=99)
+    assert changed.max_tokens == 99
+    assert changed.clone(max_tokens=16) == params
+    with pytest.raises(InvalidSamplingParams, match="top_p"):
+        params.clone(top_p=2.0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"stop_token_ids": [100]}, {"logit_bias": {100: 1.0}}, {"allowed_token_ids": [3, 100]}, {"logprobs": 101}],
+)
+def test_vocabulary_bounds_are_checked_when_it_is_known(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    params.check_vocab(101)
+    with pytest.raises(InvalidSamplingParams, match="100"):
+        params.check_vocab(100)
+
+
+def test_stop_tokens_are_the_requests_own_and_the_models_unless_ignored() -> None:
+    assert SamplingParams(stop_token_ids=[7]).all_stop_token_ids([2]) == {2, 7}
+    assert SamplingParams(stop_token_ids=[7], ignore_eos=True).all_stop_token_ids([2]) == {7}
+
+
+def test_forks_have_distinct_seeds_that_follow_from_the_requests() -> None:
+    params = SamplingParams(n=50, seed=1234)
+    seeds = [params.to_sequence_sampling(i, [1], i, 0, []).seed for i in range(50)]
+    assert len(set(seeds)) == 50
+    assert seeds == [params.to_sequence_sampling(9, [1], i, 77, []).seed for i in range(50)]
+    assert seeds[0] == SamplingParams(seed=1234).to_sequence_sampling(0, [1], 0, 0, []).seed
+
+
+def test_the_default_seed_counts_only_where_none_is_given() -> None:
+    seeds = {SamplingParams().to_sequence_sampling(0, [1], 0, default, []).seed for default in range(10)}
+    assert len(seeds) == 10
+
+
+def test_temperatures_too_small_to_divide_by_are_greedy() -> None:
+    assert SamplingParams(temperature=1e-6).to_sequence_sampling(0, [1], 0, 0, []).is_plain_argmax
+    assert not SamplingParams(temperature=1e-4).to_sequence_sampling(0, [1], 0, 0, []).is_greedy
+
+
+def test_best_of_asks_for_the_log_probabilities_it_ranks_by() -> None:
+    assert SamplingParams(n=1, best_of=3).to_sequence_sampling(0, [1], 0, 0, []).logprobs == 0
+    assert SamplingParams(n=3, best_of=3).to_sequence_sampling(0, [1], 0, 0, []).logprobs is None
+
+
+def test_allowing_only_stop_tokens_contradicts_min_tokens() -> None:
+    params = SamplingParams(allowed_token_ids=[2], min_tokens=1)
+    params.to_sequence_sampling(0, [1], 0, 0, [])
+    with pytest.raises(InvalidSamplingParams, match="min_tokens=1"):
+        params.to_sequence_sampling(0, [1], 0, 0, [2])

@@ -1,0 +1,497 @@
+"""Each parameter against its definition; draws against the distribution; independence of the batch, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint.interfaces.batch import SequenceSampling
+from hardpoint.interfaces.errors import WorkerError
+from hardpoint.sampling import Sampler, SamplingParams, ranking
+from hardpoint.sampling.random import stream_key, uniform
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sequence(seq_id: int, seed: int = 0, prompt: tuple[int, ...] = (1,), **values: Any) -> SequenceSampling:
+    return SamplingParams(seed=seed, **values).to_sequence_sampling(seq_id, prompt, 0, 0, [])
+
+
+def draws(logits: torch.Tensor, count: int, **values: Any) -> npt.NDArray[np.int64]:
+    """Sample `count` sequences with seeds 0, 1, ... from the same logits."""
+    sampler = Sampler(logits.shape[-1])
+    for seq_id in range(count):
+        sampler.add(sequence(seq_id, seed=seq_id, **values))
+    return sampler.sample(logits.expand(count, -1), np.arange(count))[0]
+
+
+def reachable(logits: torch.Tensor, **values: Any) -> set[int]:
+    return set(draws(logits, 1500, **values).tolist())
+
+
+def expected_distribution(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> npt.NDArray[np.float64]:
+    """The definition, one row, in float64, with a plain sort."""
+    scaled = logits.double().numpy() / temperature
+    probabilities = np.exp(scaled - scaled.max())
+    probabilities /= probabilities.sum()
+    probabilities[probabilities < min_p * probabilities.max()] = 0.0
+    order = np.lexsort((np.arange(len(scaled)), -scaled))
+    if top_k:
+        probabilities[order[top_k:]] = 0.0
+    probabilities /= probabilities.sum()
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    probabilities[order[before >= top_p]] = 0.0
+    return probabilities / probabilities.sum()
+
+
+def assert_follows(tokens: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]) -> None:
+    """Pearson's chi-square within five standard deviations of its mean, and nothing outside of the support."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    assert counts[probabilities == 0.0].sum() == 0
+    support = probabilities > 0
+    expected = probabilities[support] * len(tokens)
+    order = np.argsort(expected)
+    merged_expected, merged_counts, e, c = [], [], 0.0, 0
+    for index in order:
+        e, c = e + expected[index], c + int(counts[support][index])
+        if e >= 8:
+            merged_expected.append(e)
+            merged_counts.append(c)
+            e, c = 0.0, 0
+    merged_expected[-1] += e
+    merged_counts[-1] += c
+    expected, observed = np.array(merged_expected), np.array(merged_counts)
+    freedom = len(expected) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    assert statistic < freedom + 5 * np.sqrt(2 * max(freedom, 1)), (statistic, freedom)
+
+
+def some_logits(columns: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(columns, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 7},
+        {"top_p": 0.6},
+        {"min_p": 0.1},
+        {"temperature": 1.5, "top_k": 40, "top_p": 0.8},
+        {"temperature": 0.7, "min_p": 0.02, "top_k": 30},
+        {"min_p": 0.05, "top_p": 0.7},
+        {"temperature": 1.3, "min_p": 0.02, "top_k": 25, "top_p": 0.9},
+    ],
+)
+@pytest.mark.parametrize("columns", [50, 700])
+def test_draws_follow_the_defined_distribution(values: dict[str, Any], columns: int) -> None:
+    logits = some_logits(columns)
+    assert_follows(draws(logits, 10_000, **values), expected_distribution(logits, **values))
+
+
+@pytest.mark.parametrize(
+    ("values", "columns", "scale"),
+    [
+        ({"top_p": 0.95}, 6000, 0.1),
+        ({"top_p": 0.2}, 6000, 0.1),
+        ({"top_p": 0.5}, 6000, 3.0),
+        ({"min_p": 0.9}, 6000, 0.1),
+        ({"min_p": 0.8, "top_p": 0.5}, 6000, 0.1),
+        ({"top_k": 2000}, 6000, 0.1),
+        ({"top_k": 2000, "top_p": 0.5}, 6000, 0.1),
+        ({"top_k": 5999}, 6000, 1.0),
+        ({"top_k": 6001}, 6000, 1.0),
+        ({}, 6007, 1.0),
+    ],
+)
+def test_flat_distributions_beyond_every_window_are_drawn_rightly(
+    values: dict[str, Any], columns: int, scale: float
+) -> None:
+    logits = some_logits(columns, scale=scale)
+    assert_follows(draws(logits, 2500, **values), expected_distribution(logits, **values))
+
+
+def test_draws_of_one_sequence_follow_the_distribution_over_its_tokens() -> None:
+    logits = some_logits(20)[None]
+    sampler = Sampler(20)
+    sampler.add(sequence(0, seed=5))
+    tokens = np.array([sampler.sample(logits, np.array([0]))[0][0] for _ in range(4000)])
+    assert_follows(tokens, expected_distribution(logits[0]))
+    pairs = tokens[:-1] * 20 + tokens[1:]
+    joint = np.outer(expected_distribution(logits[0]), expected_distribution(logits[0])).ravel()
+    assert_follows(pairs, joint)
+
+
+def test_uniform_numbers_are_uniform_and_unrelated_between_neighbouring_seeds() -> None:
+    keys = np.array([stream_key(seed) for seed in range(2000)], dtype=np.uint64)
+    table = np.stack([uniform(keys, np.full(2000, counter)) for counter in range(20)])
+    assert table.min() >= 0.0
+    assert table.max() < 1.0
+    bins = np.bincount((table.ravel() * 100).astype(int), minlength=100)
+    assert ((bins - 400) ** 2 / 400).sum() < 99 + 5 * np.sqrt(198)
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.02
+
+
+def test_temperature_zero_takes_the_lowest_id_of_the_highest_logit() -> None:
+    logits = torch.zeros(3, 500)
+    logits[0, [70, 300]] = 2.0
+    logits[1, 499] = 1.0
+    sampler = Sampler(500)
+    for seq_id in range(3):
+        sampler.add(sequence(seq_id, temperature=0))
+    assert sampler.sample(logits, np.arange(3))[0].tolist() == [70, 499, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 400), st.integers(0, 2**32), st.integers(1, 6))
+def test_argmax_is_the_first_of_the_highest(columns: int, seed: int, levels: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(0, levels, (4, columns)).astype(np.float32))
+    assert ranking.argmax(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 400), st.integers(0, 2**32), st.integers(1, 50))
+def test_top_k_is_the_plain_stable_sort(data: st.DataObject, columns: int, seed: int, levels: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(0, levels, (3, columns)).astype(np.float32))
+    k = data.draw(st.integers(1, columns))
+    values, ids = ranking.top_k(logits, k)
+    plain = logits.sort(dim=1, descending=True, stable=True)
+    assert ids.tolist() == plain.indices[:, :k].tolist()
+    assert values.tolist() == plain.values[:, :k].tolist()
+
+
+def test_top_k_keeps_exactly_k_the_lower_ids_among_equals() -> None:
+    logits = torch.zeros(300)
+    logits[250] = 1.0
+    assert reachable(logits, top_k=4) == {250, 0, 1, 2}
+    assert reachable(logits, top_k=1) == {250}
+    assert reachable(logits[:3], top_k=5) == {0, 1, 2}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert reachable(logits, top_p=0.5) == {0}
+    assert reachable(logits, top_p=0.51) == {0, 1}
+    assert reachable(logits, top_p=0.8) == {0, 1, 2}
+    assert reachable(logits, top_p=1e-9) == {0}
+    assert reachable(logits, top_p=1.0) == {0, 1, 2, 3}
+
+
+def test_top_p_is_of_what_top_k_leaves() -> None:
+    logits = torch.tensor([0.4, 0.2, 0.2, 0.2]).log()
+    assert reachable(logits, top_p=0.6) == {0, 1}
+    assert reachable(logits, top_p=0.6, top_k=2) == {0}
+
+
+def test_min_p_keeps_tokens_by_their_ratio_to_the_best() -> None:
+    logits = torch.tensor([0.5, 0.26, 0.12, 0.12]).log()
+    assert reachable(logits, min_p=0.5) == {0, 1}
+    assert reachable(logits, min_p=0.2) == {0, 1, 2, 3}
+    assert reachable(logits, min_p=1.0) == {0}
+
+
+def test_min_p_is_of_the_distribution_after_temperature() -> None:
+    logits = torch.tensor([0.5, 0.26, 0.12, 0.12]).log()
+    assert reachable(logits, min_p=0.5, temperature=10.0) == {0, 1, 2, 3}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 60), st.integers(1, 6), st.data())
+def test_kept_sets_equal_the_definition_with_many_ties(
+    seed: int, columns: int, levels: int, data: st.DataObject
+) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(0, levels, columns).astype(np.float32))
+    values = {
+        "top_k": data.draw(st.integers(0, columns + 1)),
+        "top_p": data.draw(st.sampled_from([1.0, 0.93, 0.55, 0.31])),
+        "min_p": data.draw(st.sampled_from([0.0, 0.3, 0.9])),
+    }
+    support = set(np.flatnonzero(expected_distribution(logits, **values)).tolist())
+    assert set(draws(logits, 200, **values).tolist()) <= support
+    if len(support) <= 4:
+        assert reachable(logits, **values) == support
+
+
+def penalised_logits(logits: torch.Tensor, prompt: tuple[int, ...], output: tuple[int, ...], **values: Any) -> set[int]:
+    """Sample `output` (forced), then return the greedy token of the penalised logits."""
+    sampler = Sampler(len(logits))
+    sampler.add(sequence(0, prompt=prompt, temperature=0, **values))
+    for token_id in output:
+        sampler.observe(np.array([0]), np.array([token_id]))
+    return set(sampler.sample(logits[None], np.array([0]))[0].tolist())
+
+
+def test_presence_penalty_is_subtracted_once_from_generated_tokens() -> None:
+    logits = torch.tensor([3.0, 2.5, 0.0])
+    assert penalised_logits(logits, (0,), (), presence_penalty=1.0) == {0}
+    assert penalised_logits(logits, (), (0, 0, 0), presence_penalty=0.4) == {0}
+    assert penalised_logits(logits, (), (0,), presence_penalty=0.6) == {1}
+
+
+def test_frequency_penalty_is_subtracted_for_each_time_a_token_was_generated() -> None:
+    logits = torch.tensor([3.0, 2.5, 0.0])
+    assert penalised_logits(logits, (0, 0, 0, 0), (), frequency_penalty=0.2) == {0}
+    assert penalised_logits(logits, (), (0, 0), frequency_penalty=0.2) == {0}
+    assert penalised_logits(logits, (), (0, 0, 0), frequency_penalty=0.2) == {1}
+    assert penalised_logits(logits, (), (2, 2, 2), frequency_penalty=-1.5) == {2}
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_prompt_and_output() -> None:
+    assert penalised_logits(torch.tensor([3.0, 2.5, 0.0]), (0,), (), repetition_penalty=1.25) == {1}
+    assert penalised_logits(torch.tensor([3.0, 2.5, 0.0]), (2,), (0,), repetition_penalty=1.25) == {1}
+    assert penalised_logits(torch.tensor([3.0, 2.5, 0.0]), (0,), (), repetition_penalty=1.15) == {0}
+    assert penalised_logits(torch.tensor([-1.0, -1.2, -9.0]), (0,), (), repetition_penalty=1.3) == {1}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 19)), st.lists(st.integers(0, 19), max_size=90), st.integers(0, 1000))
+def test_all_penalties_together_give_the_formulas_distribution(prompt: list[int], output: list[int], seed: int) -> None:
+    logits = some_logits(20, seed)
+    repetition, frequency, presence = 1.3, 0.2, 0.5
+    expected = logits.clone()
+    for token_id in set(prompt) | set(output):
+        value = expected[token_id]
+        expected[token_id] = value / repetition if value > 0 else value * repetition
+    for token_id in set(output):
+        expected[token_id] -= frequency * output.count(token_id) + presence
+    values = {"repetition_penalty": repetition, "frequency_penalty": frequency, "presence_penalty": presence}
+    assert penalised_logits(logits, tuple(prompt), tuple(output), **values) == {int(expected.argmax())}
+
+
+def test_a_sequences_own_samples_are_penalised() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    sampler = Sampler(4)
+    sampler.add(sequence(0, temperature=0, presence_penalty=2.0, frequency_penalty=2.0))
+    assert [int(sampler.sample(logits, np.array([0]))[0][0]) for _ in range(5)] == [0, 1, 2, 3, 0]
+
+
+def test_logit_bias_is_added() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert reachable(logits, temperature=0, logit_bias={0: 3.5}) == {0}
+    assert reachable(logits, logit_bias={3: -100, 2: -100}) == {0, 1}
+    tokens = draws(logits, 4000, logit_bias={1: 0.7})
+    assert_follows(tokens, expected_distribution(logits + torch.tensor([0.0, 0.7, 0.0, 0.0])))
+
+
+def test_only_allowed_tokens_are_sampled_whatever_their_bias() -> None:
+    logits = some_logits(100)
+    assert reachable(logits, allowed_token_ids=[5, 60, 61]) == {5, 60, 61}
+    assert reachable(logits, allowed_token_ids=[60], logit_bias={3: 100.0}) == {60}
+
+
+def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    sampler = Sampler(3)
+    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[1])
+    sampler.add(params.to_sequence_sampling(0, [1], 0, 0, [2]))
+    ids = np.array([0])
+    assert not sampler.all_plain_argmax(ids)
+    assert [int(sampler.sample(logits, ids)[0][0]) for _ in range(4)] == [0, 0, 2, 2]
+    assert sampler.all_plain_argmax(ids)
+
+
+def test_logits_are_not_changed() -> None:
+    logits = some_logits(200)[None].repeat(2, 1)
+    before = logits.clone()
+    sampler = Sampler(200)
+    values = {"repetition_penalty": 1.5, "logit_bias": {1: 5.0}, "allowed_token_ids": [1, 2], "logprobs": 2, "top_k": 2}
+    sampler.add(sequence(0, **values))
+    sampler.add(sequence(1, temperature=0.5))
+    sampler.sample(logits, np.arange(2))
+    assert torch.equal(logits, before)
+
+
+VARIED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.0},
+    {"top_k": 5},
+    {"top_k": 900, "temperature": 2.0},
+    {"top_k": 3000, "temperature": 2.0},
+    {"top_p": 0.3},
+    {"top_p": 0.9, "temperature": 3.0},
+    {"top_p": 0.999, "temperature": 9.0},
+    {"min_p": 0.2},
+    {"min_p": 0.001, "temperature": 5.0},
+    {"min_p": 0.001, "top_p": 0.9, "temperature": 5.0},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 0, "frequency_penalty": 1.0},
+    {"logit_bias": {3: 4.0}},
+    {"logprobs": 3},
+    {"temperature": 0, "logprobs": 7},
+]
+
+
+@pytest.mark.parametrize("columns", [5003, 49152])
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16-ties"])
+def test_a_rows_result_is_the_same_bit_for_bit_alone_and_in_any_batch(columns: int, rounded: bool) -> None:
+    # Two threads: where an operator splits a long row between them, one row alone is rounded otherwise than among others.
+    torch.set_num_threads(2)
+    steps, count = 2, 2 * len(VARIED)
+    logits = some_logits(steps * count * columns, 1, 2.5).view(steps, count, columns)
+    if rounded:
+        logits = logits.bfloat16().float()
+    together = Sampler(columns)
+    alone = [Sampler(columns) for _ in range(count)]
+    for seq_id in range(count):
+        sampling = sequence(seq_id, seed=seq_id, prompt=(1, 2, 3), **VARIED[seq_id % len(VARIED)])
+        together.add(sampling)
+        alone[seq_id].add(sampling)
+    for step in range(steps):
+        order = np.random.default_rng(step).permutation(count)
+        tokens, logprobs = together.sample(logits[step, order], order)
+        for row, seq_id in enumerate(order.tolist()):
+            token, logprob = alone[seq_id].sample(logits[step, seq_id : seq_id + 1], np.array([seq_id]))
+            assert token[0] == tokens[row], VARIED[seq_id % len(VARIED)]
+            assert (0 in logprob) == (row in logprobs)
+            if 0 in logprob:
+                assert logprob[0].logprobs.tobytes() == logprobs[row].logprobs.tobytes()
+                assert logprob[0].token_ids.tolist() == logprobs[row].token_ids.tolist()
+
+
+def test_a_seed_gives_the_same_tokens_whatever_steps_a_sequence_sits_out() -> None:
+    logits = some_logits(100)[None]
+
+    def run(pauses: set[int]) -> list[int]:
+        sampler = Sampler(100)
+        sampler.add(sequence(0, seed=11))
+        sampler.add(sequence(1, seed=12))
+        tokens = []
+        for step in range(12):
+            if step in pauses:
+                sampler.sample(logits, np.array([1]))
+            else:
+                tokens.append(int(sampler.sample(logits, np.array([0]))[0][0]))
+        return tokens
+
+    assert run({3, 4, 8}) == run(set())[:9]
+
+
+def test_seeds_differ() -> None:
+    logits = torch.zeros(1, 1000)
+    outputs = set()
+    for seed in range(20):
+        sampler = Sampler(1000)
+        sampler.add(sequence(0, seed=seed))
+        outputs.add(tuple(int(sampler.sample(logits, np.array([0]))[0][0]) for _ in range(3)))
+    assert len(outputs) == 20
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    logits = some_logits(5 * 300, 4).view(5, 300)
+    sampler = Sampler(300)
+    for seq_id in range(5):
+        values = {"temperature": 5.0, "top_k": 50, "repetition_penalty": 1.4, "logit_bias": {7: 3.0}}
+        sampler.add(sequence(seq_id, seed=seq_id, logprobs=seq_id if seq_id else None, **values))
+    tokens, logprobs = sampler.sample(logits, np.arange(5))
+    assert sorted(logprobs) == [1, 2, 3, 4]
+    expected = torch.log_softmax(logits.double(), dim=1)
+    for row, entry in logprobs.items():
+        assert entry.token_ids[0] == tokens[row]
+        assert entry.token_ids[1:].tolist() == expected[row].topk(row).indices.tolist()
+        assert entry.logprobs.dtype == np.float32
+        np.testing.assert_allclose(entry.logprobs, expected[row][torch.from_numpy(entry.token_ids)], atol=1e-5)
+        assert entry.rank == int((expected[row] > expected[row][tokens[row]]).sum()) + 1
+
+
+def test_logprobs_zero_returns_the_sampled_token_only() -> None:
+    sampler = Sampler(10)
+    sampler.add(sequence(0, temperature=0, logprobs=0))
+    logits = torch.arange(10.0)[None]
+    _, logprobs = sampler.sample(logits, np.array([0]))
+    assert logprobs[0].token_ids.tolist() == [9]
+    assert logprobs[0].rank == 1
+
+
+def test_all_plain_argmax_only_without_anything_else_to_do() -> None:
+    sampler = Sampler(50)
+    for seq_id, values in enumerate([{}, {"logprobs": 0}, {"presence_penalty": 1.0}, {"allowed_token_ids": [1]}]):
+        sampler.add(sequence(seq_id, temperature=0, **values))
+    sampler.add(sequence(4))
+    assert sampler.all_plain_argmax(np.array([0]))
+    for seq_id in range(1, 5):
+        assert not sampler.all_plain_argmax(np.array([0, seq_id]))
+
+
+def test_many_sequences_come_and_go() -> None:
+    sampler = Sampler(30)
+    logits = some_logits(30).expand(300, -1)
+    rng = np.random.default_rng(0)
+    alive: set[int] = set()
+    for start in range(0, 3000, 300):
+        for seq_id in range(start, start + 300):
+            sampler.add(sequence(seq_id, temperature=0, allowed_token_ids=[seq_id % 30]))
+            alive.add(seq_id)
+        gone = rng.choice(sorted(alive), 200, replace=False).tolist()
+        sampler.remove([*gone, 10**9])
+        alive -= set(gone)
+        asked = rng.permutation(sorted(alive))[:300]
+        assert (sampler.sample(logits[: len(asked)], asked)[0] == asked % 30).all()
+    assert len(sampler) == len(alive) == 1000
+
+
+def test_unknown_and_repeated_sequences_are_errors() -> None:
+    sampler = Sampler(10)
+    sampler.add(sequence(3))
+    with pytest.raises(ValueError, match="3"):
+        sampler.add(sequence(3))
+    with pytest.raises(KeyError, match="4"):
+        sampler.sample(torch.zeros(2, 10), np.array([3, 4]))
+
+
+@pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 9}])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all masked"])
+def test_logits_that_are_not_finite_are_an_error_not_a_token(values: dict[str, Any], poison: float | str) -> None:
+    logits = some_logits(400)[None]
+    if isinstance(poison, float):
+        logits[0, 77] = poison
+    else:
+        logits[:] = -torch.inf
+    sampler = Sampler(400)
+    sampler.add(sequence(0, **values))
+    with pytest.raises(WorkerError, match="NaN"):
+        sampler.sample(logits, np.array([0]))
+
+
+@pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_extreme_temperatures_and_masked_tokens_are_no_trouble(values: dict[str, Any]) -> None:
+    logits = some_logits(400, scale=30.0)
+    logits[::2] = -torch.inf
+    best = int(logits.argmax())
+    assert set(draws(logits, 50, temperature=1e-4, **values).tolist()) == {best}
+    assert all(token % 2 for token in draws(logits, 500, temperature=1e6, **values).tolist())
+
+
+def test_a_backends_argmax_is_used() -> None:
+    class Kernels:
+        calls = 0
+
+        def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return logits.argmax(1)
+
+    kernels = Kernels()
+    sampler = Sampler(40, kernels)  # type: ignore[arg-type]
+    sampler.add(sequence(0, temperature=0, logprobs=1))
+    logits = some_logits(40)[None]
+    assert sampler.sample(logits, np.array([0]))[0][0] == int(logits.argmax())
+    assert kernels.calls == 1

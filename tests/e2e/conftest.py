@@ -1,0 +1,100 @@
+"""End to end: the real demo model, on the discovered CPU backend, against transformers as the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import LLM, SamplingParams
+
+PROMPTS = [
+    "The capital of France is",
+    "Give three facts about the moon.",
+    "def fibonacci(n):",
+    "Once upon a time, in a small village by the sea,",
+    "Explain why the sky is blue.",
+    "1, 1, 2, 3, 5, 8,",
+    "The quick brown fox",
+    "Water boils at",
+    "import numpy as np\n\ndef softmax(x):",
+    "List the planets of the solar system:",
+    "Translate to French: Good morning, my friend.",
+    "Roses are red,",
+    "In 1969, astronauts",
+    "The derivative of x squared is",
+    "Dear Sir or Madam,",
+    "SELECT name FROM users WHERE",
+    "Photosynthesis is the process by which",
+    "Q: What is the tallest mountain on Earth?\nA:",
+    "The three primary colours are",
+    "To make a good cup of tea, first",
+]
+
+
+@contextmanager
+def engine(**settings: Any) -> Iterator[LLM]:
+    """Make an engine of the demo model with float32 weights, and shut it down."""
+    settings = {"dtype": "float32", "backend": "cpu", "max_model_len": 1024, "num_device_blocks": 256} | settings
+    llm = LLM("demo", **settings)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    return PROMPTS
+
+
+@pytest.fixture(scope="session")
+def make_engine() -> Callable[..., Any]:
+    return engine
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Callable[..., SamplingParams]:
+    def params(max_tokens: int = 24, **more: Any) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+    return params
+
+
+class Oracle:
+    """transformers' own model with the demo's weights: logits of every position of a token sequence."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from hardpoint.models import open_model
+
+        path = open_model("demo").path
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], since: int) -> torch.Tensor:
+        """Return float32[len(token_ids) - since, vocab]: row i predicts token `since + i`."""
+        output = self.model(torch.tensor([token_ids]), logits_to_keep=len(token_ids) - since + 1)
+        return output.logits[0, :-1].float()
+
+
+@pytest.fixture(scope="session")
+def oracle_float32() -> Oracle:
+    return Oracle(torch.float32)
+
+
+@pytest.fixture(scope="session")
+def oracle_bfloat16() -> Oracle:
+    return Oracle(torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def reference_tokens(make_engine: Any, greedy: Any) -> list[list[int]]:
+    """Greedy tokens of every prompt served alone, in one chunk, without prefix cache."""
+    with make_engine(enable_prefix_caching=False, max_num_seqs=1) as llm:
+        return [list(llm.generate(prompt, greedy())[0].outputs[0].token_ids) for prompt in PROMPTS]

@@ -1,0 +1,287 @@
+"""What users of the engine rely on, with the demo model: outputs, streaming, stops, aborts, errors that leave others unharmed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hardpoint import LLM, LLMEngine, SamplingParams
+from hardpoint.interfaces.errors import (
+    BackendNotFound,
+    CapabilityRefused,
+    ConfigError,
+    EmptyPrompt,
+    EngineDead,
+    InvalidRequest,
+    InvalidSamplingParams,
+    KVCacheTooSmall,
+    ModelNotFound,
+    PromptTooLong,
+    RequestNeverFits,
+    TokenOutOfRange,
+    WorkerError,
+)
+from hardpoint.sampling import RequestOutputKind
+
+
+@pytest.fixture(scope="module")
+def llm(make_engine: Any) -> Iterator[LLM]:
+    with make_engine() as llm:
+        yield llm
+
+
+def _drain(engine: LLMEngine) -> dict[str, list[Any]]:
+    outputs: dict[str, list[Any]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def test_generate_answers_with_text_tokens_and_a_reason(llm: LLM) -> None:
+    (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+    assert output.finished
+    assert "Paris" in output.outputs[0].text
+    assert len(output.outputs[0].token_ids) == 8
+    assert output.outputs[0].finish_reason == "length"
+    assert output.metrics.arrival_time <= output.metrics.first_token_time <= output.metrics.finished_time
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_parameters_of_their_own(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
+    outputs = llm.generate(["one two", "three four", "five six"], params)
+    assert [o.prompt for o in outputs] == ["one two", "three four", "five six"]
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 2, 5]
+
+
+@pytest.mark.parametrize("form", ["list", "mapping", "nested"])
+def test_token_ids_are_a_prompt_in_every_form(llm: LLM, form: str) -> None:
+    ids = llm.get_tokenizer().encode("The capital of France is")
+    prompt: Any = {"list": ids, "mapping": {"prompt_token_ids": ids}, "nested": [ids]}[form]
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4))
+    assert output.prompt_token_ids == ids
+    assert "Paris" in output.outputs[0].text
+
+
+def test_a_conversation_is_written_by_the_models_template_and_ends_at_end_of_text(llm: LLM) -> None:
+    (output,) = llm.chat(
+        [{"role": "user", "content": "What is 2+2? Answer with one number."}],
+        SamplingParams(temperature=0, max_tokens=60),
+    )
+    assert "<|im_start|>user" in output.prompt
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason is None
+    assert "<|im_end|>" not in output.outputs[0].text
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_streamed_text_adds_up_to_the_final_text(llm: LLM, kind: RequestOutputKind) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (expected,) = llm.generate("Write emoji: 🌍🚀 and 你好. More emoji:", params)
+    llm.engine.add_request("s", "Write emoji: 🌍🚀 and 你好. More emoji:", params.clone(output_kind=kind))
+    outputs = _drain(llm.engine)["s"]
+    assert len(outputs) > 10
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    texts = [o.outputs[0].text for o in outputs]
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    if kind is RequestOutputKind.DELTA:
+        assert "".join(texts) == expected.outputs[0].text
+        assert list(itertools.chain(*tokens)) == list(expected.outputs[0].token_ids)
+    else:
+        assert texts[-1] == expected.outputs[0].text
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompt = "Count: one, two, three, four,"
+    full = llm.generate(prompt, params)[0].outputs[0].text
+    stop = full[len(full) // 2 :][:5]
+    (output,) = llm.generate(prompt, params.clone(stop=[stop]))
+    assert output.outputs[0].text == full[: full.index(stop)]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason == stop
+    (kept,) = llm.generate(prompt, params.clone(stop=[stop], include_stop_str_in_output=True))
+    assert kept.outputs[0].text == full[: full.index(stop)] + stop
+
+
+def test_a_stop_token_ends_the_sequence_and_is_named(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    tokens = list(llm.generate("Once upon a time", params)[0].outputs[0].token_ids)
+    stop = tokens[6]
+    (output,) = llm.generate("Once upon a time", params.clone(stop_token_ids=[stop]))
+    assert list(output.outputs[0].token_ids) == tokens[: tokens.index(stop) + 1]
+    assert output.outputs[0].stop_reason == stop
+
+
+def test_n_completions_of_one_prompt_are_indexed_and_differ(llm: LLM) -> None:
+    (output,) = llm.generate("My favourite animal is", SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=12))
+    assert [o.index for o in output.outputs] == [0, 1, 2, 3]
+    assert len({o.text for o in output.outputs}) > 1
+
+
+def test_best_of_returns_the_most_probable_of_the_sampled(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=8, logprobs=0, ignore_eos=True)
+    (every,) = llm.generate("My favourite animal is", params)
+    (best,) = llm.generate("My favourite animal is", params.clone(n=1, best_of=4))
+    ranked = sorted(every.outputs, key=lambda o: o.cumulative_logprob, reverse=True)
+    assert best.outputs[0].token_ids == ranked[0].token_ids
+    assert len(best.outputs) == 1
+
+
+def test_logprobs_are_those_of_the_sampled_token_and_the_best(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
+    completion = llm.generate("The capital of France is", params)[0].outputs[0]
+    assert len(completion.logprobs) == 5
+    for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entries[token_id].rank == 1
+        assert len(entries) == 3
+        assert entries[token_id].logprob == max(e.logprob for e in entries.values()) <= 0
+    assert math.isclose(
+        completion.cumulative_logprob,
+        sum(e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)),
+        rel_tol=1e-6,
+    )
+
+
+def test_embeddings_have_length_one_and_see_meaning(llm: LLM) -> None:
+    texts = ["The cat sat on the mat.", "A kitten rests on a rug.", "Quarterly revenue rose by 4 %."]
+    outputs = llm.embed(texts)
+    vectors = [o.outputs.embedding for o in outputs]
+    assert all(math.isclose(sum(x * x for x in v), 1.0, rel_tol=1e-4) for v in vectors)
+    again = llm.embed(texts[1])[0].outputs.embedding
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(vectors[1], again, strict=True))
+
+
+def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(llm: LLM) -> None:
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=2)
+    expected = [o.token_ids for o in llm.generate("The capital of France is", params)[0].outputs]
+    engine.add_request("stays", "The capital of France is", params)
+    engine.add_request("goes", "Once upon a time", params)
+    engine.add_request("never starts", "Dear Sir", params)
+    engine.abort_request("never starts")
+    for _ in range(3):
+        engine.step()
+    engine.abort_request(["goes", "unknown"])
+    outputs = _drain(engine)
+    assert list(outputs) == ["stays"]
+    assert [o.token_ids for o in outputs["stays"][-1].outputs] == expected
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        pytest.param("", EmptyPrompt, id="empty-text"),
+        pytest.param([[]], EmptyPrompt, id="empty-token-list"),
+        pytest.param({"prompt_token_ids": [1] * 1024}, PromptTooLong, id="no-room-for-a-token"),
+        pytest.param({"prompt_token_ids": [5, 49152]}, TokenOutOfRange, id="beyond-the-vocabulary"),
+        pytest.param({"prompt_token_ids": [5, -1]}, TokenOutOfRange, id="negative-token"),
+        pytest.param({"prompt_token_ids": [5, 2.5]}, InvalidRequest, id="not-an-integer"),
+        pytest.param({"text": "x"}, InvalidRequest, id="unknown-form"),
+    ],
+)
+def test_a_bad_prompt_is_one_typed_error_and_the_engine_goes_on(llm: LLM, prompt: Any, error: type[Exception]) -> None:
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add_request("good", "The capital of France is", params)
+    engine.step()
+    with pytest.raises(error):
+        llm.generate(prompt, params)
+    with pytest.raises(error):
+        engine.add_request("bad", prompt if not isinstance(prompt, list) else prompt[0], params)
+    assert len(_drain(engine)["good"][-1].outputs[0].token_ids) == 4
+
+
+def test_bad_parameters_are_typed_errors_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidSamplingParams, match="stop_token_ids"):
+        llm.generate("x", SamplingParams(stop_token_ids=[10**6]))
+    with pytest.raises(InvalidSamplingParams, match="completions"):
+        llm.generate("x", SamplingParams(n=300))
+    with pytest.raises(ConfigError, match="2 sampling parameters for 1 prompts"):
+        llm.generate("x", [SamplingParams(), SamplingParams()])
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
+    llm.engine.add_request("twice", "x", SamplingParams())
+    with pytest.raises(InvalidRequest, match="twice"):
+        llm.engine.add_request("twice", "y", SamplingParams())
+    llm.engine.abort_request("twice")
+
+
+def test_a_failing_worker_ends_its_step_and_the_engine_serves_the_next(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine.add_request("lost", "Once upon a time", params)
+    engine.step()
+    executor = engine._core.executor
+
+    def fail(step: Any) -> Any:
+        raise RuntimeError("device fell off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "execute", fail)
+        with pytest.raises(WorkerError, match="device fell off"):
+            engine.step()
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().blocks_used == 0
+    assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
+
+
+def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_engine: Any) -> None:
+    with make_engine(num_device_blocks=2, block_size=16, max_model_len=512) as llm:
+        with pytest.raises(RequestNeverFits):
+            llm.generate({"prompt_token_ids": [5] * 40})
+        assert llm.generate("Hello", SamplingParams(max_tokens=3))[0].finished
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "text"),
+    [
+        pytest.param("/no/such/model", {}, ModelNotFound, "/no/such/model", id="unknown-model"),
+        pytest.param("demo", {"backend": "abacus"}, BackendNotFound, "abacus", id="unknown-backend"),
+        pytest.param("demo", {"block_size": 24}, CapabilityRefused, "block size 24", id="block-size"),
+        pytest.param("demo", {"max_model_len": 10**6}, ConfigError, "max_model_len", id="context-beyond-the-models"),
+        pytest.param("demo", {"memory_utilization": 1e-6}, KVCacheTooSmall, "max_model_len", id="no-memory-for-kv"),
+        pytest.param("demo", {"enable_sleep_mode": True}, CapabilityRefused, "sleep", id="sleep-not-claimed"),
+        pytest.param("demo", {"dtype": "int7"}, ConfigError, "int7", id="unknown-dtype"),
+        pytest.param("demo", {"kv_dtype": "float8_e4m3fn"}, CapabilityRefused, "float8", id="kv-dtype"),
+        pytest.param("demo", {"no_such_setting": 1}, ConfigError, "no_such_setting", id="unknown-setting"),
+        pytest.param("demo", {"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size", id="world-size"),
+    ],
+)
+def test_an_impossible_engine_is_one_typed_error(
+    model: str, settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        LLM(model, **({"backend": "cpu"} | settings))
+
+
+def test_settings_are_understood_under_the_names_of_other_engines() -> None:
+    from hardpoint import EngineConfig
+
+    config = EngineConfig.from_arguments("demo", {"gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 7})
+    assert (config.memory_utilization, config.num_device_blocks) == (0.5, 7)
+
+
+def test_a_shut_down_engine_says_so(make_engine: Any) -> None:
+    with make_engine(num_device_blocks=8, max_model_len=64) as llm:
+        pass
+    llm.shutdown()
+    with pytest.raises(EngineDead):
+        llm.generate("x")
+
+
+def test_two_engines_live_side_by_side(make_engine: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with make_engine(dtype="bfloat16") as first, make_engine() as second:
+        texts = [engine.generate("The capital of France is", params)[0].outputs[0].text for engine in (first, second)]
+        assert all("Paris" in text for text in texts)

@@ -1,0 +1,43 @@
+"""Greedy tokens of the demo model equal transformers'.
+
+The oracle runs over the prompt and our tokens in one pass: that each of our tokens is the argmax of the oracle's logits before it
+is, by induction, the same as equality with its own greedy decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _generate(make_engine: Any, greedy: Any, prompts: list[str], **settings: Any) -> list[tuple[list[int], int]]:
+    with make_engine(**settings) as llm:
+        outputs = llm.generate(prompts, greedy(64))
+    return [([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids)) for o in outputs]
+
+
+def test_float32_tokens_equal_the_oracles_on_20_prompts_of_64_tokens(
+    make_engine: Any, greedy: Any, prompts: list[str], oracle_float32: Any
+) -> None:
+    for tokens, prompt_len in _generate(make_engine, greedy, prompts):
+        assert len(tokens) - prompt_len == 64
+        expected = oracle_float32.logits(tokens, prompt_len).argmax(dim=-1).tolist()
+        assert tokens[prompt_len:] == expected
+
+
+def test_bfloat16_tokens_equal_the_oracles_wherever_its_margin_exceeds_its_own_rounding_error(
+    make_engine: Any, greedy: Any, prompts: list[str], oracle_float32: Any, oracle_bfloat16: Any
+) -> None:
+    """The logit-margin rule.
+
+    A token may differ from the float32 oracle's argmax only where the oracle prefers its own by less than twice the error that plain
+    bfloat16 inference (transformers) makes at that position.
+    """
+    for tokens, prompt_len in _generate(make_engine, greedy, prompts, dtype="bfloat16"):
+        exact, rounded = oracle_float32.logits(tokens, prompt_len), oracle_bfloat16.logits(tokens, prompt_len)
+        bound = 2 * (rounded - exact).abs().max(dim=-1).values
+        chosen = exact.gather(1, torch.tensor(tokens[prompt_len:])[:, None])[:, 0]
+        margin = exact.max(dim=-1).values - chosen
+        assert bool((margin <= bound).all())
+        assert int((margin > 0).sum()) <= 8, "most tokens are the oracle's own"
