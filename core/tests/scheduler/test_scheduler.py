@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.errors import (
     ConfigError,
@@ -453,6 +454,15 @@ def test_fcfs_does_not_pass_over_a_large_request() -> None:
     step(s)
     large, small = s.add_request([2] * 20, max_tokens=1), s.add_request([3], max_tokens=1)
     assert list(finish_all(s)) == [running, large, small]
+
+
+def test_a_request_that_did_not_fit_is_admitted_when_others_have_computed_its_prefix() -> None:
+    s = scheduler(num_device_blocks=12, max_num_batched_tokens=8)
+    first = s.add_request([1] * 28, max_tokens=20)
+    second = s.add_request([1] * 28, max_tokens=1)
+    while s.finish_reason(second) is None:
+        assert s.finish_reason(first) is None
+        step(s)
 
 
 def test_priority_serves_lower_numbers_first() -> None:
