@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from hardpoint.interfaces import Refusal
 from hardpoint.interfaces.capabilities import AttentionLayer, AttentionRequest
 from hardpoint.interfaces.dtypes import DType
 from hardpoint_cpu import _native
 from hardpoint_cpu.attention import CpuAttention, InvalidBatch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from .reference import DEVICE, assert_accurate, make_case, with_blocks_moved
 
