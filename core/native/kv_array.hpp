@@ -1,5 +1,9 @@
 // Fixed-size array of plain values, aligned to a cache line.
 #pragma once
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +14,7 @@
 namespace hardpoint {
 
 inline constexpr size_t kCacheLine = 64;
+inline constexpr size_t kHugePage = size_t{2} << 20;
 
 template <class T>
 class Array {
@@ -20,10 +25,15 @@ class Array {
 
   // Elements start as zero bytes. The memory is written here, so that no page fault falls into a scheduling step.
   explicit Array(size_t size) : size_(size) {
-    const size_t bytes = (size * sizeof(T) + kCacheLine - 1) / kCacheLine * kCacheLine;
-    if (bytes == 0) return;
-    data_.reset(static_cast<T*>(std::aligned_alloc(kCacheLine, bytes)));
+    if (size == 0) return;
+    const size_t alignment = size * sizeof(T) >= kHugePage ? kHugePage : kCacheLine;
+    const size_t bytes = (size * sizeof(T) + alignment - 1) / alignment * alignment;
+    data_.reset(static_cast<T*>(std::aligned_alloc(alignment, bytes)));
     if (!data_) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    // Tables of many blocks are read at random: with small pages each access would miss the processor's page cache too.
+    if (alignment == kHugePage) madvise(data_.get(), bytes, MADV_HUGEPAGE);
+#endif
     std::memset(static_cast<void*>(data_.get()), 0, bytes);
   }
 

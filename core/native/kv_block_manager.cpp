@@ -35,7 +35,6 @@ BlockStats BlockManager::stats() const {
 
 BlockId BlockManager::take_device_block() {
   const BlockId block = device_.take_free();
-  device_.prefetch(device_.peek_free());
   if (config_.enable_prefix_caching && cache_.contains(block)) {
     cache_.erase(block);
     ++evictions_;
@@ -100,7 +99,21 @@ AllocStatus BlockManager::can_take(int64_t num_blocks) const {
 
 void BlockManager::allocate(BlockTable& table, const PrefixMatch& match, int32_t total_blocks) {
   for (int32_t i = 0; i < match.num_blocks; ++i) device_.add_ref(table.blocks[i]);
-  for (int32_t i = match.num_blocks; i < total_blocks; ++i) table.blocks[i] = take_device_block();
+  // Looks ahead on the free list, so that what the eviction of a block touches is in the processor's cache by its turn.
+  BlockId slot_ahead = device_.peek_free(), node_ahead = slot_ahead;
+  for (int32_t i = 0; config_.enable_prefix_caching && i < kSlotDistance; ++i) {
+    node_ahead = device_.next_free(node_ahead);
+    if (i >= kNodeDistance) slot_ahead = device_.next_free(slot_ahead);
+  }
+  for (int32_t i = match.num_blocks; i < total_blocks; ++i) {
+    if (config_.enable_prefix_caching) {
+      cache_.prefetch_entry(node_ahead);
+      cache_.prefetch_slot_of(slot_ahead);
+      node_ahead = device_.next_free(node_ahead);
+      slot_ahead = device_.next_free(slot_ahead);
+    }
+    table.blocks[i] = take_device_block();
+  }
   table.num_blocks = total_blocks;
   table.num_registered = match.num_blocks;
   table.parent = match.parent;
@@ -128,22 +141,36 @@ void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, i
   if (!config_.enable_prefix_caching || table.epoch != epoch_) return;
   const int32_t size = config_.block_size;
   const auto full = static_cast<int32_t>(num_computed / size);
-  for (; table.num_registered < full; ++table.num_registered) {
-    const int32_t* block_tokens = tokens + static_cast<int64_t>(table.num_registered) * size;
-    BlockId& own = table.blocks[table.num_registered];
-    table.chain_hash = cache_.extend_hash(table.chain_hash, block_tokens);
-    const BlockId cached = cache_.find(table.chain_hash, table.parent, block_tokens);
-    if (cached == kNoBlock) {
-      table.parent = cache_.insert(own, table.chain_hash, table.parent, table.root, block_tokens);
-      continue;
+  const int32_t first = table.num_registered;
+  uint64_t hashes[kSlotDistance];
+  uint64_t ahead = table.chain_hash;
+  for (int32_t i = first; i < full + kSlotDistance; ++i) {
+    const int32_t at = i - kSlotDistance;
+    if (at >= first) {
+      table.chain_hash = hashes[at % kSlotDistance];
+      register_block(table, at, tokens + static_cast<int64_t>(at) * size);
     }
-    table.parent = cache_.node_id(cached);
-    if (cached != own) {
-      device_.add_ref(cached);
-      release_device_block(own);
-      own = cached;
+    if (i < full) {
+      ahead = cache_.extend_hash(ahead, tokens + static_cast<int64_t>(i) * size);
+      hashes[i % kSlotDistance] = ahead;
+      cache_.prefetch_slot(ahead);
     }
   }
+}
+
+void BlockManager::register_block(BlockTable& table, int32_t index, const int32_t* tokens) {
+  BlockId& own = table.blocks[index];
+  table.num_registered = index + 1;
+  const BlockId cached = cache_.find(table.chain_hash, table.parent, tokens);
+  if (cached == kNoBlock) {
+    table.parent = cache_.insert(own, table.chain_hash, table.parent, table.root, tokens);
+    return;
+  }
+  table.parent = cache_.node_id(cached);
+  if (cached == own) return;
+  device_.add_ref(cached);
+  release_device_block(own);
+  own = cached;
 }
 
 void BlockManager::fork(BlockTable& parent, BlockTable& child, int64_t num_computed) {

@@ -125,6 +125,7 @@ class BlockManager {
  private:
   BlockId take_device_block();
   void release_device_block(BlockId block);
+  void register_block(BlockTable& table, int32_t index, const int32_t* tokens);
   bool shares_block_of(const BlockTable& table, int64_t position) const {
     if (!table.may_share_tail || position % config_.block_size == 0) return false;
     const int64_t index = position / config_.block_size;

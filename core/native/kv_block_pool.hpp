@@ -22,6 +22,8 @@ class BlockPool {
 
   // The free block of least worth. Requires num_free() > 0 (for take_free).
   BlockId peek_free() const { return blocks_[size_].next; }
+  // The free block after this one; size() at the end, and the first one after size().
+  BlockId next_free(BlockId block) const { return blocks_[block].next; }
   BlockId take_free();
 
   // Another owner; a free block leaves the free list.
@@ -31,8 +33,6 @@ class BlockPool {
   bool drop_ref(BlockId block) { return --blocks_[block].ref_count == 0; }
   void put_front(BlockId block) { link(block, size_); }
   void put_back(BlockId block) { link(block, blocks_[size_].prev); }
-
-  void prefetch(BlockId block) const { __builtin_prefetch(&blocks_[block], 1); }
 
   // Walks the free list; false when links, counts and reference counts disagree.
   bool is_consistent() const;

@@ -26,7 +26,7 @@ constexpr uint64_t kOdd2 = 0xD6E8FEB86659FD93u;
 PrefixCache::PrefixCache(int32_t num_blocks, int32_t block_size, int hash_bits)
     : block_size_(block_size),
       hash_mask_(hash_bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << hash_bits) - 1),
-      nodes_(num_blocks),
+      nodes_(static_cast<size_t>(num_blocks) + 1),
       tokens_(static_cast<size_t>(num_blocks) * block_size) {
   // A seed of this process keeps clients from choosing prompts that collide. Results do not depend on it.
   std::random_device random;

@@ -46,6 +46,9 @@ class PrefixCache {
 
   void prefetch_slot(uint64_t chain_hash) const { __builtin_prefetch(&slots_[chain_hash & mask_]); }
   void prefetch_node(uint64_t chain_hash) const;
+  // Of a block, or one past the last block.
+  void prefetch_entry(BlockId block) const { __builtin_prefetch(&nodes_[block]); }
+  void prefetch_slot_of(BlockId block) const { __builtin_prefetch(&slots_[nodes_[block].hash & mask_]); }
 
   // Every slot leads to a cached block and every cached block is found by its key.
   bool is_consistent() const;

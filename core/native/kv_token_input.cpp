@@ -33,8 +33,10 @@ int64_t general_value(PyObject* object) {
   return value;
 }
 
-std::vector<int32_t> from_items(PyObject** items, Py_ssize_t size, int64_t limit) {
-  std::vector<int32_t> ids(size);
+std::vector<int32_t> from_items(PyObject** items, Py_ssize_t size, int64_t limit, int64_t spare) {
+  std::vector<int32_t> ids;
+  ids.reserve(size + spare);
+  ids.resize(size);
   for (Py_ssize_t i = 0; i < size; ++i) {
     int64_t value;
     if (!small_value(items[i], value)) value = general_value(items[i]);
@@ -45,8 +47,10 @@ std::vector<int32_t> from_items(PyObject** items, Py_ssize_t size, int64_t limit
 }
 
 template <class T>
-std::vector<int32_t> from_array(const py::array_t<T, py::array::c_style>& array, int64_t limit) {
-  std::vector<int32_t> ids(array.size());
+std::vector<int32_t> from_array(const py::array_t<T, py::array::c_style>& array, int64_t limit, int64_t spare) {
+  std::vector<int32_t> ids;
+  ids.reserve(array.size() + spare);
+  ids.resize(array.size());
   const T* values = array.data();
   for (py::ssize_t i = 0; i < array.size(); ++i) {
     if (static_cast<uint64_t>(static_cast<int64_t>(values[i])) >= static_cast<uint64_t>(limit))
@@ -58,18 +62,18 @@ std::vector<int32_t> from_array(const py::array_t<T, py::array::c_style>& array,
 
 }  // namespace
 
-std::vector<int32_t> token_ids_from(py::handle source, int64_t limit) {
+std::vector<int32_t> token_ids_from(py::handle source, int64_t limit, int64_t spare) {
   if (py::isinstance<py::array>(source)) {
     const auto array = py::reinterpret_borrow<py::array>(source);
     if (array.ndim() != 1) throw py::type_error("token ids must be one-dimensional");
-    if (py::isinstance<py::array_t<int32_t>>(array)) return from_array<int32_t>(array, limit);
+    if (py::isinstance<py::array_t<int32_t>>(array)) return from_array<int32_t>(array, limit, spare);
     if (array.dtype().kind() != 'i' && array.dtype().kind() != 'u') throw py::type_error("token ids must be integers");
-    return from_array<int64_t>(array, limit);
+    return from_array<int64_t>(array, limit, spare);
   }
   const auto items =
       py::reinterpret_steal<py::object>(PySequence_Fast(source.ptr(), "token ids must be a sequence of integers"));
   if (!items) throw py::error_already_set();
-  return from_items(PySequence_Fast_ITEMS(items.ptr()), PySequence_Fast_GET_SIZE(items.ptr()), limit);
+  return from_items(PySequence_Fast_ITEMS(items.ptr()), PySequence_Fast_GET_SIZE(items.ptr()), limit, spare);
 }
 
 }  // namespace hardpoint

@@ -14,8 +14,9 @@ struct TokenRangeError {
   int64_t position;
 };
 
-// `limit`: one more than the largest legal id. Anything that is not an integer raises TypeError.
-std::vector<int32_t> token_ids_from(pybind11::handle source, int64_t limit);
+// `limit`: one more than the largest legal id; `spare`: further tokens to have memory for. Anything that is not an integer
+// raises TypeError.
+std::vector<int32_t> token_ids_from(pybind11::handle source, int64_t limit, int64_t spare = 0);
 
 void bind_kv(pybind11::module_& m);
 void bind_scheduler(pybind11::module_& m);

@@ -8,8 +8,6 @@ namespace hardpoint::scheduler {
 namespace {
 
 constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
-// Tokens of output for which memory is taken at once; longer outputs grow it.
-constexpr int64_t kReservedOutput = 512;
 
 }  // namespace
 
@@ -80,7 +78,7 @@ int64_t Scheduler::add_request(Request request) {
     sequence->handle = handle;
     sequence->prompt_len = static_cast<int32_t>(prompt_len);
     sequence->max_total = static_cast<int32_t>(max_total);
-    sequence->min_total = static_cast<int32_t>(std::min(prompt_len + request.min_tokens, max_total));
+    sequence->min_total = static_cast<int32_t>(std::min<int64_t>(prompt_len + request.min_tokens, kNever));
     sequence->priority = config_.policy == Policy::priority ? request.priority : 0;
     sequence->arrival = request.arrival;
     sequence->skip_prefix_cache = request.skip_prefix_cache;
@@ -275,6 +273,7 @@ AllocStatus Scheduler::admit(Sequence& sequence) {
   if (sequence.num_cached < 0) sequence.num_cached = num_cached;
   sequence.num_computed = num_cached;
   sequence.register_at = num_cached + config_.blocks.block_size;
+  sequence.bookkeeping_at = 0;
   return AllocStatus::ok;
 }
 

@@ -26,6 +26,9 @@ using kv::AllocStatus;
 using kv::BlockId;
 using kv::BlockPair;
 
+// Output tokens for which a sequence has memory from the start; longer outputs grow it.
+inline constexpr int64_t kReservedOutput = 512;
+
 enum class FinishReason : uint8_t { none = 0, stop = 1, length = 2, abort = 3, pooled = 4, error = 5 };
 enum class PreemptionMode { automatic, swap, recompute };
 enum class Policy { fcfs, priority };

@@ -122,7 +122,7 @@ void bind_scheduler(py::module_& m) {
               std::vector<int32_t> stop_token_ids, int32_t priority, int64_t arrival, std::string salt,
               bool skip_prefix_cache, bool pooling) {
              Request request;
-             request.prompt = token_ids_from(prompt, token_limit);
+             request.prompt = token_ids_from(prompt, token_limit, std::min(max_tokens, scheduler::kReservedOutput));
              request.n = n;
              request.max_tokens = max_tokens;
              request.min_tokens = min_tokens;

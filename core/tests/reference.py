@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
 from hardpoint.interfaces import (
     AttentionBackend,
     AttentionCapabilities,
@@ -33,6 +31,7 @@ from hardpoint.interfaces import (
     TagStats,
 )
 from hardpoint.interfaces.allocator import BUFFERS, DEFAULT, WEIGHTS
+from torch import Tensor, nn
 
 _FLOATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
@@ -53,7 +52,7 @@ class ReferenceAttention(AttentionBackend):
     def capabilities(self) -> AttentionCapabilities:
         return AttentionCapabilities(
             dtypes=_FLOATS,
-            kv_dtypes={dtype: _FLOATS for dtype in _FLOATS},
+            kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS),
             head_dims=IntSet.between(1),
             block_sizes=IntSet.between(1),
             default_block_size=self._block_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -89,10 +90,10 @@ def test_streamed_text_adds_up_to_the_final_text(llm: LLM, kind: RequestOutputKi
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     if kind is RequestOutputKind.DELTA:
         assert "".join(texts) == expected.outputs[0].text
-        assert sum(tokens, []) == list(expected.outputs[0].token_ids)
+        assert list(itertools.chain(*tokens)) == list(expected.outputs[0].token_ids)
     else:
         assert texts[-1] == expected.outputs[0].text
-        assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:

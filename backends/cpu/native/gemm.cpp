@@ -77,7 +77,7 @@ Split split_work(const LinearCall& call, int threads) {
     const int64_t smallest = is_gated(call.epilogue) ? 2 : 1;
     while (s.tiles_per_item > smallest && ceil_div(tiles, s.tiles_per_item) < wanted) s.tiles_per_item /= 2;
     s.column_items = ceil_div(tiles, s.tiles_per_item);
-    s.grain = std::max<int64_t>(1, s.column_items / (2 * wanted));
+    s.grain = std::max<int64_t>(1, s.column_items / (8 * wanted));
   } else {
     s.column_items = ceil_div(tiles, s.tiles_per_item);
     if (s.column_items < wanted)

@@ -8,11 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from hardpoint_cpu import _native
-from hardpoint_cpu.allocator import CpuAllocator
-from hardpoint_cpu.attention import CpuAttention
-from hardpoint_cpu.descriptor import hardpoint_backend
-from hardpoint_cpu.kernels import CpuDecoder, CpuKernels
 from torch import Tensor
 
 from hardpoint.interfaces import (
@@ -28,6 +23,11 @@ from hardpoint.interfaces import (
     Refusal,
     StepBatch,
 )
+from hardpoint_cpu import _native
+from hardpoint_cpu.allocator import CpuAllocator
+from hardpoint_cpu.attention import CpuAttention
+from hardpoint_cpu.descriptor import hardpoint_backend
+from hardpoint_cpu.kernels import CpuDecoder, CpuKernels
 
 MAX_CONTEXT = 96
 BLOCK_SIZE = 8

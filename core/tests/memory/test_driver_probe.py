@@ -103,6 +103,7 @@ def test_failing_call_is_a_driver_error_with_call_status_and_text(
         ("#include <stdlib.h>\nint acmeCount(int *n) { abort(); }", "it was ended by SIGABRT"),
         ("int acmeCount(int *n) { return *(volatile int *)0; }", "it was ended by SIGSEGV"),
         ("#include <stdlib.h>\nint acmeCount(int *n) { _Exit(3); }", "it ended with code 3"),
+        ("#include <stdlib.h>\nint acmeCount(int *n) { _Exit(0); }", "it ended with code 0"),
     ],
 )
 def test_library_that_cannot_be_used_or_crashes_is_broken(

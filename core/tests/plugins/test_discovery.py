@@ -131,6 +131,29 @@ def test_hook_that_wants_arguments_is_broken(site: Site) -> None:
     assert "engine" in record.reason
 
 
+def test_priority_that_is_no_number_is_broken(site: Site) -> None:
+    site.install(
+        "alpha",
+        _hook(
+            "from hardpoint.interfaces import BackendDescriptor\n"
+            "    return BackendDescriptor('alpha', 'tests', (1, 1), *[None] * 5, priority='high')"
+        ),
+    )
+    record = only(site.discover())
+    assert record.state is BackendState.BROKEN
+    assert "'high'" in record.reason
+
+
+def test_distribution_without_metadata_is_a_candidate_like_any_other(site: Site) -> None:
+    for name in ("alpha", "beta"):
+        site.backend(name)
+        (site.folder / f"acme_{name}-1.0.dist-info" / "METADATA").unlink()
+    assert [(record.state, record.source) for record in site.discover()] == [
+        (BackendState.OK, "acme_alpha"),
+        (BackendState.OK, "acme_beta"),
+    ]
+
+
 def test_descriptor_under_another_name_than_its_entry_point_is_broken(site: Site) -> None:
     site.backend("beta")
     (site.folder / "acme_beta-1.0.dist-info" / "entry_points.txt").write_text(
@@ -171,6 +194,9 @@ def test_probe_that_raises_is_broken_and_keeps_its_priority(site: Site) -> None:
         "return ProbeResult()",
         'return ProbeResult((Device("beta", 0, "d", "d"),))',
         'return ProbeResult((Device("alpha", 1, "d", "d"),))',
+        'return ProbeResult([Device("alpha", 0, "d", "d")])',
+        'return ProbeResult(("alpha device",))',
+        "return ProbeResult(7)",
     ],
 )
 def test_probe_with_an_impossible_result_is_broken(site: Site, result: str) -> None:
@@ -229,6 +255,16 @@ def test_blocking_one_of_two_distributions_leaves_the_other(site: Site, monkeypa
 def test_blocked_name_without_a_candidate_is_known(site: Site) -> None:
     site.backend("alpha")
     assert Registry(site.entry_points(), blocked=["alhpa", "alpha"]).unmatched_blocks == ("alhpa",)
+
+
+def test_one_plugin_under_two_names_is_broken_under_the_second(site: Site) -> None:
+    site.backend("alpha")
+    (site.folder / "acme_alpha-1.0.dist-info" / "entry_points.txt").write_text(
+        "[hardpoint.backends]\nalpha = acme_alpha\nbeta = acme_alpha\n"
+    )
+    alpha, beta = site.discover()
+    assert (alpha.state, beta.state) == (BackendState.OK, BackendState.BROKEN)
+    assert "already registered" in beta.reason
 
 
 def test_asking_for_one_name_imports_no_other(site: Site) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling import RequestOutputKind, SamplingParams
 

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hardpoint.interfaces.batch import SequenceSampling
 from hardpoint.interfaces.errors import WorkerError
 from hardpoint.sampling import Sampler, SamplingParams, ranking
 from hardpoint.sampling.random import stream_key, uniform
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 @pytest.fixture(autouse=True)

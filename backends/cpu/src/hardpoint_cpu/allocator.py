@@ -47,7 +47,8 @@ class CpuAllocator(TensorAllocator):
         if size == 0:
             return torch.empty(tuple(shape), dtype=dtype.to_torch())
         try:
-            pages = mmap.mmap(-1, size)
+            # Private: shared anonymous memory is a file to Linux, which by default gives it no huge pages.
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
             raise DeviceOutOfMemory(
                 f"cannot allocate {size} bytes for '{tag}'",

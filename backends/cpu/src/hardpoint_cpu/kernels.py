@@ -18,7 +18,6 @@ from hardpoint.interfaces import (
     DEFAULT,
     WEIGHTS,
     Activation,
-    AttentionPlan,
     DecoderOutput,
     DecoderProgram,
     DecoderRequest,
@@ -32,12 +31,12 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import HardpointError
 from hardpoint_cpu import _native
+from hardpoint_cpu.attention import CpuStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.batch import StepBatch
-    from hardpoint_cpu.attention import CpuStep
 
 # Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -315,9 +314,11 @@ class CpuDecoder(DecoderProgram):
         """Return the bytes of working memory and output held for the largest step."""
         return self._scratch.nbytes + self._output.nbytes
 
-    def run(self, batch: StepBatch, metadata: CpuStep, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
+    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
         """Run one step and return `output` for the given token rows: a view that the next step overwrites."""
         self._check_cache(kv_cache)
+        if not isinstance(metadata, CpuStep):
+            raise InvalidOperand("the step's metadata is what CpuAttention.prepare returned", found=repr(metadata))
         wanted = rows.to(torch.int32).contiguous()
         out = self._output_view(output, len(wanted))
         try:
@@ -410,8 +411,7 @@ class CpuDecoder(DecoderProgram):
         return self._output[:size].view(dtype).view(shape)
 
     def _check_cache(self, kv_cache: Tensor) -> None:
-        spec: AttentionPlan = self._request.attention
-        cache = spec.kv_cache
+        cache = self._request.attention.kv_cache
         inner = (cache.num_kv_heads, cache.block_size, cache.head_dim)
         shape = tuple(kv_cache.shape)
         good = len(shape) == 6 and shape[:2] == (cache.num_layers, 2) and shape[3:] == inner

@@ -39,4 +39,10 @@ class Command:
         return typer.main.get_command(app)
 
 
-COMMANDS = (Command("doctor", "hardpoint.cli.doctor", "doctor", "Show backends, devices and what is wrong with them."),)
+COMMANDS = (
+    Command("generate", "hardpoint.cli.generate", "generate", "Complete prompts."),
+    Command("chat", "hardpoint.cli.chat", "chat", "Talk with a model."),
+    Command("bench", "hardpoint.cli.bench", "app", "Measure throughput or latency."),
+    Command("models", "hardpoint.cli.models", "models", "Show which models can be run."),
+    Command("doctor", "hardpoint.cli.doctor", "doctor", "Show backends, devices and what is wrong with them."),
+)

@@ -17,7 +17,7 @@ from hardpoint.plugins import BackendRecord, BackendState
 from hardpoint.plugins.doctor import Diagnosis, device_claims, diagnose
 
 if TYPE_CHECKING:
-    from hardpoint.interfaces import BackendDescriptor, Device
+    from hardpoint.interfaces import Device
 
 _COLOURS = {
     BackendState.OK: "green",
@@ -35,8 +35,8 @@ def doctor(
 ) -> None:
     """Show the backends that are installed, their devices, and what is wrong with those that cannot be used.
 
-    Exit codes: 0 a backend can be used; 1 something installed is broken, incompatible or ambiguous; 2 wrong options, or no
-    backend has the name; 3 nothing is broken, and no backend can be used here.
+    Exit codes: 0 a backend can be used; 1 something installed is broken or incompatible, or the choice is an error although
+    there are usable backends; 2 wrong options, or no backend has the name; 3 nothing is broken, and no backend can be used here.
     """
     try:
         diagnosis = diagnose(backend)
@@ -52,9 +52,9 @@ def doctor(
 
 def exit_code(diagnosis: Diagnosis) -> ExitCode:
     """Return what the command ends with."""
-    if diagnosis.is_faulty:
-        return ExitCode.FAILED
-    return ExitCode.OK if diagnosis.is_usable else ExitCode.UNUSABLE
+    if diagnosis.choice is not None and not diagnosis.is_faulty:
+        return ExitCode.OK
+    return ExitCode.FAILED if diagnosis.is_faulty or diagnosis.is_usable else ExitCode.UNUSABLE
 
 
 def _print(diagnosis: Diagnosis) -> None:
@@ -62,8 +62,8 @@ def _print(diagnosis: Diagnosis) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(_table(diagnosis.records))
     for record in diagnosis.records:
-        if record.descriptor is not None:
-            console.print(*(_device(record.descriptor, device) for device in record.devices), sep="\n", end="")
+        for device in record.devices:
+            console.print(_device(record, device))
     for record in diagnosis.records:
         if record.traceback:
             console.print(Text(f"\n{record.name}: traceback", "bold red"))
@@ -97,14 +97,14 @@ def _table(records: tuple[BackendRecord, ...]) -> Table:
     return table
 
 
-def _device(descriptor: BackendDescriptor, device: Device) -> Table:
+def _device(record: BackendRecord, device: Device) -> Table:
     simulated = " (simulated)" if device.simulated else ""
     table = Table.grid(padding=(0, 2))
     table.title = Text(f"\n{device.backend} device {device.index}: {device.name}{simulated}", "bold")
     table.title_justify = "left"
     memory = f"{device.total_memory / 2**30:.1f} GiB" if device.total_memory else "not known"
     rows = {"memory": memory, "driver": device.driver_version or "none", **device.properties}
-    claims, problem = device_claims(descriptor, device)
+    claims, problem = device_claims(record, device)
     rows |= {"capabilities": problem} if claims is None else _summary(claims)
     for key, value in rows.items():
         table.add_row(Text(f"  {key}", "dim"), Text(value))

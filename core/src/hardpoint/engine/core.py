@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hardpoint.engine.config import EngineConfig
 from hardpoint.executor import Executor, InProcessExecutor
-from hardpoint.interfaces.batch import FloatArray, Pooling, SequenceSampling, StepInput, TokenLogprobs
+from hardpoint.interfaces.batch import FloatArray, SequencePooling, SequenceSampling, StepInput, TokenLogprobs
 from hardpoint.interfaces.errors import CapabilityRefused, KVCacheTooSmall, WorkerError
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
@@ -64,6 +64,7 @@ class CoreOutput:
         seq_ids, token_ids: one entry per sample, in order; samples of sequences that ended before are left out by the reader.
         logprobs: by index into token_ids.
         finished: (sequence, reason), in order.
+        idle: the scheduler has no sequence left.
     """
 
     seq_ids: Sequence[int] = ()
@@ -71,6 +72,7 @@ class CoreOutput:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     finished: Sequence[tuple[int, FinishReason]] = ()
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
+    idle: bool = False
 
 
 class EngineCore:
@@ -96,7 +98,7 @@ class EngineCore:
             raise
         self.totals = StepTotals()
         self._new_sampling: dict[int, SequenceSampling] = {}
-        self._pooling: dict[int, Pooling] = {}
+        self._pooling: dict[int, SequencePooling] = {}
         self._forgotten: list[int] = []
 
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
@@ -170,7 +172,7 @@ class EngineCore:
         """Say how a sequence will be sampled; sent to the worker with the first step that samples it."""
         self._new_sampling[sampling.seq_id] = sampling
 
-    def register_pooling(self, seq_id: int, pooling: Pooling) -> None:
+    def register_pooling(self, seq_id: int, pooling: SequencePooling) -> None:
         """Say that a sequence is an embedding request."""
         self._pooling[seq_id] = pooling
 
@@ -190,7 +192,7 @@ class EngineCore:
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
-            return CoreOutput()
+            return CoreOutput(idle=not self.scheduler.has_unfinished())
         new = self._new_sampling
         sampled = batch.sample_seq_ids.tolist()
         first = tuple(new.pop(seq_id) for seq_id in sampled if seq_id in new) if new else ()
@@ -206,7 +208,7 @@ class EngineCore:
                 raise
             raise WorkerError.of(error, lost) from error
         finished = self.scheduler.update(output.token_ids)
-        self._count(time.perf_counter() - start, prefill_tokens, 0 if pooling else len(sampled), preempted)
+        self._count(time.perf_counter() - start, prefill_tokens, len(sampled), preempted)
         return CoreOutput(
             seq_ids=sampled,
             token_ids=output.token_ids.tolist(),

@@ -16,7 +16,7 @@ from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, TokenizedPrompt
 from hardpoint.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.request import RequestState, SequenceState
-from hardpoint.interfaces.batch import FloatArray, Pooling
+from hardpoint.interfaces.batch import FloatArray, Pooling, SequencePooling
 from hardpoint.interfaces.errors import EngineDead, InvalidRequest, InvalidSamplingParams, WorkerError
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
@@ -163,7 +163,7 @@ class LLMEngine:
         seq_id = self._core.scheduler.add_request(tokens.token_ids, pooling=True, skip_prefix_cache=True)
         request = _Embedding(request_id, seq_id, tokens, params)
         self._requests[request_id] = self._embeddings[seq_id] = request
-        self._core.register_pooling(seq_id, params.pooling or Pooling.LAST)
+        self._core.register_pooling(seq_id, SequencePooling(params.pooling or Pooling.LAST, len(tokens.token_ids)))
 
     def process_chat(
         self, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
@@ -185,6 +185,10 @@ class LLMEngine:
         except WorkerError as error:
             self._drop(error.lost_seq_ids)
             raise
+        if events.idle and self._requests:
+            lost = ", ".join(sorted(self._requests))
+            self.abort_request(list(self._requests))
+            raise EngineDead("requests are in progress that the scheduler does not know", found=lost)
         changed: dict[str, RequestState] = {}
         if self._awaiting_first:
             self._note_first_tokens(events)

@@ -133,7 +133,9 @@ class RequestState:
         """Return the request as it stands; of a delta request, what is new since the last output."""
         completions = [self._completion(sequence) for sequence in self.sequences]
         if self.params.needs_ranking:
-            completions = best_completions(completions, self.params.n) if self.finished else completions[: self.params.n]
+            completions = (
+                best_completions(completions, self.params.n) if self.finished else completions[: self.params.n]
+            )
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,

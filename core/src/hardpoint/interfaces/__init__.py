@@ -20,7 +20,15 @@ from hardpoint.interfaces.allocator import (
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
-from hardpoint.interfaces.batch import Pooling, SequenceSampling, StepBatch, StepInput, StepOutput, TokenLogprobs
+from hardpoint.interfaces.batch import (
+    Pooling,
+    SequencePooling,
+    SequenceSampling,
+    StepBatch,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
 from hardpoint.interfaces.capabilities import (
     AttentionCapabilities,
     AttentionFeature,
@@ -96,6 +104,7 @@ __all__ = [
     "Pooling",
     "ProbeResult",
     "Refusal",
+    "SequencePooling",
     "SequenceSampling",
     "SleepPlan",
     "SleepTier",

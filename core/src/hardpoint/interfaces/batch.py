@@ -127,6 +127,14 @@ class SequenceSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class SequencePooling:
+    """An embedding request's sequence: how its hidden states are pooled, once `prompt_len` tokens are computed."""
+
+    pooling: Pooling
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """What the worker gets for one step.
 
@@ -134,13 +142,13 @@ class StepInput:
         batch: the scheduler's arrays.
         new_sequences: sampling of sequences that are sampled for the first time in this step.
         finished_seq_ids: sequences whose state the worker forgets.
-        pooling: sequences of embedding requests, by id.
+        pooling: the sequences of this step that belong to embedding requests, by id; they are not sampled.
     """
 
     batch: StepBatch
     new_sequences: tuple[SequenceSampling, ...] = ()
     finished_seq_ids: tuple[int, ...] = ()
-    pooling: Mapping[int, Pooling] = field(default_factory=dict)
+    pooling: Mapping[int, SequencePooling] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class BackendBroken(BackendError):
 
 
 class AmbiguousBackend(BackendError):
-    """Several available backends share the highest priority; one must be named."""
+    """Several available backends share the highest priority, or several distributions claim the same name."""
 
 
 class CapabilityRefused(BackendError, ValueError):

@@ -135,6 +135,4 @@ def _main(script: str, variable: str, *sonames: str) -> None:
 
 
 if __name__ == "__main__":
-    # `python FILE` makes this module `__main__`; the script that is run imports the same classes under the module's own name.
-    sys.modules["driver_library"] = sys.modules["__main__"]
     _main(*sys.argv[1:])

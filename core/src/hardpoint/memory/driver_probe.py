@@ -88,7 +88,7 @@ def take_inventory(script: Path, variable: str, sonames: Sequence[str], time_lim
         )
     except subprocess.TimeoutExpired:
         raise BackendBroken(wanted, found=f"it did not answer within {time_limit:g} s") from None
-    if ended.returncode:
+    if ended.returncode or not ended.stdout:
         raise BackendBroken(wanted, found=_ending(ended.returncode, ended.stderr))
     answer: dict[str, Any] = json.loads(ended.stdout)
     if "unusable" in answer:

@@ -62,7 +62,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._dtypes: dict[str, str] = {}
         for file in files:
             try:
-                handle = safe_open(str(file), framework="pt", device="cpu")
+                handle: Any = safe_open(str(file), framework="pt", device="cpu")
                 for name in handle.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                     if name in self._handles:
                         raise CorruptWeights(f"two files of {file.parent} have the tensor {name}", found=file.name)

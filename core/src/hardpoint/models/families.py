@@ -263,7 +263,14 @@ def _ropes(
     if len(factors) > 1 or (factors != {1.0} and not draft.partial_rotary):
         draft.reasons.append(f"it has partial_rotary_factor {sorted(factors)}")
     rotary_dim = int(head_dim * factors.pop())
-    return tables, tuple(rope_from_config(config, entry, rotary_dim, divisors) for entry in entries), rotary_dim
+    ropes = []
+    for entry in entries:
+        rope = rope_from_config(config, entry, rotary_dim, divisors)
+        if isinstance(rope, Refusal):
+            draft.reasons.extend(rope.reasons)
+        else:
+            ropes.append(rope)
+    return tables, tuple(ropes), rotary_dim
 
 
 def _rounded(value: float, dtype: DType) -> float:

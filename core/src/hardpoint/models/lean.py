@@ -134,7 +134,7 @@ class LeanDecoder(RunnableModel):
     def scratch_bytes(self) -> int:
         return 0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
@@ -159,7 +159,7 @@ class LeanDecoder(RunnableModel):
         shape = layer.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         self._rotate(q, k, positions, *self._tables[layer.table])
@@ -173,10 +173,8 @@ class LeanDecoder(RunnableModel):
         if self._kernels is not None:
             return functional.linear(self._kernels.gated_activation(gate_up, self._spec.activation), layer.down)
         gate, up = gate_up.chunk(2, dim=-1)
-        if self._spec.activation is Activation.SILU:
-            activated = functional.silu(gate)
-        else:
-            activated = functional.gelu(gate, approximate="tanh")
+        silu = self._spec.activation is Activation.SILU
+        activated = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
         return functional.linear(activated * up, layer.down)
 
     def _logits(self, hidden: Tensor, output: DecoderOutput) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.interfaces.errors import UnsupportedArchitecture
+from hardpoint.interfaces.attention import Refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,18 +60,11 @@ class Rope:
 
 def rope_from_config(
     config: Any, parameters: Mapping[str, Any], rotary_dim: int, divisors: Sequence[float] | None = None
-) -> Rope:
-    """Return the table's parameters for one entry of a configuration's `rope_parameters`.
-
-    Raises UnsupportedArchitecture for a variant that is not known.
-    """
+) -> Rope | Refusal:
+    """Return the table's parameters for one entry of a configuration's `rope_parameters`, or why there is no such table."""
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     if kind not in _VARIANTS:
-        raise UnsupportedArchitecture(
-            "the model uses a variant of rotary embedding that the lean decoder does not have",
-            found=kind,
-            hint=f"Known variants: {', '.join(sorted(_VARIANTS))}",
-        )
+        return Refusal((f"its rotary embedding is of the kind {kind} (known: {', '.join(sorted(_VARIANTS))})",))
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     return Rope(rotary_dim, float(theta), kind, int(config.max_position_embeddings), dict(parameters), divisors)
 

@@ -138,6 +138,10 @@ class ModelSource:
 
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """Return what each layer asks of attention; raises UnsupportedArchitecture."""
+        return self._attention_layers
+
+    @cached_property
+    def _attention_layers(self) -> tuple[AttentionLayer, ...]:
         lean = self.lean_model(self.dtype)
         if not isinstance(lean, Refusal):
             return lean.spec.attention

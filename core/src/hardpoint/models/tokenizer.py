@@ -24,6 +24,7 @@ _TOKENIZER_KEYS = {
 }
 # Vocabularies whose merges were learned with every digit apart (llama.cpp, src/llama-vocab.cpp).
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+_VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -31,6 +32,13 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
     """Return the model's tokenizer, a transformers fast tokenizer with its chat template; raises ModelError."""
     if source.gguf is not None:
         return _from_gguf(source.gguf)
+    if not any(any(source.path.glob(pattern)) for pattern in _VOCABULARY_FILES):
+        # transformers makes an empty tokenizer for some architectures then.
+        raise ModelError(
+            f"{source.path} has no tokenizer",
+            found=f"none of {', '.join(_VOCABULARY_FILES)}",
+            hint="Put the model's tokenizer files beside its config.json",
+        )
     from transformers import AutoTokenizer
 
     try:

@@ -148,7 +148,9 @@ def update_weights(
                     f"tensor {name} has another shape than the model's",
                     found=f"{list(values.shape)} instead of {list(part.shape)}",
                 )
-            target, left = changed.pop(part.weight, None) or (place(part.weight), rows[part.weight])
+            if part.weight not in changed:
+                changed[part.weight] = place(part.weight), rows[part.weight]
+            target, left = changed.pop(part.weight)
             _write(target, part.row, values, model.offset(part.weight))
             used += 1
             if left > part.shape[0]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hardpoint.interfaces import API_VERSION, BackendDescriptor, Device
-from hardpoint.interfaces.errors import AmbiguousBackend, BackendNotFound, HardpointError
+from hardpoint.interfaces import API_VERSION, Device
+from hardpoint.interfaces.errors import BackendNotFound, HardpointError
 from hardpoint.plugins.guard import BackendCodeFailed, call_backend
 from hardpoint.plugins.loader import BLOCK_VARIABLE, installed
 from hardpoint.plugins.record import BackendRecord, BackendState
@@ -37,8 +37,8 @@ class Diagnosis:
 
     @property
     def is_faulty(self) -> bool:
-        """Something that is installed has to be mended, or the choice between backends is ambiguous."""
-        return any(record.state.is_fault for record in self.records) or isinstance(self.error, AmbiguousBackend)
+        """Something that is installed has to be mended."""
+        return any(record.state.is_fault for record in self.records)
 
     @property
     def is_usable(self) -> bool:
@@ -86,8 +86,10 @@ def diagnose(name: str | None = None) -> Diagnosis:
     return Diagnosis(records, choice, error, registry.unmatched_blocks)
 
 
-def device_claims(descriptor: BackendDescriptor, device: Device) -> tuple[dict[str, Any] | None, str]:
-    """Return what a backend claims for a device, and why that could not be found out where it is None."""
+def device_claims(record: BackendRecord, device: Device) -> tuple[dict[str, Any] | None, str]:
+    """Return what a backend claims for one of its record's devices, and why that could not be found out where it is None."""
+    descriptor = record.descriptor
+    assert descriptor is not None
     try:
         claims = call_backend("its capabilities", lambda: descriptor.capabilities(device).to_json())
     except BackendCodeFailed as failure:
@@ -122,8 +124,7 @@ def _record(record: BackendRecord) -> dict[str, Any]:
 
 
 def _device(record: BackendRecord, device: Device) -> dict[str, Any]:
-    assert record.descriptor is not None
-    claims, problem = device_claims(record.descriptor, device)
+    claims, problem = device_claims(record, device)
     return {
         "index": device.index,
         "name": device.name,

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import pluggy
 
-from hardpoint.interfaces import API_VERSION, BackendDescriptor, ProbeResult
+from hardpoint.interfaces import API_VERSION, BackendDescriptor, Device, ProbeResult
 from hardpoint.interfaces.errors import BackendError
 from hardpoint.plugins import hookspec
 from hardpoint.plugins.guard import TIME_LIMIT, BackendCodeFailed, call_backend, format_traceback, in_backend_code
@@ -108,13 +108,20 @@ class Registry:
         if descriptor.name != entry.name:
             reason = f"its entry point is named '{entry.name}' and its descriptor '{descriptor.name}'"
             raise _Rejected(BackendState.BROKEN, f"{reason}; the two must agree")
+        if not isinstance(descriptor.priority, int):
+            raise _Rejected(BackendState.BROKEN, f"its priority is {descriptor.priority!r}, not an integer")
         return descriptor
 
     def _probe(self, descriptor: BackendDescriptor) -> ProbeResult:
         result = call_backend("its probe", descriptor.probe, self._time_limit)
         if not isinstance(result, ProbeResult):
             raise _Rejected(BackendState.BROKEN, f"its probe returned {type(result).__name__}, not a ProbeResult")
-        numbering = [(device.backend, device.index) for device in result.devices]
+        devices = result.devices
+        if not (isinstance(devices, tuple) and all(isinstance(device, Device) for device in devices)):
+            raise _Rejected(
+                BackendState.BROKEN, f"its probe must give its devices as a tuple of Device, not {devices!r}"
+            )
+        numbering = [(device.backend, device.index) for device in devices]
         if numbering != [(descriptor.name, index) for index in range(len(numbering))]:
             reason = f"its probe must number devices of '{descriptor.name}' from 0 in order, and returned {numbering}"
             raise _Rejected(BackendState.BROKEN, reason)
@@ -129,7 +136,7 @@ class Registry:
         except Exception as error:
             if self._plugins.has_plugin(label):
                 self._plugins.unregister(name=label)
-            reason = f"its hooks do not fit hardpoint.plugins.hookspec: {' '.join(str(error).split())}"
+            reason = f"its hooks cannot be registered: {' '.join(str(error).split())}"
             raise _Rejected(BackendState.BROKEN, reason, format_traceback(error)) from error
         for implementation in self._plugins.hook.hardpoint_backend.get_hookimpls():
             if implementation.plugin is plugin:
@@ -185,7 +192,12 @@ def _check_api(descriptor: BackendDescriptor) -> None:
 
 def _distribution(entry: EntryPoint) -> tuple[str, str]:
     """Return the name and the version of what installed an entry point; empty when it is not known."""
-    return ("", "") if entry.dist is None else (entry.dist.name, entry.dist.version)
+    if entry.dist is None:
+        return "", ""
+    metadata = entry.dist.metadata
+    # The type of metadata promises no `get`.
+    name, version = (metadata[key] if key in metadata else "" for key in ("Name", "Version"))  # noqa: SIM401
+    return name, version
 
 
 def _blocked_names() -> frozenset[str]:

@@ -53,7 +53,7 @@ class SamplingParams:
 
     Attributes:
         n: completions returned for the prompt.
-        best_of: completions sampled, of which the n with the highest cumulative log probability are returned; None for n.
+        best_of: completions sampled, of which the n with the highest log probability per token are returned; None for n.
         presence_penalty: subtracted from the logit of each token that has been generated (OpenAI's), in [-2, 2].
         frequency_penalty: subtracted once per time that the token has been generated (OpenAI's), in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output

@@ -14,7 +14,7 @@ import torch
 
 from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, MemoryReport, Policy, SleepPlan
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
-from hardpoint.interfaces.batch import Int32Array, Pooling, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
 from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, WorkerError
@@ -210,14 +210,17 @@ class TorchWorker(Worker, partial=True):
         self._move_blocks(batch, cache)
         if batch.num_tokens == 0:
             return StepOutput(token_ids=np.empty(0, np.int64))
-        if step.pooling:
-            return self._execute_pooling(step, cache)
+        embeddings = self._pool(step, cache) if step.pooling else {}
+        if not len(batch.sample_seq_ids):
+            if not step.pooling:
+                self._forward(batch, cache, DecoderOutput.ARGMAX)
+            return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
         if sampler.all_plain_argmax(batch.sample_seq_ids):
             tokens = self._forward(batch, cache, DecoderOutput.ARGMAX)
-            return StepOutput(token_ids=tokens.numpy(force=True))
+            return StepOutput(token_ids=tokens.numpy(force=True), embeddings=embeddings)
         logits = self._forward(batch, cache, DecoderOutput.LOGITS)
         token_ids, logprobs = sampler.sample(logits, batch.sample_seq_ids)
-        return StepOutput(token_ids=token_ids, logprobs=logprobs)
+        return StepOutput(token_ids=token_ids, logprobs=logprobs, embeddings=embeddings)
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
         """Give device memory back."""
@@ -255,22 +258,25 @@ class TorchWorker(Worker, partial=True):
         wanted = torch.from_numpy(rows).to(self._device.torch_device)
         return _need(self._model).run(batch, metadata, cache, wanted, output)
 
-    def _execute_pooling(self, step: StepInput, cache: Tensor) -> StepOutput:
-        """Run a step that has embedding requests: hidden states of all tokens, then logits of nothing."""
+    def _pool(self, step: StepInput, cache: Tensor) -> dict[int, FloatArray]:
+        """Run a step for hidden states; return the embeddings of the prompts that end in it.
+
+        A step that also samples runs once more for its logits: keys and values are then written again, the same ones.
+        """
         batch = step.batch
-        if len(batch.sample_seq_ids) > len(step.pooling):
-            raise WorkerError("a step mixes embedding and generation requests", hint="Use one engine for each kind")
         rows = np.arange(batch.num_tokens, dtype=np.int32)
         hidden = self._forward(batch, cache, DecoderOutput.HIDDEN, rows)
-        ending = set(batch.sample_seq_ids.tolist())
         embeddings = {}
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
+            request = step.pooling.get(seq_id)
+            if request is None:
+                continue
             chunk = hidden[batch.query_start[row] : batch.query_start[row + 1]]
-            pooling = step.pooling.get(seq_id, Pooling.LAST)
-            embedding = self._pooler.add(seq_id, pooling, chunk, ends=seq_id in ending)
+            ends = int(batch.context_lens[row]) == request.prompt_len
+            embedding = self._pooler.add(seq_id, request.pooling, chunk, ends=ends)
             if embedding is not None:
                 embeddings[seq_id] = embedding
-        return StepOutput(token_ids=np.zeros(len(batch.sample_seq_ids), np.int64), embeddings=embeddings)
+        return embeddings
 
     def _move_blocks(self, batch: StepBatch, cache: Tensor) -> None:
         attention = _need(self._attention)

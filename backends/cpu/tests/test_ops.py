@@ -1,0 +1,180 @@
+"""Row operators of the CPU kernel set, in every instruction set, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hardpoint.interfaces import Activation
+from hardpoint_cpu import _native
+from hardpoint_cpu.descriptor import hardpoint_backend
+from hardpoint_cpu.kernels import CpuKernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 5, 16, 40, 64, 577]
+
+
+@pytest.fixture(params=_native.available_isas(), autouse=True)
+def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    isa = _native.isa()
+    _native.set_isa(request.param)
+    yield
+    _native.set_isa(isa)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    return CpuKernels(hardpoint_backend().probe().devices[0])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_rounded(actual: Tensor, exact: Tensor, slack: float = 2.0**-20) -> None:
+    """Assert that `actual` is `exact` up to one rounding to its dtype and float32 arithmetic of relative error `slack`."""
+    rounding = torch.finfo(actual.dtype).eps
+    assert ((actual.double() - exact).abs() <= (rounding + slack) * exact.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_rms_norm(kernels: CpuKernels, n: int, dtype: torch.dtype) -> None:
+    x, weight = random(3, 7, n + 2, dtype=dtype)[..., :n], random(n, dtype=dtype, seed=1)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    out = kernels.rms_norm(x, weight, 1e-5)
+    assert out.dtype is dtype
+    assert out.shape == x.shape
+    assert_rounded(out, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_add_rms_norm_changes_the_residual_and_normalises_the_sum(
+    kernels: CpuKernels, n: int, dtype: torch.dtype
+) -> None:
+    x, residual, weight = random(9, n, dtype=dtype), random(9, n, dtype=dtype, seed=1), random(n, seed=2)
+    total = (x.float() + residual.float()).to(dtype)
+    out = kernels.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, total)
+    exact = total.double() * torch.rsqrt(total.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    assert_rounded(out, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (8, 8), (80, 20), (24, 24), (40, 6)])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rotary_turns_pairs_by_their_angles_inside_a_fused_row(
+    kernels: CpuKernels, dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    tokens, heads, kv_heads = 11, 3, 1
+    row = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    before = row.clone()
+    q = row[:, : heads * dim].view(tokens, heads, dim)
+    k = row[:, heads * dim : (heads + kv_heads) * dim].view(tokens, kv_heads, dim)
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(1))
+    angles = random(50, rotary_dim // 2, seed=2).double()
+    cos, sin = angles.cos().float(), angles.sin().float()
+    rotate = kernels.vendor_rotary_interleaved if interleaved else kernels.rotary
+    rotate(q, k, positions, cos, sin)
+
+    both = before[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim).double()
+    c, s = cos[positions].double()[:, None], sin[positions].double()[:, None]
+    half = rotary_dim // 2
+    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
+    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
+    exact = both.clone()
+    exact[..., first] = both[..., first] * c - both[..., second] * s
+    exact[..., second] = both[..., second] * c + both[..., first] * s
+    assert_rounded(row[:, : (heads + kv_heads) * dim].view_as(exact), exact)
+    assert torch.equal(row[:, (heads + kv_heads) * dim :], before[:, (heads + kv_heads) * dim :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("n", WIDTHS)
+def test_gated_activation(kernels: CpuKernels, n: int, activation: Activation, dtype: torch.dtype) -> None:
+    x = random(2, 5, 2 * n, dtype=dtype) * 3
+    gate, up = x.double().chunk(2, -1)
+    silu = activation is Activation.SILU
+    act = torch.nn.functional.silu(gate) if silu else torch.nn.functional.gelu(gate, approximate="tanh")
+    assert_rounded(kernels.gated_activation(x, activation), act * up)
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activation_of_extreme_values_is_its_limit(kernels: CpuKernels, activation: Activation) -> None:
+    gate = torch.tensor([-1e30, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e30])
+    out = kernels.gated_activation(torch.cat((gate, torch.ones(8))), activation)
+    assert torch.allclose(out, gate.clamp(min=0), atol=1e-30)
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 49, 1000])
+def test_argmax_is_the_lowest_index_of_the_greatest_value(kernels: CpuKernels, n: int) -> None:
+    logits = random(20, n).round()
+    assert kernels.argmax(logits).tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert kernels.argmax(torch.full((2, n), float("-inf"))).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 49, 1000])
+def test_log_sum_exp(kernels: CpuKernels, n: int) -> None:
+    logits = torch.cat((random(8, n) * 10, random(1, n) + 1e4, random(1, n) - 1e4))
+    out = kernels.vendor_log_sum_exp(logits).double()
+    exact = torch.logsumexp(logits.double(), -1)
+    assert ((out - exact).abs() <= 1e-6 * (1 + exact.abs())).all()
+    logits[0, n // 2 :] = float("-inf")
+    assert torch.allclose(kernels.vendor_log_sum_exp(logits), torch.logsumexp(logits, -1), rtol=1e-6, atol=1e-6)
+
+
+def test_soft_cap(kernels: CpuKernels) -> None:
+    logits = torch.cat((random(4, 77) * 20, torch.linspace(-0.1, 0.1, 77)[None], torch.full((1, 77), 1e20)))
+    exact = 5 * torch.tanh(logits.double() / 5)
+    kernels.vendor_soft_cap(logits, 5.0)
+    assert ((logits - exact).abs() <= 2.0**-21 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_takes_any_leading_shape_and_a_bias(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    weight, bias, x = (
+        random(37, 21, dtype=dtype),
+        random(37, dtype=dtype, seed=1),
+        random(2, 5, 21, dtype=dtype, seed=2),
+    )
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    bound = 2.0**-18 * (x.double().abs() @ weight.double().abs().T + 1) + torch.finfo(dtype).eps * exact.abs()
+    out = kernels.linear(weight, bias)(x)
+    assert out.dtype is dtype
+    assert ((out.double() - exact).abs() <= bound).all()
+    assert kernels.linear(weight, None)(x[:0]).shape == (0, 5, 37)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda k: k.rms_norm(random(4, 8).T, random(4), 1e-5), "contiguous"),
+        (lambda k: k.rms_norm(random(4, 8), random(4), 1e-5), "weight"),
+        (lambda k: k.rms_norm(random(4, 8).double(), random(8), 1e-5), "float64"),
+        (lambda k: k.add_rms_norm(random(4, 8), random(4, 7), random(8), 1e-5), "residual"),
+        (lambda k: k.add_rms_norm(random(2, 4, 8), random(2, 5, 8)[:, :4], random(8), 1e-5), "in place"),
+        (lambda k: k.gated_activation(random(4, 7), Activation.SILU), "even"),
+        (lambda k: k.argmax(random(4, 7).half()), "float32"),
+        (lambda k: k.linear(random(4, 7), random(5)), "bias"),
+        (lambda k: k.linear(random(4, 7), None)(random(2, 6)), "x is"),
+        (lambda k: k.linear(random(4, 7), None)(random(2, 7).half()), "float16"),
+        (
+            lambda k: k.rotary(random(2, 1, 8), random(2, 1, 8), torch.tensor([0, 9]), random(9, 4), random(9, 4)),
+            "positions",
+        ),
+        (
+            lambda k: k.rotary(random(2, 1, 8), random(2, 1, 8), torch.tensor([0, 1]), random(9, 5), random(9, 5)),
+            "cos",
+        ),
+    ],
+)
+def test_a_wrong_operand_is_refused_with_its_reason(
+    kernels: CpuKernels, call: Callable[[CpuKernels], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(kernels)

@@ -1,0 +1,133 @@
+"""The measurement itself, the same code in every system's process, so that no system is timed in a way of its own.
+
+A system's script calls `run(build)`. The one argument of the process is a job file (JSON, written by `cpu_engine.py`);
+the answer is one line of JSON, the last on stdout. Standard library only: it runs in environments that share nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class System(Protocol):
+    """One engine, loaded and ready."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> list[list[int]]:
+        """Submit all prompts at once; return exactly `output_tokens[i]` greedy token ids for `prompts[i]`."""
+
+
+Build = Callable[[dict[str, Any]], System]
+
+
+def run(import_system: Callable[[], Build], packages: Sequence[str]) -> None:
+    """Measure one system and print the answer.
+
+    Args:
+        import_system: imports everything that the engine needs and returns its constructor, which takes the job's
+            `options`. The two steps are timed apart: `import_s` and `load_s` (both in a fresh process).
+        packages: distributions whose versions belong beside the numbers.
+    """
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    with _stdout_to_stderr() as answer:
+        started = time.perf_counter()
+        build = import_system()
+        imported = time.perf_counter()
+        system = build(job["options"])
+        loaded = time.perf_counter()
+        result: dict[str, Any] = {"import_s": imported - started, "load_s": loaded - imported}
+        result.update(_measure(system, job["workload"]))
+        result["peak_rss_mb"] = _peak_rss_bytes() / 1e6
+        result["versions"] = _versions(packages)
+        result["details"] = getattr(system, "details", {})
+        print(json.dumps(result), file=answer, flush=True)
+    # Engines with worker processes and device runtimes can hang or crash while the interpreter unwinds them, after the
+    # answer is out; the parent removes the process group.
+    os._exit(0)
+
+
+def _measure(system: System, workload: dict[str, Any]) -> dict[str, Any]:
+    for submission in workload["warm_up"]:
+        _timed(system, submission["prompts"], submission["output_tokens"])
+
+    first_token_ms = [_timed(system, [prompt], [1])[0] * 1e3 for prompt in workload["first_token"]["prompts"]]
+
+    single = workload["single_stream"]
+    rates = []
+    for first_prompt, prompt in single["prompt_pairs"]:
+        # The prefill is taken out by measuring it alone on another prompt of the same length: the same definition for
+        # systems that report no time of the first token.
+        until_first, _ = _timed(system, [first_prompt], [1])
+        whole, _ = _timed(system, [prompt], [single["output_tokens"]])
+        rates.append((single["output_tokens"] - 1) / (whole - until_first))
+
+    mixed = workload["mixed"]
+    seconds, outputs = _timed(system, mixed["prompts"], mixed["output_tokens"])
+    return {
+        "first_token_ms": first_token_ms,
+        "single_stream_tokens_per_s": rates,
+        "mixed_tokens_per_s": [sum(mixed["output_tokens"]) / seconds],
+        "mixed_first_tokens": [output[0] for output in outputs],
+    }
+
+
+def _timed(
+    system: System, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]
+) -> tuple[float, list[list[int]]]:
+    """Return seconds and outputs of one submission.
+
+    Raises:
+        RuntimeError: the system produced another number of tokens than asked, so that its time means nothing.
+    """
+    gc.collect()
+    started = time.perf_counter()
+    outputs = system.generate(prompts, output_tokens)
+    seconds = time.perf_counter() - started
+    lengths = [len(output) for output in outputs]
+    if lengths != list(output_tokens):
+        raise RuntimeError(f"asked for {list(output_tokens)} tokens, got {lengths}")
+    return seconds, outputs
+
+
+def _peak_rss_bytes() -> int:
+    """Return the high-water marks of this process and its descendants, added up."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    total, pending = 0, [os.getpid()]
+    while pending:
+        process = pending.pop()
+        pending += children.get(process, [])
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1]) << 10
+    return total
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Any:
+    """Give what libraries print, from Python or C, to stderr; yield a file on the real stdout for the answer."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
+        os.dup2(2, 1)
+        yield answer

@@ -1,0 +1,133 @@
+"""`hardpoint chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from hardpoint.cli.options import EngineOptions, SamplingOptions, takes
+from hardpoint.cli.session import backend_name, interruptible, show_rate, stream
+from hardpoint.interfaces.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from hardpoint.engine.llm import LLM
+    from hardpoint.sampling import SamplingParams
+
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer."
+
+
+@takes(sampling=SamplingOptions, engine=EngineOptions)
+def chat(
+    *,
+    system: Annotated[str | None, typer.Option(help="System message that begins the conversation.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 512,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+) -> None:
+    """Talk with an instruction-tuned model; answers appear as they are generated.
+
+    Lines are messages; /reset forgets the conversation, /exit or the end of input ends it, Ctrl-C stops an answer. Earlier turns stay
+    in the prefix cache, so that only what is new is computed. Input may be piped: each line is a message, and only the answers go to
+    standard output.
+    """
+    params = sampling.params(max_tokens=max_tokens)
+    llm = engine.open()
+    try:
+        tokenizer = llm.get_tokenizer()
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise InvalidRequest(
+                f"{llm.info.model} has no chat template, so it cannot chat",
+                hint="Use `hardpoint generate --raw`, or an instruction-tuned model",
+            )
+        _Conversation(llm, params, system).run()
+    finally:
+        llm.shutdown()
+
+
+class _Conversation:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._interactive = sys.stdin.isatty()
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._messages: list[dict[str, str]] = []
+        self._reset()
+
+    def run(self) -> None:
+        """Read and answer messages until the end of input or /exit."""
+        if self._interactive:
+            self._say(f"{self._llm.info.model} on {backend_name(self._llm.info)}. {_HELP}")
+        while (line := self._read()) is not None:
+            text = line.strip()
+            if text == "/exit":
+                return
+            if text == "/reset":
+                self._reset()
+                self._say("The conversation is forgotten.")
+            elif text == "/help":
+                self._say(_HELP)
+            elif text:
+                self._turn(text)
+
+    def _read(self) -> str | None:
+        if not self._interactive:
+            return sys.stdin.readline() or None
+        while True:
+            try:
+                return input("> ")
+            except EOFError:
+                sys.stdout.write("\n")
+                return None
+            except KeyboardInterrupt:
+                self._say(f"\n{_HELP}")
+
+    def _turn(self, text: str) -> None:
+        """Answer one message; a message that does not fit is taken back, and told."""
+        self._messages.append({"role": "user", "content": text})
+        try:
+            self._messages.append({"role": "assistant", "content": self._answer()})
+        except InvalidRequest as error:
+            self._messages.pop()
+            if not self._interactive:
+                raise
+            self._say(f"{error}. /reset starts anew.", "yellow")
+
+    def _answer(self) -> str:
+        """Print an answer as it comes, and return it: as far as it came, where Ctrl-C stopped it."""
+        llm = self._llm
+        pieces: list[str] = []
+        num_tokens, num_cached, first_token, last_token = 0, 0, 0.0, 0.0
+        prompt = llm.engine.process_chat(self._messages)
+        with interruptible() as interrupt:
+            answer = stream(llm, prompt, self._params)
+            for output in answer:
+                last_token = time.perf_counter()
+                first_token = first_token or last_token
+                num_tokens += len(output.outputs[0].token_ids)
+                num_cached = output.num_cached_tokens
+                pieces.append(output.outputs[0].text)
+                sys.stdout.write(pieces[-1])
+                sys.stdout.flush()
+                if interrupt.pressed:
+                    answer.close()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if self._interactive:
+            speed = show_rate(num_tokens - 1, last_token - first_token)
+            cached = f", {num_cached} of {len(prompt.token_ids)} prompt tokens from the cache" if num_cached else ""
+            self._say(f"{num_tokens} tokens, {speed}{cached}{', stopped' if interrupt.pressed else ''}")
+        return "".join(pieces)
+
+    def _reset(self) -> None:
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def _say(self, text: str, style: str = "dim") -> None:
+        self._console.print(Text(text, style))

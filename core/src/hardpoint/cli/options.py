@@ -1,0 +1,154 @@
+"""Options that several commands share, each written once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from hardpoint.engine.llm import LLM
+
+_ENGINE = "Engine"
+_SAMPLING = "Sampling"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The engine that a command runs."""
+
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="'demo', a folder with a model, or a GGUF file.", rich_help_panel=_ENGINE),
+    ]
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Backend by name; without it, the best one that is available.", rich_help_panel=_ENGINE),
+    ] = None
+    require_accelerator: Annotated[
+        bool, typer.Option("--require-accelerator", help="Fail rather than run on the CPU.", rich_help_panel=_ENGINE)
+    ] = False
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)] = "auto"
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest context in tokens.", rich_help_panel=_ENGINE)
+    ] = None
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Most sequences computed at a time.", rich_help_panel=_ENGINE)
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens computed in one step.", rich_help_panel=_ENGINE)
+    ] = 2048
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block.", rich_help_panel=_ENGINE)] = None
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks; without it, what fits.", rich_help_panel=_ENGINE)
+    ] = None
+    memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of the device's memory to use.", rich_help_panel=_ENGINE)
+    ] = None
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse the KV blocks of equal prompt beginnings.", rich_help_panel=_ENGINE)
+    ] = True
+    load_format: Annotated[
+        str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel=_ENGINE)
+    ] = "auto"
+    threads: Annotated[int | None, typer.Option(min=1, help="Host threads for computing.", rich_help_panel=_ENGINE)] = (
+        None
+    )
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
+    ] = False
+
+    def open(self, *, quiet: bool = False) -> LLM:
+        """Load the engine, with a line on standard error while it loads (where that is a terminal) and for its notice.
+
+        Raises what `LLM` raises.
+        """
+        from rich.console import Console
+
+        from hardpoint import LLM
+
+        settings = asdict(self)
+        settings["num_device_blocks"] = settings.pop("num_blocks")
+        settings["enable_prefix_caching"] = settings.pop("prefix_caching")
+        console = Console(stderr=True, soft_wrap=True)
+        with console.status(f"Loading {self.model}") if console.is_terminal and not quiet else nullcontext():
+            llm = LLM(**settings)
+        if llm.info.notice:
+            console.print(llm.info.notice, style="yellow", markup=False)
+        return llm
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; `SamplingParams` says what each means."""
+
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.", rich_help_panel=_SAMPLING)] = (
+        0.7
+    )
+    top_p: Annotated[float, typer.Option(help="Smallest set of tokens with this mass.", rich_help_panel=_SAMPLING)] = (
+        1.0
+    )
+    top_k: Annotated[int, typer.Option(help="Most probable tokens; 0 for all.", rich_help_panel=_SAMPLING)] = 0
+    min_p: Annotated[float, typer.Option(help="Least probability relative to the best.", rich_help_panel=_SAMPLING)] = (
+        0.0
+    )
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 discourages tokens seen before.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same tokens.", rich_help_panel=_SAMPLING)
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text at which to stop; repeatable.", rich_help_panel=_SAMPLING)
+    ] = None
+
+    def params(self, **more: Any) -> Any:
+        """Return `SamplingParams` of these and further values; raises InvalidSamplingParams."""
+        from hardpoint import SamplingParams
+
+        return SamplingParams(**(asdict(self) | more))
+
+
+def takes(
+    **groups: type[EngineOptions] | type[SamplingOptions],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of whole groups: its parameter of that name gets them as one object.
+
+    Typer reads a command's options from its signature, so the decorated function has one in which each such parameter is
+    replaced by the group's fields.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [parameter for parameter in own if parameter.name not in groups]
+        for group in groups.values():
+            hints = get_type_hints(group, include_extras=True)
+            for option in fields(group):
+                default = inspect.Parameter.empty if option.default is MISSING else option.default
+                parameters.append(
+                    inspect.Parameter(
+                        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[option.name]
+                    )
+                )
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            made = {
+                name: group(**{option.name: values.pop(option.name) for option in fields(group)})
+                for name, group in groups.items()
+            }
+            function(**values, **made)
+
+        del run.__wrapped__  # or its signature would be read instead
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+        )
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate

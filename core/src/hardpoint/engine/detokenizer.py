@@ -1,0 +1,223 @@
+"""From tokens to text as they come: characters never broken, stop texts found wherever they fall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from tokenizers.decoders import DecodeStream
+
+from hardpoint.sampling import RequestOutputKind, SamplingParams
+
+_REPLACEMENT = "\ufffd"
+
+_CONTEXT = 6
+"""Tokens before a token that decide how it is written (a leading space, joined bytes); tokenizers look back one or two."""
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer of transformers; the `backend_tokenizer` of a fast one is used where there is one."""
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        """Return the text of tokens."""
+
+
+class Detokenizer:
+    """Text of tokens, for the sequences of one model.
+
+    Args:
+        tokenizer: the model's. Fast tokenizers are stepped with their own incremental decoder, at about 2 microseconds per
+            token; others decode the last few tokens again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._token_texts: dict[int, str] = {}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens, as the tokenizer's decoder gives it, without further clean-up of spaces."""
+        if self._backend is not None:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token alone, special tokens included, as log probabilities show it."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id])
+        return text
+
+    def incremental(self, context: Sequence[int], *, skip_special_tokens: bool) -> Callable[[int], str]:
+        """Return a function that takes one token after another and returns the text that each completes, often empty."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        if self._backend is None:
+            return _OffsetDecoder(decode, context, len(context)).step
+        return _StreamDecoder(self._backend, skip_special_tokens, decode, context).step
+
+
+class TextStream:
+    """The text of one completion, as its tokens come.
+
+    The text continues the prompt's, so a leading space is kept. Where nothing is streamed and no stop text is looked for,
+    tokens are collected, and decoded once at the end.
+
+    Stop texts are found as if the text came character by character: the one that is complete first ends it, the longest of
+    those complete at once. So the result does not depend on how the text falls into tokens.
+
+    Args:
+        detokenizer: the model's; None makes no text, like `detokenize=False`.
+        prompt_token_ids: of which the last few are kept as context.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        self._detokenizer = detokenizer if params.detokenize else None
+        self._context = list(prompt_token_ids[-_CONTEXT:])
+        self._skip_special_tokens = params.skip_special_tokens
+        self._stops = params.stop_texts
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._search_from = 0
+        self._ended = False
+        lazy = params.output_kind is RequestOutputKind.FINAL_ONLY and not self._stops
+        self._step: Callable[[int], str] | None = None
+        if self._detokenizer is not None and not lazy:
+            self._step = self._detokenizer.incremental(self._context, skip_special_tokens=self._skip_special_tokens)
+
+    def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
+        """Add the next token.
+
+        Args:
+            is_stop_token: the completion ends with this token, whose own text is shown only where the parameters
+                include stops in the output.
+
+        Returns:
+            The stop text that is now complete, if any; the text then ends before or after it, and the stream has ended.
+        """
+        if self._detokenizer is None or self._ended or (is_stop_token and not self._include_stop):
+            return None
+        self._token_ids.append(token_id)
+        if self._step is None:
+            return None
+        self._text += self._step(token_id)
+        if not self._stops:
+            return None
+        if len(self._token_ids) <= self._min_tokens:
+            self._search_from = len(self._text)
+            return None
+        return self._cut_at_stop()
+
+    def finish(self) -> str | None:
+        """End the stream: what was held back belongs to the text, an incomplete character as U+FFFD. Legal more than once.
+
+        Returns:
+            The stop text that the held back text completes, if any.
+        """
+        if self._detokenizer is None or self._ended:
+            return None
+        whole = self._whole_text(self._detokenizer)
+        if self._step is None or whole.startswith(self._text):
+            self._text = whole
+        found = self._cut_at_stop() if self._stops and len(self._token_ids) > self._min_tokens else None
+        self._ended = True
+        return found
+
+    @property
+    def text(self) -> str:
+        """The text so far: before the end, without what may yet become a stop text, or an incomplete character."""
+        return self._text if self._ended or not self._stops else self._text[: self._safe_length()]
+
+    def _whole_text(self, detokenizer: Detokenizer) -> str:
+        skip = self._skip_special_tokens
+        before = detokenizer.decode(self._context, skip_special_tokens=skip) if self._context else ""
+        return detokenizer.decode([*self._context, *self._token_ids], skip_special_tokens=skip)[len(before) :]
+
+    def _cut_at_stop(self) -> str | None:
+        """Look for stops that end after `_search_from`; cut the text at the one complete first."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = self._text.find(stop, max(0, self._search_from - len(stop) + 1))
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                best = candidate if best is None else min(best, candidate)
+        self._search_from = len(self._text)
+        if best is None:
+            return None
+        end, start, stop = best
+        self._text = self._text[: end if self._include_stop else start]
+        self._ended = True
+        return stop
+
+    def _safe_length(self) -> int:
+        """Return the length of the text without the longest end of it that begins a stop text."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for length in range(min(longest, len(self._text)), 0, -1):
+            tail = self._text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return len(self._text) - length
+        return len(self._text)
+
+
+class _StreamDecoder:
+    """Steps the tokenizer's own incremental decoder, and goes on without it where that fails.
+
+    `DecodeStream` raises where the text of tokens changes as more of them come, which happens with some tokenizers.
+    """
+
+    def __init__(self, backend: Any, skip_special_tokens: bool, decode: Decode, context: Sequence[int]) -> None:
+        self._backend = backend
+        self._stream: Any = DecodeStream(ids=list(context), skip_special_tokens=skip_special_tokens)
+        self._decode = decode
+        self._ids = list(context)
+        self._shown = len(context)
+        self._offsets: _OffsetDecoder | None = None
+
+    def step(self, token_id: int) -> str:
+        if self._offsets is not None:
+            return self._offsets.step(token_id)
+        try:
+            text: str | None = self._stream.step(self._backend, token_id)
+        except Exception:  # tokenizers raises nothing narrower
+            self._offsets = _OffsetDecoder(self._decode, self._ids, self._shown)
+            return self._offsets.step(token_id)
+        self._ids.append(token_id)
+        if text is None:
+            return ""
+        self._shown = len(self._ids)
+        return text
+
+
+class _OffsetDecoder:
+    """Decodes the last tokens with and without the new one; the difference is its text.
+
+    Args:
+        token_ids: before the first step.
+        shown: how many of them have had their text returned.
+    """
+
+    def __init__(self, decode: Decode, token_ids: Sequence[int], shown: int) -> None:
+        self._decode = decode
+        self._ids = list(token_ids)
+        self._prefix = max(0, shown - _CONTEXT)
+        self._shown = shown
+
+    def step(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._prefix : self._shown])
+        text = self._decode(self._ids[self._prefix :])
+        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
+            return ""
+        self._prefix, self._shown = self._shown, len(self._ids)
+        return text[len(before) :]

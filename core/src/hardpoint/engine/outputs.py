@@ -1,0 +1,152 @@
+"""What requests return, under the names that vLLM's users know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from hardpoint.interfaces.batch import FloatArray, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability at one position, of the model's own distribution.
+
+    Attributes:
+        rank: 1 for the most probable token.
+        decoded_token: the token's text alone; None without detokenization.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PositionLogprobs: TypeAlias = dict[int, Logprob]
+"""By token id: the sampled token first, then the most probable ones in falling order."""
+
+
+def position_logprobs(entry: TokenLogprobs, texts: Sequence[str | None]) -> PositionLogprobs:
+    """Return the log probabilities of one position as results show them.
+
+    Args:
+        entry: from the worker; its first token is the sampled one, whose rank it states.
+        texts: of each of `entry.token_ids`.
+    """
+    token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+    result = {token_ids[0]: Logprob(values[0], entry.rank, texts[0])}
+    for rank, (token_id, value, text) in enumerate(zip(token_ids[1:], values[1:], texts[1:], strict=True), start=1):
+        if token_id != token_ids[0]:
+            result[token_id] = Logprob(value, rank, text)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.perf_counter`.
+
+    Attributes:
+        arrival_time: the engine took the request.
+        first_token_time: its first token was out; None before.
+        finished_time: it ended; None before.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from the first token to the end."""
+        if self.first_token_time is None or self.finished_time is None:
+            return None
+        return self.finished_time - self.first_token_time
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a request.
+
+    Attributes:
+        index: of the completion in its request.
+        text, token_ids, logprobs: everything so far, or with `RequestOutputKind.DELTA` what is new. The token that ended
+            the completion is in `token_ids`.
+        cumulative_logprob: sum over all tokens so far; None where log probabilities were not asked for.
+        logprobs: one entry per token, where asked for.
+        finish_reason: "stop" (a stop token or text), "length" (max_tokens, or the context is full), "abort" or "error"; None
+            while it runs.
+        stop_reason: the stop text or the id of the stop token that ended it; None for the model's end-of-text token.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the completion has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state or the result of a generation request.
+
+    Attributes:
+        prompt: its text; None where it was given as token ids.
+        outputs: completions, in order of index.
+        finished: all completions have ended.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingOutput:
+    """An embedding: float32[hidden_size]."""
+
+    embedding: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingRequestOutput:
+    """The result of an embedding request; see RequestOutput."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: Sequence[int]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+
+
+def best_completions(outputs: Iterable[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """Return the n completions with the highest log probability per token, best first, with indices 0 to n - 1.
+
+    Raises:
+        ValueError: a completion has no cumulative log probability.
+    """
+    ranked: list[tuple[float, CompletionOutput]] = []
+    for output in outputs:
+        if output.cumulative_logprob is None:
+            raise ValueError(f"completion {output.index} was sampled without log probabilities and cannot be ranked")
+        ranked.append((output.cumulative_logprob / max(len(output.token_ids), 1), output))
+    ranked.sort(key=lambda pair: (-pair[0], pair[1].index))
+    return [replace(output, index=index) for index, (_, output) in enumerate(ranked[:n])]

@@ -1,0 +1,108 @@
+"""`hardpoint chat`: turns, commands, interruption."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def test_piped_lines_are_turns_and_only_answers_are_printed(hp: Any, llms: Any) -> None:
+    result = hp("chat", "-m", "demo", stdin="hi\n\nyou\n")
+    assert result.code == 0
+    assert result.out == "<USER>HI\n<USER>HI<ASSISTANT><USER>HI<USER>YOU\n"
+    assert [p.max_tokens for p in llms[0].params] == [512, 512]
+
+
+def test_the_system_message_stays_and_reset_forgets_the_rest(hp: Any, llms: Any) -> None:
+    hp("chat", "-m", "demo", "--system", "be", stdin="a\n/reset\nb\n/exit\nnever\n")
+    assert llms[0].prompts == ["<system>be<user>a", "<system>be<user>b"]
+
+
+def test_an_empty_input_is_an_empty_conversation(hp: Any, llms: Any) -> None:
+    assert hp("chat", "-m", "demo", stdin="").out == ""
+
+
+def test_a_model_without_template_is_refused(hp: Any, prepare: Any) -> None:
+    def without_template(llm: Any) -> None:
+        llm.tokenizer.chat_template = None
+
+    prepare(without_template)
+    result = hp("chat", "-m", "demo", stdin="hi\n")
+    assert result.code == 1
+    assert "no chat template" in result.err
+    assert "--raw" in result.err
+
+
+def test_a_piped_message_that_does_not_fit_is_an_error(hp: Any) -> None:
+    result = hp("chat", "-m", "demo", stdin="x" * 600)
+    assert result.code == 1
+    assert "tokens" in result.err
+
+
+def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Let `input` return lines or raise, then end."""
+    rest: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
+
+    def read(prompt: str = "") -> str:
+        line = next(rest)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(builtins, "input", read)
+
+
+def test_in_a_terminal_a_message_that_does_not_fit_is_told_and_taken_back(
+    hp: Any, llms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typing(monkeypatch, "x" * 600, "ok")
+    result = hp("chat", "-m", "demo", terminal=True)
+    assert result.code == 0
+    assert "/reset starts anew" in result.err
+    assert llms[0].prompts == ["<user>ok"]
+
+
+def test_in_a_terminal_each_answer_says_what_it_took(hp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    typing(monkeypatch, "hello")
+    result = hp("chat", "-m", "demo", terminal=True)
+    assert "11 tokens" in result.err
+    assert "1 of 11 prompt tokens from the cache" in result.err
+    assert "acme (Acme One, simulated)" in result.err
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(hp: Any, prepare: Any, llms: Any, monkeypatch: Any) -> None:
+    def press_at_third_token(llm: Any) -> None:
+        steps = iter(range(1000))
+
+        def on_step() -> None:
+            if next(steps) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        llm.on_step = on_step
+
+    prepare(press_at_third_token)
+    typing(monkeypatch, "hello", KeyboardInterrupt, "more")
+    result = hp("chat", "-m", "demo", terminal=True)
+    assert result.code == 0
+    assert result.out.splitlines()[0] == "<US"
+    assert "stopped" in result.err
+    assert len(llms[0].engine.aborted) == 1
+    assert llms[0].prompts[1] == "<user>hello<assistant><US<user>more"
+
+
+def test_a_second_ctrl_c_ends_the_program(hp: Any, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press_twice(llm: Any) -> None:
+        def on_step() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        llm.on_step = on_step
+
+    prepare(press_twice)
+    assert hp("chat", "-m", "demo", stdin="hello\n").code == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,173 @@
+"""`hardpoint generate`: where prompts come from, what is printed where, and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_the_answer_goes_to_standard_output_and_the_rest_to_standard_error(hp: Any, llms: Any) -> None:
+    result = hp("generate", "--model", "demo", "--prompt", "hello", "--raw")
+    assert (result.code, result.out) == (0, "HELLO\n")
+    assert "acme (Acme One, simulated)" in result.err
+    assert "30.0 tokens/s" in result.err
+    assert "acme2 was passed over" in result.err
+
+
+def test_prompts_are_written_with_the_chat_template_where_the_model_has_one(hp: Any, llms: Any) -> None:
+    assert hp("generate", "-m", "demo", "-p", "hi").out == "<USER>HI\n"
+    assert hp("generate", "-m", "demo", "-p", "hi", "--system", "be").out == "<SYSTEM>BE<USER>HI\n"
+    assert hp("generate", "-m", "demo", "-p", "hi", "--raw").out == "HI\n"
+
+
+def test_prompts_are_passed_as_they_are_where_the_model_has_no_template(hp: Any, prepare: Any) -> None:
+    def without_template(llm: Any) -> None:
+        llm.tokenizer.chat_template = None
+
+    prepare(without_template)
+    assert hp("generate", "-m", "demo", "-p", "hi").out == "HI\n"
+
+
+def test_a_system_message_without_template_is_a_usage_error(hp: Any) -> None:
+    result = hp("generate", "-m", "demo", "-p", "hi", "--raw", "--system", "be")
+    assert result.code == 2
+    assert "--system" in result.err
+
+
+def test_json_has_texts_tokens_reasons_backend_and_times(hp: Any, llms: Any) -> None:
+    result = hp("generate", "--model", "demo", "-p", "ab", "--raw", "--logprobs", "1", "--json")
+    report = json.loads(result.out)
+    assert report["backend"] == {"name": "acme", "device": "Acme One", "simulated": True}
+    assert report["model"]["name"] == "demo"
+    (output,) = report["outputs"]
+    assert output["prompt"] == "ab"
+    assert output["prompt_token_ids"] == [97, 98]
+    assert output["num_cached_tokens"] == 2
+    (completion,) = output["completions"]
+    assert (completion["text"], completion["token_ids"], completion["finish_reason"]) == ("AB", [65, 66], "length")
+    assert completion["logprobs"][0] == [{"token_id": 65, "logprob": -0.5, "rank": 1, "text": "A"}]
+    assert report["timings"]["load_seconds"] == 0.25
+    assert report["timings"]["prefill_tokens_per_second"] == 200.0
+    assert report["timings"]["decode_tokens_per_second"] == 30.0
+    assert report["prefix_cache"] == {"queried_tokens": 100, "hit_tokens": 25, "hit_rate": 0.25}
+
+
+def test_json_without_logprobs_has_none(hp: Any) -> None:
+    (output,) = json.loads(hp("generate", "-m", "demo", "-p", "ab", "--json").out)["outputs"]
+    assert "logprobs" not in output["completions"][0]
+
+
+def test_several_prompts_and_completions_are_told_apart(hp: Any) -> None:
+    result = hp("generate", "-m", "demo", "-p", "one [1]", "-p", "two", "--n", "2", "--raw")
+    lines = ["> one [1] [0]", "ONE [1]", "> one [1] [1]", "ONE [1]", "> two [0]", "TWO", "> two [1]", "TWO"]
+    assert result.out.splitlines() == lines
+
+
+def test_standard_input_is_one_prompt(hp: Any, llms: Any) -> None:
+    assert hp("generate", "-m", "demo", "--raw", stdin="two\nlines\n").out == "TWO\nLINES\n"
+
+
+def test_a_file_has_a_prompt_per_line(hp: Any, llms: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n  \ntwo\u2028half\r\n", encoding="utf-8")
+    hp("generate", "-m", "demo", "--raw", "--prompts-file", str(file), "--json")
+    assert llms[0].prompts == ["one", "two\u2028half"]
+
+
+def test_a_jsonl_file_has_an_object_per_line(hp: Any, llms: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one\\ntwo"}\n\n{"prompt": "three", "id": 3}\n')
+    hp("generate", "-m", "demo", "--raw", "--prompts-file", str(file), "--json")
+    assert llms[0].prompts == ["one\ntwo", "three"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b'{"prompt": "a"}\n{"text": "b"}', "line 2"), (b"{", "line 1"), (b'["a"]', "line 1"), (b"\xff", "UTF-8")],
+)
+def test_bad_prompt_files_are_usage_errors_that_name_the_line(
+    hp: Any, llms: Any, tmp_path: Path, content: bytes, says: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    result = hp("generate", "-m", "demo", "--prompts-file", str(file))
+    assert result.code == 2
+    assert says in result.err
+    assert not llms
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "-p", "x"],
+        ["generate", "-m", "demo"],
+        ["generate", "-m", "demo", "-p", "x", "--max-tokens", "many"],
+        ["generate", "-m", "demo", "-p", "x", "--threads", "0"],
+        ["generate", "-m", "demo", "--prompts-file", "missing.txt"],
+        ["generate", "-m", "demo", "-p", "x", "--no-such-option"],
+    ],
+)
+def test_wrong_usage_ends_with_2_before_a_model_is_loaded(hp: Any, llms: Any, arguments: list[str]) -> None:
+    result = hp(*arguments)
+    assert result.code == 2
+    assert result.err
+    assert not llms
+
+
+def test_prompt_and_file_exclude_each_other(hp: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a")
+    assert hp("generate", "-m", "demo", "-p", "x", "--prompts-file", str(tmp_path / "p.txt")).code == 2
+
+
+def test_impossible_sampling_is_told_before_a_model_is_loaded(hp: Any, llms: Any) -> None:
+    result = hp("generate", "-m", "demo", "-p", "x", "--top-p", "2")
+    assert result.code == 1
+    assert "top_p" in result.err
+    assert "Traceback" not in result.err
+    assert not llms
+
+
+def test_a_prompt_that_cannot_be_served_ends_with_1_and_says_why(hp: Any, llms: Any) -> None:
+    result = hp("generate", "-m", "demo", "-p", "x" * 501, "--raw")
+    assert result.code == 1
+    assert "501 tokens" in result.err
+    assert "hint: Shorten it" in result.err
+    assert llms[0].is_shut_down
+
+
+def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
+    engine = "--backend acme --require-accelerator --dtype float16 --max-model-len 64 --block-size 32 --num-blocks 9"
+    more = "--threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
+    sampling = "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop x --stop y --max-tokens 3"
+    hp("generate", "-m", "demo", "-p", "abcdef", *engine.split(), *more.split(), *sampling.split(), "--ignore-eos")
+    settings = llms[0].settings
+    assert settings == {
+        "model": "demo",
+        "backend": "acme",
+        "require_accelerator": True,
+        "dtype": "float16",
+        "max_model_len": 64,
+        "block_size": 32,
+        "num_device_blocks": 9,
+        "threads": 2,
+        "load_format": "dummy",
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 99,
+        "memory_utilization": None,
+        "trust_remote_code": False,
+    }
+    (params,) = llms[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (params.seed, params.stop_texts, params.max_tokens, params.ignore_eos) == (3, ("x", "y"), 3, True)
+
+
+def test_every_engine_option_is_a_setting_of_the_engine(hp: Any, llms: Any) -> None:
+    from hardpoint.engine.config import EngineConfig
+
+    hp("generate", "-m", "demo", "-p", "x")
+    settings = dict(llms[0].settings)
+    EngineConfig.from_arguments(settings.pop("model"), settings)

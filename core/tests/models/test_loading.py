@@ -1,0 +1,377 @@
+"""Weights from safetensors and from a seed; updates in place; every kind of damage is a typed error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hardpoint.interfaces import DType
+from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
+from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelNotFound, UnsupportedArchitecture
+from hardpoint.models import open_model
+from reference import PlainAllocator
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    FALLBACK,
+    LEAN,
+    SHAPE,
+    VOCAB,
+    Runner,
+    assert_equals_transformers,
+    open_and_load,
+    save_tiny,
+    tiny_config,
+)
+
+PROMPT = [3, 17, 90, 4, 55]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    save_tiny(tmp_path, tiny_config("llama"))
+    return tmp_path
+
+
+def _logits(folder: Path, **options: Any) -> torch.Tensor:
+    _, model, plan, attention = open_and_load(folder, **options)
+    return Runner(model, plan, attention).step([(0, PROMPT)])
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def _shard(folder: Path) -> list[Path]:
+    tensors = _tensors(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for part in range(3):
+        file = f"model-{part + 1:05d}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names[part::3]}, folder / file)
+        weight_map |= dict.fromkeys(names[part::3], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def test_sharded_weights_equal_a_single_file(llama: Path) -> None:
+    whole = _logits(llama)
+    _shard(llama)
+    assert torch.equal(_logits(llama), whole)
+
+
+def test_a_safetensors_file_stands_for_its_folder(llama: Path) -> None:
+    assert open_model(str(llama / "model.safetensors")).path == llama
+
+
+def test_a_folder_with_only_a_half_precision_checkpoint_runs_in_float32(llama: Path) -> None:
+    exact = _logits(llama)
+    _write(llama, {name: tensor.half() for name, tensor in _tensors(llama).items()})
+    rounded = _logits(llama)
+    assert 0 < float((rounded - exact).abs().max()) < 0.1
+
+
+def test_dtype_is_the_configurations_else_the_checkpoints(llama: Path) -> None:
+    assert open_model(str(llama)).dtype is DType.FLOAT32
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    assert open_model(str(llama)).dtype is DType.FLOAT16
+    config.pop("dtype", None)
+    (llama / "config.json").write_text(json.dumps(config))
+    _write(llama, {name: tensor.bfloat16() for name, tensor in _tensors(llama).items()})
+    assert open_model(str(llama)).dtype is DType.BFLOAT16
+
+
+def test_weights_lie_in_the_allocators_memory(llama: Path) -> None:
+    allocator = PlainAllocator()
+    _, model, _, _ = open_and_load(llama, allocator=allocator)
+    tags = allocator.stats().tags
+    assert tags[WEIGHTS].allocated == model.weight_bytes == sum(t.nbytes for t in _tensors(llama).values())
+    assert tags[BUFFERS].allocated == 2 * 64 * 8 * 4
+
+
+def test_source_describes_the_model(llama: Path) -> None:
+    (llama / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 2], "temperature": 0.6, "top_p": 0.9})
+    )
+    source = open_model(str(llama))
+    assert source.architecture == "LlamaForCausalLM"
+    assert (source.vocab_size, source.max_model_len) == (VOCAB, 64)
+    assert source.eos_token_ids == (7, 2)
+    assert source.generation_defaults == {"temperature": 0.6, "top_p": 0.9}
+    assert source.is_generative
+    assert [layer.num_heads for layer in source.attention_layers()] == [6, 6, 6]
+
+
+def test_a_bare_model_gives_hidden_states(tmp_path: Path) -> None:
+    from hardpoint.interfaces import DecoderOutput
+    from transformers import AutoModel
+
+    config = tiny_config("qwen3")
+    torch.manual_seed(0)
+    reference = AutoModel.from_config(config, attn_implementation="eager").eval()
+    reference.save_pretrained(tmp_path)
+    source, model, plan, attention = open_and_load(tmp_path)
+    assert (source.architecture, source.is_generative, model.path) == ("Qwen3Model", False, "lean")
+    hidden = Runner(model, plan, attention).step([(0, PROMPT)], DecoderOutput.HIDDEN)
+    with torch.no_grad():
+        expected = reference(input_ids=torch.tensor([PROMPT])).last_hidden_state[0, -1:]
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-4)
+
+
+# Dummy weights
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_dummy_weights_need_no_checkpoint_and_repeat(name: str, tmp_path: Path) -> None:
+    kind, options = {**LEAN, **FALLBACK}[name]
+    config = tiny_config(kind, **options)
+    config.architectures = None
+    config.save_pretrained(tmp_path)
+    first, again, other = (_logits(tmp_path, load_format="dummy", seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+    assert bool(torch.isfinite(first).all())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_dummy_weights_are_the_same_by_every_way_of_running(name: str, tmp_path: Path) -> None:
+    kind, options = LEAN[name]
+    tiny_config(kind, **options).save_pretrained(tmp_path)
+    lean = _logits(tmp_path, load_format="dummy", seed=3)
+    transformers = _logits(tmp_path, load_format="dummy", seed=3, use_lean_decoder=False)
+    torch.testing.assert_close(lean, transformers, rtol=1e-4, atol=1e-5)
+
+
+# Updates
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "phi3", "gpt2"])
+def test_updated_weights_take_effect(name: str, tmp_path: Path) -> None:
+    kind, options = {**LEAN, **FALLBACK}[name]
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_tiny(old, tiny_config(kind, **options), seed=1)
+    reference = save_tiny(new, tiny_config(kind, **options), seed=2)
+    _, model, plan, attention = open_and_load(old)
+    tensors = _tensors(new)
+    assert model.update_weights(tensors.items()) == len(tensors)
+    assert_equals_transformers(reference, Runner(model, plan, attention), steps=3)
+
+
+def test_a_single_part_of_a_fused_weight_can_be_updated(llama: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    _, model, plan, attention = open_and_load(llama)
+    tensors = _tensors(llama)
+    assert model.update_weights([(name, tensors[name] * 2)]) == 1
+    _write(llama, {**tensors, name: tensors[name] * 2})
+    assert torch.equal(Runner(model, plan, attention).step([(0, PROMPT)]), _logits(llama))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_wrong_update_is_refused(name: str, tmp_path: Path) -> None:
+    kind, options = {**LEAN, **FALLBACK}[name]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    _, model, _, _ = open_and_load(tmp_path)
+    known, tensor = next(iter(_tensors(tmp_path).items()))
+    with pytest.raises(CorruptWeights, match="no tensor of this name: nonsense"):
+        model.update_weights([("nonsense", tensor)])
+    with pytest.raises(CorruptWeights, match="another shape"):
+        model.update_weights([(known, tensor[:-1])])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_missing_and_unexpected_tensors_are_listed(name: str, tmp_path: Path) -> None:
+    kind, options = {**LEAN, **FALLBACK}[name]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    tensors = _tensors(tmp_path)
+    dropped = next(key for key in tensors if ".1." in key)
+    tensors.pop(dropped)
+    tensors["model.layers.0.extra.weight"] = torch.zeros(3)
+    _write(tmp_path, tensors)
+    with pytest.raises(CorruptWeights) as caught:
+        open_and_load(tmp_path)
+    assert dropped in str(caught.value) or dropped.removeprefix("transformer.") in str(caught.value)
+    assert "extra.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_tensor_of_another_shape_is_refused(name: str, tmp_path: Path) -> None:
+    kind, options = {**LEAN, **FALLBACK}[name]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    tensors = _tensors(tmp_path)
+    wrong = next(key for key in tensors if ".1." in key and tensors[key].dim() == 2)
+    tensors[wrong] = torch.zeros(5, 7)
+    _write(tmp_path, tensors)
+    with pytest.raises(CorruptWeights):
+        open_and_load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, 0.5, 0.99])
+def test_truncated_safetensors_are_corrupt(llama: Path, keep: float) -> None:
+    file = llama / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(CorruptWeights, match="damaged or truncated"):
+        open_and_load(llama)
+
+
+def test_a_missing_shard_is_named(llama: Path) -> None:
+    lost = _shard(llama)[1]
+    lost.unlink()
+    with pytest.raises(CorruptWeights, match=lost.name):
+        open_and_load(llama)
+
+
+def test_an_index_that_names_an_absent_tensor_is_corrupt(llama: Path) -> None:
+    _shard(llama)
+    index = llama / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.ghost"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(CorruptWeights, match=r"model\.ghost"):
+        open_and_load(llama)
+    index.write_text("{not json")
+    with pytest.raises(CorruptWeights, match="index"):
+        open_and_load(llama)
+
+
+def test_an_unknown_path_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no-such-model"):
+        open_model(str(tmp_path / "no-such-model"))
+    with pytest.raises(FileNotFoundError):
+        open_model("some-org/some-model")
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ModelNotFound, match=r"suffix '\.txt'"):
+        open_model(str(tmp_path / "notes.txt"))
+
+
+def test_a_folder_without_configuration_says_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="an empty folder"):
+        open_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelNotFound, match=r"no config\.json among: pytorch_model\.bin"):
+        open_model(str(tmp_path))
+
+
+def test_a_folder_without_readable_weights_says_what_it_has(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin"):
+        open_model(str(llama))
+
+
+def test_damaged_configuration_is_a_model_error(llama: Path) -> None:
+    from hardpoint.interfaces.errors import ModelError
+
+    (llama / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        open_model(str(llama))
+    (llama / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": "many"}))
+    with pytest.raises(ModelError, match="not a usable configuration"):
+        open_model(str(llama))
+
+
+def test_an_architecture_unknown_to_transformers_lists_the_lean_ones(llama: Path) -> None:
+    (llama / "config.json").write_text(json.dumps({"model_type": "quux", "architectures": ["QuuxForCausalLM"]}))
+    with pytest.raises(UnsupportedArchitecture, match=r"QuuxForCausalLM.*LlamaForCausalLM"):
+        open_model(str(llama))
+
+
+def test_a_quantised_checkpoint_is_refused(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedArchitecture, match="gptq"):
+        open_model(str(llama))
+
+
+def test_unknown_load_formats_and_ranks_are_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="auto, safetensors, gguf, dummy"):
+        open_model(str(llama), load_format="pickle")
+    with pytest.raises(ConfigError, match="gguf"):
+        open_model(str(llama), load_format="gguf")
+    with pytest.raises(ConfigError, match="rank 0 of 2"):
+        open_and_load(llama, world_size=2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bloom": ({"n_layer": 2, "n_head": 4}, "interface|positions"),
+    "bert": ({"architectures": ["BertLMHeadModel"]}, "not causal|interface"),
+    "mamba": ({}, "recurrent|Conv1d|positions"),
+    "llama4_text": ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention|cannot be run"),
+    "falcon_h1": ({"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8}, "recurrent|Conv1d"),
+    "deepseek_v3": (
+        {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 6,
+            "head_dim": 8,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 4,
+        },
+        "keys of 16 and values of 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_our_attention_cannot_serve_is_refused_with_the_reason(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    options, reason = REFUSED[kind]
+    config = AutoConfig.for_model(kind, **{**SHAPE, **options})
+    config.save_pretrained(tmp_path)
+    source = open_model(str(tmp_path), load_format="dummy")
+    with pytest.raises(UnsupportedArchitecture, match=reason) as caught:
+        source.attention_layers()
+    assert "LlamaForCausalLM" in str(caught.value)
+
+
+def test_a_model_whose_output_differs_from_transformers_is_refused(tmp_path: Path) -> None:
+    from reference import ReferenceAttention
+
+    class Uncapped(ReferenceAttention):
+        def forward(self, layer: int, q: torch.Tensor, *rest: Any, **options: Any) -> None:
+            super().forward(layer, q * 2, *rest, **options)
+
+    save_tiny(tmp_path, tiny_config("olmo2"))
+    with pytest.raises(UnsupportedArchitecture, match="differs from transformers' by"):
+        open_and_load(tmp_path, attention=Uncapped())
+
+
+def test_position_dependent_rotary_scaling_is_refused_beyond_its_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    save_tiny(tmp_path, tiny_config("olmo2", rope_parameters=rope))
+    _, model, _, _ = open_and_load(tmp_path, max_context=64)
+    assert model.path == "transformers"
+    with pytest.raises(ConfigError, match="at most 64"):
+        open_and_load(tmp_path, max_context=65)
+
+
+def test_progress_counts_to_the_end(llama: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    open_and_load(llama, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(index + 1, len(seen)) for index in range(len(seen))]
+    assert len(seen) > 10
+
+
+def test_updates_may_come_from_a_generator(llama: Path) -> None:
+    _, model, _, _ = open_and_load(llama)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _tensors(llama).items()
+
+    assert model.update_weights(stream()) == len(_tensors(llama))

@@ -1,0 +1,186 @@
+"""Tiny seeded models of published architectures, and greedy decoding through a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hardpoint.interfaces import AttentionPlan, AttentionRequest, DecoderOutput, DType
+from hardpoint.models import ModelSource, RunnableModel, load_model, open_model
+from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
+
+BLOCK = 4
+VOCAB = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+PARTIAL_ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+SOFT_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+LEAN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-attention-bias": ("llama", {"attention_bias": True}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING}),
+}
+FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
+    "gpt2-scaled-by-layer": (
+        "gpt2",
+        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "phi": ("phi", {"num_key_value_heads": 6}),
+    "stablelm": ("stablelm", {}),
+    "gpt-neox": ("gpt_neox", {}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 6}),
+    "cohere": ("cohere", {}),
+    "granite": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
+    "smollm3-no-rope-layers": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []},
+    ),
+}
+
+
+def tiny_config(kind: str, **options: Any) -> Any:
+    """Return a configuration of tiny shape; `kind` is a model type of transformers."""
+    from transformers import AutoConfig
+
+    shape = {key: value for key, value in SHAPE.items() if kind not in _WITHOUT_HEAD_DIM or key != "head_dim"}
+    return AutoConfig.for_model(kind, **{**shape, **options})
+
+
+_WITHOUT_HEAD_DIM = frozenset(
+    {"gpt2", "olmo", "olmo2", "phi", "stablelm", "gpt_neox", "starcoder2", "cohere", "granite", "smollm3"}
+)
+
+
+def save_tiny(folder: Path, config: Any, seed: int = 0, **save_options: Any) -> Any:
+    """Write a seeded float32 model of this configuration and return it with eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Far from the published initialisation, where every norm is 1 and every logit almost 0.
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder, **save_options)
+    return model
+
+
+def open_and_load(
+    model: str | Path, *, dtype: DType = DType.FLOAT32, max_context: int = 64, **options: Any
+) -> tuple[ModelSource, RunnableModel, AttentionPlan, ReferenceAttention]:
+    """Return a model loaded with the reference attention and a plain allocator."""
+    open_options = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
+    source = open_model(str(model), load_format=options.get("load_format", "auto"), **open_options)
+    attention = ReferenceAttention()
+    plan = attention.plan(AttentionRequest(source.attention_layers(), dtype, dtype, BLOCK, max_context))
+    assert isinstance(plan, AttentionPlan), plan
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "plan": plan,
+        "attention": attention,
+        "kernels": None,
+        "allocator": PlainAllocator(),
+        "torch_device": "cpu",
+        "max_num_tokens": 64,
+        "max_num_samples": 8,
+        "max_context": max_context,
+    }
+    return source, load_model(source, **{**settings, **options}), plan, attention
+
+
+class Runner:
+    """Runs steps of a model over its own paged cache; unused slots hold NaN."""
+
+    def __init__(self, model: RunnableModel, plan: AttentionPlan, attention: ReferenceAttention) -> None:
+        self._model, self._plan, self._attention = model, plan, attention
+        dtype = plan.kv_cache.dtype.to_torch()
+        self._cache = torch.full(plan.kv_cache.shape(64), float("nan"), dtype=dtype)
+        self._tables: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+
+    def step(
+        self, work: Sequence[tuple[int, Sequence[int]]], output: DecoderOutput = DecoderOutput.LOGITS
+    ) -> torch.Tensor:
+        """Run new tokens of several sequences, by id, and return each one's output at its last token."""
+        for sequence, tokens in work:
+            table = self._tables.setdefault(sequence, [])
+            length = self._lengths.get(sequence, 0) + len(tokens)
+            while len(table) * BLOCK < length:
+                # Neighbouring blocks of a sequence are far apart, and sequences interleave.
+                used = sum(map(len, self._tables.values()))
+                table.append((used * 37 + 11) % 64)
+        batch = step_batch(
+            [(tokens, self._lengths.get(sequence, 0)) for sequence, tokens in work],
+            [self._tables[sequence] for sequence, _ in work],
+            BLOCK,
+        )
+        metadata = self._attention.prepare(self._plan, batch)
+        result = self._model.run(batch, metadata, self._cache, last_rows(batch), output)
+        for sequence, tokens in work:
+            self._lengths[sequence] = self._lengths.get(sequence, 0) + len(tokens)
+        return result
+
+
+def decode_two(runner: Runner, first: list[int], second: list[int], steps: int) -> list[tuple[list[int], torch.Tensor]]:
+    """Greedily decode two prompts: one chunked, the other joining while the first decodes.
+
+    Returns (generated tokens, logits float32[tokens, vocab]) of each.
+    """
+    half = len(first) // 2
+    runner.step([(0, first[:half])])
+    logits = {0: [runner.step([(0, first[half:])])[0]], 1: []}
+    tokens: dict[int, list[int]] = {0: [int(logits[0][0].argmax())], 1: []}
+    mixed = runner.step([(0, tokens[0][-1:]), (1, second)])
+    for _ in range(steps):
+        for sequence in (0, 1):
+            logits[sequence].append(mixed[sequence])
+            tokens[sequence].append(int(mixed[sequence].argmax()))
+        mixed = runner.step([(0, tokens[0][-1:]), (1, tokens[1][-1:])])
+    return [(tokens[sequence], torch.stack(logits[sequence])) for sequence in (0, 1)]
+
+
+def expected_logits(model: Any, prompt: list[int], generated: list[int]) -> torch.Tensor:
+    """Return transformers' logits float32[len(generated), vocab] at the positions that gave the generated tokens."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + generated[:-1]]), use_cache=False).logits
+    return logits[0, len(prompt) - 1 :].float()
+
+
+FIRST = [3, 17, 90, 4, 55, 120, 8, 33, 71, 64, 12]
+SECOND = [5, 99, 42, 7, 81]
+
+
+def assert_equals_transformers(model: Any, runner: Runner, steps: int = 8, tolerance: float = 1e-4) -> None:
+    """Compare greedy tokens exactly and logits within `tolerance` of the largest, in chunked and mixed steps."""
+    for prompt, (tokens, logits) in zip((FIRST, SECOND), decode_two(runner, FIRST, SECOND, steps), strict=True):
+        expected = expected_logits(model, prompt, tokens)
+        assert tokens == expected.argmax(dim=-1).tolist()
+        assert float(expected.std()) > 0.05, "the reference model tells no tokens apart"
+        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max())))

@@ -1,0 +1,497 @@
+"""Whatever the load, every step finds each sequence's own keys and values in its slots, and every sequence gets its tokens.
+
+`SimulatedWorker` stands for a model: it keeps, for every slot, which history was written there, carries out the swap and copy
+lists, and checks on each step that all slots of each scheduled sequence hold exactly its own history. `Driver` feeds tokens
+back, predicts when each sequence has to end, and checks the rules of a step (budget, order of rows, samples).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hardpoint.interfaces.batch import StepBatch
+from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig, SequenceState
+
+VOCABULARY = 5
+
+
+@dataclass
+class Expected:
+    """What the driver knows of one sequence."""
+
+    prompt: list[int]
+    max_tokens: int
+    min_tokens: int
+    stop_ids: set[int]
+    salt: str
+    generation: int
+    pooling: bool
+    output: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    @property
+    def history(self) -> list[int]:
+        return self.prompt + self.output
+
+
+class SimulatedWorker:
+    """Keys and values as ids of token histories: equal ids mean equal salt and tokens up to that position."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.device: dict[int, tuple[int, int]] = {}
+        self.host: dict[int, tuple[int, int]] = {}
+        self.generation = 0
+        self._ids: dict[tuple[object, int], int] = {}
+
+    def histories(self, tokens: list[int], salt: str) -> list[int]:
+        ids: list[int] = []
+        parent: object = salt
+        for token in tokens:
+            parent = self._ids.setdefault((parent, token), len(self._ids))
+            ids.append(parent)
+        return ids
+
+    def _move(self, source: dict[int, tuple[int, int]], target: dict[int, tuple[int, int]], pairs: Any) -> None:
+        for a, b in pairs.tolist():
+            for offset in range(self.block_size):
+                value = source.get(a * self.block_size + offset)
+                if value is None:
+                    target.pop(b * self.block_size + offset, None)
+                else:
+                    target[b * self.block_size + offset] = value
+
+    def execute(self, batch: StepBatch, sequences: dict[int, Expected]) -> None:
+        self._move(self.device, self.host, batch.swap_out)
+        self._move(self.host, self.device, batch.swap_in)
+        self._move(self.device, self.device, batch.copies)
+        written: set[int] = set()
+        for r, seq_id in enumerate(batch.seq_ids.tolist()):
+            expected = sequences[seq_id]
+            ids = self.histories(expected.history, expected.salt)
+            span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
+            positions = batch.positions[span].tolist()
+            assert positions == list(range(positions[0], positions[0] + len(positions)))
+            assert int(batch.context_lens[r]) == positions[-1] + 1
+            assert batch.token_ids[span].tolist() == expected.history[positions[0] : positions[-1] + 1]
+            table = batch.block_table[int(batch.rows[r])]
+            slots = [
+                int(table[p // self.block_size]) * self.block_size + p % self.block_size
+                for p in range(positions[-1] + 1)
+            ]
+            assert batch.slot_mapping[span].tolist() == slots[positions[0] :]
+            assert written.isdisjoint(slots[positions[0] :]), "two sequences write one slot"
+            written.update(slots[positions[0] :])
+            for position in positions:
+                self.device[slots[position]] = (ids[position], self.generation)
+        # In a second pass, as an attention that reads after all writes of a step would.
+        for r, seq_id in enumerate(batch.seq_ids.tolist()):
+            expected = sequences[seq_id]
+            ids = self.histories(expected.history, expected.salt)
+            table = batch.block_table[int(batch.rows[r])]
+            for position in range(int(batch.context_lens[r])):
+                slot = int(table[position // self.block_size]) * self.block_size + position % self.block_size
+                held, generation = self.device[slot]
+                assert held == ids[position], f"sequence {seq_id} reads another history at position {position}"
+                assert generation >= expected.generation, "a cached block survived reset_prefix_cache"
+
+
+class Driver:
+    """Runs a scheduler with a simulated worker and checks every step."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.worker = SimulatedWorker(config.block_size)
+        self.sequences: dict[int, Expected] = {}
+        self.groups: dict[int, int] = {}
+        self.forked: set[int] = set()
+        self.batch: StepBatch | None = None
+        self.trace: list[Any] = []
+        self.max_seqs_seen = 0
+
+    def add(self, prompt: list[int], **options: Any) -> int:
+        handle = self.scheduler.add_request(prompt, **options)
+        n = options.get("n", 1)
+        self.groups[handle] = n
+        for i in range(n):
+            assert handle + i not in self.sequences
+            self.sequences[handle + i] = Expected(
+                prompt=list(prompt),
+                max_tokens=options.get("max_tokens") or self.config.max_model_len,
+                min_tokens=options.get("min_tokens", 0),
+                stop_ids=set(options.get("stop_token_ids", ())),
+                salt=options.get("salt", ""),
+                generation=self.worker.generation,
+                pooling=options.get("pooling", False),
+            )
+        return handle
+
+    def unfinished(self) -> list[int]:
+        return [i for i, s in self.sequences.items() if s.reason is None]
+
+    def sample(self, seq_id: int) -> int:
+        history = self.sequences[seq_id].history
+        return (sum(history[-3:]) * 7 + len(history) * 3 + seq_id) % VOCABULARY
+
+    def plan(self) -> StepBatch | None:
+        """Schedule and execute a step; its results are due."""
+        self.batch = batch = self.scheduler.schedule()
+        if batch is None:
+            assert not self.scheduler.has_unfinished(), "nothing runs although requests are left"
+            return None
+        self.check_rules(batch)
+        self.worker.execute(batch, self.sequences)
+        fields = ("token_ids", "positions", "slot_mapping", "rows", "seq_ids", "sample_seq_ids", "copies", "preempted")
+        self.trace.append([getattr(batch, name).tolist() for name in fields])
+        return batch
+
+    def check_rules(self, batch: StepBatch) -> None:
+        config = self.config
+        assert 1 <= batch.num_tokens <= config.max_num_batched_tokens
+        assert batch.num_seqs <= config.max_num_seqs
+        assert len(set(batch.seq_ids.tolist())) == batch.num_seqs
+        assert len(set(batch.rows.tolist())) == batch.num_seqs
+        lengths = np.diff(batch.query_start)
+        assert int(lengths.sum()) == batch.num_tokens
+        assert (lengths[: batch.num_decodes] == 1).all()
+        assert (lengths > 0).all()
+        if config.long_prefill_token_threshold:
+            assert (lengths <= config.long_prefill_token_threshold).all()
+        assert not (len(batch.swap_out) and len(batch.swap_in))
+        assert not set(batch.preempted.tolist()) & set(batch.seq_ids.tolist())
+        expected_samples: list[tuple[int, int]] = []
+        for r, seq_id in enumerate(batch.seq_ids.tolist()):
+            sequence = self.sequences[seq_id]
+            assert sequence.reason is None
+            if int(batch.context_lens[r]) < len(sequence.history) or sequence.pooling:
+                continue
+            n = self.groups[seq_id] if seq_id in self.groups and seq_id not in self.forked else 1
+            expected_samples += [(r, seq_id + i) for i in range(n) if self.sequences[seq_id + i].reason is None]
+        assert list(zip(batch.sample_rows.tolist(), batch.sample_seq_ids.tolist(), strict=True)) == expected_samples
+        running = self.scheduler.stats.num_running
+        assert running <= config.max_num_seqs
+        self.max_seqs_seen = max(self.max_seqs_seen, running)
+
+    def finish_plan(self) -> None:
+        """Give the step's tokens back and check which sequences end."""
+        batch, self.batch = self.batch, None
+        if batch is None:
+            return
+        tokens = [self.sample(seq_id) for seq_id in batch.sample_seq_ids.tolist()]
+        expected: dict[int, FinishReason] = {}
+        for r, seq_id in enumerate(batch.seq_ids.tolist()):
+            sequence = self.sequences[seq_id]
+            if sequence.pooling and sequence.reason is None and int(batch.context_lens[r]) == len(sequence.prompt):
+                expected[seq_id] = sequence.reason = FinishReason.POOLED
+        for seq_id, token in zip(batch.sample_seq_ids.tolist(), tokens, strict=True):
+            sequence = self.sequences[seq_id]
+            if sequence.reason is not None:
+                continue
+            self.forked.update(h for h, n in self.groups.items() if h <= seq_id < h + n)
+            sequence.output.append(token)
+            if token in sequence.stop_ids and len(sequence.output) >= sequence.min_tokens:
+                sequence.reason = FinishReason.STOP
+            elif len(sequence.output) >= sequence.max_tokens or len(sequence.history) >= self.config.max_seq_tokens:
+                sequence.reason = FinishReason.LENGTH
+            if sequence.reason is not None:
+                expected[seq_id] = sequence.reason
+        assert dict(self.scheduler.update(np.array(tokens, np.int64))) == expected
+
+    def step(self) -> bool:
+        if self.plan() is None:
+            return False
+        self.finish_plan()
+        self.scheduler.check()
+        return True
+
+    def fail(self) -> None:
+        batch, self.batch = self.batch, None
+        assert batch is not None
+        affected = {
+            seq_id + i
+            for seq_id in batch.seq_ids.tolist()
+            for i in range(self.groups[seq_id] if seq_id in self.groups and seq_id not in self.forked else 1)
+            if self.sequences[seq_id + i].reason is None
+        }
+        assert dict(self.scheduler.fail_step()) == dict.fromkeys(affected, FinishReason.ERROR)
+        for seq_id in affected:
+            self.sequences[seq_id].reason = FinishReason.ERROR
+
+    def abort(self, handle: int) -> None:
+        self.scheduler.abort([handle])
+        for seq_id in range(handle, handle + self.groups[handle]):
+            if self.sequences[seq_id].reason is None:
+                self.sequences[seq_id].reason = FinishReason.ABORT
+
+    def run_to_the_end(self, max_steps: int = 20_000) -> int:
+        steps = 0
+        while self.step():
+            steps += 1
+            assert steps <= max_steps, "requests starve"
+        for seq_id, sequence in self.sequences.items():
+            assert sequence.reason is not None
+            assert self.scheduler.finish_reason(seq_id) == sequence.reason
+            assert self.scheduler.state(seq_id) is SequenceState.FINISHED
+            assert self.scheduler.output_token_ids(seq_id).tolist() == sequence.output
+        stats = self.scheduler.block_stats
+        assert (stats.device_used, stats.host_used) == (0, 0)
+        assert stats.device_free == self.config.num_device_blocks
+        return steps
+
+    def outputs(self) -> list[list[int]]:
+        return [s.output for _, s in sorted(self.sequences.items())]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    block_size = draw(st.sampled_from([1, 2, 4, 5]))
+    max_num_seqs = draw(st.integers(1, 6))
+    chunked = draw(st.booleans())
+    max_model_len = draw(st.integers(6, 40))
+    return SchedulerConfig(
+        block_size=block_size,
+        num_device_blocks=draw(st.integers(2, 16)),
+        num_host_blocks=draw(st.sampled_from([0, 3, 20])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw(st.integers(max_num_seqs, 24)) if chunked else max(max_model_len, max_num_seqs),
+        max_model_len=max_model_len,
+        enable_prefix_caching=draw(st.booleans()),
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])) if chunked else 0,
+        watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
+        preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
+        swap_seconds_per_block=1.0,
+        recompute_seconds_per_token=draw(st.sampled_from([0.1, 1.0])),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        num_lookahead_slots=draw(st.sampled_from([0, 0, 3])),
+        fairness_bound=draw(st.sampled_from([1, 2, 8])),
+        hash_bits=draw(st.sampled_from([0, 3, 64])),
+    )
+
+
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+    st.integers(1, 30).map(lambda n: [1, 2, 3, 4] * (n // 4) + [1] * (n % 4 + 1)),
+)
+
+
+@st.composite
+def request_options(draw: st.DrawFn) -> dict[str, Any]:
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, 20), st.integers(8, 20)))
+    return {
+        "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
+        "max_tokens": max_tokens,
+        "min_tokens": draw(st.integers(0, max_tokens or 5)),
+        "stop_token_ids": draw(st.sampled_from([[], [], [2], [0, 1, 2, 3, 7, 9]])),
+        "priority": draw(st.integers(0, 2)),
+        "salt": draw(st.sampled_from(["", "", "a"])),
+        "skip_prefix_cache": draw(st.sampled_from([False, False, True])),
+    }
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    driver: Driver | None = None
+
+    @initialize(config=configs())
+    def start(self, config: SchedulerConfig) -> None:
+        self.driver = Driver(config)
+        self.released: set[int] = set()
+
+    def is_idle(self) -> bool:
+        return self.driver is not None and self.driver.batch is None
+
+    @rule(prompt=PROMPTS, options=request_options())
+    def add(self, prompt: list[int], options: dict[str, Any]) -> None:
+        assert self.driver
+        config = self.driver.config
+        options["n"] = min(options["n"], config.max_num_seqs)
+        self.driver.add(prompt[: config.max_seq_tokens - 1], **options)
+
+    @rule(prompt=PROMPTS)
+    def add_pooling(self, prompt: list[int]) -> None:
+        assert self.driver
+        self.driver.add(prompt[: self.driver.config.max_seq_tokens], pooling=True)
+
+    @precondition(is_idle)
+    @rule(times=st.integers(1, 15))
+    def step(self, times: int) -> None:
+        assert self.driver
+        for _ in range(times):
+            self.driver.step()
+
+    @precondition(is_idle)
+    @rule()
+    def plan(self) -> None:
+        assert self.driver
+        self.driver.plan()
+
+    @precondition(lambda self: self.driver is not None and self.driver.batch is not None)
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def finish_plan(self, fails: bool) -> None:
+        assert self.driver
+        if fails:
+            self.driver.fail()
+        else:
+            self.driver.finish_plan()
+
+    @precondition(lambda self: self.driver is not None and self.driver.groups)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        assert self.driver
+        self.driver.abort(data.draw(st.sampled_from(sorted(self.driver.groups))))
+
+    @precondition(lambda self: self.driver is not None and any(s.output for s in self.driver.sequences.values()))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        assert self.driver
+        seq_id = data.draw(st.sampled_from([i for i, s in self.driver.sequences.items() if s.output]))
+        sequence = self.driver.sequences[seq_id]
+        assert self.driver.scheduler.finish(seq_id) is (sequence.reason is None)
+        sequence.reason = sequence.reason or FinishReason.STOP
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert self.driver
+        self.driver.scheduler.reset_prefix_cache()
+        if self.driver.batch is None:
+            self.driver.worker.generation += 1
+
+    @precondition(is_idle)
+    @rule()
+    def release(self) -> None:
+        assert self.driver
+        ended = [i for i, s in self.driver.sequences.items() if s.reason is not None and i not in self.released]
+        for seq_id in ended:
+            assert self.driver.scheduler.output_token_ids(seq_id).tolist() == self.driver.sequences[seq_id].output
+        self.driver.scheduler.release(ended)
+        self.released.update(ended)
+        for seq_id in ended:
+            with pytest.raises(KeyError):
+                self.driver.scheduler.state(seq_id)
+
+    @invariant()
+    def invariants_hold(self) -> None:
+        if self.driver is not None:
+            self.driver.scheduler.check()
+
+    def teardown(self) -> None:
+        if self.driver is None:
+            return
+        if self.driver.batch is not None:
+            self.driver.finish_plan()
+        for seq_id in self.released:
+            del self.driver.sequences[seq_id]
+        self.driver.run_to_the_end()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def random_load(driver: Driver, seed: int, num_requests: int = 25) -> Driver:
+    rng = random.Random(seed)
+    prefix = [rng.randrange(VOCABULARY) for _ in range(12)]
+    left = num_requests
+    for _ in range(5000):
+        while left and rng.random() < 0.5:
+            left -= 1
+            prompt = prefix[: rng.randrange(13)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 10))]
+            driver.add(
+                prompt,
+                n=rng.choice([1, 1, 1, 2, 3]),
+                max_tokens=rng.randrange(1, 15),
+                priority=rng.randrange(3),
+                stop_token_ids=rng.choice([[], [3]]),
+            )
+        if not driver.step() and not left:
+            break
+    driver.run_to_the_end()
+    return driver
+
+
+LOAD = SchedulerConfig(
+    block_size=4,
+    num_device_blocks=200,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    max_model_len=48,
+    swap_seconds_per_block=1.0,
+    recompute_seconds_per_token=1.0,
+)
+
+
+def variant(**changes: Any) -> SchedulerConfig:
+    return SchedulerConfig(**{**LOAD.__dict__, **changes})
+
+
+TIGHT = {"num_device_blocks": 12, "max_num_seqs": 6}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "config",
+    [
+        variant(enable_prefix_caching=False),
+        variant(block_size=1),
+        variant(block_size=16),
+        variant(max_num_seqs=3, max_num_batched_tokens=3),
+        variant(long_prefill_token_threshold=2),
+        variant(enable_chunked_prefill=False),
+        variant(policy="priority"),
+        variant(num_lookahead_slots=5),
+        variant(**TIGHT, preemption_mode="recompute"),
+        variant(**TIGHT, preemption_mode="swap", num_host_blocks=100),
+        variant(**TIGHT, preemption_mode="auto", num_host_blocks=8),
+        variant(**TIGHT, policy="priority", num_host_blocks=8, watermark=0.0),
+    ],
+    ids=lambda c: ",".join(f"{k}={v}" for k, v in c.__dict__.items() if LOAD.__dict__[k] != v),
+)
+def test_tokens_do_not_depend_on_the_settings(config: SchedulerConfig, seed: int) -> None:
+    expected = random_load(Driver(LOAD), seed)
+    found = random_load(Driver(config), seed)
+    assert found.outputs() == expected.outputs()
+
+
+@pytest.mark.parametrize(
+    ("mode", "host", "counter"),
+    [("recompute", 0, "preemptions_by_recompute"), ("swap", 100, "preemptions_by_swap")],
+)
+def test_a_tiny_pool_forces_preemption_of_the_wanted_kind(mode: Any, host: int, counter: str) -> None:
+    driver = random_load(Driver(variant(**TIGHT, preemption_mode=mode, num_host_blocks=host)), seed=1)
+    assert getattr(driver.scheduler.stats, counter) > 3
+
+
+@given(seed=st.integers(0, 1 << 30), config=configs())
+@settings(max_examples=30, deadline=None)
+def test_equal_calls_give_equal_steps(seed: int, config: SchedulerConfig) -> None:
+    def run() -> list[Any]:
+        rng = random.Random(seed)
+        driver = Driver(config)
+        actions: list[Callable[[], Any]] = [
+            lambda: driver.add(
+                [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, config.max_seq_tokens))],
+                n=rng.randrange(1, min(3, config.max_num_seqs) + 1),
+                max_tokens=rng.randrange(1, 12),
+                priority=rng.randrange(3),
+            ),
+            lambda: driver.abort(rng.choice(sorted(driver.groups))) if driver.groups else None,
+            driver.step,
+            driver.step,
+            driver.step,
+        ]
+        for _ in range(40):
+            rng.choice(actions)()
+        driver.run_to_the_end()
+        return driver.trace
+
+    assert run() == run()
