@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_models import BLOCK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
+from torch import Tensor
+from torch.nn import functional
+
 from hardpoint.interfaces import (
     Activation,
     DecoderOutput,
@@ -22,10 +27,6 @@ from hardpoint.interfaces import (
     StepBatch,
 )
 from reference import PlainAllocator
-from safetensors.torch import load_file
-from tiny_models import BLOCK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
-from torch import Tensor
-from torch.nn import functional
 
 
 class TorchKernels(KernelSet):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from hardpoint.interfaces import AttentionPlan, AttentionRequest, DecoderOutput, DType
 from hardpoint.models import ModelSource, RunnableModel, load_model, open_model
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
