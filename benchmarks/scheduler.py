@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from hardpoint.scheduler import Scheduler, SchedulerConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,6 @@ the request and adding it), in seconds of the thread's processor time.
 """
 
 # What vLLM may import has to be settled before it is imported.
-# ruff: noqa: E402
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from hardpoint.interfaces.errors import ConfigError, EmptyPrompt, InvalidRequest, TokenOutOfRange
 from hardpoint.kv import AllocStatus, BlockManager, OutOfBlocks
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.kv import AllocStatus, BlockManager
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hardpoint.kv import AllocStatus, BlockManager
 
 MAX_SEQS = 6
 

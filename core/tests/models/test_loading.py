@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import PlainAllocator
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     FALLBACK,
@@ -26,7 +27,6 @@ from hardpoint.interfaces import DType
 from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import open_model
-from reference import PlainAllocator
 
 PROMPT = [3, 17, 90, 4, 55]
 

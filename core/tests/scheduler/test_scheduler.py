@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.errors import (
     ConfigError,

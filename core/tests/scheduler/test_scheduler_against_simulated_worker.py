@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hardpoint.interfaces.batch import StepBatch
-from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig, SequenceState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hardpoint.interfaces.batch import StepBatch
+from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig, SequenceState
 
 VOCABULARY = 5
 
