@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from hardpoint.interfaces import (
     AttentionBackend,
     AttentionCapabilities,
@@ -31,7 +33,6 @@ from hardpoint.interfaces import (
     TagStats,
 )
 from hardpoint.interfaces.allocator import BUFFERS, DEFAULT, WEIGHTS
-from torch import Tensor, nn
 
 _FLOATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hardpoint.interfaces import DecoderOutput, DType
 from tiny_models import FALLBACK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
+
+from hardpoint.interfaces import DecoderOutput, DType
 
 
 @pytest.mark.parametrize("name", LEAN)

@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from reference import PlainAllocator
+from safetensors.torch import load_file
+from tiny_models import BLOCK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
+from torch import Tensor
+from torch.nn import functional
+
 from hardpoint.interfaces import (
     Activation,
     DecoderOutput,
@@ -21,11 +27,6 @@ from hardpoint.interfaces import (
     Refusal,
     StepBatch,
 )
-from reference import PlainAllocator
-from safetensors.torch import load_file
-from tiny_models import BLOCK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
-from torch import Tensor
-from torch.nn import functional
 
 
 class TorchKernels(KernelSet):
@@ -210,8 +211,9 @@ def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:
 
 def test_reference_attention_reads_blocks_by_the_table() -> None:
     """The reference itself: paged and plain attention agree with every feature on."""
-    from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest
     from reference import ReferenceAttention, attend, step_batch
+
+    from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest
 
     layer = AttentionLayer(4, 2, 8, 0.3, sliding_window=5, soft_cap=3.0, sinks=True, alibi=True)
     attention = ReferenceAttention()

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hardpoint.interfaces import DType
-from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
-from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelNotFound, UnsupportedArchitecture
-from hardpoint.models import open_model
 from reference import PlainAllocator
 from safetensors.torch import load_file, save_file
 from tiny_models import (
@@ -26,6 +22,11 @@ from tiny_models import (
     save_tiny,
     tiny_config,
 )
+
+from hardpoint.interfaces import DType
+from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
+from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelNotFound, UnsupportedArchitecture
+from hardpoint.models import open_model
 
 PROMPT = [3, 17, 90, 4, 55]
 
@@ -112,8 +113,9 @@ def test_source_describes_the_model(llama: Path) -> None:
 
 
 def test_a_bare_model_gives_hidden_states(tmp_path: Path) -> None:
-    from hardpoint.interfaces import DecoderOutput
     from transformers import AutoModel
+
+    from hardpoint.interfaces import DecoderOutput
 
     config = tiny_config("qwen3")
     torch.manual_seed(0)
@@ -359,6 +361,18 @@ def test_position_dependent_rotary_scaling_is_refused_beyond_its_length(tmp_path
     assert model.path == "transformers"
     with pytest.raises(ConfigError, match="at most 64"):
         open_and_load(tmp_path, max_context=65)
+
+
+def test_context_length_follows_the_rotary_scaling(tmp_path: Path) -> None:
+    def length(kind: str, **rope: Any) -> int:
+        tiny_config(kind, rope_parameters={"rope_theta": 1e4, **rope}).save_pretrained(tmp_path)
+        return open_model(str(tmp_path), load_format="dummy").max_model_len
+
+    assert length("llama", rope_type="default") == 64
+    assert length("llama", rope_type="linear", factor=4.0) == 256
+    assert length("llama", rope_type="yarn", factor=4.0, original_max_position_embeddings=32) == 128
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    assert length("olmo2", rope_type="longrope", **factors) == 32
 
 
 def test_progress_counts_to_the_end(llama: Path) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.models.families import lean_model
 from hardpoint.models.rope import Rope, rope_from_config
-from tiny_models import tiny_config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 THETA = {"rope_theta": 5e5}
 ORIGINAL = {"original_max_position_embeddings": 2048}

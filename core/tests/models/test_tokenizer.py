@@ -7,11 +7,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hardpoint.interfaces.errors import ModelError
-from hardpoint.models import load_tokenizer, open_model
 from tiny_models import save_tiny, tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from hardpoint.interfaces.errors import ModelError
+from hardpoint.models import load_tokenizer, open_model
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "moon", "is", "round"]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
+
 from hardpoint.interfaces import AttentionPlan, AttentionRequest, DecoderOutput, DType
 from hardpoint.models import ModelSource, RunnableModel, load_model, open_model
-from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
 BLOCK = 4
 VOCAB = 128

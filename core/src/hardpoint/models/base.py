@@ -32,7 +32,8 @@ class RunnableModel(ABC):
             rows: int32[rows], indices of tokens in the step.
 
         Returns:
-            float32[rows, vocab_size], int64[rows] or [rows, hidden_size] in the model's dtype, on the model's device.
+            float32[rows, vocab_size], int64[rows] or [rows, hidden_size] in the model's dtype, on the model's device; valid
+            until the next step, which may use the same memory.
         """
 
     @abstractmethod

@@ -108,7 +108,11 @@ def _llama(file: GGUFFile) -> dict[str, Any]:
         raise UnsupportedArchitecture(
             f"{file.path.name} is a mixture of experts", hint="Use the safetensors checkpoint"
         )
-    return {"attention_bias": _has_bias(file, "attn_q"), "mlp_bias": _has_bias(file, "ffn_gate")}
+    if _has_bias(file, "attn_q") or _has_bias(file, "ffn_gate"):
+        raise UnsupportedArchitecture(
+            f"{file.path.name} is of the architecture llama, with biases", hint="Use the safetensors checkpoint"
+        )
+    return {}
 
 
 def _qwen2(file: GGUFFile) -> dict[str, Any]:

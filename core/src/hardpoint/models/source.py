@@ -100,7 +100,8 @@ class ModelSource:
     def max_model_len(self) -> int:
         """Longest context in tokens that the model was published for; raises ModelError where it does not say.
 
-        Linear and YaRN scaling stretch the configured length by their factor where it is not stretched already.
+        Linear and YaRN scaling stretch the configured length by their factor where it is not stretched already. Models
+        that run through transformers with LongRoPE end where its frequencies would change.
         """
         config = self.text_config
         length = next((int(value) for key in _CONTEXT_KEYS if (value := getattr(config, key, None))), None)
@@ -112,6 +113,8 @@ class ModelSource:
             return int(length * factor)
         if factor and kind == "yarn":
             return max(length, int(rope.get("original_max_position_embeddings", length) * factor))
+        if kind == "longrope" and isinstance(self.lean_model(self.dtype), Refusal):
+            return min(length, int(rope.get("original_max_position_embeddings", length)))
         return length
 
     @cached_property

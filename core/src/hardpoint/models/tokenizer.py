@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
@@ -22,8 +23,11 @@ _TOKENIZER_KEYS = {
     "pad_token_id": "padding_token_id",
     "add_prefix_space": "add_space_prefix",
 }
+logger = logging.getLogger(__name__)
+
 # Vocabularies whose merges were learned with every digit apart (llama.cpp, src/llama-vocab.cpp).
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+_GPT2_SPLIT = frozenset({None, "default", "gpt-2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling"})
 _VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -65,7 +69,10 @@ def _from_gguf(file: GGUFFile) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+            GGUF_PRE_TOKENIZER_SPLITS,
+            convert_gguf_tokenizer,
+        )
     except ImportError:  # other versions of transformers keep the conversion elsewhere
         return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     try:
@@ -74,7 +81,12 @@ def _from_gguf(file: GGUFFile) -> Any:
         raise ModelError(
             f"{file.path} has a tokenizer that cannot be read", found=str(error), hint="Use the safetensors checkpoint"
         ) from error
-    _split_digits(backend, described.get("pre_tokenizer_type"))
+    kind = described.get("pre_tokenizer_type")
+    if described.get("tokenizer_type") == "gpt2" and kind not in _GPT2_SPLIT | _DIGITS_APART | set(
+        GGUF_PRE_TOKENIZER_SPLITS
+    ):
+        logger.warning("%s splits text by the unknown rule %r; GPT-2's is used instead", file.path.name, kind)
+    _split_digits(backend, kind)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.metadata.get("tokenizer.chat_template"),
