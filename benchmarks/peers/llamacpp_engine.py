@@ -52,8 +52,7 @@ def _import() -> harness.Build:
                 if options["flash_attention"]
                 else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
             )
-            # Sequences share no prefix here: with a cache of its own, each attends to its own cells only.
-            parameters.kv_unified = options.get("kv_unified", False)
+            self._unified = parameters.kv_unified = options["kv_unified"]
             parameters.no_perf = True
             self._context = llama_cpp.llama_init_from_model(model, parameters)
             if not self._context:
@@ -71,11 +70,20 @@ def _import() -> harness.Build:
             outputs: list[list[int]] = [[] for _ in prompts]
             while waiting or running:
                 room = _BATCH_TOKENS - len(running)
+                admitted: list[_Running] = []
                 while waiting and free and len(prompts[waiting[0]]) <= room:
                     request = waiting.popleft()
-                    running.append(_Running(request, free.pop(), output_tokens[request], list(prompts[request])))
+                    admitted.append(_Running(request, free.pop(), output_tokens[request], list(prompts[request])))
                     room -= len(prompts[request])
-                self._decode(running)
+                if self._unified:
+                    self._decode([*running, *admitted])
+                else:
+                    # With a cache per sequence, a batch is split until all of its sequences have equally many tokens.
+                    for member in admitted:
+                        self._decode([member])
+                    if running:
+                        self._decode(running)
+                running += admitted
                 for member in [member for member in running if member.remaining == 0]:
                     outputs[member.request] = member.output
                     llama_cpp.llama_memory_seq_rm(self._memory, member.sequence, -1, -1)

@@ -2,14 +2,17 @@
 
 A server on standard input and output: each line in is a JSON workload, each line out its result, so that the caller can
 interleave rounds of both schedulers. Times are of schedule() plus update_from_output() (and, for an admission, of making
-the request and adding it), in seconds.
+the request and adding it), in seconds of the thread's processor time.
 """
+
+# What vLLM may import has to be settled before it is imported.
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -39,13 +42,13 @@ import vllm
 from vllm import SamplingParams
 from vllm.config import CacheConfig, ModelConfig, VllmConfig
 from vllm.config import SchedulerConfig as VllmSchedulerConfig
-from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.model_executor.models import registry
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 MODEL = {
@@ -123,8 +126,6 @@ class Peer:
         return planned.total_num_scheduled_tokens
 
     def finish(self, ids: list[str]) -> None:
-        from vllm.v1.request import RequestStatus
-
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self.scheduler.schedule()
 
@@ -138,10 +139,12 @@ def decode(folder: str, running: int, steps: int, block_size: int, num_blocks: i
         pass
     for _ in range(3):
         peer.step()
-    start = time.perf_counter()
+    times = []
     for _ in range(steps):
+        start = time.thread_time()
         peer.step()
-    return (time.perf_counter() - start) / steps
+        times.append(time.thread_time() - start)
+    return statistics.median(times)
 
 
 def admission(folder: str, tokens: int, repeats: int, block_size: int, num_blocks: int) -> dict[str, list[float]]:
@@ -150,10 +153,10 @@ def admission(folder: str, tokens: int, repeats: int, block_size: int, num_block
     times: dict[str, list[float]] = {"cold": [], "hit": [], "freed_hit": []}
 
     def admit(prompt: list[int]) -> tuple[str, float]:
-        start = time.perf_counter()
+        start = time.thread_time()
         request = peer.add(prompt, 1000)
         peer.step()
-        return request, time.perf_counter() - start
+        return request, time.thread_time() - start
 
     for _ in range(repeats):
         prompt = [rng.randrange(1000, 150_000) for _ in range(tokens)]

@@ -2,6 +2,7 @@
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
+#include "bind.hpp"
 #include "kv_sequences.hpp"
 #include "kv_token_input.hpp"
 
@@ -26,6 +27,8 @@ void bind_kv(py::module_& m) {
       PyErr_SetObject(PyExc_IndexError, py::make_tuple(e.token, e.position).ptr());
     }
   });
+
+  py::register_exception<kv::NotEnoughBlocks>(m, "NotEnoughBlocks");
 
   py::native_enum<AllocStatus>(m, "AllocStatus", "enum.Enum", "Whether an operation can have its blocks.")
       .value("OK", AllocStatus::ok)

@@ -1,14 +1,17 @@
 #include "kv_sequences.hpp"
 
 #include <algorithm>
-#include <stdexcept>
 #include <unordered_set>
 
 namespace hardpoint::kv {
 namespace {
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
-[[noreturn]] void out_of_blocks() { throw std::length_error("not enough free blocks"); }
+[[noreturn]] void out_of_blocks() { throw NotEnoughBlocks("not enough free blocks"); }
+
+void require_counts(int64_t num_tokens, int32_t lookahead) {
+  if (num_tokens < 0 || lookahead < 0) refuse("numbers of tokens and lookahead slots are not negative");
+}
 
 }  // namespace
 
@@ -39,6 +42,7 @@ std::vector<const SequenceBlocks::Sequence*> SequenceBlocks::group(const std::ve
 
 AllocStatus SequenceBlocks::can_allocate(const std::vector<int32_t>& tokens, const std::string& salt, bool use_cache,
                                          int32_t lookahead) {
+  require_counts(0, lookahead);
   Sequence probe;
   const int32_t total = manager_.blocks_for(static_cast<int64_t>(tokens.size()) + lookahead);
   probe.make_room(total);
@@ -54,6 +58,7 @@ int64_t SequenceBlocks::allocate(int64_t id, std::vector<int32_t> tokens, const 
                                  int32_t lookahead) {
   if (contains(id)) refuse("the sequence has blocks already");
   if (tokens.empty()) refuse("a sequence needs at least one token");
+  require_counts(0, lookahead);
   const auto num_tokens = static_cast<int64_t>(tokens.size());
   const int32_t total = manager_.blocks_for(num_tokens + lookahead);
   Sequence sequence;
@@ -77,6 +82,7 @@ int64_t SequenceBlocks::allocate(int64_t id, std::vector<int32_t> tokens, const 
 }
 
 int32_t SequenceBlocks::num_new_blocks(int64_t id, int64_t num_tokens, int32_t lookahead) const {
+  require_counts(num_tokens, lookahead);
   const Sequence& s = resident(id);
   const auto position = static_cast<int64_t>(s.tokens.size());
   return manager_.growth(s.table, position, manager_.blocks_for(position + num_tokens + lookahead));

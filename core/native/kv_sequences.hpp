@@ -1,6 +1,7 @@
 // Block manager addressed by sequence ids, for callers without a scheduler. It keeps each sequence's tokens and block table.
 #pragma once
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -9,12 +10,16 @@
 
 namespace hardpoint::kv {
 
+class NotEnoughBlocks : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 class SequenceBlocks {
  public:
   explicit SequenceBlocks(const BlockManagerConfig& config) : manager_(config) {}
 
   // Unknown ids raise std::out_of_range; a call that the state forbids raises std::invalid_argument. Calls that take
-  // blocks raise std::length_error when the matching can_... would not answer `ok`. Nothing has changed after an error.
+  // blocks raise NotEnoughBlocks when the matching can_... would not answer `ok`. Nothing has changed after an error.
   AllocStatus can_allocate(const std::vector<int32_t>& tokens, const std::string& salt, bool use_cache, int32_t lookahead);
   int64_t allocate(int64_t id, std::vector<int32_t> tokens, const std::string& salt, bool use_cache, int32_t lookahead);
   int32_t num_new_blocks(int64_t id, int64_t num_tokens, int32_t lookahead) const;

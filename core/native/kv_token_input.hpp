@@ -18,7 +18,4 @@ struct TokenRangeError {
 // raises TypeError.
 std::vector<int32_t> token_ids_from(pybind11::handle source, int64_t limit, int64_t spare = 0);
 
-void bind_kv(pybind11::module_& m);
-void bind_scheduler(pybind11::module_& m);
-
 }  // namespace hardpoint

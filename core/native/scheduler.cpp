@@ -8,6 +8,9 @@ namespace hardpoint::scheduler {
 namespace {
 
 constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
+// Looking up a long prompt at every step while it does not fit would be the most expensive part of the step. It is tried again
+// when blocks became free, and now and then because others may have computed its prefix.
+constexpr int32_t kStepsBetweenTrials = 16;
 
 }  // namespace
 
@@ -237,7 +240,7 @@ void Scheduler::schedule_waiting() {
   while (!waiting_.empty() && budget_ > 0) {
     Sequence& sequence = **waiting_.begin();
     if (num_free_rows_ < 1 + sequence.forks_to_come) return;
-    if (&sequence == blocked_ && blocks_.num_free_device() <= blocked_free_) return;
+    if (&sequence == blocked_ && blocks_.num_free_device() <= blocked_free_ && ++blocked_steps_ < kStepsBetweenTrials) return;
     if (admit(sequence) != AllocStatus::ok) return;
     dequeue(sequence);
     note_passed_over(sequence);
@@ -263,6 +266,7 @@ AllocStatus Scheduler::admit(Sequence& sequence) {
     if (status != AllocStatus::ok) {
       blocked_ = &sequence;
       blocked_free_ = blocks_.num_free_device();
+      blocked_steps_ = 0;
     }
     give_row(sequence);
     return AllocStatus::later;

@@ -233,8 +233,9 @@ class Scheduler {
   std::vector<Sequence*> running_;  // by rank
   std::set<Sequence*, ByRank> waiting_, swapped_;
   std::set<Sequence*, ByArrival> waiting_by_arrival_;  // kept for the priority policy only
-  Sequence* blocked_ = nullptr;  // the head of waiting_ when it did not fit, and how many blocks were free then
+  Sequence* blocked_ = nullptr;  // the head of waiting_ when it did not fit, how many blocks were free then, and steps since
   int32_t blocked_free_ = 0;
+  int32_t blocked_steps_ = 0;
 
   bool step_pending_ = false;
   bool may_admit_ = true;  // nothing was preempted in this step

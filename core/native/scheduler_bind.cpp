@@ -2,6 +2,7 @@
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
+#include "bind.hpp"
 #include "kv_token_input.hpp"
 #include "scheduler.hpp"
 

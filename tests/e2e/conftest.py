@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.models import open_model
 
 PROMPTS = [
     "The capital of France is",
@@ -68,13 +69,19 @@ class Oracle:
     """transformers' own model with the demo's weights: logits of every position of a token sequence."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        from transformers import AutoModelForCausalLM
-
-        from hardpoint.models import open_model
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         path = open_model("demo").path
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-        self.model = model.eval()
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_config(config)
+        # What from_pretrained does, which wants a further package for GGUF files.
+        weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert set(missing) <= {"lm_head.weight"}
+        assert not unexpected
+        model.tie_weights()
+        self.model = model.to(dtype).eval()
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], since: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ def _tokens(outputs: Any) -> list[list[int]]:
         pytest.param({"block_size": 64}, id="block-size-64"),
         pytest.param({"max_num_batched_tokens": 20, "max_num_seqs": 20}, id="chunks-within-20-tokens"),
         pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
-        pytest.param({"use_fused_decoder": False}, id="lean-modules-instead-of-the-fused-decoder"),
     ],
 )
 def test_tokens_do_not_depend_on(
@@ -27,6 +26,14 @@ def test_tokens_do_not_depend_on(
 ) -> None:
     with make_engine(**settings) as llm:
         assert _tokens(llm.generate(prompts, greedy())) == reference_tokens
+
+
+def test_lean_modules_give_the_tokens_of_the_fused_decoder(
+    make_engine: Any, greedy: Any, prompts: list[str], reference_tokens: list[list[int]]
+) -> None:
+    with make_engine(use_fused_decoder=False) as llm:
+        assert llm.info.path == "lean"
+        assert _tokens(llm.generate(prompts[:8], greedy(12))) == [tokens[:12] for tokens in reference_tokens[:8]]
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -77,7 +77,7 @@ class Decoder {
   // Throws std::invalid_argument when the configuration contradicts itself.
   explicit Decoder(DecoderConfig config);
 
-  // Working memory for the largest step and the thread pool's present number of threads.
+  // Working memory for the largest step; see linear_workspace_bytes for the number of threads that it serves.
   int64_t scratch_bytes() const { return scratch_bytes_; }
   // 64-byte aligned; kept by the caller for as long as steps run.
   void set_scratch(void* data, int64_t bytes);

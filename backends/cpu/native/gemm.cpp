@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "thread_pool.hpp"
@@ -68,21 +69,19 @@ struct Split {
   int64_t tiles_per_item, column_items, row_parts, grain;
 };
 
-// Few rows: contiguous runs of tiles, so that each thread streams. Many rows: a tile group stays in the level-2 cache while all
-// of an item's rows pass over it.
+// Items are groups of tiles times, for many rows, ranges of rows: a group stays in the level-2 cache while the item's rows pass over
+// it. Where there would be too few items to share evenly, few rows get narrower groups and many rows get more ranges.
 Split split_work(const LinearCall& call, int threads) {
   const int64_t tiles = num_tiles(call.weight.n), wanted = kItemsPerThread * threads;
+  int64_t narrowest = kGroupTiles;
+  if (call.m < 2 * kMinItemRows) narrowest = 2;
+  if (call.m <= kFewRows && !is_gated(call.epilogue)) narrowest = 1;
   Split s{kGroupTiles, 0, 1, 1};
-  if (call.m <= kFewRows) {
-    const int64_t smallest = is_gated(call.epilogue) ? 2 : 1;
-    while (s.tiles_per_item > smallest && ceil_div(tiles, s.tiles_per_item) < wanted) s.tiles_per_item /= 2;
-    s.column_items = ceil_div(tiles, s.tiles_per_item);
-    s.grain = std::max<int64_t>(1, s.column_items / (8 * wanted));
-  } else {
-    s.column_items = ceil_div(tiles, s.tiles_per_item);
-    if (s.column_items < wanted)
-      s.row_parts = std::max<int64_t>(1, std::min(ceil_div(2 * wanted, s.column_items), call.m / kMinItemRows));
-  }
+  while (s.tiles_per_item > narrowest && ceil_div(tiles, s.tiles_per_item) < wanted) s.tiles_per_item /= 2;
+  s.column_items = ceil_div(tiles, s.tiles_per_item);
+  if (s.column_items < wanted)
+    s.row_parts = std::max<int64_t>(1, std::min(ceil_div(2 * wanted, s.column_items), call.m / kMinItemRows));
+  if (call.m <= kFewRows) s.grain = std::max<int64_t>(1, s.column_items / (8 * wanted));
   return s;
 }
 
@@ -111,7 +110,8 @@ void unpack_weight(const void* tiles, int64_t rows, int64_t k, DType dtype, cons
 }
 
 int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype) {
-  return workspace_bytes(m, k, dtype, ThreadPool::global().num_threads());
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  return workspace_bytes(m, k, dtype, std::max(ThreadPool::global().num_threads(), cores));
 }
 
 void linear(const LinearCall& call) { linear(call, RowProducer{}); }

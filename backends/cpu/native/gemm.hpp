@@ -83,7 +83,8 @@ struct RowProducer {
   const void* context = nullptr;
 };
 
-// Bytes of workspace for up to m rows and the thread pool's present number of threads, whatever the instruction set.
+// Bytes of workspace for up to m rows, whatever the instruction set, on as many threads as the machine has cores or, where those
+// are more, as the thread pool has now.
 int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype);
 
 // Throws std::invalid_argument when the workspace is too small (the thread pool may have grown since it was measured).

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from hardpoint.interfaces import Refusal
 from hardpoint.interfaces.capabilities import AttentionLayer, AttentionRequest
 from hardpoint.interfaces.dtypes import DType
 from hardpoint_cpu import _native
 from hardpoint_cpu.attention import CpuAttention, InvalidBatch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from .reference import DEVICE, assert_accurate, make_case, with_blocks_moved
 
@@ -23,11 +24,14 @@ MIX = [(1, 700), (1, 512), (1, 513), (1, 1), (33, 33), (40, 90), (2, 600)]
 
 
 @pytest.fixture(autouse=True)
-def _restore_native_settings():
-    isa, threads = _native.isa(), _native.num_threads()
+def _settings():
+    """Restore what a test changes. One torch thread: OpenMP stalls when others use the cores too."""
+    isa, threads, torch_threads = _native.isa(), _native.num_threads(), torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     _native.set_isa(isa)
     _native.set_num_threads(threads)
+    torch.set_num_threads(torch_threads)
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
@@ -74,7 +78,7 @@ def test_window_edges(window, dtype):
     assert_accurate(case, case.run())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_combination(data):
     lens = []

@@ -187,6 +187,16 @@ def test_arg_max_of_negative_infinities_and_nans_is_a_column() -> None:
     assert chosen.tolist() == [0, 0]
 
 
+def test_arg_max_passes_over_nans() -> None:
+    weight, x = random(150, 8, dtype=torch.float32), random(3, 8, dtype=torch.float32, seed=1)
+    weight[[0, 16, 63, 70, 149]] = float("nan")
+    tiles = pack(weight)
+    logits = linear(x, tiles, 150, torch.empty(3, 150))
+    chosen = torch.full((3,), -1, dtype=torch.int64)
+    linear(x, tiles, 150, torch.empty(0), epilogue=ARG_MAX, arg_max=chosen)
+    assert chosen.tolist() == logits.nan_to_num(float("-inf")).argmax(-1).tolist()
+
+
 def test_soft_cap_bounds_the_output() -> None:
     weight, x = random(50, 30, dtype=torch.float32), random(6, 30, dtype=torch.float32, seed=1)
     exact, bound = product(x, weight)

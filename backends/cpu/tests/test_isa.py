@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from hardpoint_cpu import _native
 
 LEVELS = ["baseline", "avx2", "avx512", "avx512bf16"]

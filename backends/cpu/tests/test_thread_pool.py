@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+
 from hardpoint_cpu import _native
 
 

@@ -23,6 +23,8 @@ class SequenceState(Enum):
     SWAPPED = 3
     FINISHED = 4
 
+class NotEnoughBlocks(Exception): ...
+
 class BlockStats:
     @property
     def device_free(self) -> int: ...

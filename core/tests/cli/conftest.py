@@ -94,7 +94,7 @@ class EchoLLM:
             model=settings["model"],
             architecture="EchoForCausalLM",
             dtype="bfloat16",
-            path="/models/echo",
+            path="fused",
             max_model_len=500,
             block_size=16,
             num_device_blocks=100,

@@ -305,6 +305,8 @@ def test_bad_calls_raise_typed_errors() -> None:
         blocks.fork(1, 2)
     with pytest.raises(InvalidRequest, match="only grow"):
         blocks.mark_computed(1, 3)
+    with pytest.raises(InvalidRequest, match="not negative"):
+        blocks.append_slots(1, [3], lookahead=-1)
     with pytest.raises(InvalidRequest, match="twice"):
         blocks.swap_out([1, 1])
     with pytest.raises(InvalidRequest, match="not swapped"):

@@ -456,6 +456,15 @@ def test_fcfs_does_not_pass_over_a_large_request() -> None:
     assert list(finish_all(s)) == [running, large, small]
 
 
+def test_a_request_that_did_not_fit_is_admitted_when_others_have_computed_its_prefix() -> None:
+    s = scheduler(num_device_blocks=12, max_num_batched_tokens=8)
+    first = s.add_request([1] * 28, max_tokens=20)
+    second = s.add_request([1] * 28, max_tokens=1)
+    while s.finish_reason(second) is None:
+        assert s.finish_reason(first) is None
+        step(s)
+
+
 def test_priority_serves_lower_numbers_first() -> None:
     s = scheduler(max_num_seqs=1, policy="priority")
     handles = [s.add_request([1], max_tokens=1, priority=p) for p in (2, 0, 1)]

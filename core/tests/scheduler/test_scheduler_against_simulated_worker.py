@@ -145,11 +145,14 @@ class Driver:
 
     def plan(self) -> StepBatch | None:
         """Schedule and execute a step; its results are due."""
+        running = {i for i in self.unfinished() if self.scheduler.state(i) is SequenceState.RUNNING}
         self.batch = batch = self.scheduler.schedule()
         if batch is None:
             assert not self.scheduler.has_unfinished(), "nothing runs although requests are left"
             return None
         self.check_rules(batch)
+        if len(batch.preempted):
+            assert running.issuperset(batch.seq_ids.tolist()), "a step that preempts admits nothing"
         self.worker.execute(batch, self.sequences)
         fields = ("token_ids", "positions", "slot_mapping", "rows", "seq_ids", "sample_seq_ids", "copies", "preempted")
         self.trace.append([getattr(batch, name).tolist() for name in fields])

@@ -209,13 +209,13 @@ void gate(const float* y, int tiles, Epilogue epilogue, float* out) {
 }
 
 void update_arg_max(const float* y, int columns, int64_t first_column, float* best, int32_t* best_column) {
-  float top = y[0];
+  float top = -__builtin_inff();
   if (columns == kGroupColumns) {
-    vf m = load(y);
-    for (int j = kLanes; j < kGroupColumns; j += kLanes) m = max(m, load(y + j));
+    vf m = splat(top);
+    for (int j = 0; j < kGroupColumns; j += kLanes) m = max(load(y + j), m);
     top = hmax(m);
   } else {
-    for (int j = 1; j < columns; ++j) top = y[j] > top ? y[j] : top;
+    for (int j = 0; j < columns; ++j) top = y[j] > top ? y[j] : top;
   }
   // Work items come in any order: on equal values the lower column wins explicitly. A NaN never wins.
   if (!(top >= *best)) return;

@@ -82,9 +82,10 @@ def backend_name(info: EngineInfo) -> str:
 def describe(info: EngineInfo) -> dict[str, Any]:
     """Return what an engine is, for JSON."""
     return {
-        "model": {"name": info.model, "path": info.path, "architecture": info.architecture, "dtype": info.dtype},
+        "model": {"name": info.model, "architecture": info.architecture, "dtype": info.dtype},
         "backend": {"name": info.backend, "device": info.device, "simulated": info.simulated},
         "engine": {
+            "path": info.path,
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
             "num_device_blocks": info.num_device_blocks,

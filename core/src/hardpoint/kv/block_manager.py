@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hardpoint._native import AllocStatus, BlockStats, SequenceBlocks
+from hardpoint._native import AllocStatus, BlockStats, NotEnoughBlocks, SequenceBlocks
 from hardpoint.interfaces.errors import ConfigError, EmptyPrompt, InvalidRequest, MemoryFault, TokenOutOfRange
 
 __all__ = ["AllocStatus", "BlockManager", "BlockStats", "OutOfBlocks", "TokenIds"]
@@ -231,12 +231,12 @@ class BlockManager:
                     "a token id is out of range", found=f"{error.args[0]} at position {error.args[1]}"
                 ) from None
             raise KeyError("no such sequence") from None
+        except NotEnoughBlocks:
+            raise OutOfBlocks(
+                "not enough free blocks",
+                found=f"{self.stats.device_free} of {self.num_device_blocks} device blocks and "
+                f"{self.stats.host_free} of {self.num_host_blocks} host blocks are free",
+                hint="Ask can_allocate, can_append, can_swap_out or can_swap_in first",
+            ) from None
         except ValueError as error:
-            if str(error) == "not enough free blocks":
-                raise OutOfBlocks(
-                    "not enough free blocks",
-                    found=f"{self.stats.device_free} of {self.num_device_blocks} device blocks and "
-                    f"{self.stats.host_free} of {self.num_host_blocks} host blocks are free",
-                    hint="Ask can_allocate, can_append, can_swap_out or can_swap_in first",
-                ) from None
             raise InvalidRequest(str(error)) from None

@@ -1,0 +1,10 @@
+// What each part of the core adds to the extension module.
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace hardpoint {
+
+void bind_kv(pybind11::module_& m);
+void bind_scheduler(pybind11::module_& m);
+
+}  // namespace hardpoint

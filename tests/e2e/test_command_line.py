@@ -1,0 +1,78 @@
+"""The commands with the demo model, as a user runs them."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from hardpoint.cli import main
+
+SMALL = ("--model", "demo", "--num-blocks", "64", "--max-model-len", "512", "--temperature", "0")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str, typed: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        stdin = io.StringIO()
+        monkeypatch.setattr(stdin, "isatty", lambda: bool(typed), raising=False)
+        monkeypatch.setattr("sys.stdin", stdin)
+        lines = iter(typed)
+
+        def read(prompt: str = "") -> str:
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr(builtins, "input", read)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_generate_prints_json_and_the_streamed_text_is_the_same(run: Run) -> None:
+    prompt = ("--prompt", "Give three facts about the moon.", "--max-tokens", "24")
+    code, out, _ = run("generate", *SMALL, *prompt, "--json")
+    report = json.loads(out)
+    (completion,) = report["outputs"][0]["completions"]
+    assert code == 0
+    assert "moon" in completion["text"]
+    assert len(completion["token_ids"]) == 24
+    assert completion["finish_reason"] == "length"
+    assert report["backend"]["name"] == "cpu"
+    assert report["timings"]["decode_tokens"] == 23
+    assert report["timings"]["decode_tokens_per_second"] > 0
+
+    code, streamed, err = run("generate", *SMALL, *prompt)
+    assert (code, streamed) == (0, completion["text"] + "\n")
+    assert "on cpu" in err
+    assert "tokens/s" in err
+
+
+def test_chat_computes_only_what_a_turn_adds(run: Run) -> None:
+    code, out, err = run("chat", *SMALL, "--max-tokens", "24", typed=("Say the word banana.", "Which word was it?"))
+    assert code == 0
+    assert "banana" in out.splitlines()[0].lower()
+    # Blocks of 32: the first turn's prompt and answer are about 60 tokens, of which full blocks are found again.
+    ((cached, prompt),) = re.findall(r"(\d+) of (\d+) prompt tokens from the cache", err)
+    assert 32 <= int(cached) < int(prompt)
+
+
+def test_bench_counts_what_was_generated(run: Run) -> None:
+    sizes = ("--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--warmup", "1")
+    code, out, _ = run("bench", "throughput", *SMALL, *sizes, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert (report["input_tokens"], report["output_tokens"]) == (60, 15)
+    assert 0 < report["ttft_seconds"]["min"] <= report["elapsed_seconds"]
