@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -26,6 +27,30 @@ def free_memory() -> int:
     if limits and usages and limits[0] < _meminfo("MemTotal"):
         free = min(free, max(limits[0] - usages[0], 0))
     return free
+
+
+def resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    return _status("VmRSS")
+
+
+def peak_resident() -> int:
+    """Return the most bytes of this process that were in memory, since the last reset if the kernel allows resets."""
+    return _status("VmHWM")
+
+
+def reset_peak_resident() -> None:
+    """Start `peak_resident` anew (proc(5), clear_refs); without the right to do so the peak stays, which errs on the safe side."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return 0
 
 
 def _model_name() -> str:

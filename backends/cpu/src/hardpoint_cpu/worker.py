@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hardpoint.worker import TorchWorker
+from hardpoint_cpu.host import peak_resident, reset_peak_resident, resident
 
 
 class CpuWorker(TorchWorker):
@@ -18,3 +21,9 @@ class CpuWorker(TorchWorker):
     def _total_and_used(self) -> tuple[int, int]:
         info, own = self._allocator.memory_info(), self._allocator.stats().allocated
         return min(info.total, own + info.free), own
+
+    def _peak_growth(self, step: Callable[[], object]) -> int:
+        before = resident()
+        reset_peak_resident()
+        step()
+        return max(peak_resident() - before, 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_TIMED_TOKENS = 256
+"""Length of the timed step of a model that needs no memory measured."""
+
 _ENGINE_FEATURES = frozenset({AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH})
 
 
@@ -39,7 +43,7 @@ class TorchWorker(Worker, partial=True):
     """A rank on one torch device, in terms of the backend's allocator, attention and kernels.
 
     A vendor's worker overrides what its device does differently: `_start_device`, `_synchronize`,
-    `_total_and_used`, `_empty_host`.
+    `_total_and_used`, `_peak_growth`, `_empty_host`.
     """
 
     _default_memory_utilization: ClassVar[float] = 0.9
@@ -73,6 +77,17 @@ class TorchWorker(Worker, partial=True):
         """Return the device's memory and what is in use of it, bytes. Default: as the driver reports them."""
         info = _need(self._allocator).memory_info()
         return info.total, info.total - info.free
+
+    def _peak_growth(self, step: Callable[[], object]) -> int:
+        """Run `step` to its end and return the most device memory that it took beyond what was in use, bytes.
+
+        Default: by the allocator's own books. A device on which torch allocates for itself overrides this with its counters.
+        """
+        allocator = _need(self._allocator)
+        before = allocator.stats()
+        step()
+        self._synchronize()
+        return max(allocator.stats().peak_allocated - before.peak_allocated, 0)
 
     def _empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return host memory that the device copies to and from; pinned where that helps. Default: plain memory."""
@@ -146,38 +161,38 @@ class TorchWorker(Worker, partial=True):
         return self._info
 
     def profile(self) -> MemoryProfile:
-        """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes."""
-        allocator, info = _need(self._allocator), _need(self._info)
+        """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
+
+        A model that holds its working memory for the largest step already (`scratch_bytes`) is run with a shorter one, for the time.
+        """
+        allocator, info, model = _need(self._allocator), _need(self._info), _need(self._model)
         total, used = self._total_and_used()
         before = allocator.stats().allocated
-        tokens = self._config.max_num_batched_tokens
         batch = dummy_batch(
-            num_tokens=tokens,
+            num_tokens=min(self._config.max_num_batched_tokens, _TIMED_TOKENS if model.scratch_bytes else sys.maxsize),
             max_len=info.max_model_len,
             block_size=info.attention.block_size,
             max_seqs=self._config.max_num_seqs,
         )
+        spec = info.attention.kv_cache
         num_blocks = int(batch.block_table.max()) + 1
-        cache = allocator.empty(
-            info.attention.kv_cache.shape(num_blocks), info.attention.kv_cache.dtype, KV_CACHE, Policy.DISCARD
-        )
+        cache = allocator.empty(spec.shape(num_blocks), spec.dtype, KV_CACHE, Policy.DISCARD)
+        cache.zero_()
         start = time.perf_counter()
-        self._forward(batch, cache, DecoderOutput.LOGITS)
-        self._synchronize()
+        growth = self._peak_growth(lambda: self._forward(batch, cache, DecoderOutput.LOGITS))
         seconds = time.perf_counter() - start
-        cache_bytes = cache.nbytes
-        logits_bytes = self._config.max_num_seqs * info.vocab_size * DType.FLOAT32.itemsize
-        peak = allocator.stats().peak_allocated - cache_bytes + logits_bytes
+        unsampled = self._config.max_num_seqs - len(batch.sample_rows)
+        growth += unsampled * info.vocab_size * DType.FLOAT32.itemsize
         del cache
         gc.collect()
         return MemoryProfile(
             total=total,
             used=used,
-            peak=peak,
+            peak=before + growth,
             current=before,
             utilization=self._config.memory_utilization or self._default_memory_utilization,
             kv_limit=self._default_kv_bytes if self._config.memory_utilization is None else None,
-            seconds_per_token=seconds / tokens,
+            seconds_per_token=seconds / batch.num_tokens,
             seconds_per_swapped_block=self._seconds_per_swapped_block(),
         )
 
