@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
@@ -179,7 +180,7 @@ class TorchWorker(Worker, partial=True):
         cache = allocator.empty(spec.shape(num_blocks), spec.dtype, KV_CACHE, Policy.DISCARD)
         cache.zero_()
         start = time.perf_counter()
-        growth = self._peak_growth(lambda: self._forward(batch, cache, DecoderOutput.LOGITS))
+        growth = self._peak_growth(partial(self._forward, batch, cache, DecoderOutput.LOGITS))
         seconds = time.perf_counter() - start
         unsampled = self._config.max_num_seqs - len(batch.sample_rows)
         growth += unsampled * info.vocab_size * DType.FLOAT32.itemsize
