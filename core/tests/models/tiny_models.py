@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
-from hardpoint.interfaces import AttentionPlan, AttentionRequest, DecoderOutput, DType
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DecoderOutput, DType
 from hardpoint.models import ModelSource, RunnableModel, load_model, open_model
 
 BLOCK = 4
@@ -94,13 +94,19 @@ def save_tiny(folder: Path, config: Any, seed: int = 0, **save_options: Any) -> 
 
 
 def open_and_load(
-    model: str | Path, *, dtype: DType = DType.FLOAT32, max_context: int = 64, **options: Any
-) -> tuple[ModelSource, RunnableModel, AttentionPlan, ReferenceAttention]:
-    """Return a model loaded with the reference attention and a plain allocator."""
+    model: str | Path,
+    *,
+    dtype: DType = DType.FLOAT32,
+    max_context: int = 64,
+    attention: AttentionBackend | None = None,
+    block_size: int = BLOCK,
+    **options: Any,
+) -> tuple[ModelSource, RunnableModel, AttentionPlan, AttentionBackend]:
+    """Return a model loaded with the reference attention (unless another is given) and a plain allocator."""
     open_options = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
     source = open_model(str(model), load_format=options.get("load_format", "auto"), **open_options)
-    attention = ReferenceAttention()
-    plan = attention.plan(AttentionRequest(source.attention_layers(), dtype, dtype, BLOCK, max_context))
+    attention = attention or ReferenceAttention()
+    plan = attention.plan(AttentionRequest(source.attention_layers(), dtype, dtype, block_size, max_context))
     assert isinstance(plan, AttentionPlan), plan
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -119,7 +125,7 @@ def open_and_load(
 class Runner:
     """Runs steps of a model over its own paged cache; unused slots hold NaN."""
 
-    def __init__(self, model: RunnableModel, plan: AttentionPlan, attention: ReferenceAttention) -> None:
+    def __init__(self, model: RunnableModel, plan: AttentionPlan, attention: AttentionBackend) -> None:
         self._model, self._plan, self._attention = model, plan, attention
         dtype = plan.kv_cache.dtype.to_torch()
         self._cache = torch.full(plan.kv_cache.shape(64), float("nan"), dtype=dtype)
@@ -133,20 +139,21 @@ class Runner:
         for sequence, tokens in work:
             table = self._tables.setdefault(sequence, [])
             length = self._lengths.get(sequence, 0) + len(tokens)
-            while len(table) * BLOCK < length:
+            while len(table) * self._plan.block_size < length:
                 # Neighbouring blocks of a sequence are far apart, and sequences interleave.
                 used = sum(map(len, self._tables.values()))
                 table.append((used * 37 + 11) % 64)
         batch = step_batch(
             [(tokens, self._lengths.get(sequence, 0)) for sequence, tokens in work],
             [self._tables[sequence] for sequence, _ in work],
-            BLOCK,
+            self._plan.block_size,
         )
         metadata = self._attention.prepare(self._plan, batch)
         result = self._model.run(batch, metadata, self._cache, last_rows(batch), output)
         for sequence, tokens in work:
             self._lengths[sequence] = self._lengths.get(sequence, 0) + len(tokens)
-        return result
+        # A program may use the same memory for its next result.
+        return result.clone()
 
 
 def decode_two(runner: Runner, first: list[int], second: list[int], steps: int) -> list[tuple[list[int], torch.Tensor]]:

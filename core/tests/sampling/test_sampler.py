@@ -195,6 +195,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert reachable(logits, top_p=1.0) == {0, 1, 2, 3}
 
 
+def test_top_p_that_is_reached_exactly_keeps_no_more() -> None:
+    assert reachable(torch.zeros(4), top_p=0.25) == {0}
+    assert reachable(torch.zeros(4), top_p=0.5) == {0, 1}
+    assert reachable(torch.zeros(4), top_p=0.75) == {0, 1, 2}
+    assert reachable(torch.zeros(512), top_p=2 / 512) == {0, 1}
+    assert reachable(torch.zeros(512), top_p=2.01 / 512) == {0, 1, 2}
+
+
 def test_top_p_is_of_what_top_k_leaves() -> None:
     logits = torch.tensor([0.4, 0.2, 0.2, 0.2]).log()
     assert reachable(logits, top_p=0.6) == {0, 1}

@@ -180,7 +180,9 @@ class Sampler:
         if len(greedy) < len(slots):
             drawn = np.flatnonzero(rows["temperature"] != 0.0)
             token_ids[drawn] = self._draw(_take(processed, drawn), rows[drawn])
-        logprobs = _logprobs(logits, rows["logprobs"], token_ids) if (rows["logprobs"] >= 0).any() else {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        for block in self._blocks(np.flatnonzero(rows["logprobs"] >= 0)):
+            logprobs |= _logprobs(_take(logits, block), block, rows["logprobs"][block], token_ids[block])
         self._record(slots, token_ids)
         return token_ids, logprobs
 
@@ -396,20 +398,24 @@ def _draw_unordered(probabilities: Tensor, draws: Float64Array) -> Int64Array:
     return chosen
 
 
-def _logprobs(logits: Tensor, wanted: Int64Array, token_ids: Int64Array) -> dict[int, TokenLogprobs]:
-    """Return log probabilities of the model's distribution, by row, for the rows that want 0 or more of the best beside the sampled."""
-    rows = np.flatnonzero(wanted >= 0)
-    selected = _take(logits, rows)
-    sampled = torch.from_numpy(token_ids[rows]).to(logits.device)[:, None]
-    ranks = ((selected > selected.gather(1, sampled)).sum(1) + 1).tolist()
+def _logprobs(logits: Tensor, rows: Int64Array, wanted: Int64Array, token_ids: Int64Array) -> dict[int, TokenLogprobs]:
+    """Return log probabilities of the model's distribution, by row.
+
+    Args:
+        logits: float32[n, vocab_size].
+        rows: int64[n], how the rows are called in the result.
+        wanted: int64[n], how many of the best are returned beside the sampled token.
+        token_ids: int64[n], the sampled tokens.
+    """
+    sampled = torch.from_numpy(token_ids).to(logits.device)[:, None]
+    ranks = ((logits > logits.gather(1, sampled)).sum(1) + 1).tolist()
     ids = sampled
-    count = int(wanted[rows].max())
-    if count:
-        best = torch.from_numpy(ranking.top_k(selected, count)[1]).to(logits.device)
+    if wanted.any():
+        best = torch.from_numpy(ranking.top_k(logits, int(wanted.max()))[1]).to(logits.device)
         ids = torch.cat((sampled, best), dim=1)
-    values = torch.log_softmax(selected, dim=1).gather(1, ids).numpy(force=True)
+    values = torch.log_softmax(logits, dim=1).gather(1, ids).numpy(force=True)
     all_ids = ids.numpy(force=True)
     return {
-        row: TokenLogprobs(all_ids[i, : wanted[row] + 1].copy(), values[i, : wanted[row] + 1].copy(), ranks[i])
-        for i, row in enumerate(rows.tolist())
+        row: TokenLogprobs(all_ids[i, : count + 1].copy(), values[i, : count + 1].copy(), rank)
+        for i, (row, count, rank) in enumerate(zip(rows.tolist(), wanted.tolist(), ranks, strict=True))
     }
