@@ -484,28 +484,26 @@ def test_a_request_is_passed_over_no_more_than_the_bound() -> None:
     assert order.index(poor) == bound
 
 
-def test_a_sequence_is_preempted_no_more_than_the_bound_while_others_can_be() -> None:
-    bound = 2
+def preemptions_of_the_last(fairness_bound: int) -> int:
+    """How often the sequence of lowest rank is preempted while others, of higher rank, keep coming."""
     s = scheduler(
         num_device_blocks=6,
         max_model_len=24,
         max_num_seqs=3,
-        policy="priority",
-        fairness_bound=bound,
-        max_num_batched_tokens=64,
+        fairness_bound=fairness_bound,
+        preemption_mode="recompute",
     )
-    poor = s.add_request([9] * 7, max_tokens=12, priority=100)
-    step(s)
-    finished: dict[int, FinishReason] = {}
-    for k in range(60):
-        if s.stats.num_waiting < 2 and k < 40:
-            s.add_request([k % 8] * 7, max_tokens=6, priority=0)
-        batch = s.schedule()
-        if batch is None:
-            break
-        finished |= update(s, batch)
-    assert s.num_preemptions(poor) <= bound
-    assert finished[poor] is FinishReason.LENGTH
+    last = s.add_request([9] * 7, max_tokens=12, arrival=1000)
+    for k in range(100):
+        if s.stats.num_waiting + s.stats.num_running < 3:
+            s.add_request([k % 8] * 3, max_tokens=6, arrival=k)
+        step(s)
+    return s.num_preemptions(last)
+
+
+def test_a_sequence_is_preempted_no_more_than_the_bound() -> None:
+    assert preemptions_of_the_last(fairness_bound=1000) > 2
+    assert preemptions_of_the_last(fairness_bound=2) == 2
 
 
 # Abort and failure
