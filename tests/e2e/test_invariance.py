@@ -77,3 +77,13 @@ def test_seeded_sampling_does_not_depend_on_the_batch(make_engine: Any, prompts:
         [o.token_ids for o in out.outputs] for out in alone
     ]
     assert any(out.outputs[0].token_ids != out.outputs[1].token_ids for out in together), "forks draw for themselves"
+
+
+def test_log_probabilities_are_the_same_bits_alone_and_in_a_batch(
+    make_engine: Any, greedy: Any, prompts: list[str]
+) -> None:
+    with make_engine(dtype="bfloat16", enable_prefix_caching=False) as llm:
+        together = llm.generate(prompts[:8], greedy(8, logprobs=3))
+        alone = [llm.generate(prompt, greedy(8, logprobs=3))[0] for prompt in prompts[:8]]
+    for one, many in zip(alone, together, strict=True):
+        assert one.outputs[0].logprobs == many.outputs[0].logprobs

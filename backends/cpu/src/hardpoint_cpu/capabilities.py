@@ -37,7 +37,7 @@ def capabilities(device: Device) -> Capabilities:
                     AttentionFeature.MIXED_BATCH,
                 }
             ),
-            determinism=Determinism.RUN_TO_RUN,
+            determinism=Determinism.BATCH_INVARIANT,
         ),
         memory=MemoryCapabilities(),
         tensor_parallel=IntSet.of(1),

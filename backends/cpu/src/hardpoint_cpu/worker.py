@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hardpoint.worker import TorchWorker
+from hardpoint_cpu import _native
 from hardpoint_cpu.host import peak_resident, reset_peak_resident, resident
 
 
@@ -12,11 +13,16 @@ class CpuWorker(TorchWorker):
     """Runs on the host, whose memory belongs to everything else there too.
 
     By default it takes at most 40 % of the memory and 4 GiB for the KV cache, and counts only its own tensors as used: what
-    other programs hold now is no measure of what this one may take, but what is free is.
+    other programs hold now is no measure of what this one may take, but what is free is. The thread pool is the process's:
+    of several engines, the last one made sets its size.
     """
 
     _default_memory_utilization = 0.4
     _default_kv_bytes = 4 << 30
+
+    def _start_device(self) -> None:
+        if self._config.threads is not None:
+            _native.set_num_threads(self._config.threads)
 
     def _total_and_used(self) -> tuple[int, int]:
         info, own = self._allocator.memory_info(), self._allocator.stats().allocated

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Int32Array: TypeAlias = npt.NDArray[np.int32]
-Int64Array: TypeAlias = npt.NDArray[np.int64]
-FloatArray: TypeAlias = npt.NDArray[np.float32]
+    Int32Array: TypeAlias = npt.NDArray[np.int32]
+    Int64Array: TypeAlias = npt.NDArray[np.int64]
+    FloatArray: TypeAlias = npt.NDArray[np.float32]
+else:
+    # Descriptors import this package, and a descriptor must not cost the import of numpy.
+    Int32Array = Int64Array = FloatArray = Any
 
 
 @dataclass(frozen=True, slots=True)

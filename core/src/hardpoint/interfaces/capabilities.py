@@ -7,7 +7,7 @@ them. Nothing here imports torch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -152,7 +152,7 @@ class AttentionCapabilities:
     """
 
     dtypes: frozenset[DType]
-    kv_dtypes: dict[DType, frozenset[DType]]
+    kv_dtypes: Mapping[DType, frozenset[DType]] = field(hash=False)
     head_dims: IntSet
     block_sizes: IntSet
     default_block_size: int
@@ -181,7 +181,7 @@ class AttentionCapabilities:
             needed |= layer.features
             if layer.head_dim not in self.head_dims:
                 reasons.append(f"head dimension {layer.head_dim} is not supported (supported: {self.head_dims})")
-            group, rest = divmod(layer.num_heads, layer.num_kv_heads)
+            group, rest = divmod(layer.num_heads, layer.num_kv_heads) if layer.num_kv_heads > 0 else (0, 1)
             if rest:
                 reasons.append(f"{layer.num_heads} query heads are not a multiple of {layer.num_kv_heads} KV heads")
             elif group not in self.group_sizes:
@@ -280,7 +280,7 @@ def _plain(value: Any) -> Any:
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, enum.Enum):
         return value.name.lower() if isinstance(value, enum.IntEnum) else value.value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(_plain(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
         return sorted(_plain(v) for v in value)

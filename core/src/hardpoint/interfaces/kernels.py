@@ -171,7 +171,7 @@ class DecoderProgram(Contract, contract=True):
 
     @abstractmethod
     def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
-        """Run one step and return `output` for the given token rows.
+        """Run one step and return `output` for the given token rows; the result may be overwritten by the next step.
 
         Args:
             metadata: what the attention backend's `prepare` returned for `batch`.
