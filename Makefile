@@ -9,7 +9,7 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard core/CMakeLists.txt core/native/* backends/cpu/CMakeLists.txt backends/cpu/native/* backends/cpu/native/isa/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: demo test lint typecheck check install peers bench clean help
+.PHONY: check clean demo help install lint peers sanitize test test-portable typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,7 +39,13 @@ typecheck: $(STAMP)  ## mypy --strict on the core
 test: $(STAMP) lint typecheck  ## Run every test
 	$(BIN)/python -m pytest
 
-check: test  ## The same as test
+test-portable: $(STAMP)  ## The CPU backend's tests on a build for the baseline instruction set only
+	PYTHON=$(BIN)/python scripts/test_variant.sh portable
+
+sanitize: $(STAMP)  ## The native tests under AddressSanitizer and UndefinedBehaviourSanitizer
+	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
+
+check: test test-portable sanitize  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
 peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers that the benchmarks measure (minutes)

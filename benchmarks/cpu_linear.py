@@ -11,15 +11,14 @@ threads is measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
-import platform
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import report
 import torch
+from bandwidth import read_bandwidth
 from torch import Tensor
 
 from hardpoint_cpu import _native
@@ -40,27 +39,6 @@ def huge_pages(size: int) -> Tensor:
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def read_bandwidth(threads: int) -> float:
-    """Return the best of five rounds in GB/s, each thread reading its own part of 256 MiB."""
-    memory = huge_pages(256 << 20).fill_(1)
-    part = memory.numel() // threads
-
-    def read() -> float:
-        readers = [
-            threading.Thread(target=_native.read_bandwidth, args=(memory.data_ptr() + i * part, part))
-            for i in range(1, threads)
-        ]
-        start = time.perf_counter()
-        for reader in readers:
-            reader.start()
-        _native.read_bandwidth(memory.data_ptr(), part)
-        for reader in readers:
-            reader.join()
-        return threads * part / (time.perf_counter() - start) / 1e9
-
-    return max(read() for _ in range(5))
 
 
 def ours(weights: list[Tensor], x: Tensor) -> Callable[[int], None]:
@@ -123,7 +101,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     _native.set_num_threads(options.threads)
 
-    bandwidth = read_bandwidth(options.threads)
+    bandwidth = read_bandwidth(options.threads).gb_per_s
     print(f"{_native.isa()}, {options.threads} threads, {options.dtype}; read bandwidth {bandwidth:.1f} GB/s")
     print(
         f"{'layer':8} {'N x K':>12} {'rows':>5} {'us':>9} {'GB/s':>6} {'of read':>7} {'GFLOP/s':>8} {'x torch':>8} {'x packed':>8}"
@@ -151,16 +129,15 @@ def main() -> None:
             results.append({"layer": layer, "n": n, "k": k, "rows": rows, "seconds": best})
     if options.json:
         document = {
-            "benchmark": "cpu_linear",
-            "machine": platform.processor() or platform.machine(),
+            "command": report.command(),
+            "machine": report.machine(("hardpoint-cpu", "torch")),
             "isa": _native.isa(),
             "threads": options.threads,
             "dtype": options.dtype,
-            "torch": torch.__version__,
             "read_bandwidth_gbs": bandwidth,
             "results": results,
         }
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        report.write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import report
 
 from hardpoint.scheduler import Scheduler, SchedulerConfig
 
@@ -160,21 +160,6 @@ def find_peer(argument: str | None) -> tuple[Peer | None, str]:
     return peer, f"vLLM {peer.description['version']}"
 
 
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "system": platform.platform(),
-    }
-
-
 def measure(peer: Peer | None, rounds: int) -> dict[str, Any]:
     ours = Ours()
     samples: dict[tuple[str, ...], list[float]] = defaultdict(list)
@@ -235,7 +220,7 @@ def peer_value(pair: dict[str, float], scale: float) -> str:
     return f"{pair['vllm'] * scale:10.3f}" if "vllm" in pair else "         -"
 
 
-def report(results: dict[str, Any], found_bars: list[dict[str, Any]]) -> None:
+def show(results: dict[str, Any], found_bars: list[dict[str, Any]]) -> None:
     print("\nSteady decode, one step (µs; per request in brackets)")
     for running in RUNNING:
         pair = results["decode"][f"{running}"][f"{POOL}"]
@@ -271,24 +256,24 @@ def main() -> None:
 
     peer, description = find_peer(arguments.vllm_python)
     print(f"peer: {description}" if peer else f"peer not measured: {description}")
-    description_of_machine = machine()
-    print(f"machine: {description_of_machine}")
+    machine = report.machine(("hardpoint", "numpy"))
+    print(f"machine: {machine['cpu']}, {machine['cores']} cores")
     results = measure(peer, arguments.rounds)
     if peer is not None:
         peer.close()
     found_bars = bars(results)
-    report(results, found_bars)
+    show(results, found_bars)
     if arguments.json:
         document = {
-            "command": "python benchmarks/scheduler.py",
-            "machine": description_of_machine,
+            "command": report.command(),
+            "machine": machine,
             "rounds": arguments.rounds,
             "peer": peer.description if peer else {"not_measured": description},
             "unit": "seconds of processor time, medians of rounds",
             "results": results,
             "bars": found_bars,
         }
-        arguments.json.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        report.write_json(arguments.json, document)
         print(f"\nwritten to {arguments.json}")
 
 

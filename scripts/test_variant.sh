@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Builds the native packages in a special way, in an environment of their own, and runs tests against them.
+#
+#   scripts/test_variant.sh portable      only the baseline instruction set: the same tests must pass
+#   scripts/test_variant.sh sanitize      AddressSanitizer and UndefinedBehaviourSanitizer
+#
+# PYTHON names the interpreter of the development environment, whose third-party packages are used (not its editable installs).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+variant=$1
+python=${PYTHON:-.venv/bin/python}
+environment=build/variants/$variant
+site_packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+tools=$(cd "$(dirname "$python")" && pwd)
+
+test -x "$environment/bin/python" || "$python" -m venv "$environment"
+own=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "$site_packages" > "$own/development.pth"
+
+install() {
+  PATH="$tools:$PATH" "$environment/bin/pip" --disable-pip-version-check install -q --no-deps --no-build-isolation --force-reinstall \
+    -C "build-dir=$PWD/$environment/$(basename "$1")" "${@:2}" "$1"
+}
+
+case $variant in
+  portable)
+    install ./core
+    install ./backends/cpu -C cmake.define.HARDPOINT_PORTABLE=ON
+    "$environment/bin/python" -c 'from hardpoint_cpu import _native; assert _native.available_isas() == ["baseline"], _native.available_isas()'
+    "$environment/bin/python" -m pytest -q -p no:cacheprovider backends/cpu/tests
+    ;;
+  sanitize)
+    install ./core -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.CMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF
+    install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.build-type=RelWithDebInfo
+    # The interpreter is not instrumented, so the runtime is loaded before it; its own leaks are not ours.
+    preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
+    LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 core/tests/kv core/tests/scheduler backends/cpu/tests
+    ;;
+  *)
+    echo "unknown variant '$variant': portable or sanitize" >&2
+    exit 2
+    ;;
+esac
