@@ -56,7 +56,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt and return the outputs in the same order.
@@ -66,7 +66,7 @@ class LLM:
         Args:
             prompts: one or several texts, token id lists, or mappings with `prompt` or `prompt_token_ids`.
             sampling_params: for all prompts, or one for each.
-            use_tqdm: show a progress bar with prefill and decode tokens per second on stderr.
+            use_tqdm: show a progress bar with prefill and decode tokens per second, where stderr is a terminal.
             priority: one value per prompt, lower first; only with scheduling_policy="priority".
 
         Raises:
@@ -83,7 +83,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
@@ -101,7 +101,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Return one embedding per prompt, pooled from the final hidden states."""
         many = _as_prompts(prompts)

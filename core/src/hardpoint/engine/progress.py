@@ -10,19 +10,21 @@ if TYPE_CHECKING:
 
 
 class StepProgress:
-    """Finished requests, and prefill and decode tokens per second, on stderr."""
+    """Finished requests, and prefill and decode tokens per second, on stderr; nothing where that is not a terminal."""
 
     def __init__(self, num_requests: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+        console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("requests"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
-            console=Console(stderr=True),
+            console=console,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("requests", total=num_requests, speed="")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import sys
 import time
@@ -185,7 +184,6 @@ class TorchWorker(Worker, partial=True):
         unsampled = self._config.max_num_seqs - len(batch.sample_rows)
         growth += unsampled * info.vocab_size * DType.FLOAT32.itemsize
         del cache
-        gc.collect()
         return MemoryProfile(
             total=total,
             used=used,
