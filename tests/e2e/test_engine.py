@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -270,6 +271,19 @@ def test_settings_are_understood_under_the_names_of_other_engines() -> None:
 
     config = EngineConfig.from_arguments("demo", {"gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 7})
     assert (config.memory_utilization, config.num_device_blocks) == (0.5, 7)
+
+
+def test_a_backend_that_is_passed_over_is_said_in_one_visible_line(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from hardpoint.engine import core
+
+    real = core.resolve_backend
+    passed = "abacus is unavailable (no beads): using cpu instead"
+    monkeypatch.setattr(core, "resolve_backend", lambda *a, **k: dataclasses.replace(real(*a, **k), notice=passed))
+    with make_engine(num_device_blocks=8, max_model_len=64) as llm:
+        assert llm.info.notice == passed
+    assert [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "hardpoint"] == [("WARNING", passed)]
 
 
 def test_a_shut_down_engine_says_so(make_engine: Any) -> None:

@@ -102,7 +102,6 @@ class EchoLLM:
             weight_bytes=1,
             kv_bytes=2,
             load_seconds=0.25,
-            notice="acme2 was passed over",
         )
         self.engine = EchoEngine(self)
         self.on_step: Callable[[], None] = lambda: None

@@ -64,7 +64,7 @@ class EngineOptions:
     ] = False
 
     def open(self, *, quiet: bool = False) -> LLM:
-        """Load the engine, with a line on standard error while it loads (where that is a terminal) and for its notice.
+        """Load the engine, with a line on standard error while it loads (where that is a terminal).
 
         Raises what `LLM` raises.
         """
@@ -77,10 +77,7 @@ class EngineOptions:
         settings["enable_prefix_caching"] = settings.pop("prefix_caching")
         console = Console(stderr=True, soft_wrap=True)
         with console.status(f"Loading {self.model}") if console.is_terminal and not quiet else nullcontext():
-            llm = LLM(**settings)
-        if llm.info.notice:
-            console.print(llm.info.notice, style="yellow", markup=False)
-        return llm
+            return LLM(**settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,17 @@ from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
 
+_log = logging.getLogger("hardpoint")
+
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine turned out to be; sizes in bytes, times in seconds."""
+    """What an engine turned out to be; sizes in bytes, times in seconds.
+
+    Attributes:
+        path: how the model runs: "fused" (one native call per step), "lean" (the core's torch decoder) or "transformers".
+        notice: one line where a backend of higher priority was passed over; logged as a warning when the engine is made.
+    """
 
     backend: str
     device: str
@@ -86,6 +94,8 @@ class EngineCore:
         self.config = config
         start = time.perf_counter()
         resolved = resolve_backend(config.backend, device=config.device, require_accelerator=config.require_accelerator)
+        if resolved.notice:
+            _log.warning(resolved.notice)
         _check_sleep(config, resolved)
         worker = resolved.descriptor.worker()(
             WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=config.worker_config())
