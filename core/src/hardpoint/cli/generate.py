@@ -140,6 +140,7 @@ def _print_as_it_comes(llm: LLM, prompt: TokenizedPrompt, params: SamplingParams
         sys.stdout.write(output.outputs[0].text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    sys.stdout.flush()
 
 
 def _print(prompts: list[str], outputs: list[RequestOutput]) -> None:
