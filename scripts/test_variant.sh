@@ -19,7 +19,7 @@ own=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("
 echo "$site_packages" > "$own/development.pth"
 
 install() {
-  PATH="$tools:$PATH" "$environment/bin/pip" --disable-pip-version-check install -q --no-deps --no-build-isolation --force-reinstall \
+  PATH="$tools:$PATH" "$python" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps --no-build-isolation --force-reinstall \
     -C "build-dir=$PWD/$environment/$(basename "$1")" "${@:2}" "$1"
 }
 
