@@ -147,7 +147,7 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory."""
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded."""
 
     @abstractmethod
     def warm_up(self) -> None:

@@ -18,7 +18,7 @@ from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refu
 from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
 from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, HostBudgetExceeded, WorkerError
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
 from hardpoint.models import load_model, open_model
@@ -196,14 +196,12 @@ class TorchWorker(Worker, partial=True):
         )
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory."""
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded."""
         spec = _need(self._plan).kv_cache
         self._kv_cache = _need(self._allocator).empty(
             spec.shape(num_device_blocks), spec.dtype, KV_CACHE, Policy.DISCARD
         )
-        self._host_kv_cache = (
-            self._empty_host(spec.shape(num_host_blocks), spec.dtype.to_torch()) if num_host_blocks else None
-        )
+        self._host_kv_cache = self._swap_space(num_host_blocks) if num_host_blocks else None
 
     def warm_up(self) -> None:
         """Run one prefill and one decode of small steps, so that the first request finds everything in place."""
@@ -302,6 +300,17 @@ class TorchWorker(Worker, partial=True):
             attention.copy_blocks(cache, batch.copies)
 
     # Sizes
+
+    def _swap_space(self, num_blocks: int) -> Tensor:
+        spec = _need(self._plan).kv_cache
+        try:
+            return self._empty_host(spec.shape(num_blocks), spec.dtype.to_torch())
+        except (RuntimeError, MemoryError) as error:
+            raise HostBudgetExceeded(
+                f"cannot take {num_blocks * spec.block_bytes} bytes of host memory for swapped KV blocks",
+                found=str(error).splitlines()[0],
+                hint="Lower swap_space",
+            ) from error
 
     def _max_model_len(self, source: ModelSource) -> int:
         asked = self._config.max_model_len

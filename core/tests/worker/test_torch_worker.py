@@ -1,0 +1,66 @@
+"""The worker's typed errors and its closed call table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hardpoint.executor import InProcessExecutor
+from hardpoint.interfaces import WORKER_CALLS, AttentionLayer, AttentionPlan, AttentionRequest, DType, KVCacheSpec
+from hardpoint.interfaces.batch import StepInput
+from hardpoint.interfaces.errors import ConfigError, HostBudgetExceeded, WorkerError
+from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
+from hardpoint.plugins import resolve_backend
+from hardpoint.worker import TorchWorker
+from hardpoint.worker.dummy import dummy_batch
+
+
+class PlainWorker(TorchWorker):
+    """The core's worker, unchanged."""
+
+
+class NoHostMemory(TorchWorker):
+    """A host that has no memory left for swapping."""
+
+    def _empty_host(self, shape: object, dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore lines")
+
+
+@pytest.fixture
+def context() -> WorkerContext:
+    resolved = resolve_backend("cpu")
+    return WorkerContext(resolved.descriptor, resolved.device, WorkerConfig(model="demo"))
+
+
+def test_a_call_before_its_time_says_which_calls_come_first(context: WorkerContext) -> None:
+    worker = PlainWorker(context)
+    batch = dummy_batch(num_tokens=1, max_len=1, block_size=8, max_seqs=1)
+    with pytest.raises(WorkerError, match="init_device, load_model"):
+        worker.execute(StepInput(batch))
+
+
+def test_shutdown_is_legal_in_any_state_and_twice(context: WorkerContext) -> None:
+    worker = PlainWorker(context)
+    worker.shutdown()
+    worker.init_device()
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_no_host_memory_for_swapping_names_the_setting(context: WorkerContext) -> None:
+    worker = NoHostMemory(context)
+    worker.init_device()
+    layer = AttentionLayer(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
+    request = AttentionRequest((layer,), DType.FLOAT32, DType.FLOAT32, 8, 64)
+    worker._plan = AttentionPlan(request, KVCacheSpec(1, 8, 1, 8, DType.FLOAT32))
+    with pytest.raises(HostBudgetExceeded, match="swap_space"):
+        worker.initialize_kv(4, 2)
+    worker.shutdown()
+
+
+def test_an_executor_calls_nothing_outside_the_contract(context: WorkerContext) -> None:
+    executor = InProcessExecutor(PlainWorker(context))
+    with pytest.raises(ConfigError, match="format_disk"):
+        executor.call("format_disk")
+    assert "execute" in WORKER_CALLS
+    executor.shutdown()
