@@ -12,7 +12,8 @@ constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kMinusInf = -__builtin_inff();
 
 // Keys of one tile. Prefill tiles are packed and start at multiples of their size. Decode tiles are read in place, one head
-// while the next one is fetched: fewer bytes would be needed before they have come, more would not stay in the first-level cache.
+// while the next one is fetched: fewer bytes (8 KiB of keys at head dimension 64) would be needed before they have come, more
+// would not stay in the first-level cache.
 constexpr int kPrefillKeys = 64;
 template <class E>
 constexpr int kDecodeTile = 128 / static_cast<int>(sizeof(typename E::type));
@@ -194,9 +195,10 @@ struct Prefetcher {
   static constexpr int kTile = kDecodeTile<E>, kSize = static_cast<int>(sizeof(typename E::type));
   Rows<E> head, next;
 
-  // Beside the work on elements [d, d + n) of keys or values [t, t + count). Constant n and count leave no loops here, which
-  // matters: fetching is a good part of the instructions.
+  // Beside the work on elements [d, d + n) of keys or values [t, t + count); n may be less than a cache line. Constant n and
+  // count leave no loops here, which matters: fetching is a good part of the instructions.
   HP_INLINE_MEMBER void during_scores(int t, int count, int d, int n) const {
+    if (d * kSize % 64 != 0) return;
 #pragma GCC unroll 4
     for (int u = 0; u < count; ++u) prefetch(head.value(t + u) + d, n * kSize);
     ask(0, t, count, d, n);
