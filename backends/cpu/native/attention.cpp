@@ -187,16 +187,24 @@ void attention(const AttentionPlan& plan, const AttentionBatch& batch, const Att
   const int64_t portions = (kv_heads + heads_at_once - 1) / heads_at_once;
   const int64_t scratch_bytes = kernels.scratch_bytes(static_cast<int>(heads_at_once), layer.num_heads / layer.num_kv_heads, layer.head_dim);
 
-  pool.parallel_for(prefills + decodes * portions, 1, [&](int64_t begin, int64_t end, int) {
+  const auto decode_portion = [&](int64_t i) {
+    const int64_t item = (i - prefills) / portions, first = (i - prefills) % portions * heads_at_once;
+    return DecodePortion{&plan.decodes[static_cast<size_t>(item)], static_cast<int>(first),
+                         static_cast<int>(std::min(kv_heads, first + heads_at_once))};
+  };
+  const int64_t total = prefills + decodes * portions;
+
+  pool.parallel_for(total, 1, [&](int64_t begin, int64_t end, int) {
     char* scratch = thread_scratch(scratch_bytes);
     for (int64_t i = begin; i < end; ++i) {
       if (i < prefills) {
         kernels.prefill(call, plan.prefills[static_cast<size_t>(i / kv_heads)], static_cast<int>(i % kv_heads), scratch);
         continue;
       }
-      const int64_t item = (i - prefills) / portions, first = (i - prefills) % portions * heads_at_once;
-      kernels.decode(call, plan.decodes[static_cast<size_t>(item)], static_cast<int>(first),
-                     static_cast<int>(std::min(kv_heads, first + heads_at_once)), scratch);
+      // Threads that take portions in turn make this one's next; where they do not, a few rows are fetched in vain.
+      const int64_t guess = i + pool.num_threads();
+      const DecodePortion portion = decode_portion(i), next = guess < total ? decode_portion(guess) : portion;
+      kernels.decode(call, portion, guess < total ? &next : nullptr, scratch);
     }
   });
   if (plan.merges.empty()) return;

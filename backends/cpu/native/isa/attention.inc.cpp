@@ -11,11 +11,13 @@ namespace {
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kMinusInf = -__builtin_inff();
 
-// Keys of one tile. Prefill tiles are packed and start at multiples of their size. Decode tiles are read in place; while one
-// is worked off the next one's lines are fetched, so they are as small as keeps that stream even.
+// Keys of one tile. Prefill tiles are packed and start at multiples of their size. Decode tiles are read in place, one head
+// while the next one is fetched: fewer bytes (8 KiB of keys at head dimension 64) would be needed before they have come, more
+// would not stay in the first-level cache.
 constexpr int kPrefillKeys = 64;
-constexpr int kDecodeTile = 32;
-static_assert(kPrefillKeys % kLanes == 0 && kDecodeTile % kLanes == 0, "tiles divide into vectors");
+template <class E>
+constexpr int kDecodeTile = 128 / static_cast<int>(sizeof(typename E::type));
+static_assert(kPrefillKeys % kLanes == 0 && kDecodeTile<F32> % kLanes == 0, "tiles divide into vectors");
 
 // Register blocking: 32 vector registers with AVX-512, 16 elsewhere.
 #if HP_VW == 16
@@ -169,31 +171,62 @@ HP_INLINE void copy_query(const uint16_t* from, int n, int padded, uint16_t* to)
   std::memset(to + n, 0, static_cast<size_t>(padded - n) * 2);
 }
 
-// Rows of one head: an address for each key of the tile, and the head's place after it.
+// Rows of one head in a tile: an address for each key, then for each value, and the head's place after it.
 template <class E>
 struct Rows {
-  const typename E::type* const* rows;
+  using T = typename E::type;
+  const T* const* rows;  // [2, kDecodeTile]
   int64_t offset;
-  HP_INLINE_MEMBER const typename E::type* operator[](int t) const { return rows[t] + offset; }
-  HP_INLINE_MEMBER Rows from(int t) const { return {rows ? rows + t : nullptr, offset}; }
+  HP_INLINE_MEMBER const T* row(int i) const { return rows[i] + offset; }
+  HP_INLINE_MEMBER const T* key(int t) const { return row(t); }
+  HP_INLINE_MEMBER const T* value(int t) const { return row(kDecodeTile<E> + t); }
 };
 
 HP_INLINE void prefetch(const void* p, int bytes) {
   for (int x = 0; x < bytes; x += 64) __builtin_prefetch(static_cast<const char*>(p) + x);
 }
 
-// scores[r][0, kLanes) = raw dot products of R queries with kLanes keys, while the next tile's rows are fetched.
+// Fetches the next head's rows while one head is worked off. A processor drops requests when its queues are full, and each line
+// that is missing then costs the whole latency of memory. So all rows are asked for twice: once in even steps over the head
+// before, and once more in the pass over keys or values before the one that reads them. Of the first requests for the 2 * kTile
+// rows, the passes over keys and values make 3/8 each and the softmax 2/8, about their shares of the time.
+template <class E>
+struct Prefetcher {
+  static constexpr int kTile = kDecodeTile<E>, kSize = static_cast<int>(sizeof(typename E::type));
+  Rows<E> head, next;
+
+  // Beside the work on elements [d, d + n) of keys or values [t, t + count); n may be less than a cache line. Constant n and
+  // count leave no loops here, which matters: fetching is a good part of the instructions.
+  HP_INLINE_MEMBER void during_scores(int t, int count, int d, int n) const {
+    if (d * kSize % 64 != 0) return;
+#pragma GCC unroll 4
+    for (int u = 0; u < count; ++u) prefetch(head.value(t + u) + d, n * kSize);
+    ask(0, t, count, d, n);
+  }
+  HP_INLINE_MEMBER void during_softmax(int g, int group, int dim) const {
+    for (int i = kTile / 2 * g / group; i < kTile / 2 * (g + 1) / group; ++i) prefetch(next.row(kTile * 3 / 4 + i), dim * kSize);
+  }
+  HP_INLINE_MEMBER void during_values(int t, int count, int d, int n) const {
+#pragma GCC unroll 4
+    for (int u = 0; u < count; ++u) prefetch(next.key(t + u) + d, n * kSize);
+    ask(kTile * 5 / 4, t, count, d, n);
+  }
+
+ private:
+  HP_INLINE_MEMBER void ask(int first, int t, int count, int d, int n) const {
+    if (count < 4 && t % 4 != 0) return;
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; ++i) prefetch(next.row(first + t / 4 * 3 + i) + d, n * kSize);
+  }
+};
+
+// scores[r][0, kLanes) = raw dot products of R queries with the kLanes keys from `first` on.
 template <class E, int R>
-HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const Rows<E>& keys, int dim, float* scores,
-                             const Rows<E>& next) {
+HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const Rows<E>& head, int first, int dim, float* scores,
+                             const Prefetcher<E>* prefetcher) {
   using D = Dot<E>;
-  const int row_bytes = dim * static_cast<int>(sizeof(typename E::type));
   vf part[R][kLanes];
   for (int t = 0; t < kLanes; t += kDecodeKeys) {
-    if (next.rows) {
-#pragma GCC unroll 4
-      for (int u = 0; u < kDecodeKeys; ++u) prefetch(next[t + u], row_bytes);
-    }
     vf acc[R][kDecodeKeys];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
@@ -201,9 +234,10 @@ HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const Ro
       for (int u = 0; u < kDecodeKeys; ++u) acc[r][u] = vf{};
     int d = 0;
     for (; d + D::kStep <= dim; d += D::kStep) {
+      if (prefetcher) prefetcher->during_scores(first + t, kDecodeKeys, d, D::kStep);
       typename D::V k[kDecodeKeys];
 #pragma GCC unroll 4
-      for (int u = 0; u < kDecodeKeys; ++u) k[u] = D::load_key(keys[t + u] + d);
+      for (int u = 0; u < kDecodeKeys; ++u) k[u] = D::load_key(head.key(first + t + u) + d);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const typename D::V x = D::load_query(q + r * q_stride + d);
@@ -212,9 +246,10 @@ HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const Ro
       }
     }
     if (d < dim) {
+      if (prefetcher) prefetcher->during_scores(first + t, kDecodeKeys, d, D::kStep);
       typename D::V k[kDecodeKeys];
 #pragma GCC unroll 4
-      for (int u = 0; u < kDecodeKeys; ++u) k[u] = D::load_key_first(keys[t + u] + d, dim - d);
+      for (int u = 0; u < kDecodeKeys; ++u) k[u] = D::load_key_first(head.key(first + t + u) + d, dim - d);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const typename D::V x = D::load_query(q + r * q_stride + d);
@@ -227,11 +262,11 @@ HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const Ro
 #pragma GCC unroll 4
       for (int u = 0; u < kDecodeKeys; ++u) part[r][t + u] = acc[r][u];
   }
-  for (int r = 0; r < R; ++r) store(scores + r * kDecodeTile, hsum_rows(part[r]));
+  for (int r = 0; r < R; ++r) store(scores + r * kDecodeTile<E>, hsum_rows(part[r]));
 }
 
 // How decode weights values: out[r] += sum over n keys of weights[r][key] * value[key], for R rows of [padded_dim]. Weights
-// replace the scores they come from, row by row kDecodeTile floats apart. Meanwhile the value rows of what comes next are fetched.
+// replace the scores they come from, row by row kDecodeTile floats apart.
 template <class E>
 struct Weigh {
   using T = typename E::type;
@@ -239,33 +274,33 @@ struct Weigh {
   HP_INLINE void store_weights(float* scores, int t, vf p) { store(scores + t, p); }
 
   template <int R>
-  HP_INLINE void add(const float* weights, const Rows<E>& values, int n, int dim, float* out, int out_stride,
-                     const Rows<E>& next) {
+  HP_INLINE void add(const float* weights, const Rows<E>& head, int n, int dim, float* out, int out_stride,
+                     const Prefetcher<E>* prefetcher) {
     int d = 0;
     for (; d + kDecodeVectors * kLanes <= dim; d += kDecodeVectors * kLanes)
-      add_columns<R, kDecodeVectors>(weights, values, n, d, kLanes, out, out_stride, next);
-    for (; d < dim; d += kLanes) add_columns<R, 1>(weights, values, n, d, min_int(kLanes, dim - d), out, out_stride, next);
+      add_columns<R, kDecodeVectors>(weights, head, n, d, kLanes, out, out_stride, prefetcher);
+    for (; d < dim; d += kLanes) add_columns<R, 1>(weights, head, n, d, min_int(kLanes, dim - d), out, out_stride, prefetcher);
   }
 
   // The last of NV vectors has `last` columns.
   template <int R, int NV>
-  HP_INLINE void add_columns(const float* weights, const Rows<E>& values, int n, int d, int last, float* out, int out_stride,
-                             const Rows<E>& next) {
+  HP_INLINE void add_columns(const float* weights, const Rows<E>& head, int n, int d, int last, float* out, int out_stride,
+                             const Prefetcher<E>* prefetcher) {
     vf acc[R][NV];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) acc[r][j] = load(out + r * out_stride + d + j * kLanes);
     for (int t = 0; t < n; ++t) {
-      const T* row = values[t] + d;
-      if (next.rows) prefetch(next[t] + d, NV * kLanes * static_cast<int>(sizeof(T)));
+      const T* row = head.value(t) + d;
+      if (prefetcher) prefetcher->during_values(t, 1, d, NV * kLanes);
       vf v[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j)
         v[j] = NV == 1 && last < kLanes ? load_first(E{}, row, last) : load(E{}, row + j * kLanes);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const vf w = splat(weights[r * kDecodeTile + t]);
+        const vf w = splat(weights[r * kDecodeTile<E> + t]);
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) acc[r][j] += w * v[j];
       }
@@ -291,31 +326,29 @@ struct Weigh<Bf16> {
   }
 
   template <int R>
-  HP_INLINE void add(const float* weights, const Rows<Bf16>& values, int n, int dim, float* out, int out_stride,
-                     const Rows<Bf16>& next) {
+  HP_INLINE void add(const float* weights, const Rows<Bf16>& head, int n, int dim, float* out, int out_stride,
+                     const Prefetcher<Bf16>* prefetcher) {
     int d = 0;
     for (; d + 2 * kColumns <= dim; d += 2 * kColumns)
-      add_columns<R, 2>(weights, values, n, d, kColumns, out, out_stride, next);
-    for (; d < dim; d += kColumns) add_columns<R, 1>(weights, values, n, d, min_int(kColumns, dim - d), out, out_stride, next);
+      add_columns<R, 2>(weights, head, n, d, kColumns, out, out_stride, prefetcher);
+    for (; d < dim; d += kColumns)
+      add_columns<R, 1>(weights, head, n, d, min_int(kColumns, dim - d), out, out_stride, prefetcher);
   }
 
   template <int R, int NC>
-  HP_INLINE void add_columns(const float* weights, const Rows<Bf16>& values, int n, int d, int last, float* out,
-                             int out_stride, const Rows<Bf16>& next) {
+  HP_INLINE void add_columns(const float* weights, const Rows<Bf16>& head, int n, int d, int last, float* out,
+                             int out_stride, const Prefetcher<Bf16>* prefetcher) {
     vf acc[R][2 * NC];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < 2 * NC; ++j) acc[r][j] = load(out + r * out_stride + d + j * kLanes);
     for (int t = 0; t < n; t += 2) {
-      if (next.rows) {
-        prefetch(next[t] + d, NC * kColumns * 2);
-        prefetch(next[t + 1] + d, NC * kColumns * 2);
-      }
+      if (prefetcher) prefetcher->during_values(t, 2, d, NC * kColumns);
       vu v[2 * NC];
 #pragma GCC unroll 2
       for (int j = 0; j < NC; ++j) {
-        const uint16_t *even = values[t] + d + j * kColumns, *odd = values[t + 1] + d + j * kColumns;
+        const uint16_t *even = head.value(t) + d + j * kColumns, *odd = head.value(t + 1) + d + j * kColumns;
         const bool partial = NC == 1 && last < kColumns;
         const __m512i a = reinterpret_cast<__m512i>(partial ? load_first_pairs(even, last) : load_pairs(even));
         const __m512i b = reinterpret_cast<__m512i>(partial ? load_first_pairs(odd, last) : load_pairs(odd));
@@ -325,7 +358,7 @@ struct Weigh<Bf16> {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         uint32_t pair;
-        std::memcpy(&pair, reinterpret_cast<const char*>(weights + r * kDecodeTile) + 2 * t, sizeof(pair));
+        std::memcpy(&pair, reinterpret_cast<const char*>(weights + r * kDecodeTile<Bf16>) + 2 * t, sizeof(pair));
         const vu w = vu{} + pair;
 #pragma GCC unroll 4
         for (int j = 0; j < 2 * NC; ++j) acc[r][j] = dot_bf16(acc[r][j], w, v[j]);
@@ -362,23 +395,24 @@ struct DecodeScratch {
     Arena arena{static_cast<char*>(memory)};
     s.padded_dim = round_up(dim, 32);
     s.q = arena.take<typename Dot<E>::Q>(static_cast<int64_t>(heads) * s.padded_dim);
-    s.scores = arena.take<float>(static_cast<int64_t>(group) * kDecodeTile);
+    s.scores = arena.take<float>(static_cast<int64_t>(group) * kDecodeTile<E>);
     s.values = arena.take<float>(static_cast<int64_t>(heads) * s.padded_dim);
     s.maximum = arena.take<float>(heads);
     s.sum = arena.take<float>(static_cast<int64_t>(heads) * kLanes);
-    s.rows = arena.take<const T*>(4 * kDecodeTile);
+    s.rows = arena.take<const T*>(4 * kDecodeTile<E>);
     return arena.used;
   }
 };
 
-// Addresses of the tile's rows. Rows past the end repeat the last key, so that whole vectors of keys can be read: their scores
-// are dropped afterwards, and their values never used.
+// Addresses of the first head's rows in a tile, as Rows takes them. Rows past the end repeat the last key, so that whole vectors
+// of keys can be read: their scores are dropped afterwards, and their values never used.
 template <class E>
-HP_INLINE void tile_rows(const Cache<E>& cache, int begin, int end, const typename E::type** keys,
-                         const typename E::type** values) {
+HP_INLINE void tile_rows(const Cache<E>& cache, int begin, int end, const typename E::type** rows) {
+  const auto** keys = rows;
+  const auto** values = rows + kDecodeTile<E>;
   int key = begin;
   int t = 0;
-  const int count = min_int(kDecodeTile, end - begin);
+  const int count = min_int(kDecodeTile<E>, end - begin);
   while (t < count) {
     const int in_block = key % cache.block_size;
     const int n = min_int(count - t, cache.block_size - in_block);
@@ -390,25 +424,27 @@ HP_INLINE void tile_rows(const Cache<E>& cache, int begin, int end, const typena
     t += n;
     key += n;
   }
-  for (; t < kDecodeTile; ++t) {
+  for (; t < kDecodeTile<E>; ++t) {
     keys[t] = keys[count - 1];
     values[t] = values[count - 1];
   }
 }
 
-// The heads of a block lie side by side, so a tile is worked off head after head; each head fetches the rows of the one after it.
-template <class E>
-void decode(const AttentionCall& call, const AttentionPlan::Item& item, int kv_begin, int kv_end, void* memory) {
+// The heads of a block lie side by side, so a tile is worked off head after head.
+template <class E, int kHeadDim>
+void decode(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next_portion, void* memory) {
   using T = typename E::type;
   using W = Weigh<E>;
+  const AttentionPlan::Item& item = *portion.item;
+  const int kv_begin = portion.kv_begin, kv_end = portion.kv_end;
   const AttentionBatch& batch = *call.batch;
   const AttentionLayer& layer = *call.layer;
-  const int group = layer.num_heads / layer.num_kv_heads, dim = layer.head_dim;
+  const int group = layer.num_heads / layer.num_kv_heads;
+  const int dim = kHeadDim > 0 ? kHeadDim : layer.head_dim;
   const int first_head = kv_begin * group, heads = (kv_end - kv_begin) * group;
   const int token = batch.query_start[item.seq] + item.q_begin;
   const int position = batch.context_lens[item.seq] - (batch.query_start[item.seq + 1] - token);
   const int64_t head_stride = static_cast<int64_t>(batch.block_size) * dim;
-  const int row_bytes = dim * static_cast<int>(sizeof(T));
   const Cache<E> cache = cache_of<E>(call, item.seq, kv_begin);
   DecodeScratch<E> s;
   DecodeScratch<E>::lay_out(s, memory, heads, group, dim);
@@ -421,52 +457,46 @@ void decode(const AttentionCall& call, const AttentionPlan::Item& item, int kv_b
   }
   std::memset(s.values, 0, static_cast<size_t>(heads) * s.padded_dim * 4);
 
-  const T** keys = s.rows;
-  const T** values = s.rows + kDecodeTile;
-  const T** next_keys = s.rows + 2 * kDecodeTile;
-  const T** next_values = s.rows + 3 * kDecodeTile;
+  constexpr int kTile = kDecodeTile<E>;
+  const T** rows = s.rows;
+  const T** next_rows = s.rows + 2 * kTile;
   const vi lane = iota();
-  tile_rows(cache, item.key_begin, item.key_end, keys, values);
-  for (int begin = item.key_begin; begin < item.key_end; begin += kDecodeTile) {
-    const int count = min_int(kDecodeTile, item.key_end - begin);
-    const bool last_tile = begin + kDecodeTile >= item.key_end;
-    if (!last_tile) tile_rows(cache, begin + kDecodeTile, item.key_end, next_keys, next_values);
+  tile_rows(cache, item.key_begin, item.key_end, rows);
+  for (int begin = item.key_begin; begin < item.key_end; begin += kTile) {
+    const int count = min_int(kTile, item.key_end - begin);
+    if (begin + kTile < item.key_end) {
+      tile_rows(cache, begin + kTile, item.key_end, next_rows);
+    } else if (next_portion) {
+      const AttentionPlan::Item& next_item = *next_portion->item;
+      tile_rows(cache_of<E>(call, next_item.seq, next_portion->kv_begin), next_item.key_begin, next_item.key_end, next_rows);
+    } else {
+      // With nothing left to fetch any address does.
+      std::memcpy(next_rows, rows, 2 * kTile * sizeof(*rows));
+    }
 
     for (int kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
-      const bool last_head = kv_head + 1 == kv_end;
-      const int64_t offset = (kv_head - kv_begin) * head_stride;
-      const Rows<E> k{keys, offset}, v{values, offset};
-      Rows<E> next_k{keys, offset + head_stride}, next_v{values, offset + head_stride};
-      if (last_head) {
-        next_k = {last_tile ? nullptr : next_keys, 0};
-        next_v = {last_tile ? nullptr : next_values, 0};
-      }
+      const Rows<E> head{rows, (kv_head - kv_begin) * head_stride};
+      const Rows<E> next = kv_head + 1 < kv_end ? Rows<E>{rows, head.offset + head_stride} : Rows<E>{next_rows, 0};
+      const Prefetcher<E> prefetcher{head, next};
       const int first_row = (kv_head - kv_begin) * group;
       for (int t = 0; t < count; t += kLanes) {
         for (int g = 0; g < group; g += kDecodeRows) {
-          const auto* rows = s.q + (first_row + g) * s.padded_dim;
-          float* scores = s.scores + g * kDecodeTile + t;
-          const Rows<E> fetch = g == 0 ? next_k.from(t) : Rows<E>{nullptr, 0};
+          const auto* queries = s.q + (first_row + g) * s.padded_dim;
+          float* scores = s.scores + g * kTile + t;
+          const Prefetcher<E>* fetch = g == 0 ? &prefetcher : nullptr;
           switch (min_int(kDecodeRows, group - g)) {
-            case 1: decode_scores<E, 1>(rows, s.padded_dim, k.from(t), dim, scores, fetch); break;
-            case 2: decode_scores<E, 2>(rows, s.padded_dim, k.from(t), dim, scores, fetch); break;
-            case 3: decode_scores<E, 3>(rows, s.padded_dim, k.from(t), dim, scores, fetch); break;
-            default: decode_scores<E, 4>(rows, s.padded_dim, k.from(t), dim, scores, fetch);
+            case 1: decode_scores<E, 1>(queries, s.padded_dim, head, t, dim, scores, fetch); break;
+            case 2: decode_scores<E, 2>(queries, s.padded_dim, head, t, dim, scores, fetch); break;
+            case 3: decode_scores<E, 3>(queries, s.padded_dim, head, t, dim, scores, fetch); break;
+            default: decode_scores<E, 4>(queries, s.padded_dim, head, t, dim, scores, fetch);
           }
-        }
-      }
-      // Memory must not idle during the softmax. The processor drops fetches when its queue is full, so the next rows are all
-      // asked for here once more; fetching further ahead, or into the second-level cache, measured worse.
-      if (next_v.rows) {
-        for (int t = 0; t < kDecodeTile; ++t) {
-          prefetch(next_v[t], row_bytes);
-          prefetch(next_k[t], row_bytes);
         }
       }
       for (int g = 0; g < group; ++g) {
         const int row = first_row + g;
         const Logits logits = logits_of(layer, first_head + row);
-        float* scores = s.scores + g * kDecodeTile;
+        float* scores = s.scores + g * kTile;
+        prefetcher.during_softmax(g, group, dim);
         float* row_sum = s.sum + row * kLanes;
         vf top = splat(kMinusInf);
         for (int t = 0; t < count; t += kLanes) {
@@ -493,23 +523,20 @@ void decode(const AttentionCall& call, const AttentionPlan::Item& item, int kv_b
         store(row_sum, sum);
       }
       for (int g = 0; g < group; g += kDecodeRows) {
-        const float* weights = s.scores + g * kDecodeTile;
+        const float* weights = s.scores + g * kTile;
         float* out = s.values + (first_row + g) * s.padded_dim;
-        const Rows<E> fetch = g == 0 ? next_v : Rows<E>{nullptr, 0};
+        const Prefetcher<E>* fetch = g == 0 ? &prefetcher : nullptr;
         switch (min_int(kDecodeRows, group - g)) {
-          case 1: W::template add<1>(weights, v, count, dim, out, s.padded_dim, fetch); break;
-          case 2: W::template add<2>(weights, v, count, dim, out, s.padded_dim, fetch); break;
-          case 3: W::template add<3>(weights, v, count, dim, out, s.padded_dim, fetch); break;
-          default: W::template add<4>(weights, v, count, dim, out, s.padded_dim, fetch);
+          case 1: W::template add<1>(weights, head, count, dim, out, s.padded_dim, fetch); break;
+          case 2: W::template add<2>(weights, head, count, dim, out, s.padded_dim, fetch); break;
+          case 3: W::template add<3>(weights, head, count, dim, out, s.padded_dim, fetch); break;
+          default: W::template add<4>(weights, head, count, dim, out, s.padded_dim, fetch);
         }
       }
     }
-    const T** swap = keys;
-    keys = next_keys;
-    next_keys = swap;
-    swap = values;
-    values = next_values;
-    next_values = swap;
+    const T** swap = rows;
+    rows = next_rows;
+    next_rows = swap;
   }
   for (int h = 0; h < heads; ++h) {
     float* row = s.values + h * s.padded_dim;
@@ -517,6 +544,17 @@ void decode(const AttentionCall& call, const AttentionPlan::Item& item, int kv_b
     const float sum = hsum(load(s.sum + h * kLanes));
     if (item.partial < 0) write_output<E>(call, token, first_head + h, row, s.maximum[h], sum);
     else write_partial(call, item.partial, first_head + h, row, s.maximum[h], sum);
+  }
+}
+
+// Decode with the usual head dimensions known to the compiler, which then unrolls the loops over columns and keeps queries in
+// registers.
+template <class E>
+void decode_head_dim(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* memory) {
+  switch (call.layer->head_dim) {
+    case 64: return decode<E, 64>(call, portion, next, memory);
+    case 128: return decode<E, 128>(call, portion, next, memory);
+    default: return decode<E, 0>(call, portion, next, memory);
   }
 }
 
@@ -901,11 +939,11 @@ int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
   return f > b ? f : b;
 }
 
-void decode_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_begin, int kv_end, void* scratch) {
+void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
   switch (call.kv->dtype) {
-    case DType::F32: return decode<F32>(call, item, kv_begin, kv_end, scratch);
-    case DType::BF16: return decode<Bf16>(call, item, kv_begin, kv_end, scratch);
-    case DType::F16: return decode<F16>(call, item, kv_begin, kv_end, scratch);
+    case DType::F32: return decode_head_dim<F32>(call, portion, next, scratch);
+    case DType::BF16: return decode_head_dim<Bf16>(call, portion, next, scratch);
+    case DType::F16: return decode_head_dim<F16>(call, portion, next, scratch);
   }
 }
 
