@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.interfaces.errors import (
@@ -149,13 +151,16 @@ def test_logprobs_are_those_of_the_sampled_token_and_the_best(llm: LLM) -> None:
     )
 
 
-def test_embeddings_have_length_one_and_see_meaning(llm: LLM) -> None:
+def test_embeddings_are_the_oracles_normalised_hidden_states_whatever_the_batch(llm: LLM, oracle_float32: Any) -> None:
     texts = ["The cat sat on the mat.", "A kitten rests on a rug.", "Quarterly revenue rose by 4 %."]
     outputs = llm.embed(texts)
-    vectors = [o.outputs.embedding for o in outputs]
-    assert all(math.isclose(sum(x * x for x in v), 1.0, rel_tol=1e-4) for v in vectors)
-    again = llm.embed(texts[1])[0].outputs.embedding
-    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(vectors[1], again, strict=True))
+    alone = [llm.embed(text)[0].outputs.embedding for text in texts]
+    for output, single in zip(outputs, alone, strict=True):
+        with torch.inference_mode():
+            hidden = oracle_float32.model.model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(hidden, dim=0).numpy()
+        np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-4)
+        np.testing.assert_allclose(single, output.outputs.embedding, atol=1e-5)
 
 
 def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(llm: LLM) -> None:
