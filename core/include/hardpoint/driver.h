@@ -65,7 +65,7 @@ typedef struct hp_geometry {
   size_t max_chunk;       /* largest size for one `create`; 0 = no limit */
   size_t max_reservation; /* largest size for one `reserve`; 0 = no limit */
   int32_t copy_threads;   /* host threads that should copy at a time: 2 for copy engines, the usable cores where the host itself copies */
-  int32_t dlpack_device;  /* DLDeviceType of tensors in this memory (1 CPU, 2 CUDA, 10 ROCM, 12 EXT_DEV, ...) */
+  int32_t dlpack_device;  /* DLDeviceType (dlpack.h) of tensors in this memory */
 } hp_geometry;
 
 /* hp_driver.flags */
@@ -87,11 +87,10 @@ struct hp_driver {
   uint32_t flags;
   void *context;       /* first argument of every entry */
 
-  /* Life. The table is valid from hp_driver_open until `release_table`. `open` and `close` are called in pairs, one pair for each engine
+  /* Life. The table is valid from hp_driver_open to the end of the process. `open` and `close` are called in pairs, one pair for each pool
    * that uses the device; between them the driver holds what it needs (the device's primary context, a reference count). */
   hp_status (*open)(void *context, hp_error *error);
   hp_status (*close)(void *context, hp_error *error);
-  void (*release_table)(const hp_driver *driver);
 
   /* Geometry and facts. */
   hp_status (*geometry)(void *context, hp_geometry *geometry, hp_error *error);
