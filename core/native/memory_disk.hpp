@@ -101,7 +101,7 @@ class DiskFile {
   const std::vector<DiskPiece>& pieces() const { return pieces_; }
   uint64_t payload_bytes() const { return payload_bytes_; }
   // Bytes on disk: payload and header. This is what the budget counts.
-  uint64_t file_bytes() const { return header_bytes_ + payload_bytes_; }
+  uint64_t file_bytes() const { return file_bytes_; }
   const std::string& path() const { return path_; }
   bool committed() const { return committed_; }
   // Whether the bytes are outside of memory as soon as they are written. False: the file system refuses direct I/O (they passed through
@@ -113,6 +113,8 @@ class DiskFile {
   DiskFile(std::shared_ptr<DiskDirectory> directory, uint64_t payload_bytes, size_t max_pieces);
   void open_file();
   void allocate();
+  void probe_direct();
+  void write_header(const std::vector<DiskPiece>& pieces);
   void remove() noexcept;
   void check_transfer(uint64_t offset, const void* data, uint64_t size) const;
   void write_at(uint64_t position, const void* data, uint64_t size);
@@ -124,6 +126,7 @@ class DiskFile {
   uint64_t payload_bytes_;
   size_t max_pieces_;
   uint64_t header_bytes_;
+  uint64_t file_bytes_;
   uint64_t id_[2];  // random; tells this file from every other
   std::string path_;
   std::vector<DiskPiece> pieces_;
