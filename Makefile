@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml backends/*/pyproject.toml) \
-	$(wildcard core/CMakeLists.txt core/native/* backends/cpu/CMakeLists.txt backends/cpu/native/* backends/cpu/native/isa/*)
+	$(wildcard core/CMakeLists.txt core/include/hardpoint/* core/native/* backends/cpu/CMakeLists.txt backends/cpu/native/* backends/cpu/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
 .PHONY: check clean demo help install lint peers sanitize test test-portable typecheck
