@@ -5,15 +5,14 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint.interfaces import DEFAULT, Device, DType, MemoryInfo, MemoryReport, MemoryStats, Policy, SleepPlan
+from hardpoint.interfaces import DEFAULT, Device, DType, MemoryInfo, MemoryStats, Policy
 from hardpoint.interfaces.capabilities import MemoryCapabilities
-from hardpoint.interfaces.errors import CapabilityRefused, DeviceOutOfMemory, MemoryFault
+from hardpoint.interfaces.errors import DeviceOutOfMemory, MemoryFault
 from hardpoint.memory import Books, TensorAllocator
 from hardpoint_cpu.capabilities import capabilities
 from hardpoint_cpu.host import free_memory, total_memory
@@ -61,22 +60,6 @@ class CpuAllocator(TensorAllocator):
         weakref.finalize(pages, self._books.remove, tag, size)
         return torch.frombuffer(pages, dtype=dtype.to_torch()).view(tuple(shape))
 
-    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
-        """Refused: torch has no pluggable allocator on this device."""
-        raise self._refuse("allocate torch's own tensors from a pool", "torch has no pluggable allocator on the CPU")
-
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Refused: this allocator does not give memory back."""
-        raise self._refuse("sleep", "no sleep level is supported")
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Refused: this allocator does not sleep."""
-        raise self._refuse("wake", "no sleep level is supported")
-
-    def resize(self, tensor: Tensor, rows: int) -> Tensor:
-        """Refused: allocations are not elastic."""
-        raise self._refuse("resize a tensor in place", "allocations are not elastic")
-
     def stats(self) -> MemoryStats:
         """Return the books."""
         return self._books.stats()
@@ -88,6 +71,3 @@ class CpuAllocator(TensorAllocator):
     def close(self) -> None:
         """Refuse new tensors; those alive keep their memory until they are gone."""
         self._closed = True
-
-    def _refuse(self, what: str, reason: str) -> CapabilityRefused:
-        return CapabilityRefused(f"the cpu backend cannot {what}", (reason,), hint="See `hardpoint doctor`")
