@@ -5,4 +5,5 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Native parts of the core: block manager and scheduler.";
   hardpoint::bind_kv(m);
   hardpoint::bind_scheduler(m);
+  hardpoint::bind_disk(m);
 }
