@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml backends/*/pyproject.toml) \
-	$(wildcard core/CMakeLists.txt core/native/* backends/cpu/CMakeLists.txt backends/cpu/native/* backends/cpu/native/isa/*)
+	$(wildcard core/CMakeLists.txt core/native/* backends/cpu/CMakeLists.txt backends/cpu/native/* backends/cpu/native/isa/*) \
+	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
 .PHONY: check clean demo help install lint peers sanitize test test-portable typecheck
@@ -33,8 +34,8 @@ lint: $(STAMP)  ## Formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-typecheck: $(STAMP)  ## mypy --strict on the core
-	$(BIN)/mypy core/src/hardpoint
+typecheck: $(STAMP)  ## mypy --strict on the core and the simulators
+	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators
 
 test: $(STAMP) lint typecheck  ## Run every test
 	$(BIN)/python -m pytest
@@ -66,4 +67,4 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers t
 	touch $@
 
 clean:  ## Remove the environment and all build output
-	rm -rf $(VENV) .peers build core/build backends/cpu/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .peers build core/build backends/cpu/build simulators/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
