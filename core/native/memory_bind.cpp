@@ -3,6 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
 #include "bind.hpp"
 #include "memory_pool.hpp"
 #include "memory_tensor.hpp"
@@ -14,6 +18,31 @@ namespace {
 
 using namespace memory;
 using Released = py::call_guard<py::gil_scoped_release>;
+
+// Pools that may still live when the interpreter ends, some of them only by tensors that torch never drops.
+struct Living {
+  std::mutex mutex;  // guards pools
+  std::vector<std::weak_ptr<Pool>> pools;
+};
+
+Living& living() {
+  static Living pools;
+  return pools;
+}
+
+void remember(const std::shared_ptr<Pool>& pool) {
+  std::lock_guard lock(living().mutex);
+  auto& pools = living().pools;
+  pools.erase(std::remove_if(pools.begin(), pools.end(), [](const auto& one) { return one.expired(); }), pools.end());
+  pools.push_back(pool);
+}
+
+void abandon_all() {
+  std::lock_guard lock(living().mutex);
+  for (const auto& pool : living().pools) {
+    if (const auto alive = pool.lock()) alive->abandon();
+  }
+}
 
 const char* error_name(Fault kind) {
   switch (kind) {
@@ -167,7 +196,9 @@ void bind_memory(py::module_& m) {
         if (std::string(driver.name()) != HP_DRIVER_CAPSULE) throw py::type_error("not a capsule of a memory driver");
         const auto* table = driver.get_pointer<const hp_driver>();
         const py::gil_scoped_release released;
-        return std::make_shared<Pool>(table);
+        auto pool = std::make_shared<Pool>(table);
+        remember(pool);
+        return pool;
       }))
       .def("allocate", &Pool::allocate, py::arg("size"), py::arg("tag"), py::arg("policy"), py::arg("capacity") = 0, Released())
       .def("allocate_block", &Pool::allocate_block, py::arg("size"), py::arg("tag"), py::arg("policy"), Released())
@@ -225,8 +256,7 @@ void bind_memory(py::module_& m) {
            })
       .def_property_readonly("quirks", [](const Pool& pool) { return pool.driver().quirks(); })
       .def("trim", &Pool::trim, Released())
-      .def("close", &Pool::close, Released())
-      .def("abandon", &Pool::abandon, Released());
+      .def("close", &Pool::close, Released());
 
   py::class_<Tensors>(m, "MemoryTensors")
       .def(py::init<std::shared_ptr<Pool>, int32_t>(), py::arg("pool"), py::arg("device"))
@@ -235,6 +265,8 @@ void bind_memory(py::module_& m) {
 
   m.def("torch_functions", [] { return reinterpret_cast<uintptr_t>(torch_functions()); },
         "Address of the functions that a driver library's hp_torch_install is called with.");
+  m.def("abandon_memory_pools", &abandon_all, Released(),
+        "Remove every pool's backups on disk and end its use without a driver call; for the end of the process.");
   m.def("enter_torch_pool", &enter_torch_pool, py::arg("pool"), py::arg("device"), py::arg("tag"), py::arg("policy"));
   m.def("leave_torch_pool", &leave_torch_pool, py::arg("device"));
 }

@@ -2,10 +2,12 @@
 
 `VirtualAllocator` is a whole allocator over a backend's memory driver (`include/hardpoint/driver.h`): books, tags, policies, backups, sleep and
 wake as transactions, by the native engine. `TensorAllocator` gives an allocator of another kind what is torch and not device.
+`include_dir` is where a driver finds the C contract that it implements, and `driver_file` where an installed one is.
 Importing this package imports neither torch nor a driver.
 """
 
 from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverStatus, DriverTable, Geometry
+from hardpoint.memory.native_files import driver_file, include_dir
 from hardpoint.memory.tensors import Books, TensorAllocator
 from hardpoint.memory.virtual import VirtualAllocator, default_sleep_directory
 
@@ -19,4 +21,6 @@ __all__ = [
     "TensorAllocator",
     "VirtualAllocator",
     "default_sleep_directory",
+    "driver_file",
+    "include_dir",
 ]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +26,7 @@ from hardpoint.interfaces.allocator import (
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import InvalidAllocation, MemoryFault
-from hardpoint.memory.driver_table import DriverFlags, DriverTable
+from hardpoint.memory.driver_table import DriverTable
 from hardpoint.memory.tensors import TensorAllocator
 
 if TYPE_CHECKING:
@@ -77,9 +75,6 @@ class VirtualAllocator(TensorAllocator):
         self._pool.know_tags(list(STANDARD_TAGS))
         self._tensors = _native.MemoryTensors(self._pool, device)
         self._rebuilds: dict[int, Callable[[], None]] = {}
-        self._pools.add(self._pool)
-
-    _pools: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def capabilities(self) -> MemoryCapabilities:
         """Return what this allocator does."""
@@ -234,8 +229,5 @@ def _sleep_directory(named: str | None) -> Path:
     return directory
 
 
-@atexit.register
-def _abandon_pools() -> None:
-    """Remove backups on disk at exit; memory needs no return, and drivers may be gone when the last tensors are."""
-    for pool in VirtualAllocator._pools:
-        pool.abandon()
+# Backups on disk are removed; memory needs no return, and drivers may be gone when the last tensors are.
+atexit.register(_native.abandon_memory_pools)
