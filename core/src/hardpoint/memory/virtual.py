@@ -169,7 +169,6 @@ class VirtualAllocator(TensorAllocator):
         tags = {
             name: TagStats(**{key: value for key, value in tag.items() if key != "asleep"})
             for name, tag in books["tags"].items()
-            if tag["allocations"]
         }
         asleep = frozenset(name for name, tag in books["tags"].items() if tag["asleep"])
         return MemoryStats(tags=tags, peak_allocated=books["peak_allocated"], asleep=asleep)
