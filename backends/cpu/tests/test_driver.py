@@ -154,17 +154,17 @@ def test_a_vendor_library_is_refused() -> None:
 
 def test_close_is_called_as_often_as_open() -> None:
     table = driver_table()
-    with pytest.raises(DriverError, match="more often"):
+    with pytest.raises(DriverError, match="is not open"):
         table.close()
     for take in (lambda: table.reserve(PAGE), lambda: table.create(PAGE), table.stream_create):
-        with pytest.raises(DriverError, match="not open"):
+        with pytest.raises(DriverError, match="is not open"):
             take()
     table.open()
     table.open()
     table.close()
     table.reserve(PAGE)
     table.close()
-    with pytest.raises(DriverError, match="more often"):
+    with pytest.raises(DriverError, match="is not open"):
         table.close()
 
 
@@ -199,7 +199,7 @@ def test_odd_sizes_are_refused(driver: DriverTable, size: int) -> None:
     for take in (driver.reserve, driver.create):
         with pytest.raises(DriverError, match="multiple of"):
             take(size)
-    with pytest.raises(DriverError, match="not a multiple"):
+    with pytest.raises(DriverError, match="multiple of"):
         driver.reserve(PAGE, 4096)
 
 
@@ -207,7 +207,7 @@ def test_huge_sizes_are_out_of_memory_or_refused(driver: DriverTable) -> None:
     for size in (1 << 60, (1 << 64) - PAGE):
         with pytest.raises(DeviceOutOfMemory):
             driver.reserve(size)
-        with pytest.raises(DriverError, match="more than"):
+        with pytest.raises(DriverError, match="larger than"):
             driver.create(size)
 
 
@@ -273,7 +273,7 @@ def test_two_drivers_have_a_budget_each() -> None:
 def test_a_chunk_has_a_largest_size(driver: DriverTable) -> None:
     largest = driver.geometry().max_chunk
     driver.release(driver.create(largest), largest)
-    with pytest.raises(DriverError, match="more than"):
+    with pytest.raises(DriverError, match="larger than"):
         driver.create(largest + PAGE)
 
 
