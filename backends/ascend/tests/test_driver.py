@@ -31,10 +31,16 @@ CONTEXT_NULL = 107002
 
 
 class DefaultContext(CallerDevice):
-    """The thread's context: the default one of a device."""
+    """The thread's context: the default one of a device, which stays set meanwhile."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__(simulator)
+        self._set: list[int] = []
 
     def use(self, device: int) -> None:
+        self.library.aclInit(None)
         self.call("aclrtSetDevice", device)
+        self._set.append(device)
 
     def current(self) -> int:
         context = ctypes.c_void_p()
@@ -43,7 +49,8 @@ class DefaultContext(CallerDevice):
         return context.value or 0
 
     def close(self) -> None:
-        pass
+        for device in self._set:
+            self.call("aclrtResetDevice", device)
 
 
 class TestAscendDriver(DriverSuite):
@@ -62,6 +69,7 @@ class TestAscendDriver(DriverSuite):
         count="aclrtGetDeviceCount",
         required_symbol="aclInit",
         restoring="aclrtSetCurrentContext",
+        silent=frozenset({"device_name"}),
     )
     backend = allocator
     descriptor = descriptor

@@ -73,6 +73,7 @@ class QuirkProbe {
     Trial(const Trial &) = delete;
     Trial &operator=(const Trial &) = delete;
     ~Trial() {
+      if (stage_ == Stage::mapped) quietly([&] { device_.device_synchronize(); });
       quietly([&] { unmap(); });
       quietly([&] { release(); });
       quietly([&] { release_address(); });
