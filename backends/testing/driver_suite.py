@@ -742,10 +742,16 @@ class DriverSuite:
         assert malloc(512, 0, None) is None
 
         seen: list[tuple[object, ...]] = []
-        allocate = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int32, ctypes.c_size_t)(
-            lambda device, size: seen.append(("allocate", device, size)) or 0x7000
-        )
-        release = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(lambda address: seen.append(("free", address)))
+
+        def allocated(device: int, size: int) -> int:
+            seen.append(("allocate", device, size))
+            return 0x7000
+
+        def freed(address: int) -> None:
+            seen.append(("free", address))
+
+        allocate = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int32, ctypes.c_size_t)(allocated)
+        release = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(freed)
 
         class Functions(ctypes.Structure):
             _fields_ = [("struct_size", ctypes.c_size_t), ("allocate", type(allocate)), ("free", type(release))]
