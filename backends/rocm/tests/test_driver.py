@@ -20,6 +20,7 @@ from ...testing.driver_suite import (
     DriverFacts,
     DriverSuite,
     held,
+    in_fresh_thread,
 )
 
 OURS, VLLMS = "HARDPOINT_ROCM_CHUNK_MB", "VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE"
@@ -150,3 +151,27 @@ class TestRocmDriver(DriverSuite):
             simulator.set(setting, value)
         found = driver.quirks()
         assert found == DriverQuirks.ADDRESS_HOLDS_MEMORY | DriverQuirks.STALE_PAGES | DriverQuirks.FREE_LAGS
+
+    def test_unaligned_range_is_given_back_and_reported(self, driver: DriverTable, simulator: Simulator) -> None:
+        address = driver.reserve(2 * SIZE)
+        driver.release_address(address, 2 * SIZE)
+        before = held(simulator.stats())
+        simulator.set("granularity", 64 * 1024)
+        simulator.set("refuse_alignment", 1)
+        with pytest.raises(DriverError, match=f"at {address + 64 * 1024}, is not aligned to the granularity"):
+            driver.reserve(SIZE, hint=address + 64 * 1024)
+        assert held(simulator.stats()) == before
+
+    def test_no_error_is_left_to_the_runtimes_next_caller(
+        self, driver: DriverTable, simulator: Simulator, caller: CallerDevice
+    ) -> None:
+        def last_errors() -> list[int]:
+            simulator.fail("hipMemCreate", code=self.facts.codes["failed"])
+            with pytest.raises(DriverError):
+                driver.create(SIZE)
+            after_failure = caller.library.hipGetLastError()
+            simulator.set("refuse_alignment", 1)
+            driver.release_address(driver.reserve(SIZE), SIZE)
+            return [after_failure, caller.library.hipGetLastError()]
+
+        assert in_fresh_thread(last_errors) == [0, 0]
