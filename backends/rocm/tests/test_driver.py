@@ -175,3 +175,7 @@ class TestRocmDriver(DriverSuite):
             return [after_failure, caller.library.hipGetLastError()]
 
         assert in_fresh_thread(last_errors) == [0, 0]
+
+    def test_nearly_full_device_is_probed_with_what_it_has(self, driver: DriverTable, simulator: Simulator) -> None:
+        simulator.capacity = 4 * MIB
+        assert driver.quirks() == DriverQuirks(0)
