@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from hardpoint.interfaces import BackendDescriptor, Capabilities, Contract, Device, DType, IntSet, ProbeResult, Worker
+from hardpoint.interfaces import (
+    API_VERSION,
+    BackendDescriptor,
+    Capabilities,
+    Contract,
+    Device,
+    DType,
+    IntSet,
+    ProbeResult,
+    Worker,
+)
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance import NotConformant, check_contract, check_descriptor_imports_light
 from hardpoint_conformance.packaging import CONTRACTS
@@ -40,7 +50,12 @@ def _concrete(method: Any) -> Any:
 def sound() -> BackendDescriptor:
     parts: dict[str, Any] = {part: implementation(CONTRACTS[part]) for part in ("allocator", "attention", "worker")}
     return BackendDescriptor(
-        "alpha", "Acme", (1, 1), lambda: ProbeResult((DEVICE,)), lambda device: Capabilities.none(), **parts
+        "alpha",
+        "Acme",
+        (API_VERSION, API_VERSION),
+        lambda: ProbeResult((DEVICE,)),
+        lambda device: Capabilities.none(),
+        **parts,
     )
 
 

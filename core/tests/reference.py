@@ -18,21 +18,19 @@ from hardpoint.interfaces import (
     AttentionLayer,
     AttentionPlan,
     AttentionRequest,
-    DeviceAllocator,
     DType,
     IntSet,
     KVCacheSpec,
     MemoryCapabilities,
     MemoryInfo,
-    MemoryReport,
     MemoryStats,
     Policy,
     Refusal,
-    SleepPlan,
     StepBatch,
     TagStats,
 )
 from hardpoint.interfaces.allocator import BUFFERS, DEFAULT, WEIGHTS
+from hardpoint.memory import TensorAllocator
 
 _FLOATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
@@ -159,7 +157,7 @@ def attend(
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-class PlainAllocator(DeviceAllocator):
+class PlainAllocator(TensorAllocator):
     """Host memory from `torch.empty`; counts bytes by tag, never sleeps."""
 
     def __init__(self) -> None:
@@ -168,7 +166,14 @@ class PlainAllocator(DeviceAllocator):
     def capabilities(self) -> MemoryCapabilities:
         return MemoryCapabilities()
 
-    def empty(self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE) -> Tensor:
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
         return self._counted(torch.empty(tuple(shape), dtype=dtype.to_torch()), tag)
 
     def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:
@@ -183,15 +188,6 @@ class PlainAllocator(DeviceAllocator):
             yield
 
         return nothing()
-
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        raise NotImplementedError("the reference allocator never sleeps")
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        raise NotImplementedError("the reference allocator never sleeps")
-
-    def resize(self, tensor: Tensor, rows: int) -> Tensor:
-        raise NotImplementedError("the reference allocator is not elastic")
 
     def stats(self) -> MemoryStats:
         tags = {tag: TagStats(sum(sizes), sum(sizes), 0, len(sizes)) for tag, sizes in self._bytes.items()}

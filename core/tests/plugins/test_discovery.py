@@ -33,12 +33,12 @@ def test_sound_backend_is_recorded_with_its_device_and_versions(site: Site) -> N
 def test_entry_point_may_name_an_object_instead_of_a_module(site: Site) -> None:
     source = """
     import pluggy
-    from hardpoint.interfaces import BackendDescriptor, Device, ProbeResult
+    from hardpoint.interfaces import API_VERSION, BackendDescriptor, Device, ProbeResult
 
     class Plugin:
         @pluggy.HookimplMarker("hardpoint")
         def hardpoint_backend(self):
-            return BackendDescriptor("alpha", "tests", (1, 1), lambda: ProbeResult((Device("alpha", 0, "a", "a"),)),
+            return BackendDescriptor("alpha", "tests", (API_VERSION, API_VERSION), lambda: ProbeResult((Device("alpha", 0, "a", "a"),)),
                                      None, None, None, None)
 
     plugin = Plugin()

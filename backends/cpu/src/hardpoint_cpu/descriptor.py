@@ -62,7 +62,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return BackendDescriptor(
         name="cpu",
         vendor="Hardpoint",
-        api=(1, 1),
+        api=(2, 2),
         probe=_probe,
         capabilities=capabilities,
         allocator=_allocator,

@@ -28,7 +28,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return BackendDescriptor(
         name="cuda",
         vendor="NVIDIA",
-        api=(1, 1),
+        api=(2, 2),
         probe=probe,
         capabilities=capabilities.capabilities,
         allocator=allocator.allocator,

@@ -37,21 +37,55 @@ class Policy(Enum):
 
 
 @dataclass(frozen=True)
+class FileExtent:
+    """Where bytes of a tensor came from: `size` bytes from byte `start` of the tensor are those at `offset` of the file."""
+
+    start: int
+    size: int
+    path: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class LiveRanges:
+    """The bytes of one tensor that count; the rest of it is undefined after wake.
+
+    Attributes:
+        ranges: (first byte, number of bytes) within the tensor; increasing, without overlap.
+    """
+
+    tensor: Tensor
+    ranges: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class SleepPlan:
     """What one sleep does.
 
     Attributes:
         policies: by tag; a tag that is not named keeps its allocations' own policy.
         tags: the tags to put to sleep; None for all.
-        tier: where preserved bytes go.
-        verify: check kept backups by checksum instead of trusting their generation.
-        progress: called with (bytes done, bytes in all).
+        tier: where preserved bytes go. SOURCE applies to tensors with a declared source; other preserved bytes go to the host.
+        keep: tags all of whose writers call `mark_written`. Their backups are kept over wake, and a clean one is not copied again.
+        verify: compare kept backups with the device's bytes instead of trusting `mark_written`; a difference raises BackupStale.
+        live: tensors of which only some bytes are preserved.
+        live_blocks: for a worker: preserve only these KV blocks; None for whatever `policies` says.
+        host_budget: most bytes of backups on the host; None for what the host has free.
+        disk_directory: for backups on disk; None for HARDPOINT_SLEEP_DIR, or else the user's cache directory.
+        disk_budget: most bytes of backups there; None for what the file system has free.
+        progress: called now and then with (bytes done, bytes in all).
     """
 
     policies: Mapping[str, Policy] = field(default_factory=dict)
     tags: frozenset[str] | None = None
     tier: SleepTier = SleepTier.HOST
+    keep: frozenset[str] = frozenset()
     verify: bool = False
+    live: Sequence[LiveRanges] = ()
+    live_blocks: Sequence[int] | None = None
+    host_budget: int | None = None
+    disk_directory: str | None = None
+    disk_budget: int | None = None
     progress: Callable[[int, int], None] | None = None
 
 
@@ -60,10 +94,17 @@ class MemoryReport:
     """What one sleep or wake did; sizes in bytes, times in seconds.
 
     Attributes:
-        preserved, discarded, skipped: bytes copied out (or back), dropped, and not copied because a clean backup was kept.
+        preserved: bytes copied out (or back, or read again from their source), without the rounding of allocations.
+        discarded: bytes dropped; on wake, bytes that came back with undefined or zero content.
+        skipped: bytes that a sleep did not copy, since a clean backup or their source holds them.
+        tiers: preserved and skipped bytes by tier.
+        unmapped: device bytes given back (or, on wake, taken).
         seconds: by phase, and "total".
         free_before, free_after: the device's free memory as its driver reports it.
         residual: bytes still in use on the device, by participant.
+        retained: bytes that the driver refused to take back when others were gone already; the next operation tries again.
+        direct_io: backups on disk did not pass through the page cache.
+        still_asleep: tags with memory that is asleep after the operation.
     """
 
     preserved: int
@@ -73,6 +114,17 @@ class MemoryReport:
     free_before: int
     free_after: int
     residual: Mapping[str, int] = field(default_factory=dict)
+    tiers: Mapping[SleepTier, int] = field(default_factory=dict)
+    unmapped: int = 0
+    retained: int = 0
+    direct_io: bool = True
+    still_asleep: frozenset[str] = frozenset()
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Preserved bytes by total time; 0 when nothing was copied."""
+        total = self.seconds.get("total", 0.0)
+        return self.preserved / total if total and self.preserved else 0.0
 
 
 @dataclass(frozen=True)
@@ -85,12 +137,13 @@ class MemoryInfo:
 
 @dataclass(frozen=True)
 class TagStats:
-    """Bytes of one tag: handed out to tensors, mapped on the device, and held in backups."""
+    """Bytes of one tag: handed out to tensors, mapped on the device, held in backups, and readable again from their source."""
 
     allocated: int
     mapped: int
     backed_up: int
     allocations: int
+    sourced: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,8 +178,18 @@ class DeviceAllocator(Contract, contract=True):
         """Return what this allocator does."""
 
     @abstractmethod
-    def empty(self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE) -> Tensor:
-        """Return an uninitialised contiguous tensor in this memory; raises DeviceOutOfMemory."""
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        """Return an uninitialised contiguous tensor in this memory; raises DeviceOutOfMemory, InvalidAllocation.
+
+        With `max_rows` it is elastic: `resize` changes the extent of its first axis, up to so many, at the same address.
+        """
 
     @abstractmethod
     def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:
@@ -144,16 +207,53 @@ class DeviceAllocator(Contract, contract=True):
         """Return a context in which torch allocates from this memory, as far as `capabilities().torch_pool` says."""
 
     @abstractmethod
+    def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
+        """Say where a tensor's bytes come from: extents of files that cover it, or a callback that writes them again.
+
+        The tier SOURCE uses it instead of a backup, and the policy REBUILD needs a callback. One callback given for several
+        tensors runs once per wake. `mark_written` ends it: what was written since is not in the source.
+        """
+
+    @abstractmethod
+    def mark_written(self, tags: Sequence[str]) -> None:
+        """Say that tensors of these tags were written: kept backups and declared sources of them are void."""
+
+    @abstractmethod
+    def prepare_sleep(self, plan: SleepPlan) -> None:
+        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
+
+    @abstractmethod
     def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back as planned; raises UnknownTag, HostBudgetExceeded, DriverError, CapabilityRefused."""
+        """Give device memory back as planned; raises UnknownTag, HostBudgetExceeded, DriverError, CapabilityRefused.
+
+        A tag that is asleep already is left as it is.
+        """
 
     @abstractmethod
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Map memory again at the same addresses and restore what was preserved; None for all tags."""
+        """Map memory again at the same addresses and restore what was preserved; None for all tags.
+
+        Raises UnknownTag, DeviceOutOfMemory, DriverError, BackupCorrupt; the memory then stays asleep with its backups.
+        """
+
+    @abstractmethod
+    def discard_backup(self, tags: Sequence[str]) -> None:
+        """Drop the backups of memory that is asleep: it wakes with undefined content. The way out of BackupCorrupt."""
+
+    @abstractmethod
+    def read_backup(self, tensor: Tensor) -> Tensor:
+        """Return a copy, on the host, of a sleeping tensor's bytes, as a tensor of the same shape and dtype.
+
+        Raises MemoryFault when it is awake or its bytes were discarded, BackupCorrupt.
+        """
 
     @abstractmethod
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
-        """Grow or shrink an elastic allocation along its first axis, in place; raises CapabilityRefused."""
+        """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent.
+
+        Rows that stay keep their bytes. Older tensors over the memory must not be used beyond it. Raises DeviceOutOfMemory,
+        InvalidAllocation for one that is not elastic or more than its `max_rows`, MemoryAsleep, CapabilityRefused.
+        """
 
     @abstractmethod
     def stats(self) -> MemoryStats:

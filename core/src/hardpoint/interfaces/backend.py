@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.kernels import KernelSet
     from hardpoint.interfaces.worker import Worker
 
-API_VERSION = 1
+API_VERSION = 2
 """Version of the contract that this core implements."""
 
 

@@ -167,6 +167,30 @@ class MemoryAsleep(MemoryFault):
     """Memory was used or allocated in a way that is not legal while it is asleep."""
 
 
+class MemoryBusy(MemoryFault):
+    """A sleep, wake or resize was started from within another one (its progress callback, a rebuild callback, a participant)."""
+
+
+class InvalidAllocation(MemoryFault, ValueError):
+    """An allocation of no bytes, or of a size that cannot be addressed."""
+
+
+class ForeignMemory(MemoryFault, ValueError):
+    """A tensor or address that this allocator did not hand out, or that it has taken back."""
+
+
+class BackupCorrupt(MemoryFault):
+    """A backup or a source file does not hold the bytes that were saved; it is never served. `discard_backup` is the way out."""
+
+
+class BackupStale(MemoryFault):
+    """A kept backup differs from the device's bytes: something wrote to memory whose writers were to call `mark_written`."""
+
+
+class ForkedProcess(MemoryFault):
+    """Device memory was used in a forked child; device drivers do not survive a fork, use spawn."""
+
+
 class WeightsMissing(MemoryFault):
     """The weights were discarded and have not been loaded again; the engine refuses to generate."""
 

@@ -1,8 +1,8 @@
 """The contract of a worker: one rank's device, model and KV cache, driven by the engine.
 
 The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `init_device`, `load_model`,
-`profile`, `initialize_kv`, `warm_up`, then `execute` once per step, and `shutdown` at the end. `sleep`, `wake` and
-`update_weights` come between steps.
+`profile`, `initialize_kv`, `warm_up`, then `execute` once per step, and `shutdown` at the end. `sleep`, `wake`,
+`update_weights` and `reload_weights` come between steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hardpoint.interfaces.allocator import MemoryReport, SleepPlan
+from hardpoint.interfaces.allocator import MemoryReport, MemoryStats, SleepPlan
 from hardpoint.interfaces.attention import AttentionPlan
 from hardpoint.interfaces.backend import BackendDescriptor, Device
 from hardpoint.interfaces.batch import StepInput, StepOutput
@@ -168,6 +168,17 @@ class Worker(Contract, contract=True):
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights by (checkpoint name, tensor) pairs; returns how many were used. Raises CorruptWeights."""
+
+    @abstractmethod
+    def reload_weights(self, model: str | None = None) -> int:
+        """Load the weights again from the checkpoint, or from another one of the same model; returns how many were loaded.
+
+        Raises ModelError, CorruptWeights; MemoryAsleep while the weights are asleep.
+        """
+
+    @abstractmethod
+    def memory_stats(self) -> MemoryStats:
+        """Return the books of this rank's allocator."""
 
     @abstractmethod
     def shutdown(self) -> None:

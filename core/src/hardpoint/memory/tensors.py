@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS, DeviceAllocator, MemoryStats, TagStats
+from hardpoint.interfaces.allocator import (
+    BUFFERS,
+    WEIGHTS,
+    DeviceAllocator,
+    FileExtent,
+    MemoryReport,
+    MemoryStats,
+    Policy,
+    SleepPlan,
+    TagStats,
+)
 from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import CapabilityRefused
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,10 +61,44 @@ class Books:
 
 
 class TensorAllocator(DeviceAllocator, partial=True):
-    """`materialise` and `adopt` over an allocator's `empty`.
+    """`materialise` and `adopt` over an allocator's `empty`; sleep is refused, for memory that cannot be given back.
 
     Tensors are re-homed by storage, so that tied parameters and views stay tied and views.
     """
+
+    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
+        """Refused."""
+        raise _refusal("let torch allocate from a pool")
+
+    def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
+        """Nothing to remember: this memory never sleeps."""
+
+    def mark_written(self, tags: Sequence[str]) -> None:
+        """Nothing to void: there are no backups."""
+
+    def prepare_sleep(self, plan: SleepPlan) -> None:
+        """Refused."""
+        raise _refusal("sleep")
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        """Refused."""
+        raise _refusal("sleep")
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Refused."""
+        raise _refusal("wake")
+
+    def discard_backup(self, tags: Sequence[str]) -> None:
+        """Refused."""
+        raise _refusal("discard a backup")
+
+    def read_backup(self, tensor: Tensor) -> Tensor:
+        """Refused."""
+        raise _refusal("read a backup")
+
+    def resize(self, tensor: Tensor, rows: int) -> Tensor:
+        """Refused."""
+        raise _refusal("resize a tensor in place")
 
     def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:
         """Give every meta parameter and buffer of a module uninitialised memory, ties and views kept."""
@@ -88,6 +134,12 @@ class TensorAllocator(DeviceAllocator, partial=True):
             view.set_(home.untyped_storage(), offset, tensor.shape, tensor.stride())
             replaced[id(tensor)] = _in_place_of(tensor, view)
             _assign(owner, name, replaced[id(tensor)])
+
+
+def _refusal(what: str) -> CapabilityRefused:
+    return CapabilityRefused(
+        f"this allocator cannot {what}", ("its memory cannot be given back",), hint="`hardpoint doctor` lists what can"
+    )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:

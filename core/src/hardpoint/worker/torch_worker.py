@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, MemoryReport, Policy, SleepPlan
+from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, MemoryReport, MemoryStats, Policy, SleepPlan
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
 from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
 from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
@@ -248,6 +248,17 @@ class TorchWorker(Worker, partial=True):
         self._synchronize()
         with torch.inference_mode():
             return _need(self._model).update_weights(weights)
+
+    def reload_weights(self, model: str | None = None) -> int:
+        """Load the weights again from the checkpoint, or from another one of the same model; returns how many were loaded."""
+        source = _need(self._source) if model is None else open_model(model)
+        self._synchronize()
+        with torch.inference_mode():
+            return _need(self._model).reload(source)
+
+    def memory_stats(self) -> MemoryStats:
+        """Return the books of this rank's allocator."""
+        return _need(self._allocator).stats()
 
     def shutdown(self) -> None:
         """Give everything back; legal in any state and more than once."""

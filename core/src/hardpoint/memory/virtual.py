@@ -1,0 +1,148 @@
+"""The ready-made allocator: torch's tensors over a vendor's memory driver, with sleep and wake by the core's native engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from hardpoint import _native
+from hardpoint.interfaces.allocator import (
+    DEFAULT,
+    FileExtent,
+    MemoryInfo,
+    MemoryReport,
+    MemoryStats,
+    Policy,
+    SleepPlan,
+)
+from hardpoint.interfaces.capabilities import MemoryCapabilities
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import InvalidAllocation
+from hardpoint.memory.driver_table import DriverTable
+from hardpoint.memory.pool import VirtualPool, native_policy
+from hardpoint.memory.tensors import TensorAllocator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class VirtualAllocator(TensorAllocator):
+    """A `DeviceAllocator` over a memory driver.
+
+    Tensors below 8 MiB share allocations by tag and policy; larger ones have their own. A backend derives from it, and adds `pool`
+    where torch has a pluggable allocator for the device.
+
+    While a tag is asleep, new tensors of it are awake memory; they join the next sleep.
+    """
+
+    def __init__(
+        self, driver: DriverTable, *, device: int, torch_device: str, capabilities: MemoryCapabilities
+    ) -> None:
+        """Open the device; raises DriverError.
+
+        Args:
+            driver: the device's memory driver.
+            device: the device's index, as DLPack and torch count.
+            torch_device: the device's name in torch.
+            capabilities: what the backend claims for the device.
+        """
+        self._pool = VirtualPool(driver)
+        self._tensors = _native.MemoryTensors(self._pool.native, device)
+        self._device_index = device
+        self._torch_device = torch_device
+        self._capabilities = capabilities
+
+    def capabilities(self) -> MemoryCapabilities:
+        """Return what this allocator does."""
+        return self._capabilities
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        """Return an uninitialised contiguous tensor in this memory, elastic with `max_rows`.
+
+        Raises InvalidAllocation for a negative extent, DeviceOutOfMemory, DriverError.
+        """
+        import torch
+
+        shape = tuple(shape)
+        size = prod(shape) * dtype.itemsize
+        if size == 0 and max_rows is None:
+            return torch.empty(shape, dtype=dtype.to_torch(), device=self._torch_device)
+        if size <= 0 or min(shape, default=0) < 0:
+            raise InvalidAllocation(
+                "a tensor has no negative extent, and an elastic one has bytes", found=f"shape {list(shape)}"
+            )
+        capacity = 0 if max_rows is None else size // shape[0] * max_rows
+        return self._as_tensor(self._tensors.make(size, tag, native_policy(policy), capacity), shape, dtype.to_torch())
+
+    def resize(self, tensor: Tensor, rows: int) -> Tensor:
+        """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent."""
+        if tensor.dim() == 0 or not tensor.is_contiguous() or rows < 1:
+            raise InvalidAllocation(
+                "only a contiguous tensor with rows can be resized, to at least one",
+                found=f"shape {list(tensor.shape)}, {rows} rows",
+            )
+        shape = (rows, *tensor.shape[1:])
+        return self._as_tensor(
+            self._tensors.resize(tensor.data_ptr(), prod(shape) * tensor.itemsize), shape, tensor.dtype
+        )
+
+    def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
+        """Say where a tensor's bytes come from; raises ForeignMemory, InvalidAllocation."""
+        self._pool.declare_source(tensor.data_ptr(), tensor.nbytes, source)
+
+    def mark_written(self, tags: Sequence[str]) -> None:
+        """Void kept backups and declared sources of these tags; raises UnknownTag."""
+        self._pool.mark_written(tags)
+
+    def prepare_sleep(self, plan: SleepPlan) -> None:
+        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
+        self._pool.prepare_sleep(plan)
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        """Give device memory back as planned."""
+        return self._pool.sleep(plan, {live.tensor.data_ptr(): live.ranges for live in plan.live})
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Map memory again at the same addresses and restore what was preserved; None for all tags."""
+        return self._pool.wake(tags)
+
+    def discard_backup(self, tags: Sequence[str]) -> None:
+        """Drop the backups of memory that is asleep; raises UnknownTag."""
+        self._pool.discard_backup(tags)
+
+    def read_backup(self, tensor: Tensor) -> Tensor:
+        """Return a copy, on the host, of a sleeping tensor's bytes."""
+        import torch
+
+        if not tensor.is_contiguous():
+            raise InvalidAllocation("only a contiguous tensor's backup can be read", found=f"strides {tensor.stride()}")
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.nbytes:
+            self._pool.native.read_backup(tensor.data_ptr(), copy.view(-1).view(torch.uint8).numpy())
+        return copy
+
+    def stats(self) -> MemoryStats:
+        """Return the books."""
+        return self._pool.stats()
+
+    def memory_info(self) -> MemoryInfo:
+        """Return the device's free and total memory as its driver reports them."""
+        return self._pool.memory_info()
+
+    def close(self) -> None:
+        """Give everything back that nobody uses; tensors still alive keep their memory until they are gone."""
+        self._pool.close()
+
+    def _as_tensor(self, capsule: object, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        from torch.utils.dlpack import from_dlpack
+
+        storage: Tensor = from_dlpack(capsule)
+        return storage.view(dtype).view(shape)
