@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml backends/*/pyproject.toml) \
-	$(wildcard core/CMakeLists.txt core/native/* backends/cpu/CMakeLists.txt backends/cpu/native/* backends/cpu/native/isa/*)
+	$(wildcard core/CMakeLists.txt core/include/hardpoint/* core/native/*) \
+	$(wildcard backends/*/CMakeLists.txt backends/*/native/* backends/cpu/native/isa/*) \
+	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: check clean demo help install lint peers sanitize test test-portable typecheck
+.PHONY: check clean demo help install lint peers sanitize test test-headers test-portable typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,8 +35,8 @@ lint: $(STAMP)  ## Formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-typecheck: $(STAMP)  ## mypy --strict on the core
-	$(BIN)/mypy core/src/hardpoint
+typecheck: $(STAMP)  ## mypy --strict on the core and the simulators
+	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators
 
 test: $(STAMP) lint typecheck  ## Run every test
 	$(BIN)/python -m pytest
@@ -42,10 +44,13 @@ test: $(STAMP) lint typecheck  ## Run every test
 test-portable: $(STAMP)  ## The CPU backend's tests on a build for the baseline instruction set only
 	PYTHON=$(BIN)/python scripts/test_variant.sh portable
 
+test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)
+	$(PYTHON) tests/headers/check_headers.py
+
 sanitize: $(STAMP)  ## The native tests under AddressSanitizer and UndefinedBehaviourSanitizer
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
 
-check: test test-portable sanitize  ## Everything that CI runs
+check: test test-headers test-portable sanitize  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
 peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers that the benchmarks measure (minutes)
@@ -66,4 +71,4 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers t
 	touch $@
 
 clean:  ## Remove the environment and all build output
-	rm -rf $(VENV) .peers build core/build backends/cpu/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .peers build core/build backends/*/build simulators/build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,8 +2,9 @@
 #include "bind.hpp"
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Native parts of the core: block manager and scheduler.";
+  m.doc() = "Native parts of the core: block manager, scheduler and memory.";
   hardpoint::bind_kv(m);
   hardpoint::bind_scheduler(m);
+  hardpoint::bind_memory(m);
   hardpoint::bind_disk(m);
 }

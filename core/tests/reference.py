@@ -166,7 +166,10 @@ class PlainAllocator(TensorAllocator):
     def capabilities(self) -> MemoryCapabilities:
         return MemoryCapabilities()
 
-    def empty(self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE) -> Tensor:
+    def empty(
+        self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
         return self._counted(torch.empty(tuple(shape), dtype=dtype.to_torch()), tag)
 
     def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:

@@ -69,12 +69,12 @@ def run_child(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.fixture()
+@pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(str(tmp_path), MUCH)
 
 
-@pytest.fixture()
+@pytest.fixture
 def file_size_limit() -> Iterator[int]:
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * PAGE, hard))
@@ -259,7 +259,7 @@ def test_a_budget_is_not_exceeded_by_threads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_known_before_anything_is_written(store: DiskStore, error: int) -> None:
     store.fail("fallocate", error)
-    with pytest.raises(DiskFull, match="fallocate of .*: "):
+    with pytest.raises(DiskFull, match=r"fallocate of .*: "):
         store.create(4 * PAGE, 1)
     assert store.bytes_used == 0
     assert os.listdir(store.path) == ["lock"]
@@ -324,7 +324,7 @@ def test_failing_transfers_are_errors(store: DiskStore) -> None:
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="mkdir of .*No such file"):
+    with pytest.raises(DiskError, match=r"mkdir of .*No such file"):
         DiskStore(str(tmp_path / "missing" / "deeper"), MUCH)
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="Not a directory"):

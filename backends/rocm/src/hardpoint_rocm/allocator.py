@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hardpoint.memory import driver_file
+from hardpoint.memory.driver_table import DriverTable
 from hardpoint_rocm.capabilities import refusal
 
 if TYPE_CHECKING:
@@ -13,3 +16,19 @@ if TYPE_CHECKING:
 def allocator() -> type[DeviceAllocator]:
     """Refuse: this version has no memory allocator; raises CapabilityRefused."""
     raise refusal("memory allocator")
+
+
+def driver_table(device: int, options: Mapping[str, object] | None = None) -> DriverTable:
+    """Return the memory driver of a device; the vendor's library is found as the probe finds it.
+
+    Args:
+        device: index of the device.
+        options: `chunk_mb` (largest single allocation in MiB; else HARDPOINT_ROCM_CHUNK_MB,
+            VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE, 256).
+
+    Raises:
+        BackendBroken: the driver was not built, or for another contract.
+        BackendUnavailable: the vendor's library or the device is not here.
+        DriverError: a vendor call failed, or an option is not one of those above.
+    """
+    return DriverTable(driver_file("hardpoint_rocm"), device=device, options=options)

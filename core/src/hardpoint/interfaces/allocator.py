@@ -174,8 +174,18 @@ class DeviceAllocator(Contract, contract=True):
         """Return what this allocator does."""
 
     @abstractmethod
-    def empty(self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE) -> Tensor:
-        """Return an uninitialised contiguous tensor in this memory; raises DeviceOutOfMemory."""
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        """Return an uninitialised contiguous tensor in this memory; raises DeviceOutOfMemory, InvalidAllocation.
+
+        With `max_rows` it is elastic: `resize` changes the extent of its first axis, up to so many, at the same address.
+        """
 
     @abstractmethod
     def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:
@@ -235,7 +245,11 @@ class DeviceAllocator(Contract, contract=True):
 
     @abstractmethod
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
-        """Grow or shrink an elastic allocation along its first axis, in place; raises CapabilityRefused."""
+        """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent.
+
+        Rows that stay keep their bytes. Older tensors over the memory must not be used beyond it. Raises DeviceOutOfMemory,
+        InvalidAllocation for one that is not elastic or more than its `max_rows`, MemoryAsleep, CapabilityRefused.
+        """
 
     @abstractmethod
     def stats(self) -> MemoryStats:

@@ -1,10 +1,26 @@
-"""Device memory for models and KV caches: the ready-made parts of an allocator, and the opening of drivers' libraries.
+"""Device memory for models and KV caches: the ready-made allocator, and the opening of memory drivers and of their vendors' libraries.
 
-`TensorAllocator` gives a backend's allocator everything that is torch and not device: meta modules filled from tagged
-memory, foreign modules moved into it, books by tag. A backend supplies `empty` and what its device can do besides.
+`VirtualAllocator` is a whole allocator over a backend's memory driver (`include/hardpoint/driver.h`): books, tags, policies, backups, sleep and
+wake as transactions, by the native engine. `TensorAllocator` gives an allocator of another kind what is torch and not device.
+`include_dir` is where a driver finds the C contract that it implements, and `driver_file` where an installed one is.
 Importing this package imports neither torch nor a driver.
 """
 
+from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverStatus, DriverTable, Geometry
+from hardpoint.memory.native_files import driver_file, include_dir
 from hardpoint.memory.tensors import Books, TensorAllocator
+from hardpoint.memory.virtual import VirtualAllocator, default_sleep_directory
 
-__all__ = ["Books", "TensorAllocator"]
+__all__ = [
+    "Books",
+    "DriverFlags",
+    "DriverQuirks",
+    "DriverStatus",
+    "DriverTable",
+    "Geometry",
+    "TensorAllocator",
+    "VirtualAllocator",
+    "default_sleep_directory",
+    "driver_file",
+    "include_dir",
+]

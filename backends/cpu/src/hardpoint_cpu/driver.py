@@ -1,0 +1,79 @@
+"""The CPU's memory driver: opening it, and making its calls fail in tests.
+
+The driver itself is native (`native/driver`, library `_driver.so`): anonymous huge pages with a budget. Accesses to memory that is
+not mapped fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+
+import hardpoint_cpu
+from hardpoint.interfaces.errors import BackendBroken
+from hardpoint.memory.driver_table import CAPSULE_NAME, DriverTable
+
+_LIBRARY = "_driver.so"
+
+
+def driver_module() -> Path:
+    """Return the path of the driver's library; raises BackendBroken when the package is installed without it."""
+    for folder in hardpoint_cpu.__path__:  # an editable install has two, one of them for what is compiled
+        path = Path(folder) / _LIBRARY
+        if path.exists():
+            return path
+    raise BackendBroken(
+        "the CPU's memory driver is missing",
+        found=f"no {_LIBRARY} in hardpoint_cpu",
+        hint="Install hardpoint-cpu again",
+    )
+
+
+def driver_table(device: int = 0, options: Mapping[str, object] | None = None) -> DriverTable:
+    """Open the memory driver.
+
+    Args:
+        device: 0, the only one.
+        options: `budget`, bytes of the device's memory (0 or nothing: the host's); `streaming`, how large memory is copied
+            (`avx512`, `avx2`, `sse2`, `portable`; else the best there is). For tests: `fail=<entry>:<nth>[:<times>]` (see
+            `DriverFaults.fail`), `keep_address=0` (as on a kernel that cannot move pages and keep their address).
+
+    Raises:
+        BackendUnavailable: another device was asked for.
+        DriverError: an option is unknown or malformed.
+    """
+    return DriverTable(driver_module(), device=device, options=options)
+
+
+class DriverFaults:
+    """Makes calls of one opened CPU driver fail, and counts them. For tests."""
+
+    def __init__(self, table: DriverTable):
+        """Attach to a driver that `driver_table` opened."""
+        library = ctypes.CDLL(str(table.module))
+        self._fail = library.hp_cpu_driver_fail
+        self._fail.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+        self._fail.restype = ctypes.c_int32
+        self._calls = library.hp_cpu_driver_calls
+        self._calls.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        self._calls.restype = ctypes.c_int64
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.argtypes, pointer_of.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+        self._table = pointer_of(table.capsule, CAPSULE_NAME)
+
+    def fail(self, entry: str, nth: int = 1, times: int = 1) -> None:
+        """Make the nth call of an entry from here on (1 = the next), and `times` - 1 calls after it, fail without doing anything.
+
+        Negative `times` means all after it, 0 none. `create` ends with OUT_OF_MEMORY, others with FAILED. Raises ValueError for
+        an entry that this driver does not have.
+        """
+        if self._fail(self._table, entry.encode(), nth, times):
+            raise ValueError(f"the CPU driver has no call {nth} of '{entry}'")
+
+    def calls(self, entry: str) -> int:
+        """Return how often an entry was called, failed calls included; raises ValueError for an unknown one."""
+        calls: int = self._calls(self._table, entry.encode())
+        if calls < 0:
+            raise ValueError(f"the CPU driver has no entry '{entry}'")
+        return calls

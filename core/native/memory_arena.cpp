@@ -1,0 +1,246 @@
+#include "memory_arena.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <string>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace hardpoint::memory {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t{2} << 20;
+// A slab is at most this large, so that a failed pinning loses little and unused slabs can be given back.
+constexpr size_t kMaxSlab = size_t{1} << 30;
+constexpr size_t kTouchSlice = size_t{64} << 20;
+
+size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+std::optional<uint64_t> number_in(const char* path) {
+  std::ifstream file(path);
+  uint64_t value = 0;
+  return file >> value ? std::optional<uint64_t>(value) : std::nullopt;
+}
+
+uint64_t meminfo_available() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string key, unit; file >> key;) {
+    uint64_t value = 0;
+    file >> value;
+    if (key == "MemAvailable:") return value * 1024;
+    std::getline(file, unit);
+  }
+  return std::numeric_limits<uint64_t>::max();
+}
+
+// Takes the pages of fresh memory by several threads: page faults, not bandwidth, are what pinning large memory waits for.
+void touch(std::byte* data, size_t size) {
+  const unsigned threads = std::clamp(std::thread::hardware_concurrency(), 1u, 8u);
+  const auto slice = [=](unsigned index) {
+    for (size_t start = index * kTouchSlice; start < size; start += threads * kTouchSlice) {
+      const size_t length = std::min(kTouchSlice, size - start);
+      if (madvise(data + start, length, MADV_POPULATE_WRITE) == 0) continue;
+      for (size_t at = 0; at < length; at += kPage) static_cast<volatile std::byte*>(data)[start + at] = std::byte{0};
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (unsigned index = 1; index < threads && index * kTouchSlice < size; ++index) helpers.emplace_back(slice, index);
+  slice(0);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+}  // namespace
+
+uint64_t host_memory_available() {
+  uint64_t available = meminfo_available();
+  const auto limit = number_in("/sys/fs/cgroup/memory.max");
+  const auto current = number_in("/sys/fs/cgroup/memory.current");
+  if (limit && current) available = std::min(available, *limit > *current ? *limit - *current : 0);
+  return available;
+}
+
+HostArena::~HostArena() {
+  join_background();
+  for (auto& [id, slab] : slabs_) destroy(*slab);
+}
+
+std::vector<HostArena::Span> HostArena::take(size_t size, std::optional<uint64_t> budget) {
+  join_background();
+  size = round_up(size, kPage);
+  for (;;) {
+    std::unique_lock lock(mutex_);
+    check_locked(size, budget);
+    if (free_locked() >= size) {
+      std::vector<Span> spans;
+      for (auto& [id, slab] : slabs_) {
+        while (size > 0 && !slab->free.empty()) {
+          auto [offset, length] = *slab->free.begin();
+          slab->free.erase(slab->free.begin());
+          const size_t taken = std::min(length, size);
+          if (taken < length) slab->free.emplace(offset + taken, length - taken);
+          spans.push_back({slab->data + offset, taken, id});
+          slab->used += taken;
+          used_ += taken;
+          size -= taken;
+        }
+        if (size == 0) break;
+      }
+      return spans;
+    }
+    const size_t missing = size - free_locked();
+    lock.unlock();
+    grow(missing);
+  }
+}
+
+void HostArena::give(const Span& span) {
+  std::lock_guard lock(mutex_);
+  Slab& slab = *slabs_.at(span.slab);
+  auto [range, inserted] = slab.free.emplace(static_cast<size_t>(span.data - slab.data), span.size);
+  slab.used -= span.size;
+  used_ -= span.size;
+  if (range != slab.free.begin()) {
+    const auto before = std::prev(range);
+    if (before->first + before->second == range->first) {
+      before->second += range->second;
+      slab.free.erase(range);
+      range = before;
+    }
+  }
+  const auto after = std::next(range);
+  if (after != slab.free.end() && range->first + range->second == after->first) {
+    range->second += after->second;
+    slab.free.erase(after);
+  }
+}
+
+void HostArena::check(size_t size, std::optional<uint64_t> budget) {
+  join_background();
+  std::lock_guard lock(mutex_);
+  check_locked(round_up(size, kPage), budget);
+}
+
+void HostArena::check_locked(size_t size, std::optional<uint64_t> budget) const {
+  const size_t missing = size > free_locked() ? size - free_locked() : 0;
+  if (missing == 0) return;
+  const uint64_t limit = budget ? *budget : held_ + host_memory_available();
+  if (missing <= limit && held_ + missing <= limit) return;
+  throw MemoryFault(Fault::kBudgetExceeded,
+                    "backups need " + std::to_string(size) + " bytes of host memory",
+                    std::to_string(used_) + " bytes are in use by other backups, and the " +
+                        (budget ? "budget is " : "host has room for ") + std::to_string(limit) + " bytes",
+                    "Raise the host budget, use the disk or source tier, or discard (level 2)");
+}
+
+void HostArena::prepare(size_t size, std::optional<uint64_t> budget) {
+  join_background();
+  size_t missing = 0;
+  {
+    std::lock_guard lock(mutex_);
+    check_locked(round_up(size, kPage), budget);
+    if (round_up(size, kPage) > free_locked()) missing = round_up(size, kPage) - free_locked();
+  }
+  if (missing == 0) return;
+  std::lock_guard lock(background_mutex_);
+  background_ = std::thread([this, missing] {
+    try {
+      grow(missing);
+    } catch (const MemoryFault&) {
+      // The sleep that needs the memory asks for it again and reports what it meets.
+    }
+  });
+}
+
+void HostArena::grow(size_t size) {
+  while (size > 0) {
+    const size_t length = std::min(round_up(size, kHugePage), kMaxSlab);
+    std::unique_ptr<Slab> slab = make_slab(length);
+    std::lock_guard lock(mutex_);
+    held_ += slab->size;
+    slabs_.emplace(next_slab_++, std::move(slab));
+    size -= std::min(size, length);
+  }
+}
+
+std::unique_ptr<HostArena::Slab> HostArena::make_slab(size_t size) const {
+  // One huge page more than needed, so that the slab can begin at a huge page's boundary.
+  void* raw = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) {
+    throw MemoryFault(Fault::kBudgetExceeded, "backups need " + std::to_string(size) + " more bytes of host memory",
+                      std::strerror(errno), "Lower the host budget, or use the disk or source tier");
+  }
+  auto* first = static_cast<std::byte*>(raw);
+  auto* data = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<uintptr_t>(first), kHugePage));
+  if (data > first) munmap(first, data - first);
+  if (first + kHugePage > data) munmap(data + size, first + kHugePage - data);
+  madvise(data, size, MADV_HUGEPAGE);
+  auto slab = std::make_unique<Slab>(Slab{data, size, false, 0, {{0, size}}});
+  if (!driver_.registers_host_memory()) return slab;
+  touch(data, size);
+  try {
+    driver_.host_register(data, size);
+    slab->registered = true;
+  } catch (...) {
+    destroy(*slab);
+    throw;
+  }
+  return slab;
+}
+
+void HostArena::destroy(Slab& slab) const noexcept {
+  try {
+    if (slab.registered) driver_.host_unregister(slab.data, slab.size);
+  } catch (const MemoryFault&) {
+    return;  // the device may still use the pages: they stay
+  }
+  munmap(slab.data, slab.size);
+}
+
+void HostArena::trim() {
+  join_background();
+  std::lock_guard lock(mutex_);
+  for (auto slab = slabs_.begin(); slab != slabs_.end();) {
+    if (slab->second->used > 0) {
+      ++slab;
+      continue;
+    }
+    held_ -= slab->second->size;
+    destroy(*slab->second);
+    slab = slabs_.erase(slab);
+  }
+}
+
+void HostArena::abandon() {
+  join_background();
+  std::lock_guard lock(mutex_);
+  for (auto& [id, slab] : slabs_) {
+    munmap(slab->data, slab->size);
+  }
+  slabs_.clear();
+  held_ = used_ = 0;
+}
+
+void HostArena::join_background() {
+  std::lock_guard lock(background_mutex_);
+  if (background_.joinable()) background_.join();
+}
+
+uint64_t HostArena::held() const {
+  std::lock_guard lock(mutex_);
+  return held_;
+}
+
+uint64_t HostArena::used() const {
+  std::lock_guard lock(mutex_);
+  return used_;
+}
+
+}  // namespace hardpoint::memory

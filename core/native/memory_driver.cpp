@@ -1,0 +1,106 @@
+#include "memory_driver.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace hardpoint::memory {
+namespace {
+
+std::string text_of(const char* characters, size_t size) { return {characters, strnlen(characters, size)}; }
+
+[[noreturn]] void fail(hp_status status, const hp_error& error) {
+  std::string call = text_of(error.call, sizeof error.call);
+  std::string text = text_of(error.text, sizeof error.text);
+  if (status == HP_OUT_OF_MEMORY) {
+    throw MemoryFault(Fault::kOutOfMemory, "the device has not enough free memory",
+                      call + " returned " + std::to_string(error.code) + " (" + text + ")",
+                      "Free memory on the device, lower the memory utilisation, or put something else to sleep");
+  }
+  throw MemoryFault::driver_call(std::move(call), error.code, std::move(text));
+}
+
+template <class Entry, class... Arguments>
+void call(const hp_driver& table, Entry entry, Arguments... arguments) {
+  hp_error error{};
+  const hp_status status = entry(table.context, arguments..., &error);
+  if (status != HP_OK) fail(status, error);
+}
+
+}  // namespace
+
+Driver::Driver(const hp_driver* table) {
+  // A table of an older build is shorter: what it lacks reads as null.
+  std::memcpy(&table_, table, std::min(table->struct_size, sizeof table_));
+  if (table_.abi != HP_DRIVER_ABI) {
+    throw MemoryFault(Fault::kRefused, "the memory driver is built for another contract",
+                      "its ABI is " + std::to_string(table_.abi) + ", the core's is " + std::to_string(HP_DRIVER_ABI));
+  }
+  call(table_, table_.open);
+  opened_ = true;
+  try {
+    call(table_, table_.geometry, &geometry_);
+    if (table_.quirks != nullptr) call(table_, table_.quirks, &quirks_);
+  } catch (...) {
+    hp_error ignored{};
+    table_.close(table_.context, &ignored);
+    throw;
+  }
+}
+
+Driver::~Driver() {
+  hp_error ignored{};  // nobody is left who could be told
+  if (opened_) table_.close(table_.context, &ignored);
+}
+
+Driver::Info Driver::memory_info() const {
+  Info info{};
+  call(table_, table_.memory_info, &info.free, &info.total);
+  return info;
+}
+
+uint64_t Driver::reserve(size_t size, uint64_t hint) const {
+  uint64_t address = 0;
+  call(table_, table_.reserve, size, hint, &address);
+  return address;
+}
+
+void Driver::release_address(uint64_t address, size_t size) const { call(table_, table_.release_address, address, size); }
+
+uint64_t Driver::create(size_t size) const {
+  uint64_t handle = 0;
+  call(table_, table_.create, size, &handle);
+  return handle;
+}
+
+void Driver::release(uint64_t handle, size_t size) const { call(table_, table_.release, handle, size); }
+void Driver::map(uint64_t address, size_t size, uint64_t handle) const { call(table_, table_.map, address, size, handle); }
+void Driver::unmap(uint64_t address, size_t size) const { call(table_, table_.unmap, address, size); }
+
+void Driver::copy_to_host(void* host, uint64_t address, size_t size, uint64_t stream) const {
+  call(table_, table_.copy_to_host, host, address, size, stream);
+}
+
+void Driver::copy_to_device(uint64_t address, const void* host, size_t size, uint64_t stream) const {
+  call(table_, table_.copy_to_device, address, host, size, stream);
+}
+
+void Driver::fill(uint64_t address, uint8_t value, size_t size, uint64_t stream) const {
+  call(table_, table_.fill, address, value, size, stream);
+}
+
+void Driver::stream_synchronize(uint64_t stream) const { call(table_, table_.stream_synchronize, stream); }
+void Driver::device_synchronize() const { call(table_, table_.device_synchronize); }
+void Driver::host_register(void* host, size_t size) const { call(table_, table_.host_register, host, size); }
+void Driver::host_unregister(void* host, size_t size) const { call(table_, table_.host_unregister, host, size); }
+
+Driver::Stream::Stream(const Driver& driver) : driver_(driver) {
+  call(driver_.table_, driver_.table_.stream_create, &stream_);
+}
+
+Driver::Stream::~Stream() {
+  hp_error ignored{};  // the operation's result does not depend on it
+  driver_.table_.stream_destroy(driver_.table_.context, stream_, &ignored);
+}
+
+}  // namespace hardpoint::memory

@@ -1,0 +1,69 @@
+// The driver table of one device with exceptions instead of statuses. See hardpoint/driver.h for what each call does.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "hardpoint/driver.h"
+#include "memory_fault.hpp"
+
+namespace hardpoint::memory {
+
+class Driver {
+ public:
+  // Copies the table and opens the device. Throws MemoryFault.
+  explicit Driver(const hp_driver* table);
+  ~Driver();
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  const hp_geometry& geometry() const { return geometry_; }
+  uint64_t quirks() const { return quirks_; }
+  bool has_flag(uint32_t flag) const { return (table_.flags & flag) != 0; }
+  bool has_quirk(uint64_t quirk) const { return (quirks_ & quirk) != 0; }
+  bool registers_host_memory() const { return table_.host_register != nullptr && table_.host_unregister != nullptr; }
+
+  // Gives the device up without a call: in a forked child, or when the process ends.
+  void abandon() { opened_ = false; }
+
+  struct Info {
+    uint64_t free, total;
+  };
+  Info memory_info() const;
+
+  uint64_t reserve(size_t size, uint64_t hint = 0) const;
+  void release_address(uint64_t address, size_t size) const;
+  uint64_t create(size_t size) const;
+  void release(uint64_t handle, size_t size) const;
+  void map(uint64_t address, size_t size, uint64_t handle) const;
+  void unmap(uint64_t address, size_t size) const;
+  void copy_to_host(void* host, uint64_t address, size_t size, uint64_t stream) const;
+  void copy_to_device(uint64_t address, const void* host, size_t size, uint64_t stream) const;
+  void fill(uint64_t address, uint8_t value, size_t size, uint64_t stream) const;
+  void stream_synchronize(uint64_t stream) const;
+  void device_synchronize() const;
+  void host_register(void* host, size_t size) const;
+  void host_unregister(void* host, size_t size) const;
+
+  // A stream for the time of an operation.
+  class Stream {
+   public:
+    explicit Stream(const Driver& driver);
+    ~Stream();
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+    operator uint64_t() const { return stream_; }
+    void synchronize() const { driver_.stream_synchronize(stream_); }
+
+   private:
+    const Driver& driver_;
+    uint64_t stream_ = 0;
+  };
+
+ private:
+  hp_driver table_{};
+  hp_geometry geometry_{};
+  uint64_t quirks_ = 0;
+  bool opened_ = false;
+};
+
+}  // namespace hardpoint::memory

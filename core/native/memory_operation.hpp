@@ -1,0 +1,116 @@
+// Sleep and wake: plan, work with an undo for every step, and the end of the transaction.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory_pool.hpp"
+#include "memory_workers.hpp"
+
+namespace hardpoint::memory {
+
+// What both have in common: the pool's one operation slot, the allocations that it owns, times, and moving bytes.
+class PoolOperation : public Operation {
+ public:
+  ~PoolOperation() override;
+
+ protected:
+  // One chunk and the pieces within it: what one worker does without interruption.
+  struct Unit {
+    size_t entry;
+    uint32_t chunk, first_piece, num_pieces;
+  };
+  // An allocation of the operation, with the recipe of its bytes.
+  struct Entry {
+    Allocation* allocation;
+    std::shared_ptr<Backup> backup;  // none: bytes are not preserved
+    Policy policy;
+    bool moves = false;  // the operation moves the backup's bytes
+  };
+  // Units that one worker takes at a time, about kGroupBytes to copy.
+  using Group = std::vector<Unit>;
+
+  PoolOperation(Pool& pool, const char* what, const Progress& progress);
+
+  void lap(const char* phase);  // ends a phase of the report's times
+  void finish_times();
+  size_t threads(bool files) const;
+  // Cuts the entries' chunks into groups; pieces of an entry are ordered and none crosses a chunk's end.
+  std::vector<Group> group(const std::vector<size_t>& order) const;
+  // What a worker needs to move bytes, made when it first needs it.
+  struct Mover {
+    std::unique_ptr<Driver::Stream> stream;
+    std::unique_ptr<StagingBuffer> staging;
+  };
+  void run(const std::vector<Group>& groups, size_t threads, const std::function<void(const Group&, Mover&)>& work);
+  const Driver::Stream& stream_of(Mover& mover) const;
+  const StagingBuffer& staging_of(Mover& mover) const;
+  // Writes a piece's bytes to device memory. Host pieces are under way on the mover's stream when it returns; others are there.
+  void restore(const Entry& entry, const Piece& piece, Mover& mover) const;
+  // Maps memory at the chunk's address. Returns whether it is new; otherwise it has the bytes it had.
+  bool attach(Allocation& allocation, size_t chunk) const;
+  // Returns the allocations to the books; those that were freed meanwhile are destroyed.
+  void settle(const std::function<void(Entry&, size_t index)>& set);
+  void note_asleep();
+
+  Pool& pool_;
+  const std::shared_ptr<Pool> keep_alive_;
+  const Progress progress_;
+  std::vector<Entry> entries_;
+  Report report_;
+  std::atomic<uint64_t> bytes_done_{0};
+  uint64_t bytes_in_all_ = 0;
+  bool ended_ = false;
+
+ private:
+  std::chrono::steady_clock::time_point start_, lap_;
+};
+
+class Sleep final : public PoolOperation {
+ public:
+  Sleep(Pool& pool, const SleepPlan& plan, const Progress& progress);
+  ~Sleep() override;
+  Report commit() override;
+  void rollback() override;
+
+ private:
+  void choose(const SleepPlan& plan);
+  std::shared_ptr<Backup> planned_backup(const Allocation& allocation, const std::vector<Range>& live, Tier tier) const;
+  void take_room(const SleepPlan& plan);
+  void verify_kept();
+  void work();
+  void copy_out(const Group& group, Mover& mover);
+  void release_all();
+  std::vector<DiskPiece> disk_pieces() const;
+  // Whether the bytes can be put back after their memory was released.
+  static bool recoverable(const Entry& entry);
+  void undo();
+  void bring_back(Entry& entry, Mover& mover);
+  void renew_address(Allocation& allocation);
+  void wait_for_lagging_counter();
+
+  std::shared_ptr<DiskFile> disk_;
+  std::vector<bool> keep_;        // by entry
+  std::vector<size_t> to_verify_;  // entries
+};
+
+class Wake final : public PoolOperation {
+ public:
+  Wake(Pool& pool, const std::optional<std::vector<std::string>>& tags, const Progress& progress);
+  ~Wake() override;
+  Report commit() override;
+  void rollback() override;
+  std::vector<uint64_t> rebuilds() const override;
+
+ private:
+  void choose(const std::optional<std::vector<std::string>>& tags);
+  void check_backups() const;
+  void work();
+  void fill_in(const Group& group, Mover& mover);
+  void undo();
+};
+
+}  // namespace hardpoint::memory

@@ -1,0 +1,596 @@
+#include "memory_pool.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace hardpoint::memory {
+namespace {
+
+constexpr size_t kLargest = size_t{1} << 47;  // what a 48-bit address space can hold at most
+constexpr size_t kSmall = size_t{8} << 20;    // blocks below this share an allocation
+constexpr size_t kMinShared = size_t{4} << 20, kMaxShared = size_t{64} << 20;
+constexpr size_t kElasticPieces = 256;  // an elastic allocation grows in about this many steps to its capacity
+
+size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+// How many forks lie between this process and the first that used the library. A process-wide handler is the only way to learn of
+// a fork without a system call in every operation.
+std::atomic<int> fork_count{0};
+
+int current_fork() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
+  (void)registered;
+  return fork_count.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Pool::Pool(const hp_driver* table) : fork_generation_(current_fork()), driver_(table), arena_(driver_) {}
+
+Pool::~Pool() {
+  if (abandoned_ || current_fork() != fork_generation_) {
+    abandoned_ = true;
+    driver_.abandon();
+    arena_.abandon();
+    return;
+  }
+  for (auto& [address, allocation] : allocations_) destroy(*allocation);
+  for (auto& allocation : unreturned_) destroy(*allocation);
+}
+
+void Pool::check_usable(const char* what) const {
+  if (current_fork() != fork_generation_) {
+    throw MemoryFault(Fault::kForked, std::string("cannot ") + what + " in a forked child",
+                      "the memory belongs to the parent process", "Start processes by spawn, and make an allocator in each");
+  }
+  if (closed_) throw MemoryFault(Fault::kClosed, std::string("cannot ") + what, "the allocator is closed", "Make a new one");
+}
+
+uint32_t Pool::tag_id(const std::string& tag) {
+  const auto [entry, inserted] = tag_ids_.emplace(tag, tags_.size());
+  if (inserted) tags_.push_back({tag});
+  return entry->second;
+}
+
+void Pool::know_tags(const std::vector<std::string>& tags) {
+  std::lock_guard lock(books_);
+  for (const std::string& tag : tags) tag_id(tag);
+}
+
+std::vector<bool> Pool::selected(const std::optional<std::vector<std::string>>& tags) const {
+  std::vector<bool> chosen(tags_.size(), !tags.has_value());
+  if (!tags) return chosen;
+  for (const std::string& tag : *tags) {
+    const auto entry = tag_ids_.find(tag);
+    if (entry == tag_ids_.end()) {
+      std::string known;
+      for (const Tag& one : tags_) known += (known.empty() ? "" : ", ") + one.name;
+      throw MemoryFault(Fault::kUnknownTag, "no memory has the tag '" + tag + "'", known.empty() ? "there are no tags" : "tags are " + known);
+    }
+    chosen[entry->second] = true;
+  }
+  return chosen;
+}
+
+std::string Pool::tag_name(const Allocation& allocation) const {
+  std::lock_guard lock(books_);
+  return tags_[allocation.tag].name;
+}
+
+Allocation* Pool::find(uint64_t address) const {
+  auto after = allocations_.upper_bound(address);
+  if (after == allocations_.begin()) return nullptr;
+  Allocation* allocation = std::prev(after)->second.get();
+  return allocation->contains(address) ? allocation : nullptr;
+}
+
+Allocation& Pool::need(uint64_t address) const {
+  Allocation* allocation = find(address);
+  if (allocation == nullptr || allocation->free_requested) {
+    throw MemoryFault(Fault::kForeign, "there is no memory of this allocator at address " + std::to_string(address),
+                      "it was never handed out, or was freed");
+  }
+  return *allocation;
+}
+
+void Pool::count_allocated(int64_t bytes) {
+  allocated_ += static_cast<uint64_t>(bytes);
+  peak_allocated_ = std::max(peak_allocated_, allocated_);
+}
+
+uint64_t Pool::allocate(size_t size, const std::string& tag, Policy policy, size_t capacity) {
+  check_usable("allocate");
+  uint32_t id;
+  {
+    std::lock_guard lock(books_);
+    id = tag_id(tag);
+  }
+  return insert(make(size, id, policy, capacity));
+}
+
+std::unique_ptr<Allocation> Pool::make(size_t size, uint32_t tag, Policy policy, size_t capacity) {
+  const hp_geometry& geometry = driver_.geometry();
+  const size_t wanted = std::max(size, capacity);
+  if (size == 0 || wanted > kLargest) {
+    throw MemoryFault(Fault::kInvalid, "cannot allocate " + std::to_string(wanted) + " bytes",
+                      size == 0 ? "an allocation has at least one byte" : "no address space is that large");
+  }
+  auto allocation = std::make_unique<Allocation>();
+  allocation->size = size;
+  allocation->tag = tag;
+  allocation->policy = policy;
+  allocation->mapped = round_up(size, geometry.granularity);
+  allocation->chunk_size = allocation->mapped;
+  allocation->reserved = round_up(wanted, geometry.granularity);
+  if (capacity > size) {
+    allocation->elastic = true;
+    allocation->chunk_size = round_up(allocation->reserved / kElasticPieces + 1, geometry.granularity);
+    if (geometry.max_chunk != 0) allocation->chunk_size = std::min(allocation->chunk_size, geometry.max_chunk);
+    allocation->reserved = round_up(wanted, allocation->chunk_size);
+    allocation->mapped = round_up(size, allocation->chunk_size);
+  } else if (geometry.max_chunk != 0) {
+    allocation->chunk_size = std::min(allocation->mapped, geometry.max_chunk);
+  }
+  if (geometry.max_reservation != 0 && allocation->reserved > geometry.max_reservation) {
+    throw MemoryFault(Fault::kInvalid, "cannot allocate " + std::to_string(wanted) + " bytes in one piece",
+                      "the device reserves at most " + std::to_string(geometry.max_reservation));
+  }
+  allocation->address = driver_.reserve(allocation->reserved);
+  allocation->chunks.resize((allocation->mapped + allocation->chunk_size - 1) / allocation->chunk_size);
+  try {
+    for (size_t index = 0; index < allocation->chunks.size(); ++index) {
+      const Range range = allocation->chunk_range(index);
+      Chunk& chunk = allocation->chunks[index];
+      chunk.handle = driver_.create(range.size);
+      chunk.state = Chunk::State::kDetached;
+      driver_.map(allocation->address + range.start, range.size, chunk.handle);
+      chunk.state = Chunk::State::kMapped;
+      chunk.intact = true;
+    }
+  } catch (...) {
+    if (!destroy(*allocation)) bury(std::move(allocation));
+    throw;
+  }
+  return allocation;
+}
+
+uint64_t Pool::insert(std::unique_ptr<Allocation> allocation) {
+  const uint64_t address = allocation->address;
+  std::lock_guard lock(books_);
+  count_allocated(static_cast<int64_t>(allocation->live_bytes()));
+  allocations_.emplace(address, std::move(allocation));
+  return address;
+}
+
+uint64_t Pool::allocate_block(size_t size, const std::string& tag, Policy policy) {
+  if (size == 0 || size >= kSmall) return allocate(size, tag, policy);
+  check_usable("allocate");
+  uint32_t id;
+  {
+    std::lock_guard lock(books_);
+    id = tag_id(tag);
+    for (auto& [address, allocation] : allocations_) {
+      if (!allocation->blocks || allocation->tag != id || allocation->policy != policy || allocation->state != State::kMapped) continue;
+      if (const auto start = allocation->blocks->take(size)) {
+        ++allocation->writes;
+        count_allocated(static_cast<int64_t>(size));
+        return address + *start;
+      }
+    }
+  }
+  auto allocation = make(std::clamp(size * 8, kMinShared, kMaxShared), id, policy, 0);
+  allocation->size = allocation->mapped;
+  allocation->blocks = std::make_unique<Blocks>(allocation->mapped);
+  allocation->blocks->take(size);
+  return insert(std::move(allocation));
+}
+
+void Pool::free(uint64_t address) {
+  if (abandoned_ || current_fork() != fork_generation_) return;
+  std::unique_ptr<Allocation> doomed;
+  {
+    std::lock_guard lock(books_);
+    Allocation& allocation = need(address);
+    if (allocation.blocks) {
+      const uint64_t start = address - allocation.address;
+      if (!allocation.blocks->holds(start)) {
+        throw MemoryFault(Fault::kForeign, "there is no memory of this allocator at address " + std::to_string(address),
+                          "it was never handed out, or was freed");
+      }
+      const uint64_t size = allocation.blocks->give(start);
+      count_allocated(-static_cast<int64_t>(size));
+      auto& sources = allocation.sources;
+      sources.erase(std::remove_if(sources.begin(), sources.end(),
+                                   [&](const Source& source) {
+                                     return source.range.start >= start && source.range.start < start + size;
+                                   }),
+                    sources.end());
+      if (!allocation.blocks->empty()) return;
+    } else {
+      if (address != allocation.address) {
+        throw MemoryFault(Fault::kForeign, "address " + std::to_string(address) + " is within an allocation, not its first byte");
+      }
+      count_allocated(-static_cast<int64_t>(allocation.size));
+    }
+    if (allocation.state == State::kSaving || allocation.state == State::kRestoring) {
+      allocation.free_requested = true;
+      return;
+    }
+    const auto entry = allocations_.find(allocation.address);
+    doomed = std::move(entry->second);
+    allocations_.erase(entry);
+  }
+  if (!destroy(*doomed)) bury(std::move(doomed));
+}
+
+bool Pool::destroy(Allocation& allocation) noexcept {
+  allocation.backup.reset();
+  try {
+    const bool mapped = std::any_of(allocation.chunks.begin(), allocation.chunks.end(),
+                                    [](const Chunk& chunk) { return chunk.state == Chunk::State::kMapped; });
+    // Unmapping does not wait for work on the memory, and torch may drop a tensor while a stream still uses it.
+    if (mapped && !driver_.has_flag(HP_COPIES_BLOCK)) driver_.device_synchronize();
+    for (size_t index = 0; index < allocation.chunks.size(); ++index) {
+      Chunk& chunk = allocation.chunks[index];
+      const Range range = allocation.chunk_range(index);
+      if (chunk.state == Chunk::State::kMapped) {
+        driver_.unmap(allocation.address + range.start, range.size);
+        chunk.state = Chunk::State::kDetached;
+      }
+      if (chunk.state == Chunk::State::kDetached) {
+        driver_.release(chunk.handle, range.size);
+        chunk.state = Chunk::State::kEmpty;
+      }
+    }
+    if (allocation.state != State::kLost) driver_.release_address(allocation.address, allocation.reserved);
+    return true;
+  } catch (const MemoryFault&) {
+    return false;
+  }
+}
+
+void Pool::bury(std::unique_ptr<Allocation> allocation) {
+  std::lock_guard lock(books_);
+  unreturned_.push_back(std::move(allocation));
+}
+
+void Pool::retry_unreturned() {
+  std::vector<std::unique_ptr<Allocation>> waiting;
+  {
+    std::lock_guard lock(books_);
+    waiting.swap(unreturned_);
+  }
+  for (auto& allocation : waiting) {
+    if (!destroy(*allocation)) bury(std::move(allocation));
+  }
+}
+
+void Pool::resize(uint64_t address, size_t size) {
+  check_usable("resize");
+  begin_operation("resize");
+  Allocation* allocation = nullptr;
+  const auto finish = [&](State state) {
+    std::unique_ptr<Allocation> doomed;
+    {
+      std::lock_guard lock(books_);
+      allocation->state = state;
+      if (allocation->free_requested) {
+        const auto entry = allocations_.find(allocation->address);
+        doomed = std::move(entry->second);
+        allocations_.erase(entry);
+      }
+    }
+    if (doomed && !destroy(*doomed)) bury(std::move(doomed));
+    end_operation();
+  };
+  try {
+    std::lock_guard lock(books_);
+    Allocation& found = need(address);
+    if (found.address != address || !found.elastic || size == 0 || size > found.reserved) {
+      throw MemoryFault(Fault::kInvalid, "cannot resize to " + std::to_string(size) + " bytes",
+                        found.elastic ? "the allocation has addresses for " + std::to_string(found.reserved) + " bytes"
+                                      : "the allocation is not elastic",
+                        "Give a capacity when it is allocated");
+    }
+    if (found.state != State::kMapped) {
+      throw MemoryFault(Fault::kAsleep, "cannot resize memory that is asleep", "tag '" + tags_[found.tag].name + "'", "Wake it first");
+    }
+    found.state = State::kSaving;
+    allocation = &found;
+  } catch (...) {
+    end_operation();
+    throw;
+  }
+  const size_t old_mapped = allocation->mapped;
+  const size_t new_mapped = round_up(size, allocation->chunk_size);
+  const size_t count = new_mapped / allocation->chunk_size, old_count = old_mapped / allocation->chunk_size;
+  const auto range_of = [&](size_t index) { return Range{index * allocation->chunk_size, allocation->chunk_size}; };
+  try {
+    if (count > allocation->chunks.size()) allocation->chunks.resize(count);
+    for (size_t index = old_count; index < count; ++index) {
+      Chunk& chunk = allocation->chunks[index];
+      const Range range = range_of(index);
+      if (chunk.state == Chunk::State::kEmpty) {
+        chunk.handle = driver_.create(range.size);
+        chunk.state = Chunk::State::kDetached;
+      }
+      driver_.map(address + range.start, range.size, chunk.handle);
+      chunk.state = Chunk::State::kMapped;
+      chunk.intact = true;
+    }
+    if (count < old_count) {
+      driver_.device_synchronize();
+      for (size_t index = old_count; index-- > count;) {
+        driver_.unmap(address + range_of(index).start, range_of(index).size);
+        allocation->chunks[index].state = Chunk::State::kDetached;
+      }
+      bool released = false;
+      for (size_t index = old_count; index-- > count;) {
+        try {
+          driver_.release(allocation->chunks[index].handle, range_of(index).size);
+          allocation->chunks[index].state = Chunk::State::kEmpty;
+          released = true;
+        } catch (const MemoryFault&) {
+          // Once bytes are gone the shrink is a fact: a chunk that the driver keeps stays in the books, for the next growth.
+          if (!released) throw;
+        }
+      }
+    }
+  } catch (const MemoryFault&) {
+    for (size_t index = old_count; index < count; ++index) {  // undo a growth
+      Chunk& chunk = allocation->chunks[index];
+      try {
+        if (chunk.state == Chunk::State::kMapped) {
+          driver_.unmap(address + range_of(index).start, range_of(index).size);
+          chunk.state = Chunk::State::kDetached;
+        }
+        if (chunk.state == Chunk::State::kDetached) {
+          driver_.release(chunk.handle, range_of(index).size);
+          chunk.state = Chunk::State::kEmpty;
+        }
+      } catch (const MemoryFault&) {
+        // It stays in the books beyond the end; the next growth uses it and `free` returns it.
+      }
+    }
+    for (size_t index = count; index < old_count; ++index) {  // undo a shrink
+      Chunk& chunk = allocation->chunks[index];
+      if (chunk.state != Chunk::State::kDetached) continue;
+      try {
+        driver_.map(address + range_of(index).start, range_of(index).size, chunk.handle);
+        chunk.state = Chunk::State::kMapped;
+      } catch (const MemoryFault&) {
+        finish(State::kUnmapped);  // the bytes are held: a wake maps them
+        throw;
+      }
+    }
+    finish(State::kMapped);
+    throw;
+  }
+  {
+    std::lock_guard lock(books_);
+    if (!allocation->free_requested) count_allocated(static_cast<int64_t>(size) - static_cast<int64_t>(allocation->size));
+    allocation->size = size;
+    allocation->mapped = new_mapped;
+    ++allocation->writes;
+  }
+  finish(State::kMapped);
+}
+
+size_t Pool::size_of(uint64_t address) const {
+  std::lock_guard lock(books_);
+  return need(address).size;
+}
+
+bool Pool::is_asleep(uint64_t address) const {
+  std::lock_guard lock(books_);
+  return need(address).state != State::kMapped;
+}
+
+void Pool::read(uint64_t address, void* target, size_t size) const {
+  check_usable("read");
+  {
+    std::lock_guard lock(books_);
+    const Allocation& allocation = need(address);
+    if (allocation.state != State::kMapped) {
+      throw MemoryFault(Fault::kAsleep, "cannot read memory that is asleep", "tag '" + tags_[allocation.tag].name + "'", "Wake it, or use read_backup");
+    }
+    if (size > allocation.mapped - (address - allocation.address)) throw MemoryFault(Fault::kInvalid, "cannot read beyond the end");
+  }
+  const Driver::Stream stream(driver_);
+  driver_.copy_to_host(target, address, size, stream);
+  stream.synchronize();
+}
+
+void Pool::write(uint64_t address, const void* source, size_t size) {
+  check_usable("write");
+  {
+    std::lock_guard lock(books_);
+    Allocation& allocation = need(address);
+    if (allocation.state != State::kMapped) {
+      throw MemoryFault(Fault::kAsleep, "cannot write memory that is asleep", "tag '" + tags_[allocation.tag].name + "'", "Wake it first");
+    }
+    if (size > allocation.mapped - (address - allocation.address)) throw MemoryFault(Fault::kInvalid, "cannot write beyond the end");
+    ++allocation.writes;
+    allocation.sources.clear();
+  }
+  const Driver::Stream stream(driver_);
+  driver_.copy_to_device(address, source, size, stream);
+  stream.synchronize();
+}
+
+std::shared_ptr<const SourceFile> Pool::open_source(const std::string& path) {
+  std::lock_guard lock(books_);
+  auto& known = source_files_[path];
+  std::shared_ptr<const SourceFile> file = known.lock();
+  if (!file) known = file = std::make_shared<const SourceFile>(path);
+  return file;
+}
+
+void Pool::declare_source(uint64_t address, std::vector<Source> sources) {
+  std::lock_guard lock(books_);
+  Allocation& allocation = need(address);
+  const uint64_t base = address - allocation.address;
+  for (Source& source : sources) {
+    source.range.start += base;
+    if (source.range.size == 0 || source.range.end() > allocation.mapped ||
+        (source.file && (source.offset > source.file->size() || source.range.size > source.file->size() - source.offset))) {
+      throw MemoryFault(Fault::kInvalid, "a declared source does not fit",
+                        "bytes " + std::to_string(source.range.start) + " to " + std::to_string(source.range.end()) + " of an allocation of " +
+                            std::to_string(allocation.mapped));
+    }
+  }
+  if (sources.empty()) return;
+  std::sort(sources.begin(), sources.end(), [](const Source& a, const Source& b) { return a.range.start < b.range.start; });
+  const uint64_t first = sources.front().range.start, end = sources.back().range.end();
+  auto& all = allocation.sources;
+  all.erase(std::remove_if(all.begin(), all.end(),
+                           [&](const Source& old) { return old.range.end() > first && old.range.start < end; }),
+            all.end());
+  all.insert(all.end(), std::make_move_iterator(sources.begin()), std::make_move_iterator(sources.end()));
+  std::sort(all.begin(), all.end(), [](const Source& a, const Source& b) { return a.range.start < b.range.start; });
+}
+
+void Pool::mark_written(const std::vector<std::string>& tags) {
+  std::lock_guard lock(books_);
+  const std::vector<bool> chosen = selected(tags);
+  for (size_t id = 0; id < tags_.size(); ++id) tags_[id].writes += chosen[id];
+  for (auto& [address, allocation] : allocations_) {
+    if (chosen[allocation->tag]) allocation->sources.clear();
+  }
+}
+
+void Pool::discard_backup(const std::vector<std::string>& tags) {
+  std::lock_guard lock(books_);
+  const std::vector<bool> chosen = selected(tags);
+  for (auto& [address, allocation] : allocations_) {
+    if (!chosen[allocation->tag] || allocation->state != State::kUnmapped) continue;
+    allocation->backup.reset();
+    allocation->asleep_as = Policy::kDiscard;
+  }
+}
+
+void Pool::read_backup(uint64_t address, void* target, size_t size) const {
+  check_usable("read a backup");
+  std::shared_ptr<const Backup> backup;
+  Range range;
+  {
+    std::lock_guard lock(books_);
+    Allocation& allocation = need(address);
+    if (allocation.state != State::kUnmapped && allocation.state != State::kLost) {
+      throw MemoryFault(Fault::kInvalid, "cannot read the backup of memory that is awake", "tag '" + tags_[allocation.tag].name + "'",
+                        "Read the memory itself");
+    }
+    if (!allocation.backup) {
+      throw MemoryFault(Fault::kAsleep, "these bytes cannot be read", "they were not preserved by the sleep");
+    }
+    backup = allocation.backup;
+    range = {address - allocation.address, size};
+  }
+  backup->read(range, static_cast<std::byte*>(target));
+}
+
+void Pool::prepare_host(const SleepPlan& plan) {
+  check_usable("prepare a sleep");
+  uint64_t bytes = 0;
+  {
+    std::lock_guard lock(books_);
+    const std::vector<bool> chosen = selected(plan.tags);
+    for (auto& [address, allocation] : allocations_) {
+      if (!chosen[allocation->tag]) continue;
+      const auto override = plan.policies.find(tags_[allocation->tag].name);
+      const Policy policy = override == plan.policies.end() ? allocation->policy : override->second;
+      if (policy == Policy::kPreserve) bytes += allocation->live_bytes() - (plan.tier == Tier::kSource ? allocation->sourced() : 0);
+    }
+  }
+  if (plan.tier != Tier::kDisk) arena_.prepare(bytes, plan.host_budget);
+}
+
+std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces) {
+  return with_disk_faults([&] {
+    std::shared_ptr<DiskStore> store;
+    {
+      std::lock_guard lock(books_);
+      if (!disk_ || disk_directory_ != plan.disk_directory || disk_->budget() != plan.disk_budget.value_or(UINT64_MAX)) {
+        disk_ = std::make_shared<DiskStore>(plan.disk_directory, plan.disk_budget.value_or(UINT64_MAX));
+        disk_directory_ = plan.disk_directory;
+      }
+      store = disk_;
+    }
+    return store->create(bytes, pieces);
+  });
+}
+
+Stats Pool::stats() const {
+  Stats stats;
+  std::lock_guard lock(books_);
+  stats.tags.resize(tags_.size());
+  for (size_t id = 0; id < tags_.size(); ++id) stats.tags[id].tag = tags_[id].name;
+  for (const auto& [address, allocation] : allocations_) {
+    if (allocation->free_requested) continue;
+    TagStats& tag = stats.tags[allocation->tag];
+    stats.reserved += allocation->reserved;
+    tag.allocated += allocation->live_bytes();
+    tag.allocations += allocation->blocks ? allocation->blocks->count() : 1;
+    tag.sourced += allocation->sourced();
+    // What an operation under way owns is counted as it was before.
+    if (allocation->state == State::kMapped) tag.mapped += allocation->mapped_now();
+    if (allocation->state == State::kSaving) tag.mapped += allocation->mapped;
+    if (allocation->state == State::kUnmapped || allocation->state == State::kLost) {
+      tag.asleep = true;
+      tag.mapped += allocation->mapped_now();
+    }
+    if (allocation->backup && allocation->state != State::kSaving) tag.backed_up += allocation->backup->held();
+  }
+  for (const auto& allocation : unreturned_) {
+    for (size_t index = 0; index < allocation->chunks.size(); ++index) {
+      if (allocation->chunks[index].state != Chunk::State::kEmpty) stats.unreturned += allocation->chunk_range(index).size;
+    }
+  }
+  stats.allocated = allocated_;
+  stats.peak_allocated = peak_allocated_;
+  stats.host_held = arena_.held();
+  stats.host_used = arena_.used();
+  stats.disk_used = disk_ ? disk_->bytes_used() : 0;
+  return stats;
+}
+
+void Pool::close() {
+  if (current_fork() != fork_generation_ || abandoned_) return;
+  closed_ = true;
+  retry_unreturned();
+  arena_.trim();
+}
+
+void Pool::abandon() {
+  abandoned_ = true;
+  closed_ = true;
+  driver_.abandon();
+  std::lock_guard lock(books_);
+  for (auto& [address, allocation] : allocations_) allocation->backup.reset();
+  disk_.reset();
+  arena_.abandon();
+}
+
+void Pool::begin_operation(const char* what) {
+  std::unique_lock lock(operation_mutex_);
+  if (operating_ && operator_ == std::this_thread::get_id()) {
+    throw MemoryFault(Fault::kBusy, std::string("cannot ") + what + " now", "a sleep, wake or resize of this memory is under way in the same thread",
+                      "Do it after that has ended");
+  }
+  operation_ended_.wait(lock, [this] { return !operating_; });
+  operating_ = true;
+  operator_ = std::this_thread::get_id();
+}
+
+void Pool::end_operation() {
+  {
+    std::lock_guard lock(operation_mutex_);
+    operating_ = false;
+  }
+  operation_ended_.notify_one();
+}
+
+}  // namespace hardpoint::memory

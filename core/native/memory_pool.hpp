@@ -1,0 +1,179 @@
+// The virtual-memory engine: the books of one engine's memory on one device, and its sleep and wake as transactions.
+//
+// Memory of an allocation comes and goes at an address that stays. `allocate` and `free` may be called at any time from any thread, also while an
+// operation (sleep, wake, resize) is under way; operations follow one another. No Python, nothing printed, every failure a MemoryFault.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "memory_allocation.hpp"
+#include "memory_arena.hpp"
+#include "memory_driver.hpp"
+
+namespace hardpoint::memory {
+
+struct SleepPlan {
+  std::optional<std::vector<std::string>> tags;  // none: all
+  std::unordered_map<std::string, Policy> policies;
+  std::vector<std::string> keep;
+  Tier tier = Tier::kHost;
+  bool verify = false;
+  std::map<uint64_t, std::vector<Range>> live;  // by address of the allocation or block: the bytes of it that count
+  std::optional<uint64_t> host_budget, disk_budget;
+  std::string disk_directory;
+};
+
+// Called now and then with (bytes done, bytes in all); an exception of it cancels the operation, which is undone.
+using Progress = std::function<void(uint64_t, uint64_t)>;
+
+struct Report {
+  uint64_t preserved = 0, discarded = 0, skipped = 0;
+  uint64_t unmapped = 0;  // device bytes given back, or taken on wake
+  uint64_t tiers[3] = {};
+  uint64_t free_before = 0, free_after = 0;
+  uint64_t allocations = 0;
+  uint64_t retained = 0;  // bytes whose release the driver refused after the point of no return: kept in the books, released later
+  bool disk_direct = true;
+  std::vector<std::pair<std::string, double>> seconds;
+  std::vector<std::string> still_asleep;
+};
+
+struct TagStats {
+  std::string tag;
+  uint64_t allocated = 0, mapped = 0, backed_up = 0, allocations = 0, sourced = 0;
+  bool asleep = false;
+};
+
+struct Stats {
+  std::vector<TagStats> tags;
+  uint64_t allocated = 0, peak_allocated = 0;
+  uint64_t reserved = 0;                   // bytes of addresses
+  uint64_t host_held = 0, host_used = 0;   // bytes of the host arena, and of backups in it
+  uint64_t disk_used = 0;
+  uint64_t unreturned = 0;  // bytes of freed memory that the driver has not taken back yet
+};
+
+class Operation;
+
+class Pool : public std::enable_shared_from_this<Pool> {
+ public:
+  explicit Pool(const hp_driver* table);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  const Driver& driver() const { return driver_; }
+  void check_alive(const char* what) const { check_usable(what); }
+  // Makes tags known that no memory has yet.
+  void know_tags(const std::vector<std::string>& tags);
+
+  // Returns the address of an allocation of its own. `capacity` >= size reserves addresses to grow into.
+  uint64_t allocate(size_t size, const std::string& tag, Policy policy, size_t capacity = 0);
+  // As `allocate`, small sizes cut from a shared allocation of the same tag and policy.
+  uint64_t allocate_block(size_t size, const std::string& tag, Policy policy);
+  // Gives back what either returned. Throws kForeign. Memory that the driver does not take back stays in the books and is tried again.
+  void free(uint64_t address);
+  // Grows or shrinks an allocation with capacity; bytes in [0, min(old, new)) stay. Throws kInvalid, kAsleep, kOutOfMemory.
+  void resize(uint64_t address, size_t size);
+  // Bytes that the allocation or block at `address` was asked for.
+  size_t size_of(uint64_t address) const;
+  bool is_asleep(uint64_t address) const;
+
+  // Copies between an awake allocation and host memory, to its end.
+  void read(uint64_t address, void* target, size_t size) const;
+  void write(uint64_t address, const void* source, size_t size);
+
+  void declare_source(uint64_t address, std::vector<Source> sources);
+  std::shared_ptr<const SourceFile> open_source(const std::string& path);
+  void mark_written(const std::vector<std::string>& tags);
+  void discard_backup(const std::vector<std::string>& tags);
+  void read_backup(uint64_t address, void* target, size_t size) const;
+  void prepare_host(const SleepPlan& plan);
+
+  // Runs a sleep up to the point where only giving memory back is left. The operation is ended by its commit or rollback.
+  std::unique_ptr<Operation> begin_sleep(const SleepPlan& plan, const Progress& progress);
+  // Runs a wake up to the point where only callbacks (`Operation::rebuilds`) are left.
+  std::unique_ptr<Operation> begin_wake(const std::optional<std::vector<std::string>>& tags, const Progress& progress);
+
+  Stats stats() const;
+  // Gives host memory without a backup back.
+  void trim() { arena_.trim(); }
+  // Frees everything that nobody uses; memory in use stays until it is freed, nothing new is handed out.
+  void close();
+  // The process ends: removes files and stops threads, and makes every later call of `free` a no-op without a driver call.
+  void abandon();
+
+ private:
+  friend class PoolOperation;
+  friend class Sleep;
+  friend class Wake;
+
+  struct Tag {
+    std::string name;
+    uint64_t writes = 0;
+  };
+
+  std::string tag_name(const Allocation& allocation) const;
+  void check_usable(const char* what) const;
+  uint32_t tag_id(const std::string& tag);  // books locked
+  std::vector<bool> selected(const std::optional<std::vector<std::string>>& tags) const;  // books locked; throws kUnknownTag
+  Allocation* find(uint64_t address) const;                                               // books locked
+  Allocation& need(uint64_t address) const;                                               // books locked; throws kForeign
+  uint64_t generation(const Allocation& allocation) const { return tags_[allocation.tag].writes + allocation.writes; }
+  std::unique_ptr<Allocation> make(size_t size, uint32_t tag, Policy policy, size_t capacity);
+  uint64_t insert(std::unique_ptr<Allocation> allocation);
+  void count_allocated(int64_t bytes);  // books locked
+  // Gives all memory and addresses of an allocation back; returns false, with what is left still in it, when the driver refuses.
+  bool destroy(Allocation& allocation) noexcept;
+  void bury(std::unique_ptr<Allocation> allocation);
+  void retry_unreturned();
+  std::unique_ptr<DiskFile> disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces);
+
+  void begin_operation(const char* what);
+  void end_operation();
+
+  const int fork_generation_;
+  Driver driver_;
+  HostArena arena_;
+  std::atomic<bool> closed_{false}, abandoned_{false};
+
+  mutable std::mutex books_;  // guards everything down to the next comment; never held during a driver call or a callback
+  std::vector<Tag> tags_;
+  std::unordered_map<std::string, uint32_t> tag_ids_;
+  std::map<uint64_t, std::unique_ptr<Allocation>> allocations_;  // by address; one in kSaving or kRestoring belongs to the operation
+  std::vector<std::unique_ptr<Allocation>> unreturned_;
+  std::map<std::string, std::weak_ptr<const SourceFile>> source_files_;
+  uint64_t allocated_ = 0, peak_allocated_ = 0;
+  std::shared_ptr<DiskStore> disk_;
+  std::string disk_directory_;
+
+  std::mutex operation_mutex_;  // guards operating_ and operator_: one operation at a time
+  std::condition_variable operation_ended_;
+  bool operating_ = false;
+  std::thread::id operator_;
+};
+
+// A sleep or wake between its work and its end. Dropped without either, it is rolled back.
+class Operation {
+ public:
+  virtual ~Operation() = default;
+  // Ends it for good and returns what was done. When the driver refuses before the point of no return, everything is undone and the fault is thrown.
+  virtual Report commit() = 0;
+  // Restores the state before it. A fault names what could not be restored; that memory is asleep with its backup, and a wake tries again.
+  virtual void rollback() = 0;
+  // Callbacks that must have run before a wake's commit, each once.
+  virtual std::vector<uint64_t> rebuilds() const { return {}; }
+};
+
+}  // namespace hardpoint::memory

@@ -1,0 +1,67 @@
+// A few threads for the time of one operation, which take numbered items in order until one of them fails.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace hardpoint::memory {
+
+// Runs work(item, worker) for every item below `items` on `threads` threads and waits; rethrows the first failure, after which no further item
+// is begun. `watch`, when given, is called in the calling thread about fifty times a second; its exception cancels likewise.
+// Items are done by the calling thread where one thread is enough and nobody watches.
+inline void run_workers(size_t threads, size_t items, const std::function<void(size_t item, size_t worker)>& work,
+                        const std::function<void()>& watch) {
+  std::atomic<size_t> next{0};
+  std::atomic<bool> stopped{false};
+  std::mutex mutex;  // guards failure and running
+  std::exception_ptr failure;
+  const auto fail = [&] {
+    std::lock_guard lock(mutex);
+    if (!failure) failure = std::current_exception();
+    stopped = true;
+  };
+  const auto take_items = [&](size_t worker) {
+    try {
+      for (size_t item; !stopped && (item = next.fetch_add(1)) < items;) work(item, worker);
+    } catch (...) {
+      fail();
+    }
+  };
+  threads = threads < items ? threads : items;
+  if (threads <= 1 && !watch) {
+    take_items(0);
+  } else {
+    size_t running = threads;
+    std::condition_variable ended;
+    std::vector<std::thread> helpers;
+    for (size_t worker = 0; worker < threads; ++worker) {
+      helpers.emplace_back([&, worker] {
+        take_items(worker);
+        std::lock_guard lock(mutex);
+        if (--running == 0) ended.notify_one();
+      });
+    }
+    std::unique_lock lock(mutex);
+    while (!ended.wait_for(lock, std::chrono::milliseconds(20), [&] { return running == 0; })) {
+      if (!watch || stopped) continue;
+      lock.unlock();
+      try {
+        watch();
+      } catch (...) {
+        fail();
+      }
+      lock.lock();
+    }
+    lock.unlock();
+    for (std::thread& helper : helpers) helper.join();
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace hardpoint::memory

@@ -1,0 +1,80 @@
+#include "core/backing_file.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+namespace hardpoint::simulators {
+
+namespace {
+
+constexpr off_t kFileSize = off_t{1} << 50;
+
+template <class Step>
+bool in_steps(std::size_t size, Step step) {
+  for (std::size_t done = 0; done < size;) {
+    const ssize_t moved = step(done, size - done);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved <= 0) return false;
+    done += static_cast<std::size_t>(moved);
+  }
+  return true;
+}
+
+}  // namespace
+
+BackingFile::~BackingFile() {
+  if (descriptor_ >= 0) close(descriptor_);
+}
+
+bool BackingFile::open() {
+  if (descriptor_ >= 0) return true;
+  descriptor_ = memfd_create("hardpoint-simulated-device", MFD_CLOEXEC);
+  if (descriptor_ < 0) return false;
+  if (ftruncate(descriptor_, kFileSize) == 0) return true;
+  close(descriptor_);
+  descriptor_ = -1;
+  return false;
+}
+
+bool BackingFile::allocate(std::size_t size, off_t* offset) {
+  if (!open() || static_cast<std::uint64_t>(kFileSize - next_) < size) return false;
+  *offset = next_;
+  next_ += static_cast<off_t>(size);
+  return true;
+}
+
+void BackingFile::discard(off_t offset, std::size_t size) {
+  fallocate(descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size));
+}
+
+bool BackingFile::write(off_t offset, const void* source, std::size_t size) {
+  return in_steps(size, [&](std::size_t done, std::size_t left) {
+    return pwrite(descriptor_, static_cast<const char*>(source) + done, left, offset + static_cast<off_t>(done));
+  });
+}
+
+bool BackingFile::read(off_t offset, void* target, std::size_t size) {
+  return in_steps(size, [&](std::size_t done, std::size_t left) {
+    return pread(descriptor_, static_cast<char*>(target) + done, left, offset + static_cast<off_t>(done));
+  });
+}
+
+bool BackingFile::fill(off_t offset, std::uint8_t value, std::size_t size) {
+  std::array<std::uint8_t, 65536> block;
+  block.fill(value);
+  return in_steps(size, [&](std::size_t done, std::size_t left) {
+    return pwrite(descriptor_, block.data(), std::min(left, block.size()), offset + static_cast<off_t>(done));
+  });
+}
+
+bool BackingFile::show(std::uintptr_t address, std::size_t size, off_t offset, int protection) {
+  void* target = reinterpret_cast<void*>(address);
+  return mmap(target, size, protection, MAP_SHARED | MAP_FIXED, descriptor_, offset) != MAP_FAILED;
+}
+
+}  // namespace hardpoint::simulators

@@ -1,0 +1,438 @@
+#include "core/device_memory.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+namespace hardpoint::simulators {
+
+namespace {
+
+constexpr std::uint8_t kStaleByte = 0xa5;
+constexpr int kReservedFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+std::uint64_t bit(int device) { return std::uint64_t{1} << device; }
+
+std::size_t round_up(std::size_t size, std::size_t unit) { return (size + unit - 1) / unit * unit; }
+
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+// Address space that faults on access; zero if the host refuses.
+Address host_reserve(std::size_t size, std::size_t alignment, Address hint) {
+  void* exact = mmap(pointer(hint), size, PROT_NONE, kReservedFlags, -1, 0);
+  if (exact == MAP_FAILED) return 0;
+  if (reinterpret_cast<Address>(exact) % alignment == 0) return reinterpret_cast<Address>(exact);
+  munmap(exact, size);
+
+  void* wide = mmap(nullptr, size + alignment, PROT_NONE, kReservedFlags, -1, 0);
+  if (wide == MAP_FAILED) return 0;
+  const Address begin = reinterpret_cast<Address>(wide), end = begin + size + alignment;
+  const Address start = round_up(begin, alignment);
+  if (start > begin) munmap(wide, start - begin);
+  if (end > start + size) munmap(pointer(start + size), end - (start + size));
+  return start;
+}
+
+}  // namespace
+
+Result DeviceMemory::reserve(std::size_t size, std::size_t alignment, Address hint, PageType pages, Address* out) {
+  const std::size_t granularity = settings_.granularity;
+  if (!out || !size) return broken(Result::InvalidValue, "no result pointer, or size 0");
+  if (size % granularity) return broken(Result::InvalidValue, "size is not a multiple of the granularity");
+  if (rules_.alignment_must_be_zero && alignment) return broken(Result::InvalidValue, "alignment must be 0");
+  if (alignment & (alignment - 1)) return broken(Result::InvalidValue, "alignment is not a power of two");
+  if (alignment && settings_.refuse_alignment) return Result::InvalidValue;
+  if (settings_.max_reservation && size > settings_.max_reservation) {
+    return broken(Result::InvalidValue, "larger than one reservation may be");
+  }
+  const Address start = host_reserve(size, std::max(alignment, granularity), hint);
+  if (!start) return Result::OutOfMemory;
+  reservations_.emplace(start, Reservation{size, pages});
+  *out = start;
+  return Result::Ok;
+}
+
+Result DeviceMemory::free_address(Address address, std::optional<std::size_t> size) {
+  const auto it = reservations_.find(address);
+  if (it == reservations_.end() || it->second.allocation) {
+    return broken(Result::InvalidValue, "not the start of a reservation");
+  }
+  const Reservation& reservation = it->second;
+  if (size && *size != reservation.size) return broken(Result::InvalidValue, "not the size of the reservation");
+  if (reservation.mappings) return broken(Result::InvalidValue, "memory is still mapped in the reservation");
+  if (!held_.empty()) give_back_held(address);
+  munmap(pointer(address), reservation.size);
+  reservations_.erase(it);
+  return Result::Ok;
+}
+
+Result DeviceMemory::create(int device, std::size_t size, std::size_t granularity, PageType pages, HandleId* out) {
+  if (!out || !size) return broken(Result::InvalidValue, "no result pointer, or size 0");
+  if (size % granularity) return broken(Result::InvalidValue, "size is not a multiple of the granularity");
+  if (settings_.max_chunk && size > settings_.max_chunk) return Result::OutOfMemory;
+  Books& books = books_[device];
+  if (books.used > settings_.capacity || size > settings_.capacity - books.used) return Result::OutOfMemory;
+  off_t offset = 0;
+  if (!file_.allocate(size, &offset)) return Result::OutOfMemory;
+  if (settings_.stale_pages && !file_.fill(offset, kStaleByte, size)) return Result::OutOfMemory;
+  handles_.emplace_hint(handles_.end(), next_handle_, Handle{size, offset, device, pages});
+  books.used += size;
+  *out = next_handle_++;
+  return Result::Ok;
+}
+
+Result DeviceMemory::release(HandleId id) {
+  const auto it = handles_.find(id);
+  if (it == handles_.end() || it->second.released) {
+    return broken(Result::InvalidValue, "unknown handle, or one that was released before");
+  }
+  if (settings_.release_needs_unmap && it->second.mappings) {
+    return broken(Result::InvalidValue, "the handle is still mapped");
+  }
+  it->second.released = true;
+  drop_if_unused(it);
+  return Result::Ok;
+}
+
+Result DeviceMemory::map(Address address, std::size_t size, std::size_t offset, HandleId id) {
+  if (offset) return broken(Result::InvalidValue, "offset must be 0");
+  const auto handle = handles_.find(id);
+  if (handle == handles_.end() || handle->second.released) return broken(Result::InvalidValue, "unknown handle");
+  const auto found = reservation_of(address);
+  if (found == reservations_.end() || found->second.allocation ||
+      size > found->first + found->second.size - address) {
+    return broken(Result::InvalidValue, "range is not inside a reservation");
+  }
+  if (address % settings_.granularity || !size || size % settings_.granularity) {
+    return broken(Result::InvalidValue, "address or size is not a multiple of the granularity");
+  }
+  const Result allowed = check_mappable(found->second, handle->second, size, offset);
+  if (allowed != Result::Ok) return allowed;
+  const auto next = mappings_.lower_bound(address);
+  if ((next != mappings_.end() && next->first < address + size) || mapping_of(address) != mappings_.end()) {
+    return broken(Result::InvalidValue, "range is already mapped");
+  }
+  return map_checked(address, size, id, handle->second, found->first);
+}
+
+Result DeviceMemory::check_mappable(const Reservation& reservation, const Handle& handle, std::size_t size,
+                                    std::size_t offset) {
+  if (size > handle.size - offset) return broken(Result::InvalidValue, "range is larger than the physical memory");
+  if (rules_.map_whole_handle && size != handle.size) {
+    return broken(Result::InvalidValue, "size is not that of the physical memory");
+  }
+  if (rules_.one_device_per_reservation && reservation.device >= 0 && reservation.device != handle.device) {
+    return broken(Result::InvalidValue, "the reservation holds memory of another device");
+  }
+  if (settings_.match_page_type && reservation.pages != handle.pages) {
+    return broken(Result::InvalidValue, "reservation and physical memory are of different page types");
+  }
+  return Result::Ok;
+}
+
+Result DeviceMemory::map_checked(Address address, std::size_t size, HandleId id, Handle& handle, Address reservation) {
+  Mapping mapping{size, handle.offset, id, reservation};
+  if (rules_.access_on_map) {
+    mapping.readable = mapping.writable = bit(handle.device);
+    if (!show(address, mapping)) return Result::OutOfMemory;
+  }
+  mappings_.emplace(address, mapping);
+  Reservation& home = reservations_.find(reservation)->second;
+  ++home.mappings;
+  home.device = handle.device;
+  ++handle.mappings;
+  handle.last_reservation = reservation;
+  return Result::Ok;
+}
+
+Result DeviceMemory::unmap(Address address, std::optional<std::size_t> size) {
+  const auto first = mappings_.find(address);
+  if (first == mappings_.end() || reservations_.find(first->second.reservation)->second.allocation) {
+    return broken(Result::InvalidValue, "not the start of a mapping");
+  }
+  const Address end = address + size.value_or(first->second.size);
+  if (rules_.unmap_one_mapping && end != address + first->second.size) {
+    return broken(Result::InvalidValue, "range is not one mapping with its own size");
+  }
+  const Result allowed = check_unmappable(first, end);
+  if (allowed != Result::Ok) return allowed;
+  for (auto it = first; it != mappings_.end() && it->first < end;) it = erase_mapping(it);
+  return Result::Ok;
+}
+
+Result DeviceMemory::check_unmappable(Mappings::iterator first, Address end) {
+  Address covered = first->first;
+  for (auto it = first; it != mappings_.end() && it->first == covered && covered < end; ++it) {
+    covered += it->second.size;
+  }
+  if (covered != end) return broken(Result::InvalidValue, "range is not made of whole mappings");
+  if (in_flight_.overlaps(first->first, end - first->first)) {
+    return broken(Result::IllegalAddress, "asynchronous work on the range has not been synchronised");
+  }
+  return Result::Ok;
+}
+
+Result DeviceMemory::set_access(Address address, std::size_t size, int device, Access access) {
+  if (!size) return broken(Result::InvalidValue, "size 0");
+  const Address end = address + size;
+  const auto first = mapping_of(address);
+  const Result allowed = check_access_range(first, address, end);
+  if (allowed != Result::Ok) return allowed;
+  for (auto it = first; it != mappings_.end() && it->first < end; ++it) {
+    Mapping changed = it->second;
+    changed.readable = access == Access::None ? changed.readable & ~bit(device) : changed.readable | bit(device);
+    changed.writable = access == Access::ReadWrite ? changed.writable | bit(device) : changed.writable & ~bit(device);
+    if (!show(it->first, changed)) return Result::OutOfMemory;
+    it->second = changed;
+  }
+  return Result::Ok;
+}
+
+Result DeviceMemory::check_access_range(Mappings::iterator first, Address address, Address end) {
+  if (first == mappings_.end()) return broken(Result::InvalidValue, "range is not fully mapped");
+  if (first->first != address) return broken(Result::InvalidValue, "range does not begin with a mapping");
+  if (rules_.access_one_mapping && end != address + first->second.size) {
+    return broken(Result::InvalidValue, "range is not the one that was mapped");
+  }
+  Address covered = address;
+  for (auto it = first; it != mappings_.end() && it->first == covered && covered < end; ++it) {
+    covered += it->second.size;
+  }
+  if (covered < end) return broken(Result::InvalidValue, "range is not fully mapped");
+  if (covered > end) return broken(Result::InvalidValue, "range ends inside a mapping");
+  return Result::Ok;
+}
+
+Result DeviceMemory::get_access(Address address, int device, Access* out) {
+  const auto it = mapping_of(address);
+  if (it == mappings_.end()) return broken(Result::InvalidValue, "address is not mapped");
+  const bool readable = it->second.readable & bit(device), writable = it->second.writable & bit(device);
+  *out = writable ? Access::ReadWrite : readable ? Access::Read : Access::None;
+  return Result::Ok;
+}
+
+Result DeviceMemory::allocate(int device, std::size_t size, Address* out) {
+  if (!out || !size) return broken(Result::InvalidValue, "no result pointer, or size 0");
+  if (size > settings_.capacity) return Result::OutOfMemory;
+  const std::size_t rounded = round_up(size, settings_.granularity);
+  const Address start = host_reserve(rounded, settings_.granularity, 0);
+  if (!start) return Result::OutOfMemory;
+  HandleId id = 0;
+  Result result = create(device, rounded, settings_.granularity, PageType::Huge, &id);
+  if (result != Result::Ok) {
+    munmap(pointer(start), rounded);
+    return result;
+  }
+  Reservation reservation{rounded, PageType::Huge};
+  reservation.allocation = true;
+  reservations_.emplace(start, reservation);
+  Handle& handle = handles_.find(id)->second;
+  map_checked(start, rounded, id, handle, start);
+  handle.released = true;
+  Mapping& mapping = mappings_.find(start)->second;
+  mapping.readable = mapping.writable = bit(device);
+  show(start, mapping);
+  *out = start;
+  return Result::Ok;
+}
+
+Result DeviceMemory::free_allocation(Address address) {
+  const auto it = reservations_.find(address);
+  if (it == reservations_.end() || !it->second.allocation) {
+    return broken(Result::InvalidValue, "not the start of an allocation");
+  }
+  erase_mapping(mappings_.find(address));
+  munmap(pointer(address), it->second.size);
+  reservations_.erase(it);
+  return Result::Ok;
+}
+
+void DeviceMemory::free_allocations(int device) {
+  for (auto it = reservations_.begin(); it != reservations_.end();) {
+    const Address address = it->first;
+    const bool chosen = it->second.allocation && it->second.device == device;
+    ++it;
+    if (chosen) free_allocation(address);
+  }
+}
+
+DeviceMemory::Reservations::const_iterator DeviceMemory::reservation_of(Address address) const {
+  auto it = reservations_.upper_bound(address);
+  if (it == reservations_.begin()) return reservations_.end();
+  --it;
+  return address < it->first + it->second.size ? it : reservations_.end();
+}
+
+DeviceMemory::Mappings::const_iterator DeviceMemory::mapping_of(Address address) const {
+  auto it = mappings_.upper_bound(address);
+  if (it == mappings_.begin()) return mappings_.end();
+  --it;
+  return address < it->first + it->second.size ? it : mappings_.end();
+}
+
+DeviceMemory::Mappings::iterator DeviceMemory::mapping_of(Address address) {
+  auto it = mappings_.upper_bound(address);
+  if (it == mappings_.begin()) return mappings_.end();
+  --it;
+  return address < it->first + it->second.size ? it : mappings_.end();
+}
+
+std::optional<int> DeviceMemory::mapped_device(Address address) const {
+  const auto it = mapping_of(address);
+  if (it == mappings_.end()) return std::nullopt;
+  return handles_.find(it->second.handle)->second.device;
+}
+
+std::optional<int> DeviceMemory::handle_device(HandleId handle) const {
+  const auto it = handles_.find(handle);
+  if (it == handles_.end()) return std::nullopt;
+  return it->second.device;
+}
+
+void DeviceMemory::reservation_range(Address address, Address* start, std::size_t* size) const {
+  const auto it = reservation_of(address);
+  *start = it == reservations_.end() ? 0 : it->first;
+  *size = it == reservations_.end() ? 0 : it->second.size;
+}
+
+void DeviceMemory::mapping_range(Address address, Address* start, std::size_t* size) const {
+  const auto it = mapping_of(address);
+  *start = it == mappings_.end() ? 0 : it->first;
+  *size = it == mappings_.end() ? 0 : it->second.size;
+}
+
+bool DeviceMemory::show(Address address, Mapping& mapping) {
+  const bool visible = !settings_.strict_host && mapping.readable;
+  if (!visible) {
+    if (mapping.shown) hide(address, mapping.size);
+    mapping.shown = false;
+    return true;
+  }
+  const int protection = mapping.writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  mapping.shown = file_.show(address, mapping.size, mapping.offset, protection);
+  return mapping.shown;
+}
+
+void DeviceMemory::hide(Address address, std::size_t size) {
+  mmap(pointer(address), size, PROT_NONE, kReservedFlags | MAP_FIXED, -1, 0);
+}
+
+DeviceMemory::Mappings::iterator DeviceMemory::erase_mapping(Mappings::iterator mapping) {
+  if (mapping->second.shown) hide(mapping->first, mapping->second.size);
+  --reservations_.find(mapping->second.reservation)->second.mappings;
+  const auto handle = handles_.find(mapping->second.handle);
+  --handle->second.mappings;
+  drop_if_unused(handle);
+  return mappings_.erase(mapping);
+}
+
+void DeviceMemory::drop_if_unused(Handles::iterator it) {
+  const Handle& handle = it->second;
+  if (!handle.released || handle.mappings) return;
+  file_.discard(handle.offset, handle.size);
+  const auto home = reservations_.find(handle.last_reservation);
+  if (settings_.hold_until_address_free && home != reservations_.end() && !home->second.allocation) {
+    held_.emplace(home->first, Held{handle.device, handle.size});
+  } else {
+    give_back(handle.device, handle.size);
+  }
+  handles_.erase(it);
+}
+
+void DeviceMemory::give_back(int device, std::size_t size) {
+  Books& books = books_[device];
+  books.used -= size;
+  if (settings_.free_counter_lag) {
+    books.unreported += size;
+    books.queries_left = settings_.free_counter_lag;
+  }
+}
+
+void DeviceMemory::give_back_held(Address reservation) {
+  const auto [first, last] = held_.equal_range(reservation);
+  for (auto it = first; it != last; ++it) give_back(it->second.device, it->second.size);
+  held_.erase(first, last);
+}
+
+Result DeviceMemory::check(Address address, std::size_t size, int device, Access needed) {
+  for (std::size_t done = 0; done < size;) {
+    const auto it = mapping_of(address + done);
+    if (it == mappings_.end()) return broken(Result::IllegalAddress, "device memory is not mapped");
+    const std::uint64_t granted = needed == Access::ReadWrite ? it->second.writable : it->second.readable;
+    if (!(granted & bit(device))) return broken(Result::IllegalAddress, "the device has no access to the memory");
+    done = it->first + it->second.size - address;
+  }
+  return Result::Ok;
+}
+
+template <class Step>
+Result DeviceMemory::for_each_part(Address address, std::size_t size, Step step) {
+  for (std::size_t done = 0; done < size;) {
+    const auto it = mapping_of(address + done);
+    if (it == mappings_.end()) return broken(Result::IllegalAddress, "device memory is not mapped");
+    const std::size_t inside = address + done - it->first;
+    const std::size_t part = std::min(size - done, it->second.size - inside);
+    if (!step(it->second.offset + static_cast<off_t>(inside), done, part)) {
+      return broken(Result::InvalidValue, "host memory cannot be read or written");
+    }
+    done += part;
+  }
+  return Result::Ok;
+}
+
+Result DeviceMemory::write(Address address, const void* source, std::size_t size) {
+  return for_each_part(address, size, [&](off_t offset, std::size_t done, std::size_t part) {
+    return file_.write(offset, static_cast<const char*>(source) + done, part);
+  });
+}
+
+Result DeviceMemory::read(Address address, void* target, std::size_t size) {
+  return for_each_part(address, size, [&](off_t offset, std::size_t done, std::size_t part) {
+    return file_.read(offset, static_cast<char*>(target) + done, part);
+  });
+}
+
+Result DeviceMemory::fill(Address address, std::uint8_t value, std::size_t size) {
+  return for_each_part(address, size, [&](off_t offset, std::size_t, std::size_t part) {
+    return file_.fill(offset, value, part);
+  });
+}
+
+std::size_t DeviceMemory::reported_free(int device) {
+  Books& books = books_[device];
+  const std::size_t shown_used = books.used + books.unreported;
+  if (books.queries_left && --books.queries_left == 0) books.unreported = 0;
+  return settings_.capacity > shown_used ? settings_.capacity - shown_used : 0;
+}
+
+MemoryTotals DeviceMemory::totals() const {
+  MemoryTotals totals{};
+  for (const auto& [address, reservation] : reservations_) {
+    totals.address_space += reservation.size;
+    ++(reservation.allocation ? totals.allocations : totals.reservations);
+  }
+  for (const auto& [address, mapping] : mappings_) totals.mapped_bytes += mapping.size;
+  totals.mappings = mappings_.size() - totals.allocations;
+  totals.handles = handles_.size() - totals.allocations;
+  return totals;
+}
+
+void DeviceMemory::apply_host_visibility() {
+  for (auto& [address, mapping] : mappings_) show(address, mapping);
+}
+
+void DeviceMemory::hide_everything() {
+  for (const auto& [address, reservation] : reservations_) hide(address, reservation.size);
+}
+
+void DeviceMemory::reset() {
+  for (const auto& [id, handle] : handles_) file_.discard(handle.offset, handle.size);
+  for (const auto& [address, reservation] : reservations_) munmap(pointer(address), reservation.size);
+  mappings_.clear();
+  handles_.clear();
+  reservations_.clear();
+  held_.clear();
+  books_ = {};
+}
+
+}  // namespace hardpoint::simulators

@@ -1,0 +1,25 @@
+// What an operation of the simulated device can end in. Each front end translates it into its vendor's codes.
+#pragma once
+
+namespace hardpoint::simulators {
+
+enum class Result {
+  Ok,
+  InvalidValue,
+  OutOfMemory,
+  NotInitialized,
+  AlreadyInitialized,
+  NoDevice,
+  InvalidDevice,
+  InvalidContext,
+  ContextDestroyed,
+  InvalidHandle,
+  IllegalAddress,
+  NotSupported,
+  NotPermitted,
+  NotReady,
+  HostAlreadyRegistered,
+  HostNotRegistered,
+};
+
+}  // namespace hardpoint::simulators
