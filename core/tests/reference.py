@@ -167,7 +167,11 @@ class PlainAllocator(TensorAllocator):
         return MemoryCapabilities()
 
     def empty(
-        self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE,
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
         max_rows: int | None = None,
     ) -> Tensor:
         return self._counted(torch.empty(tuple(shape), dtype=dtype.to_torch()), tag)

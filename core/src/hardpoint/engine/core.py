@@ -256,16 +256,16 @@ class EngineCore:
         self.executor.shutdown()
 
 
-def _check_sleep(
-    config: EngineConfig, resolved: Resolved, memory: MemoryCapabilities, settings: SleepSettings
-) -> None:
+def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabilities, settings: SleepSettings) -> None:
     if not config.enable_sleep_mode:
         return
     reasons = []
     if not memory.sleep_levels & {1, 2}:
         reasons.append("its allocator supports no sleep level")
     elif settings.tier not in memory.tiers:
-        reasons.append(f"its allocator has the tiers {', '.join(sorted(tier.value for tier in memory.tiers)) or 'none'}")
+        reasons.append(
+            f"its allocator has the tiers {', '.join(sorted(tier.value for tier in memory.tiers)) or 'none'}"
+        )
     if reasons:
         raise CapabilityRefused(
             f"the {resolved.descriptor.name} backend cannot run with enable_sleep_mode",
