@@ -112,11 +112,36 @@ uint64_t Pool::allocate(size_t size, const std::string& tag, Policy policy, size
 }
 
 std::unique_ptr<Allocation> Pool::make(size_t size, uint32_t tag, Policy policy, size_t capacity) {
+  try {
+    return take_memory(size, tag, policy, capacity);
+  } catch (const MemoryFault& fault) {
+    if (fault.kind() != Fault::kOutOfMemory) throw;
+    std::string name;
+    {
+      std::lock_guard lock(books_);
+      name = tags_[tag].name;
+    }
+    throw MemoryFault(Fault::kOutOfMemory, "cannot allocate " + std::to_string(std::max(size, capacity)) + " bytes for '" + name + "'",
+                      free_memory_text() + fault.found(),
+                      "Lower the context length, the number of KV blocks or the memory utilisation, or put something else to sleep");
+  }
+}
+
+std::string Pool::free_memory_text() const {
+  try {
+    const Driver::Info info = driver_.memory_info();
+    return std::to_string(info.free) + " of " + std::to_string(info.total) + " bytes are free; ";
+  } catch (const MemoryFault&) {
+    return {};
+  }
+}
+
+std::unique_ptr<Allocation> Pool::take_memory(size_t size, uint32_t tag, Policy policy, size_t capacity) {
   const hp_geometry& geometry = driver_.geometry();
   const size_t wanted = std::max(size, capacity);
-  if (size == 0 || wanted > kLargest) {
-    throw MemoryFault(Fault::kInvalid, "cannot allocate " + std::to_string(wanted) + " bytes",
-                      size == 0 ? "an allocation has at least one byte" : "no address space is that large");
+  if (size == 0) throw MemoryFault(Fault::kInvalid, "cannot allocate 0 bytes", "an allocation has at least one");
+  if (wanted > kLargest) {
+    throw MemoryFault(Fault::kOutOfMemory, "cannot allocate " + std::to_string(wanted) + " bytes", "no address space is that large");
   }
   auto allocation = std::make_unique<Allocation>();
   allocation->size = size;
@@ -135,8 +160,9 @@ std::unique_ptr<Allocation> Pool::make(size_t size, uint32_t tag, Policy policy,
     allocation->chunk_size = std::min(allocation->mapped, geometry.max_chunk);
   }
   if (geometry.max_reservation != 0 && allocation->reserved > geometry.max_reservation) {
-    throw MemoryFault(Fault::kInvalid, "cannot allocate " + std::to_string(wanted) + " bytes in one piece",
-                      "the device reserves at most " + std::to_string(geometry.max_reservation));
+    throw MemoryFault(Fault::kOutOfMemory, "cannot allocate " + std::to_string(wanted) + " bytes in one piece",
+                      "the device reserves at most " + std::to_string(geometry.max_reservation) + " bytes of addresses at a time",
+                      "Split it");
   }
   allocation->address = driver_.reserve(allocation->reserved);
   allocation->chunks.resize((allocation->mapped + allocation->chunk_size - 1) / allocation->chunk_size);

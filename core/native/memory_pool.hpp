@@ -132,6 +132,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Allocation& need(uint64_t address) const;                                               // books locked; throws kForeign
   uint64_t generation(const Allocation& allocation) const { return tags_[allocation.tag].writes + allocation.writes; }
   std::unique_ptr<Allocation> make(size_t size, uint32_t tag, Policy policy, size_t capacity);
+  std::unique_ptr<Allocation> take_memory(size_t size, uint32_t tag, Policy policy, size_t capacity);
+  std::string free_memory_text() const;
   uint64_t insert(std::unique_ptr<Allocation> allocation);
   void count_allocated(int64_t bytes);  // books locked
   // Gives all memory and addresses of an allocation back; returns false, with what is left still in it, when the driver refuses.

@@ -67,17 +67,17 @@ py::capsule Tensors::wrap(std::shared_ptr<Block> block, size_t size) const {
 }
 
 py::capsule Tensors::make(size_t size, const std::string& tag, Policy policy, size_t capacity) {
-  auto block = std::make_shared<Block>();
+  uint64_t address;
   {
     const py::gil_scoped_release released;
-    block->address = capacity > size ? pool_->allocate(size, tag, policy, capacity) : pool_->allocate_block(size, tag, policy);
+    address = capacity > size ? pool_->allocate(size, tag, policy, capacity) : pool_->allocate_block(size, tag, policy);
   }
-  block->pool = pool_;
+  const auto block = std::make_shared<Block>(pool_, address);
   if (capacity > size) {
     std::lock_guard lock(mutex_);
-    elastic_[block->address] = block;
+    elastic_[address] = block;
   }
-  return wrap(std::move(block), size);
+  return wrap(block, size);
 }
 
 py::capsule Tensors::resize(uint64_t address, size_t size) {

@@ -26,9 +26,12 @@ class Tensors {
  private:
   // One allocation's life: shared by every capsule over it.
   struct Block {
-    std::shared_ptr<Pool> pool;
-    uint64_t address;
+    Block(std::shared_ptr<Pool> pool, uint64_t address) : pool(std::move(pool)), address(address) {}
     ~Block();
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+    const std::shared_ptr<Pool> pool;
+    const uint64_t address;
   };
   struct Managed;
   pybind11::capsule wrap(std::shared_ptr<Block> block, size_t size) const;

@@ -7,14 +7,17 @@ import gc
 import pytest
 import torch
 
-from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, SleepPlan
-from hardpoint.interfaces.errors import CapabilityRefused, DeviceOutOfMemory, MemoryFault
+from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, SleepTier
+from hardpoint.interfaces.errors import DeviceOutOfMemory, MemoryFault
 from hardpoint_cpu.allocator import CpuAllocator
+from hardpoint_cpu.capabilities import capabilities
+
+DEVICE = Device(backend="cpu", index=0, name="host", torch_device="cpu")
 
 
 @pytest.fixture
 def allocator() -> CpuAllocator:
-    return CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
+    return CpuAllocator(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.UINT8, DType.INT64])
@@ -51,17 +54,11 @@ def test_an_empty_shape_is_legal(allocator: CpuAllocator) -> None:
     assert allocator.empty((0, 4), DType.FLOAT32).shape == (0, 4)
 
 
-def test_what_is_not_claimed_is_refused(allocator: CpuAllocator) -> None:
-    capabilities = allocator.capabilities()
-    assert not capabilities.sleep_levels
-    with pytest.raises(CapabilityRefused):
-        allocator.sleep(SleepPlan())
-    with pytest.raises(CapabilityRefused):
-        allocator.wake()
-    with pytest.raises(CapabilityRefused):
-        allocator.pool("weights")
-    with pytest.raises(CapabilityRefused):
-        allocator.resize(torch.empty(1), 2)
+def test_claims_are_those_of_the_descriptor(allocator: CpuAllocator) -> None:
+    claimed = allocator.capabilities()
+    assert claimed == capabilities(DEVICE).memory
+    assert claimed.sleep_levels == {0, 1, 2}
+    assert claimed.tiers == set(SleepTier)
 
 
 def test_a_closed_allocator_keeps_living_tensors_and_refuses_new_ones(allocator: CpuAllocator) -> None:

@@ -29,7 +29,12 @@ class PlainAllocator(TensorAllocator):
         return MemoryCapabilities()
 
     def empty(
-        self, shape: Sequence[int], dtype: DType, tag: str = DEFAULT, policy: Policy = Policy.PRESERVE
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
     ) -> torch.Tensor:
         home = np.zeros(prod(shape) * dtype.itemsize, np.uint8)
         tensor = torch.from_numpy(home).view(dtype.to_torch()).view(tuple(shape))

@@ -227,13 +227,22 @@ Result DeviceMemory::allocate(int device, std::size_t size, Address* out) {
   reservation.allocation = true;
   reservations_.emplace(start, reservation);
   Handle& handle = handles_.find(id)->second;
-  map_checked(start, rounded, id, handle, start);
   handle.released = true;
-  Mapping& mapping = mappings_.find(start)->second;
-  mapping.readable = mapping.writable = bit(device);
-  show(start, mapping);
-  *out = start;
-  return Result::Ok;
+  result = map_checked(start, rounded, id, handle, start);
+  if (result == Result::Ok) {
+    Mapping& mapping = mappings_.find(start)->second;
+    mapping.readable = mapping.writable = bit(device);
+    if (show(start, mapping)) {
+      *out = start;
+      return Result::Ok;
+    }
+    erase_mapping(mappings_.find(start));
+  } else {
+    drop_if_unused(handles_.find(id));
+  }
+  munmap(pointer(start), rounded);
+  reservations_.erase(start);
+  return Result::OutOfMemory;
 }
 
 Result DeviceMemory::free_allocation(Address address) {
@@ -275,6 +284,11 @@ DeviceMemory::Mappings::iterator DeviceMemory::mapping_of(Address address) {
   if (it == mappings_.begin()) return mappings_.end();
   --it;
   return address < it->first + it->second.size ? it : mappings_.end();
+}
+
+bool DeviceMemory::in_allocation(Address address) const {
+  const auto it = reservation_of(address);
+  return it != reservations_.end() && it->second.allocation;
 }
 
 std::optional<int> DeviceMemory::mapped_device(Address address) const {

@@ -70,6 +70,7 @@ class DeviceMemory {
   void free_allocations(int device);
 
   bool contains(Address address) const { return reservation_of(address) != reservations_.end(); }
+  bool in_allocation(Address address) const;
   std::optional<int> mapped_device(Address address) const;
   std::optional<int> handle_device(HandleId handle) const;
 

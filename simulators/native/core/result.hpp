@@ -6,6 +6,8 @@ namespace hardpoint::simulators {
 enum class Result {
   Ok,
   InvalidValue,
+  InvalidDirection,  // of a copy
+  NullArgument,      // a null pointer or unknown flags: seen before the device is asked
   OutOfMemory,
   NotInitialized,
   AlreadyInitialized,

@@ -264,6 +264,13 @@ bool Streams::complete(const Mark& mark) {
   return !stream || stream->finished >= mark.position;
 }
 
+Result Streams::reset_event(EventId event) {
+  const auto it = events_.find(event);
+  if (it == events_.end()) return unknown_event();
+  it->second.recorded = false;
+  return Result::Ok;
+}
+
 Result Streams::synchronize_event(EventId event) {
   const auto it = events_.find(event);
   if (it == events_.end()) return unknown_event();

@@ -63,6 +63,7 @@ class Streams {
   EventId create_event(int device);
   Result destroy_event(EventId event);
   Result record(EventId event, StreamId stream, int device);
+  Result reset_event(EventId event);
   Result synchronize_event(EventId event);
   Result query_event(EventId event);
   Result elapsed(EventId start, EventId end, float* milliseconds);

@@ -69,6 +69,8 @@ int Codes::of(Result result) {
     case Result::AlreadyInitialized:
       return success;
     case Result::InvalidValue:
+    case Result::InvalidDirection:
+    case Result::NullArgument:
       return invalid_value;
     case Result::OutOfMemory:
       return 2;

@@ -10,6 +10,8 @@ from hardpoint.interfaces.capabilities import (
     Determinism,
     IntSet,
     MemoryCapabilities,
+    SleepTier,
+    TorchPoolScope,
 )
 from hardpoint.interfaces.dtypes import DType
 
@@ -39,6 +41,8 @@ def capabilities(device: Device) -> Capabilities:
             ),
             determinism=Determinism.BATCH_INVARIANT,
         ),
-        memory=MemoryCapabilities(),
+        memory=MemoryCapabilities(
+            sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=TorchPoolScope.NONE
+        ),
         tensor_parallel=IntSet.of(1),
     )

@@ -102,6 +102,8 @@ class MemoryReport:
         seconds: by phase, and "total".
         free_before, free_after: the device's free memory as its driver reports it.
         residual: bytes still in use on the device, by participant.
+        retained: bytes that the driver refused to take back when others were gone already; the next operation tries again.
+        direct_io: backups on disk did not pass through the page cache.
         still_asleep: tags with memory that is asleep after the operation.
     """
 
@@ -114,6 +116,8 @@ class MemoryReport:
     residual: Mapping[str, int] = field(default_factory=dict)
     tiers: Mapping[SleepTier, int] = field(default_factory=dict)
     unmapped: int = 0
+    retained: int = 0
+    direct_io: bool = True
     still_asleep: frozenset[str] = frozenset()
 
     @property

@@ -1,15 +1,16 @@
-"""Device memory for models and KV caches: the ready-made allocator, and the opening of memory drivers and of their vendors' libraries.
+"""Device memory for models and KV caches: the ready-made allocator, and the opening of memory drivers.
 
-`VirtualAllocator` is a whole allocator over a backend's memory driver (`include/hardpoint/driver.h`): books, tags, policies, backups, sleep and
-wake as transactions, by the native engine. `TensorAllocator` gives an allocator of another kind what is torch and not device.
-`include_dir` is where a driver finds the C contract that it implements, and `driver_file` where an installed one is.
-Importing this package imports neither torch nor a driver.
+`VirtualAllocator` is a whole allocator over a backend's memory driver (`include/hardpoint/driver.h`): books, tags, policies,
+backups, sleep and wake as transactions, by the native engine, which `VirtualPool` offers without torch. `TensorAllocator` gives
+an allocator of another kind what is torch and not device. `include_dir` is where a driver finds the C contract that it
+implements, and `driver_file` where an installed one is. Importing this package imports neither torch nor a driver.
 """
 
 from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverStatus, DriverTable, Geometry
 from hardpoint.memory.native_files import driver_file, include_dir
+from hardpoint.memory.pool import PoolBooks, VirtualPool, default_sleep_directory
 from hardpoint.memory.tensors import Books, TensorAllocator
-from hardpoint.memory.virtual import VirtualAllocator, default_sleep_directory
+from hardpoint.memory.virtual import VirtualAllocator
 
 __all__ = [
     "Books",
@@ -18,8 +19,10 @@ __all__ = [
     "DriverStatus",
     "DriverTable",
     "Geometry",
+    "PoolBooks",
     "TensorAllocator",
     "VirtualAllocator",
+    "VirtualPool",
     "default_sleep_directory",
     "driver_file",
     "include_dir",

@@ -1,0 +1,265 @@
+"""The virtual-memory engine without torch: addresses, bytes, sleep and wake on one device."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hardpoint import _native
+from hardpoint.interfaces.allocator import (
+    BUFFERS,
+    DEFAULT,
+    KV_CACHE,
+    WEIGHTS,
+    FileExtent,
+    MemoryInfo,
+    MemoryReport,
+    MemoryStats,
+    Policy,
+    SleepPlan,
+    TagStats,
+)
+from hardpoint.interfaces.capabilities import SleepTier
+from hardpoint.interfaces.errors import InvalidAllocation, MemoryFault
+from hardpoint.memory.driver_table import DriverQuirks, DriverTable
+
+STANDARD_TAGS = (WEIGHTS, BUFFERS, KV_CACHE, DEFAULT)
+SLEEP_DIRECTORY_VARIABLE = "HARDPOINT_SLEEP_DIR"
+
+_POLICIES = {policy: getattr(_native.MemoryPolicy, policy.value) for policy in Policy}
+_TIERS = {tier: getattr(_native.MemoryTier, tier.value) for tier in SleepTier}
+_REPORTED_TIERS = (SleepTier.HOST, SleepTier.DISK, SleepTier.SOURCE)
+
+
+@dataclass(frozen=True)
+class PoolBooks:
+    """A pool's books beyond those of its tags; bytes.
+
+    Attributes:
+        reserved: addresses.
+        host_held, host_used: host memory of the backup arena, and what backups use of it.
+        disk_used: files of backups.
+        unreturned: freed device memory that the driver has refused to take back so far; it is tried again.
+    """
+
+    reserved: int
+    host_held: int
+    host_used: int
+    disk_used: int
+    unreturned: int
+
+
+def native_policy(policy: Policy) -> Any:
+    """Return a policy as the native engine knows it."""
+    return _POLICIES[policy]
+
+
+def default_sleep_directory() -> Path:
+    """Return where backups on disk go when nothing is said: HARDPOINT_SLEEP_DIR, or the user's cache directory."""
+    named = os.environ.get(SLEEP_DIRECTORY_VARIABLE)
+    if named:
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "hardpoint" / "sleep"
+
+
+class VirtualPool:
+    """Memory of one device for one engine, by address.
+
+    Every method may be called from any thread. Operations (sleep, wake, resize) follow one another; `allocate` and `free` go on
+    meanwhile. Errors are those of the contract (`hardpoint.interfaces.errors`), ForkedProcess in a forked child.
+
+    Attributes:
+        driver: the device's memory driver.
+        native: the engine's own object, for what is built on it inside the core.
+    """
+
+    def __init__(self, driver: DriverTable) -> None:
+        """Open the device; raises DriverError."""
+        self.driver = driver
+        self.native = _native.MemoryPool(driver.capsule)
+        self.native.know_tags(list(STANDARD_TAGS))
+        self._rebuilds: dict[int, Callable[[], None]] = {}
+
+    @property
+    def quirks(self) -> DriverQuirks:
+        """What the driver found by probing when the device was opened."""
+        return DriverQuirks(self.native.quirks)
+
+    def allocate(
+        self,
+        size: int,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        capacity: int = 0,
+        *,
+        shared: bool = False,
+    ) -> int:
+        """Return the address of `size` bytes.
+
+        Args:
+            capacity: bytes of addresses to reserve, for `resize`.
+            shared: cut small sizes from a common allocation of the tag and policy, aligned to 512 bytes.
+
+        Raises:
+            InvalidAllocation: no bytes.
+            DeviceOutOfMemory, DriverError.
+        """
+        if size < 1 or capacity < 0:
+            raise InvalidAllocation("an allocation has at least one byte", found=f"{size} bytes, capacity {capacity}")
+        if shared and not capacity:
+            address: int = self.native.allocate_block(size, tag, _POLICIES[policy])
+        else:
+            address = self.native.allocate(size, tag, _POLICIES[policy], capacity)
+        return address
+
+    def free(self, address: int) -> None:
+        """Give an allocation back, awake or asleep; raises ForeignMemory."""
+        self.native.free(address)
+
+    def resize(self, address: int, size: int) -> None:
+        """Grow or shrink an allocation within its capacity; raises InvalidAllocation, MemoryAsleep, DeviceOutOfMemory, DriverError."""
+        self.native.resize(address, size)
+
+    def is_asleep(self, address: int) -> bool:
+        """Return whether an allocation has no memory now; raises ForeignMemory."""
+        asleep: bool = self.native.is_asleep(address)
+        return asleep
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return bytes of awake memory; raises MemoryAsleep, ForeignMemory, DriverError."""
+        data = bytearray(size)
+        self.native.read(address, data)
+        return bytes(data)
+
+    def write(self, address: int, data: bytes | bytearray | memoryview) -> None:
+        """Write bytes to awake memory, which voids its kept backup and declared source; raises as `read` does."""
+        self.native.write(address, data)
+
+    def declare_source(self, address: int, size: int, source: Sequence[FileExtent] | Callable[[], None]) -> None:
+        """Say where bytes come from; see `DeviceAllocator.declare_source`."""
+        if callable(source):
+            self._rebuilds[id(source)] = source
+            self.native.declare_source(address, size, [], id(source))
+            return
+        extents = [(extent.start, extent.size, extent.path, extent.offset) for extent in source]
+        self.native.declare_source(address, size, extents)
+
+    def mark_written(self, tags: Sequence[str]) -> None:
+        """Void kept backups and declared sources of tags; raises UnknownTag."""
+        self.native.mark_written(list(tags))
+
+    def prepare_sleep(self, plan: SleepPlan) -> None:
+        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
+        self.native.prepare_host(self._native_plan(plan, {}))
+
+    def sleep(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None) -> MemoryReport:
+        """Give device memory back as planned; see `DeviceAllocator.sleep`.
+
+        Args:
+            live: by address of an allocation: the (first byte, number of bytes) of it that count.
+        """
+        return _report(self.native.begin_sleep(self._native_plan(plan, live or {}), plan.progress).commit())
+
+    def wake(
+        self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> MemoryReport:
+        """Map memory again and restore what was preserved; callbacks of declared sources run before it counts as awake."""
+        operation = self.native.begin_wake(None if tags is None else list(tags), progress)
+        try:
+            for key in operation.rebuilds():
+                self._rebuilds[key]()
+        except BaseException:
+            operation.rollback()
+            raise
+        return _report(operation.commit())
+
+    def discard_backup(self, tags: Sequence[str]) -> None:
+        """Drop the backups of memory that is asleep; raises UnknownTag."""
+        self.native.discard_backup(list(tags))
+
+    def read_backup(self, address: int, size: int) -> bytes:
+        """Return preserved bytes of sleeping memory; raises MemoryFault where there are none, BackupCorrupt."""
+        data = bytearray(size)
+        self.native.read_backup(address, data)
+        return bytes(data)
+
+    def stats(self) -> MemoryStats:
+        """Return the books by tag."""
+        books = self.native.stats()
+        tags = {
+            name: TagStats(**{key: value for key, value in tag.items() if key != "asleep"})
+            for name, tag in books["tags"].items()
+        }
+        asleep = frozenset(name for name, tag in books["tags"].items() if tag["asleep"])
+        return MemoryStats(tags=tags, peak_allocated=books["peak_allocated"], asleep=asleep)
+
+    def books(self) -> PoolBooks:
+        """Return the books of addresses and backups."""
+        books = self.native.stats()
+        return PoolBooks(**{name: books[name] for name in PoolBooks.__dataclass_fields__})
+
+    def memory_info(self) -> MemoryInfo:
+        """Return the device's free and total memory as its driver reports them."""
+        free, total = self.native.memory_info()
+        return MemoryInfo(free=free, total=total)
+
+    def trim(self) -> None:
+        """Give host memory that no backup uses back to the operating system."""
+        self.native.trim()
+
+    def close(self) -> None:
+        """Refuse new memory; what is in use stays until it is freed."""
+        self.native.close()
+
+    def _native_plan(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]]) -> Any:
+        native = _native.MemorySleepPlan()
+        native.tags = None if plan.tags is None else sorted(plan.tags)
+        native.policies = {tag: _POLICIES[policy] for tag, policy in plan.policies.items()}
+        native.keep = sorted(plan.keep)
+        native.tier = _TIERS[plan.tier]
+        native.verify = plan.verify
+        native.host_budget = plan.host_budget
+        native.disk_budget = plan.disk_budget
+        for address, ranges in live.items():
+            native.add_live(address, ranges)
+        if plan.tier is SleepTier.DISK:
+            native.disk_directory = str(_sleep_directory(plan.disk_directory))
+        return native
+
+
+def _report(report: Mapping[str, Any]) -> MemoryReport:
+    return MemoryReport(
+        preserved=report["preserved"],
+        discarded=report["discarded"],
+        skipped=report["skipped"],
+        seconds=report["seconds"],
+        free_before=report["free_before"],
+        free_after=report["free_after"],
+        tiers={tier: size for tier, size in zip(_REPORTED_TIERS, report["tiers"], strict=True) if size},
+        unmapped=report["unmapped"],
+        retained=report["retained"],
+        direct_io=report["disk_direct"],
+        still_asleep=frozenset(report["still_asleep"]),
+    )
+
+
+def _sleep_directory(named: str | None) -> Path:
+    directory = Path(named) if named else default_sleep_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MemoryFault(
+            f"the directory {directory} for backups cannot be made",
+            found=str(error),
+            hint=f"Set {SLEEP_DIRECTORY_VARIABLE}",
+        ) from error
+    return directory
+
+
+# Backups on disk are removed; memory needs no return, and drivers may be gone when the last tensors are.
+atexit.register(_native.abandon_memory_pools)
