@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save, save_file
 
 from hardpoint import LLM, LLMEngine, PoolingParams, SamplingParams
 from hardpoint.engine.sleep import EngineState
-from hardpoint.interfaces import Pooling
+from hardpoint.interfaces import Capabilities, Pooling, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
     BackupCorrupt,
     CapabilityRefused,
@@ -627,6 +628,56 @@ def test_impossible_sleeps_change_nothing(tiny: Subject) -> None:
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         LLM("demo", backend="cpu", **settings)
+
+
+@pytest.fixture
+def as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Change what the CPU backend says of itself."""
+    from hardpoint.engine import core
+
+    def change(**claims: Any) -> None:
+        resolved = core.resolve_backend("cpu")
+        changed = replace(resolved, descriptor=replace(resolved.descriptor, **claims))
+        monkeypatch.setattr(core, "resolve_backend", lambda *arguments, **options: changed)
+
+    return change
+
+
+def test_sleep_mode_is_refused_where_the_backend_claims_no_sleep(
+    as_if: Callable[..., None], make_tiny: Callable[..., Subject]
+) -> None:
+    as_if(capabilities=lambda device: Capabilities.none())
+    with pytest.raises(CapabilityRefused, match="no sleep level"):
+        make_tiny(enable_sleep_mode=True)
+
+
+def test_the_host_memory_of_the_first_sleep_is_made_ready_beside_an_accelerator_only(
+    as_if: Callable[..., None], make_tiny: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hardpoint_cpu.allocator import CpuAllocator
+
+    plans: list[SleepPlan] = []
+    monkeypatch.setattr(CpuAllocator, "prepare_sleep", lambda self, plan: plans.append(plan))
+    make_tiny(enable_sleep_mode=True)
+    make_tiny(enable_sleep_mode=False)
+    assert plans == []
+    as_if(accelerator=True)
+    make_tiny(enable_sleep_mode=False)
+    make_tiny(enable_sleep_mode=True, sleep_tier="disk")
+    assert plans == []
+    make_tiny(enable_sleep_mode=True, sleep_host_budget=0.5)
+    (plan,) = plans
+    assert (plan.tier, plan.host_budget) == (SleepTier.HOST, 1 << 29)
+    assert plan.keep == {"weights"}
+
+
+def test_the_default_tier_is_the_one_that_frees_memory(
+    as_if: Callable[..., None], make_tiny: Callable[..., Subject]
+) -> None:
+    assert make_tiny().llm.sleep().tier is SleepTier.DISK
+    as_if(accelerator=True)
+    assert make_tiny().llm.sleep().tier is SleepTier.HOST
+    assert make_tiny(sleep_tier="source").llm.sleep().tier is SleepTier.SOURCE
 
 
 def test_sleeps_and_wakes_are_counted(make_tiny: Callable[..., Subject]) -> None:

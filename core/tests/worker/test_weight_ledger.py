@@ -34,8 +34,13 @@ def test_a_write_that_breaks_off_makes_everything_missing_if_it_wrote_anything(
     written_before: set[str], missing: frozenset[str], error: type[BaseException]
 ) -> None:
     ledger = WeightLedger(NAMES)
-    written: set[str] = set()
-    with pytest.raises(error), ledger.writing(written):
-        written |= written_before
-        raise error
+
+    def write() -> None:
+        written: set[str] = set()
+        with ledger.writing(written):
+            written |= written_before
+            raise error
+
+    with pytest.raises(error):
+        write()
     assert ledger.missing == missing

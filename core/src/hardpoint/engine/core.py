@@ -29,6 +29,7 @@ class EngineInfo:
 
     Attributes:
         path: how the model runs: "fused" (one native call per step), "lean" (the core's torch decoder) or "transformers".
+        accelerator: the device has memory of its own; False where it is the host's.
         notice: one line where a backend of higher priority was passed over; logged as a warning when the engine is made.
     """
 
@@ -46,6 +47,7 @@ class EngineInfo:
     weight_bytes: int
     kv_bytes: int
     load_seconds: float
+    accelerator: bool = False
     notice: str = ""
 
 
@@ -166,6 +168,7 @@ class EngineCore:
             weight_bytes=model.weight_bytes,
             kv_bytes=num_blocks * spec.block_bytes,
             load_seconds=time.perf_counter() - start,
+            accelerator=resolved.descriptor.accelerator,
             notice=resolved.notice,
         )
         return model
