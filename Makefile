@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml backends/*/pyproject.toml) \
 	$(wildcard core/CMakeLists.txt core/include/hardpoint/* core/native/*) \
-	$(wildcard backends/*/CMakeLists.txt backends/*/native/* backends/cpu/native/isa/*) \
+	$(wildcard backends/*/CMakeLists.txt backends/*/native/* backends/*/native/*/*) \
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 

@@ -63,7 +63,7 @@ void SourceFile::read(uint64_t offset, void* data, size_t size) const {
 
 Backup::~Backup() {
   for (const Piece& piece : pieces) {
-    if (piece.kind == Piece::Kind::kHost) arena_.give(piece.span);
+    if (piece.span.size > 0) arena_.give(piece.span);  // none before the sleep has found room
   }
 }
 

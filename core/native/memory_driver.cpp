@@ -49,6 +49,7 @@ Driver::Driver(const hp_driver* table) {
 }
 
 Driver::~Driver() {
+  if (opened_) drop_idle_streams();
   hp_error ignored{};  // nobody is left who could be told
   if (opened_) table_.close(table_.context, &ignored);
 }
@@ -95,12 +96,34 @@ void Driver::host_register(void* host, size_t size) const { call(table_, table_.
 void Driver::host_unregister(void* host, size_t size) const { call(table_, table_.host_unregister, host, size); }
 
 Driver::Stream::Stream(const Driver& driver) : driver_(driver) {
+  {
+    std::lock_guard lock(driver_.streams_mutex_);
+    if (!driver_.idle_streams_.empty()) {
+      stream_ = driver_.idle_streams_.back();
+      driver_.idle_streams_.pop_back();
+      return;
+    }
+  }
   call(driver_.table_, driver_.table_.stream_create, &stream_);
 }
 
 Driver::Stream::~Stream() {
-  hp_error ignored{};  // the operation's result does not depend on it
-  driver_.table_.stream_destroy(driver_.table_.context, stream_, &ignored);
+  std::lock_guard lock(driver_.streams_mutex_);
+  driver_.idle_streams_.push_back(stream_);
+}
+
+void Driver::drop_idle_streams() noexcept {
+  std::vector<uint64_t> idle;
+  {
+    std::lock_guard lock(streams_mutex_);
+    idle.swap(idle_streams_);
+  }
+  for (const uint64_t stream : idle) {
+    hp_error ignored{};
+    if (table_.stream_destroy(table_.context, stream, &ignored) == HP_OK) continue;
+    std::lock_guard lock(streams_mutex_);
+    idle_streams_.push_back(stream);
+  }
 }
 
 }  // namespace hardpoint::memory

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <vector>
 
 #include "hardpoint/driver.h"
 #include "memory_fault.hpp"
@@ -44,7 +46,10 @@ class Driver {
   void host_register(void* host, size_t size) const;
   void host_unregister(void* host, size_t size) const;
 
-  // A stream for the time of an operation.
+  // Ends streams that no operation uses. One that the driver does not end stays, and is tried again.
+  void drop_idle_streams() noexcept;
+
+  // A stream for the time of an operation; the next one uses it again.
   class Stream {
    public:
     explicit Stream(const Driver& driver);
@@ -64,6 +69,8 @@ class Driver {
   hp_geometry geometry_{};
   uint64_t quirks_ = 0;
   bool opened_ = false;
+  mutable std::mutex streams_mutex_;  // guards idle_streams_
+  mutable std::vector<uint64_t> idle_streams_;
 };
 
 }  // namespace hardpoint::memory

@@ -588,6 +588,7 @@ void Pool::close() {
   closed_ = true;
   retry_unreturned();
   arena_.trim();
+  driver_.drop_idle_streams();
 }
 
 void Pool::abandon() {

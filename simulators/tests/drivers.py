@@ -351,9 +351,7 @@ class Ascend(Driver):
 
     def start(self) -> None:
         assert self.call("aclInit", None) in (0, 100002)
-        code, device = self.make("aclrtGetDevice")
-        if code or device:
-            assert self.call("aclrtSetDevice", 0) == 0
+        assert self.call("aclrtSetDevice", 0) == 0
 
     def properties(self, device: int = 0) -> Any:
         return AclProperties(attribute=4, location=AclLocation(device, 1))
