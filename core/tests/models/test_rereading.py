@@ -65,7 +65,9 @@ def _save(kind: str, folder: Path, seed: int = 0) -> None:
     save_tiny(folder, tiny_config(model_type, **options), seed=seed)
 
 
-def _load(folder: Path, **options: Any) -> tuple[ModelSource, RunnableModel, NotingAllocator, Callable[[], torch.Tensor]]:
+def _load(
+    folder: Path, **options: Any
+) -> tuple[ModelSource, RunnableModel, NotingAllocator, Callable[[], torch.Tensor]]:
     """Return a loaded model, and what computes logits of a prompt with its present weights."""
     allocator = NotingAllocator()
     source, model, plan, attention = open_and_load(folder, allocator=allocator, **options)
