@@ -20,10 +20,13 @@ from hardpoint.engine.sleep import EngineState
 from hardpoint.interfaces import Capabilities, Pooling, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
     BackupCorrupt,
+    BackupStale,
     CapabilityRefused,
     ConfigError,
     CorruptWeights,
+    DeviceOutOfMemory,
     DrainTimeout,
+    DriverError,
     EngineAsleep,
     EngineDead,
     MemoryAsleep,
@@ -33,8 +36,10 @@ from hardpoint.interfaces.errors import (
     UnknownTag,
     WeightsMissing,
 )
+from hardpoint.memory import DriverTable
 from hardpoint.models import open_model
 from hardpoint.sampling import RequestOutputKind
+from hardpoint_cpu.driver import DriverFaults, driver_table
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,"]
 LONG = "Give three facts about the moon, and explain each of them in a sentence that a child understands. " * 3
@@ -487,6 +492,74 @@ def test_weights_that_were_written_unseen_are_declared_valid(
     tiny.llm.sleep(tier="disk")
     tiny.llm.wake_up()
     assert tiny.tokens() == changed
+
+
+def test_a_write_that_nobody_announced_is_found_where_backups_are_verified(
+    tiny: Subject, checkpoint: dict[str, torch.Tensor]
+) -> None:
+    tiny.tokens_changed = True
+    tiny.llm.sleep(tier="disk")
+    tiny.llm.wake_up()
+    program = tiny.llm.engine._core.executor._worker._model._program
+    program.load_weight("final_norm", checkpoint[NORM].flip(0))
+    changed = tiny.tokens()
+    with pytest.raises(BackupStale):
+        tiny.llm.sleep(tier="disk", verify=True)
+    assert not tiny.llm.is_sleeping()
+    tiny.llm.declare_weights_valid()
+    tiny.llm.sleep(tier="disk", verify=True)
+    tiny.llm.wake_up()
+    assert tiny.tokens() == changed
+
+
+# Failing drivers
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[DriverTable]:
+    """The driver tables of the engines that are made from here on."""
+    opened: list[DriverTable] = []
+
+    def open_and_note(device: int) -> DriverTable:
+        opened.append(driver_table(device))
+        return opened[-1]
+
+    monkeypatch.setattr("hardpoint_cpu.allocator.driver_table", open_and_note)
+    return opened
+
+
+@pytest.mark.parametrize("entry", ["copy_to_host", "unmap", "stream_synchronize"])
+def test_a_driver_call_that_fails_in_a_sleep_leaves_requests_and_prefix_cache_as_they_were(
+    entry: str, tables: list[DriverTable], make_tiny: Callable[..., Subject]
+) -> None:
+    tiny = make_tiny()
+    tiny.start(steps=3)
+    cached = tiny.llm.stats().blocks_cached
+    DriverFaults(tables[0]).fail(entry)
+    with pytest.raises(DriverError):
+        tiny.llm.sleep(tier="host", mode="abort")
+    assert tiny.llm.sleep_status().state is EngineState.RUNNING
+    assert tiny.llm.stats().blocks_cached == cached > 0
+    tiny.llm.sleep(tier="host", mode="keep")
+    tiny.llm.wake_up()
+    assert tiny.last_tokens() == tiny.expected
+
+
+@pytest.mark.parametrize("entry", ["create", "map", "copy_to_device", "stream_synchronize"])
+def test_a_driver_call_that_fails_in_a_wake_leaves_the_engine_asleep_and_a_retry_works(
+    entry: str, tables: list[DriverTable], make_tiny: Callable[..., Subject]
+) -> None:
+    tiny = make_tiny()
+    tiny.start(steps=3)
+    tiny.llm.sleep(tier="host", mode="keep", kv="preserve")
+    DriverFaults(tables[0]).fail(entry)
+    with pytest.raises((DriverError, DeviceOutOfMemory)):
+        tiny.llm.wake_up()
+    assert tiny.llm.sleep_status().asleep == {"weights", "buffers", "kv_cache", "default"}
+    with pytest.raises(EngineAsleep):
+        tiny.llm.engine.step()
+    tiny.llm.wake_up()
+    assert tiny.last_tokens() == tiny.expected
 
 
 # Other ways of running

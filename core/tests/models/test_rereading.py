@@ -181,6 +181,14 @@ def test_a_reload_takes_the_weights_of_another_checkpoint_of_the_same_model(kind
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_dummy_weights_give_way_to_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    _save(kind, tmp_path)
+    _, model, _, logits = _load(tmp_path, load_format="dummy", seed=3)
+    model.reload(open_model(str(tmp_path)))
+    assert torch.equal(logits(), _load(tmp_path)[3]())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_anything_is_written(kind: str, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     _save(kind, old, seed=1)
