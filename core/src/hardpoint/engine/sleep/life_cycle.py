@@ -208,7 +208,16 @@ class LifeCycle:
         if not self._paused or changed:
             self._level = max(request.level, self._level or 0)
         self._paused = True
-        report = SleepReport(
+        report = self._sleep_report(request, work, memory, changed, time.perf_counter() - start)
+        if changed:
+            self.totals.count_sleep(report.seconds, memory)
+            self._log_sleep(report)
+        return report
+
+    def _sleep_report(
+        self, request: SleepRequest, work: _Work | None, memory: MemoryReport | None, changed: bool, seconds: float
+    ) -> SleepReport:
+        return SleepReport(
             changed=changed,
             level=self._level or 0,
             mode=request.mode.value,
@@ -217,14 +226,10 @@ class LifeCycle:
             dropped=frozenset() if work is None else work.dropped,
             asleep=self._asleep,
             weights_valid=not self._missing,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             memory=memory,
             residual={} if memory is None else {**memory.residual, **self.participants.resident_bytes()},
         )
-        if changed:
-            self.totals.count_sleep(report.seconds, memory)
-            self._log_sleep(report)
-        return report
 
     def _drain(self, drain: Callable[[], None]) -> None:
         if self.state is not EngineState.RUNNING:
