@@ -702,7 +702,7 @@ class DriverSuite:
         assert (caught.value.call, caught.value.code) == ("hp_driver_open", 0)
 
     def test_long_text_is_cut_between_characters(self, simulator: Simulator) -> None:
-        with pytest.raises(DriverError, match="^driver call hp_driver_open failed.*unknown option 'é*é") as caught:
+        with pytest.raises(DriverError, match=r"^driver call hp_driver_open failed.*unknown option 'é*é") as caught:
             self.table(simulator, UNUSABLE_DEVICE, **{"é" * 300: 1})
         assert len(caught.value.text.encode()) == 318
 

@@ -111,7 +111,7 @@ void Backup::read(Range range, std::byte* target) const {
         break;
       }
       case Piece::Kind::kRebuild:
-        throw MemoryFault(Fault::kRefused, "these bytes cannot be read while they are asleep",
+        throw MemoryFault(Fault::kAsleep, "these bytes cannot be read while they are asleep",
                           "a callback writes them again on wake");
     }
     found += part.size;

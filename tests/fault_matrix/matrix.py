@@ -104,12 +104,14 @@ class Operation:
 
     Attributes:
         forgets: tags whose bytes the operation may drop when it succeeds.
+        elastic: needs memory that grows and shrinks in place.
     """
 
     name: str
     run: Step
     prepare: Step = lambda world: None
     forgets: tuple[str, ...] = ()
+    elastic: bool = False
 
 
 def _sleep(**settings: object) -> Step:
@@ -150,8 +152,8 @@ def _resize(units: int) -> Step:
 
 OPERATIONS = (
     Operation("allocate", _allocate),
-    Operation("grow", _resize(7)),
-    Operation("shrink", _resize(1)),
+    Operation("grow", _resize(7), elastic=True),
+    Operation("shrink", _resize(1), elastic=True),
     Operation("sleep to host", _sleep(), forgets=_DROPPED),
     Operation("sleep to disk", _sleep(tier=SleepTier.DISK), forgets=_DROPPED),
     Operation("sleep, weights discarded", _sleep(policies={"weights": Policy.DISCARD}), forgets=(*_DROPPED, "weights")),
@@ -196,7 +198,7 @@ def _world(target: Target, directory: str) -> World:
     world.add(unit, "kv_cache", Policy.DISCARD)
     world.add(unit, "scratch", Policy.ZERO)
     world.add(unit, "resident", Policy.RESIDENT)
-    world.add(3 * unit, "elastic", capacity=32 * unit)
+    world.add(3 * unit, "elastic", capacity=32 * unit if target.elastic else 0)
     return world
 
 
@@ -204,6 +206,8 @@ def run_target(target: Target, operations: tuple[Operation, ...] = OPERATIONS) -
     """Yield a row for every call that an operation makes on a driver."""
     with tempfile.TemporaryDirectory() as directory:
         for operation in operations:
+            if operation.elastic and not target.elastic:
+                continue
             world = _world(target, directory)
             operation.prepare(world)
             before = target.calls()

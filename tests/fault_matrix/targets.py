@@ -19,9 +19,11 @@ class Target(ABC):
 
     Attributes:
         name: for people; says `simulated` where the vendor's library is one.
+        elastic: memory of an allocation can be given back while its addresses stay.
     """
 
     name: str
+    elastic: bool = True
 
     @abstractmethod
     def table(self) -> DriverTable:
@@ -108,6 +110,7 @@ class SimulatedTarget(Target):
         self._vendor = vendor
         self._quirks = dict(quirks or {})
         self._simulator = Simulator(vendor)  # type: ignore[arg-type]
+        self.elastic = "hold_until_address_free" not in self._quirks
         self.name = f"{vendor} (simulated{''.join(f', {quirk}' for quirk in self._quirks)})"
 
     def table(self) -> DriverTable:

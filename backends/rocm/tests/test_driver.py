@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ class TestRocmDriver(DriverSuite):
         monkeypatch.delenv(OURS, raising=False)
         monkeypatch.delenv(VLLMS, raising=False)
 
-    def max_chunk(self, simulator: Simulator, **options: object) -> int:
+    def max_chunk(self, simulator: Simulator, **options: Any) -> int:
         driver = self.table(simulator, **options)
         driver.open()
         largest = driver.geometry().max_chunk
@@ -99,7 +100,7 @@ class TestRocmDriver(DriverSuite):
     def test_chunk_that_is_no_size_is_refused(
         self, value: str, origin: str, simulator: Simulator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        options = {"chunk_mb": value} if origin.startswith("option") else {}
+        options: dict[str, Any] = {"chunk_mb": value} if origin.startswith("option") else {}
         if not options:
             monkeypatch.setenv(origin, value)
         with pytest.raises(DriverError, match=f"{origin} is '{value}', not a whole number from 1 to 1048576"):
@@ -147,8 +148,9 @@ class TestRocmDriver(DriverSuite):
         assert simulator.used(1) == 0
 
     def test_several_quirks_are_found_together(self, driver: DriverTable, simulator: Simulator) -> None:
-        for setting, value in (("hold_until_address_free", 1), ("stale_pages", 1), ("free_counter_lag", 3)):
-            simulator.set(setting, value)
+        simulator.set("hold_until_address_free", 1)
+        simulator.set("stale_pages", 1)
+        simulator.set("free_counter_lag", 3)
         found = driver.quirks()
         assert found == DriverQuirks.ADDRESS_HOLDS_MEMORY | DriverQuirks.STALE_PAGES | DriverQuirks.FREE_LAGS
 
