@@ -117,6 +117,7 @@ void PoolOperation::run(const std::vector<Group>& groups, size_t threads, const 
   std::function<void()> watch;
   if (progress_) watch = [this] { progress_(bytes_done_, bytes_in_all_); };
   run_workers(threads, groups.size(), [&](size_t item, size_t worker) { work(groups[item], movers[worker]); }, watch);
+  if (progress_) progress_(bytes_in_all_, bytes_in_all_);
 }
 
 std::vector<PoolOperation::Group> PoolOperation::group(const std::vector<size_t>& order) const {
@@ -240,7 +241,10 @@ void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
   for (auto& allocation : doomed) {
     if (!pool_.destroy(*allocation)) pool_.bury(std::move(allocation));
   }
+  // Last references: what the operation still holds of a replaced backup goes with the others.
+  for (Entry& entry : entries_) dropped.push_back(std::move(entry.backup));
   entries_.clear();
+  pool_.drop(std::move(dropped));
 }
 
 void PoolOperation::note_asleep() {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 namespace hardpoint::memory {
 namespace {
@@ -31,7 +32,10 @@ int current_fork() {
 Pool::Pool(const hp_driver* table) : fork_generation_(current_fork()), driver_(table), arena_(driver_) {}
 
 Pool::~Pool() {
-  if (abandoned_ || current_fork() != fork_generation_) {
+  const bool forked = current_fork() != fork_generation_;
+  if (forked && dropping_.joinable()) dropping_.detach();  // the thread is the parent's
+  finish_dropping();
+  if (abandoned_ || forked) {
     abandoned_ = true;
     driver_.abandon();
     arena_.abandon();
@@ -483,6 +487,18 @@ void Pool::declare_source(uint64_t address, std::vector<Source> sources) {
   std::sort(all.begin(), all.end(), [](const Source& a, const Source& b) { return a.range.start < b.range.start; });
 }
 
+std::vector<uint64_t> Pool::callbacks() const {
+  std::set<uint64_t> found;
+  std::lock_guard lock(books_);
+  for (const auto& [address, allocation] : allocations_) {
+    for (const Source& source : allocation->sources) found.insert(source.rebuild);
+    if (!allocation->backup) continue;
+    for (const Piece& piece : allocation->backup->pieces) found.insert(piece.rebuild);
+  }
+  found.erase(0);
+  return {found.begin(), found.end()};
+}
+
 void Pool::mark_written(const std::vector<std::string>& tags) {
   std::lock_guard lock(books_);
   const std::vector<bool> chosen = selected(tags);
@@ -538,6 +554,19 @@ void Pool::prepare_host(const SleepPlan& plan) {
   if (plan.tier != Tier::kDisk) arena_.prepare(bytes, plan.host_budget);
 }
 
+void Pool::drop(std::vector<std::shared_ptr<Backup>> backups) {
+  const bool files = std::any_of(backups.begin(), backups.end(), [](const auto& backup) { return backup && backup->disk; });
+  if (!files) return;
+  std::lock_guard lock(dropping_mutex_);
+  if (dropping_.joinable()) dropping_.join();
+  dropping_ = std::thread([backups = std::move(backups)]() mutable { backups.clear(); });
+}
+
+void Pool::finish_dropping() {
+  std::lock_guard lock(dropping_mutex_);
+  if (dropping_.joinable()) dropping_.join();
+}
+
 std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces) {
   return with_disk_faults([&] {
     std::shared_ptr<DiskStore> store;
@@ -549,6 +578,12 @@ std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes,
       }
       store = disk_;
     }
+    try {
+      return store->create(bytes, pieces);
+    } catch (const BudgetExceeded&) {
+    } catch (const DiskFull&) {
+    }
+    finish_dropping();  // backups that were given up take room until they are gone
     return store->create(bytes, pieces);
   });
 }
@@ -590,6 +625,7 @@ Stats Pool::stats() const {
 void Pool::close() {
   if (current_fork() != fork_generation_ || abandoned_) return;
   closed_ = true;
+  finish_dropping();
   retry_unreturned();
   arena_.trim();
   driver_.drop_idle_streams();
@@ -599,6 +635,7 @@ void Pool::abandon() {
   abandoned_ = true;
   closed_ = true;
   driver_.abandon();
+  finish_dropping();
   std::lock_guard lock(books_);
   for (auto& [address, allocation] : allocations_) allocation->backup.reset();
   disk_.reset();
