@@ -123,7 +123,9 @@ class _Reader:
     def _symbols(self, versions: dict[int, str]) -> tuple[frozenset[Import], frozenset[str]]:
         section, table = self._section(_DYNSYM), self._section(_VERSION_TABLE)
         imports, exports = set(), set()
-        symbols = struct.iter_unpack("<IBBHQQ", self._data[section.offset : section.offset + section.size]) if section else ()
+        symbols = (
+            struct.iter_unpack("<IBBHQQ", self._data[section.offset : section.offset + section.size]) if section else ()
+        )
         for position, (name, info, _, place, _, _) in enumerate(symbols):
             assert section is not None
             binding = info >> 4

@@ -1,6 +1,6 @@
 """Generates the libraries that an installed build of torch is linked with and that are not simulated: every function fails.
 
-    python -m hardpoint_simulators.torch_libraries cuda <site-packages> <folder for the libraries>
+python -m hardpoint_simulators.torch_libraries cuda <site-packages> <folder for the libraries>
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ GAPS = "libhardpoint_gaps.so"
 DEFAULT_CODE = 1
 
 _SYSTEM = re.compile(r"^(lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s|gomp|z)\.so|ld-linux)")
-_RETURNS_TEXT = re.compile(r"(GetError(String|Name)|GetLastErrorString|LastError|GetStatusString|GetStatusName|RecentErrMsg)$")
+_RETURNS_TEXT = re.compile(
+    r"(GetError(String|Name)|GetLastErrorString|LastError|GetStatusString|GetStatusName|RecentErrMsg)$"
+)
 
 
 class GenerationFailed(Exception):
@@ -96,9 +98,7 @@ def plan(
     provided = frozenset[str]().union(*(one.exports for one in [*there.values(), *simulations.values()]))
     wanted_libraries = frozenset[str]().union(*(set(one.needed) | set(one.versions) for one in binaries.values()))
     missing = sorted(
-        name
-        for name in wanted_libraries
-        if name not in there and name not in simulations and not _SYSTEM.match(name)
+        name for name in wanted_libraries if name not in there and name not in simulations and not _SYSTEM.match(name)
     )
     system = [ctypes.CDLL(None), *(ctypes.CDLL(name) for name in wanted_libraries if _SYSTEM.match(name))]
     failing = {soname: FailingLibrary(soname, links=build.links.get(soname)) for soname in missing}
@@ -139,7 +139,19 @@ def _function(name: str, codes: Mapping[str, int]) -> str:
 
 def _compile(failing: FailingLibrary, folder: Path, codes: Mapping[str, int]) -> Path:
     output = folder / failing.soname
-    command = ["cc", "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{failing.soname}", "-o", str(output), "-x", "c", "-"]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-w",
+        f"-Wl,-soname,{failing.soname}",
+        "-o",
+        str(output),
+        "-x",
+        "c",
+        "-",
+    ]
     script = failing.version_script()
     if script:
         versions = folder / f"{failing.soname}.map"
