@@ -255,15 +255,19 @@ class TorchPools:
 
     def _drop_idle(self, wanted: Callable[[Any], bool]) -> None:
         with self._gate:
-            if not self._idle:
-                return
-            for key, pools in list(self._idle.items()):
-                for pool in pools:
-                    if wanted(pool):
-                        _torch_objects.drop(pool)
-                        self._idle[key] = [other for other in self._idle[key] if other is not pool]
-            del pools, pool
-        self.functions.empty_cache()
+            used_before = bool(self._idle)
+            self._idle = {key: self._kept(pools, wanted) for key, pools in self._idle.items()}
+        if used_before:
+            self.functions.empty_cache()
+
+    def _kept(self, pools: Sequence[Any], wanted: Callable[[Any], bool]) -> list[Any]:
+        kept = []
+        for pool in pools:
+            if wanted(pool):
+                _torch_objects.drop(pool)
+            else:
+                kept.append(pool)
+        return kept
 
     def _open_block(self, tag: str, policy: Policy) -> _Block:
         with self._gate:
