@@ -1,4 +1,7 @@
-"""Torch's own allocations in our memory, over a simulated driver: sleep, wake, errors, threads, devices."""
+"""Torch's own allocations in our memory, over a simulated driver: sleep, wake, errors, threads, devices.
+
+Run a second time with a driver whose memory the host cannot touch, and whose copies run when they are waited for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import nn
 
 from hardpoint.interfaces import DType, MemoryReport, Policy, SleepPlan, SleepTier, TorchPoolScope
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS
-from hardpoint.interfaces.errors import CapabilityRefused, DeviceOutOfMemory, MemoryBusy
+from hardpoint.interfaces.errors import DeviceOutOfMemory, MemoryBusy
 
 MIB = 1 << 20
 
@@ -74,12 +77,6 @@ def test_backend_finds_the_simulated_devices_and_torch_has_as_many(machine: Any)
     claimed = machine.descriptor.capabilities(machine.devices[0]).memory
     assert claimed == machine.allocator().capabilities()
     assert claimed.torch_pool is TorchPoolScope.ALL
-
-
-def test_operators_do_not_pretend_to_compute_on_a_simulated_device(machine: Any) -> None:
-    one = segment(machine, 2)
-    with pytest.raises(RuntimeError):
-        (one + 1).cpu()
 
 
 @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK])
@@ -471,104 +468,3 @@ def test_work_of_a_side_stream_is_done_before_memory_goes(machine: Any, allocato
     allocator.sleep(SleepPlan())
     allocator.wake()
     assert torch.equal(tensor.cpu(), origin)
-
-
-def test_settings_call_for_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
-    ended = run_child(
-        f"""
-from hardpoint.interfaces.errors import CapabilityRefused
-torch.empty(1, device=DEVICE.torch_device)
-torch.{machine.torch_type}.memory._set_allocator_settings("expandable_segments:True")
-allocator = hardpoint_backend().make("allocator", DEVICE)
-try:
-    with allocator.pool("weights"):
-        print("entered")
-except CapabilityRefused as error:
-    print(error)
-"""
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "set by a call: expandable_segments:True" in ended.stdout
-    assert f"Set {machine.settings[0]} to expandable_segments:False" in ended.stdout
-
-
-@pytest.mark.parametrize("spelling", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments : True"])
-def test_environment_with_expandable_segments_is_refused(machine: Any, run_child: Any, spelling: str) -> None:
-    for variable in machine.settings:
-        ended = run_child(
-            """
-from hardpoint.interfaces.errors import CapabilityRefused
-allocator = hardpoint_backend().make("allocator", DEVICE)
-try:
-    with allocator.pool("weights"):
-        print("entered")
-except CapabilityRefused as error:
-    print(error)
-""",
-            **{variable: spelling},
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert f"{variable}={spelling}" in ended.stdout
-        assert f"Set {variable} to expandable_segments:False" in ended.stdout
-
-
-def test_settings_without_expandable_segments_are_accepted(machine: Any, run_child: Any) -> None:
-    for variable in machine.settings:
-        ended = run_child(
-            """
-allocator = hardpoint_backend().make("allocator", DEVICE)
-with allocator.pool("weights"):
-    tensor = torch.empty(1 << 20, device=DEVICE.torch_device)
-print(allocator.stats().tags["weights"].allocated > 0)
-""",
-            **{variable: "expandable_segments:False"},
-        )
-        assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["True"]), ended.stderr
-
-
-EXITS = {
-    "awake": "",
-    "asleep": "allocator.sleep(SleepPlan())",
-    "half awake": "allocator.sleep(SleepPlan()); allocator.wake(['weights'])",
-    "asleep on disk": "allocator.sleep(SleepPlan(tier=SleepTier.DISK, disk_directory='.'))",
-    "within a block": "allocator.pool('weights').__enter__()",
-    "by sys.exit within a block": "with allocator.pool('weights'): sys.exit(0)",
-    "after an error of the device": """
-allocator.sleep(SleepPlan())
-try:
-    tensors[0].cpu()
-except RuntimeError:
-    pass
-""",
-    "without tensors": "tensors.clear(); gc.collect()",
-    "after close": "allocator.close()",
-    "without an allocator": "del allocator; gc.collect()",
-}
-
-
-@pytest.mark.parametrize("state", EXITS)
-def test_interpreter_ends_cleanly(machine: Any, run_child: Any, tmp_path: Any, state: str) -> None:
-    ended = run_child(
-        f"""
-allocator = hardpoint_backend().make("allocator", DEVICE)
-with allocator.pool("weights"):
-    tensors = [torch.ones(1 << 20).to(DEVICE.torch_device), torch.ones(4 << 20).to(DEVICE.torch_device)]
-with allocator.pool("kv_cache", Policy.DISCARD):
-    cache = torch.empty(4 << 20, device=DEVICE.torch_device)
-own = allocator.empty((100,), DType.FLOAT32)
-print("begin of the end", file=sys.stderr, flush=True)
-{EXITS[state]}
-"""
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.split("begin of the end\n")[1:] == [""]
-    assert list(tmp_path.rglob("*.backup")) == []
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
-
-
-def test_refusal_names_a_build_of_torch_without_the_device(machine: Any, allocator: Any, monkeypatch: Any) -> None:
-    if machine.backend != "cuda":
-        pytest.skip("torch_npu is a package of its own")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(CapabilityRefused, match="is built without CUDA"), allocator.pool(WEIGHTS):
-        pass
