@@ -34,10 +34,15 @@ case $variant in
     portable=$([ "$variant" = sanitize ] && echo ON || echo OFF)
     install ./core -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.CMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF
     install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.HARDPOINT_PORTABLE="$portable"
+    install ./simulators
+    for vendor in cuda rocm ascend; do
+      install "./backends/$vendor" -C cmake.define.HARDPOINT_SANITIZE=address,undefined
+    done
     # The interpreter is not instrumented, so the runtime is loaded before it; its own leaks are not ours.
     preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
     LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 core/tests/kv core/tests/scheduler backends/cpu/tests
+      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 core/tests/kv core/tests/scheduler \
+      backends/cpu/tests backends/cuda/tests backends/rocm/tests backends/ascend/tests
     ;;
   *)
     echo "unknown variant '$variant': portable, sanitize or sanitize-all" >&2

@@ -63,7 +63,7 @@ void SourceFile::read(uint64_t offset, void* data, size_t size) const {
 
 Backup::~Backup() {
   for (const Piece& piece : pieces) {
-    if (piece.kind == Piece::Kind::kHost) arena_.give(piece.span);
+    if (piece.span.size > 0) arena_.give(piece.span);  // none before the sleep has found room
   }
 }
 
@@ -111,7 +111,7 @@ void Backup::read(Range range, std::byte* target) const {
         break;
       }
       case Piece::Kind::kRebuild:
-        throw MemoryFault(Fault::kRefused, "these bytes cannot be read while they are asleep",
+        throw MemoryFault(Fault::kAsleep, "these bytes cannot be read while they are asleep",
                           "a callback writes them again on wake");
     }
     found += part.size;
@@ -127,8 +127,7 @@ StagingBuffer::StagingBuffer(const Driver& driver, size_t size) : driver_(driver
   data_ = static_cast<std::byte*>(raw);
   if (!driver.registers_host_memory()) return;
   try {
-    driver.host_register(data_, size_);
-    registered_ = true;
+    registered_ = driver.host_register(data_, size_);
   } catch (...) {
     munmap(data_, size_);
     throw;

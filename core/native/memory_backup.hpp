@@ -79,7 +79,7 @@ class Backup {
   Backup(const Backup&) = delete;
   Backup& operator=(const Backup&) = delete;
 
-  // Copies bytes of the allocation to host memory; kRefused where a piece is a callback's, kCorrupt.
+  // Copies bytes of the allocation to host memory; kAsleep where a piece is a callback's, kCorrupt.
   void read(Range range, std::byte* target) const;
   uint64_t bytes() const;     // that the pieces stand for
   uint64_t held() const;      // that take host memory or disk

@@ -57,8 +57,8 @@ const char* error_name(Fault kind) {
     case Fault::kCorrupt: return "BackupCorrupt";
     case Fault::kStale: return "BackupStale";
     case Fault::kForked: return "ForkedProcess";
-    case Fault::kClosed:
-    case Fault::kRefused: return "MemoryFault";
+    case Fault::kRefused: return "CapabilityRefused";
+    case Fault::kClosed: return "MemoryFault";
   }
   return "MemoryFault";
 }
@@ -70,6 +70,8 @@ void raise(const MemoryFault& fault) {
   py::object error;
   if (fault.kind() == Fault::kDriverCall) {
     error = type(fault.call(), fault.code(), fault.found());
+  } else if (fault.kind() == Fault::kRefused) {
+    error = type(fault.problem(), py::make_tuple(fault.found()), py::arg("hint") = optional_text(fault.hint()));
   } else {
     error = type(fault.problem(), py::arg("found") = optional_text(fault.found()), py::arg("hint") = optional_text(fault.hint()));
   }

@@ -49,6 +49,7 @@ Driver::Driver(const hp_driver* table) {
 }
 
 Driver::~Driver() {
+  if (opened_) drop_idle_streams();
   hp_error ignored{};  // nobody is left who could be told
   if (opened_) table_.close(table_.context, &ignored);
 }
@@ -91,16 +92,50 @@ void Driver::fill(uint64_t address, uint8_t value, size_t size, uint64_t stream)
 
 void Driver::stream_synchronize(uint64_t stream) const { call(table_, table_.stream_synchronize, stream); }
 void Driver::device_synchronize() const { call(table_, table_.device_synchronize); }
-void Driver::host_register(void* host, size_t size) const { call(table_, table_.host_register, host, size); }
+
+bool Driver::host_register(void* host, size_t size) const {
+  hp_error error{};
+  const hp_status status = table_.host_register(table_.context, host, size, &error);
+  if (status == HP_UNSUPPORTED) return false;
+  if (status == HP_OUT_OF_MEMORY) {
+    throw MemoryFault(Fault::kBudgetExceeded, "the host has no memory that can be pinned for backups",
+                      text_of(error.text, sizeof error.text), "Lower the host budget, or use the disk or source tier");
+  }
+  if (status != HP_OK) fail(status, error);
+  return true;
+}
+
 void Driver::host_unregister(void* host, size_t size) const { call(table_, table_.host_unregister, host, size); }
 
 Driver::Stream::Stream(const Driver& driver) : driver_(driver) {
+  {
+    std::lock_guard lock(driver_.streams_mutex_);
+    if (!driver_.idle_streams_.empty()) {
+      stream_ = driver_.idle_streams_.back();
+      driver_.idle_streams_.pop_back();
+      return;
+    }
+  }
   call(driver_.table_, driver_.table_.stream_create, &stream_);
 }
 
 Driver::Stream::~Stream() {
-  hp_error ignored{};  // the operation's result does not depend on it
-  driver_.table_.stream_destroy(driver_.table_.context, stream_, &ignored);
+  std::lock_guard lock(driver_.streams_mutex_);
+  driver_.idle_streams_.push_back(stream_);
+}
+
+void Driver::drop_idle_streams() noexcept {
+  std::vector<uint64_t> idle;
+  {
+    std::lock_guard lock(streams_mutex_);
+    idle.swap(idle_streams_);
+  }
+  for (const uint64_t stream : idle) {
+    hp_error ignored{};
+    if (table_.stream_destroy(table_.context, stream, &ignored) == HP_OK) continue;
+    std::lock_guard lock(streams_mutex_);
+    idle_streams_.push_back(stream);
+  }
 }
 
 }  // namespace hardpoint::memory

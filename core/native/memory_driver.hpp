@@ -2,6 +2,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <vector>
 
 #include "hardpoint/driver.h"
 #include "memory_fault.hpp"
@@ -41,10 +43,14 @@ class Driver {
   void fill(uint64_t address, uint8_t value, size_t size, uint64_t stream) const;
   void stream_synchronize(uint64_t stream) const;
   void device_synchronize() const;
-  void host_register(void* host, size_t size) const;
+  // Returns false where the device uses host memory as it is.
+  bool host_register(void* host, size_t size) const;
   void host_unregister(void* host, size_t size) const;
 
-  // A stream for the time of an operation.
+  // Ends streams that no operation uses. One that the driver does not end stays, and is tried again.
+  void drop_idle_streams() noexcept;
+
+  // A stream for the time of an operation; the next one uses it again.
   class Stream {
    public:
     explicit Stream(const Driver& driver);
@@ -64,6 +70,8 @@ class Driver {
   hp_geometry geometry_{};
   uint64_t quirks_ = 0;
   bool opened_ = false;
+  mutable std::mutex streams_mutex_;  // guards idle_streams_
+  mutable std::vector<uint64_t> idle_streams_;
 };
 
 }  // namespace hardpoint::memory

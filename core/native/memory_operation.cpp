@@ -193,6 +193,35 @@ bool PoolOperation::attach(Allocation& allocation, size_t index) const {
   return created;
 }
 
+void PoolOperation::renew_address(Allocation& allocation) const {
+  const Driver& driver = pool_.driver_;
+  if (!driver.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY) || allocation.state == State::kLost || allocation.mapped_now() > 0) return;
+  try {
+    driver.release_address(allocation.address, allocation.reserved);
+  } catch (const MemoryFault&) {
+    return;  // the range is still ours, with the memory that it holds
+  }
+  std::vector<uint64_t> elsewhere;
+  bool same = false;
+  for (int attempt = 0; attempt < kAddressAttempts && !same; ++attempt) {
+    try {
+      const uint64_t address = driver.reserve(allocation.reserved, allocation.address);
+      same = address == allocation.address;
+      if (!same) elsewhere.push_back(address);
+    } catch (const MemoryFault&) {
+      std::this_thread::yield();
+    }
+  }
+  for (const uint64_t address : elsewhere) {
+    try {
+      driver.release_address(address, allocation.reserved);
+    } catch (const MemoryFault&) {
+      // A range without memory: it costs addresses only.
+    }
+  }
+  if (!same) allocation.state = State::kLost;
+}
+
 void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
   std::vector<std::unique_ptr<Allocation>> doomed;
   std::vector<std::shared_ptr<Backup>> dropped;  // their memory is given back outside of the lock
@@ -519,9 +548,7 @@ Report Sleep::commit() {
     }
     throw;
   }
-  if (pool_.driver_.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY)) {
-    for (Entry& entry : entries_) renew_address(*entry.allocation);
-  }
+  for (Entry& entry : entries_) renew_address(*entry.allocation);
   settle([&](Entry& entry, size_t index) {
     Allocation& allocation = *entry.allocation;
     allocation.backup = entry.backup;
@@ -582,7 +609,7 @@ void Sleep::undo() {
   }
   settle([&](Entry& entry, size_t index) {
     Allocation& allocation = *entry.allocation;
-    allocation.state = awake[index] ? State::kMapped : State::kUnmapped;
+    if (allocation.state != State::kLost) allocation.state = awake[index] ? State::kMapped : State::kUnmapped;
     if (awake[index]) return;
     allocation.backup = entry.backup;
     allocation.asleep_as = entry.policy;
@@ -593,6 +620,10 @@ void Sleep::undo() {
 
 void Sleep::bring_back(Entry& entry, Mover& mover) {
   Allocation& allocation = *entry.allocation;
+  renew_address(allocation);
+  if (allocation.state == State::kLost) {
+    throw MemoryFault(Fault::kForeign, "the address of memory was taken by something else while it was asleep");
+  }
   for (size_t index = 0; index < allocation.num_chunks(); ++index) {
     attach(allocation, index);
     if (allocation.chunks[index].intact || !entry.backup) continue;
@@ -603,39 +634,6 @@ void Sleep::bring_back(Entry& entry, Mover& mover) {
   }
   if (mover.stream) mover.stream->synchronize();
   for (Chunk& chunk : allocation.chunks) chunk.intact = true;
-}
-
-void Sleep::renew_address(Allocation& allocation) {
-  const Driver& driver = pool_.driver_;
-  if (allocation.mapped_now() > 0 || std::any_of(allocation.chunks.begin(), allocation.chunks.end(), [](const Chunk& chunk) {
-        return chunk.state != Chunk::State::kEmpty;
-      })) {
-    return;  // something of it is still held; a later sleep returns it
-  }
-  try {
-    driver.release_address(allocation.address, allocation.reserved);
-  } catch (const MemoryFault&) {
-    return;  // the range is still ours, with the memory that it holds
-  }
-  std::vector<uint64_t> elsewhere;
-  bool same = false;
-  for (int attempt = 0; attempt < kAddressAttempts && !same; ++attempt) {
-    try {
-      const uint64_t address = driver.reserve(allocation.reserved, allocation.address);
-      same = address == allocation.address;
-      if (!same) elsewhere.push_back(address);
-    } catch (const MemoryFault&) {
-      std::this_thread::yield();
-    }
-  }
-  for (const uint64_t address : elsewhere) {
-    try {
-      driver.release_address(address, allocation.reserved);
-    } catch (const MemoryFault&) {
-      // A range without memory: it costs addresses only.
-    }
-  }
-  if (!same) allocation.state = State::kLost;
 }
 
 void Sleep::wait_for_lagging_counter() {
@@ -815,8 +813,11 @@ void Wake::undo() {
         continue;
       }
     }
+    renew_address(allocation);
   }
-  settle([](Entry& entry, size_t) { entry.allocation->state = State::kUnmapped; });
+  settle([](Entry& entry, size_t) {
+    if (entry.allocation->state != State::kLost) entry.allocation->state = State::kUnmapped;
+  });
 }
 
 std::unique_ptr<Operation> Pool::begin_sleep(const SleepPlan& plan, const Progress& progress) {

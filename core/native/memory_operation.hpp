@@ -52,6 +52,9 @@ class PoolOperation : public Operation {
   void restore(const Entry& entry, const Piece& piece, Mover& mover) const;
   // Maps memory at the chunk's address. Returns whether it is new; otherwise it has the bytes it had.
   bool attach(Allocation& allocation, size_t chunk) const;
+  // Where memory returns only with its addresses: gives the range up and takes it again, when nothing of the allocation is mapped. An allocation
+  // whose range was taken by something else in between becomes kLost.
+  void renew_address(Allocation& allocation) const;
   // Returns the allocations to the books; those that were freed meanwhile are destroyed.
   void settle(const std::function<void(Entry&, size_t index)>& set);
   void note_asleep();
@@ -89,7 +92,6 @@ class Sleep final : public PoolOperation {
   static bool recoverable(const Entry& entry);
   void undo();
   void bring_back(Entry& entry, Mover& mover);
-  void renew_address(Allocation& allocation);
   void wait_for_lagging_counter();
 
   std::shared_ptr<DiskFile> disk_;

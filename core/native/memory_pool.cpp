@@ -150,6 +150,10 @@ std::unique_ptr<Allocation> Pool::take_memory(size_t size, uint32_t tag, Policy 
   allocation->mapped = round_up(size, geometry.granularity);
   allocation->chunk_size = allocation->mapped;
   allocation->reserved = round_up(wanted, geometry.granularity);
+  if (capacity > size && driver_.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY)) {
+    throw MemoryFault(Fault::kRefused, "cannot allocate elastic memory on this device",
+                      "its driver gives memory back only together with all of its addresses");
+  }
   if (capacity > size) {
     allocation->elastic = true;
     allocation->chunk_size = round_up(allocation->reserved / kElasticPieces + 1, geometry.granularity);
@@ -588,6 +592,7 @@ void Pool::close() {
   closed_ = true;
   retry_unreturned();
   arena_.trim();
+  driver_.drop_idle_streams();
 }
 
 void Pool::abandon() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, get_args
 
@@ -107,3 +108,27 @@ def test_backends_probe_finds_the_simulated_device(
     monkeypatch.setenv("HARDPOINT_SIM_DEVICES", "2")
     devices = descriptor.probe().devices
     assert [(device.name, device.driver_version, device.simulated) for device in devices] == [(name, version, True)] * 2
+
+
+def test_threads_work_side_by_side(driver: Driver) -> None:
+    def cycles() -> None:
+        driver.start()
+        for value in range(20):
+            address, handle = driver.block()
+            stream = driver.stream()
+            codes = [
+                driver.fill(address, value, 4096, stream),
+                driver.synchronize(stream),
+                driver.read(address, 4096) != (0, bytes([value]) * 4096),
+                driver.call(driver.stream_destroy, stream),
+                driver.unmap(address, G),
+                driver.release(handle),
+                driver.free(address, G),
+            ]
+            assert not any(codes), codes
+
+    with ThreadPoolExecutor(4) as pool:
+        for finished in [pool.submit(cycles) for _ in range(4)]:
+            finished.result()
+    stats = driver.simulator.stats()
+    assert (stats.used, stats.reservations, stats.streams, stats.violations) == (0, 0, 0, 0)

@@ -3,13 +3,14 @@ is told in words, and changes nothing."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from .drivers import DRIVERS, READ_ONLY, Driver, G, device_properties
+from .drivers import DRIVERS, READ_ONLY, Driver, G, Location, device_properties
 
 
 @dataclass(frozen=True)
@@ -544,3 +545,32 @@ def test_freed_range_can_be_reserved_again_at_its_address(rocm: Driver) -> None:
 def test_table_names_no_unknown_vendor() -> None:
     assert {vendor for rule in RULES for vendor in rule.vendors} == set(DRIVERS)
     assert device_properties(rdma=1).rdma == 1
+
+
+def test_access_that_was_set_can_be_asked_for(cuda: Driver) -> None:
+    scene = make_scene(cuda)
+    location = Location(1, 0)
+    assert cuda.access(scene.block, 2 * G, flags=READ_ONLY) == 0
+    assert cuda.make("cuMemGetAccess", ctypes.byref(location), scene.block + G) == (0, READ_ONLY)
+    with cuda.breaking("address is not mapped"):
+        assert cuda.make("cuMemGetAccess", ctypes.byref(location), scene.free)[0] == cuda.codes.invalid
+
+
+@pytest.mark.parametrize("vendor", GPU)
+def test_access_to_nothing_is_refused(subject: Driver) -> None:
+    scene = make_scene(subject)
+    with subject.breaking("size 0"):
+        assert subject.access(scene.block, 0) == subject.codes.invalid
+
+
+def test_host_memory_that_does_not_exist_is_an_answer_and_no_crash(driver: Driver) -> None:
+    scene = make_scene(driver)
+    with driver.breaking("host memory cannot be read or written"):
+        assert driver.copy(scene.block, 4096, 64, 1) == driver.codes.invalid
+
+
+def test_allocations_of_nothing_are_refused(cuda: Driver) -> None:
+    with cuda.breaking("size 0"):
+        assert cuda.make("cuMemAlloc_v2", 0)[0] == cuda.codes.invalid
+    with cuda.breaking("size 0"):
+        assert cuda.make("cuMemHostAlloc", 0, 0)[0] == cuda.codes.invalid

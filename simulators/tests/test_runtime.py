@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +195,31 @@ def test_driver_functions_are_found_by_name(runtime: Runtime) -> None:
         assert (bool(function.value), status.value) == (True, 0)
     assert runtime.call("cudaGetDriverEntryPointByVersion", b"cuNoSuchFunction", *found) == NOT_SUPPORTED
     assert status.value == 1
+
+
+@pytest.mark.parametrize("order", [("cuda", "cudart"), ("cudart", "cuda")])
+def test_order_of_loading_does_not_matter(order: tuple[str, str]) -> None:
+    script = """
+import ctypes, sys
+from hardpoint_simulators import library
+opened = {name: ctypes.CDLL(str(library(name))) for name in sys.argv[1:]}
+driver, runtime = opened["cuda"], opened["cudart"]
+pointer = ctypes.c_void_p()
+assert runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(100)) == 0
+context = ctypes.c_void_p()
+assert driver.cuCtxGetCurrent(ctypes.byref(context)) == 0 and context.value
+assert driver.cuMemFree_v2(pointer) == 0
+assert runtime.cudaFree(pointer) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", script, *order], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_real_driver_on_the_library_path_is_not_taken_by_the_runtime(tmp_path: Path) -> None:
+    other = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(other)], check=True)
+    script = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).cudaGetDeviceCount(ctypes.byref(ctypes.c_int())))"
+    command = [sys.executable, "-c", script, str(library("cudart"))]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

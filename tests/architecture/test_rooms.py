@@ -45,10 +45,11 @@ def test_every_backend_has_the_files_that_all_backends_have(root: Path) -> None:
         assert PARTS - {file.name for file in folder.glob("*.py")} == set(), folder.name
 
 
-def test_vendor_backends_have_the_same_files(root: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "src/hardpoint_{name}", "native", "tests"])
+def test_vendor_backends_have_the_same_files(folder: str, root: Path) -> None:
     contents = {
         name: sorted(
-            file.name for file in (root / "backends" / name / "src" / f"hardpoint_{name}").iterdir() if file.is_file()
+            file.name for file in (root / "backends" / name / folder.format(name=name)).iterdir() if file.is_file()
         )
         for name in VENDORS
     }

@@ -75,6 +75,7 @@ HARDPOINT_ASCEND_VALUES(HP_DECLARE_VALUE)
   X(aclrtGetSocName, "aclrtGetSocName", required, const char *, void)                                                                      \
   X(aclrtGetDeviceCount, "aclrtGetDeviceCount", required, Result, uint32_t *)                                                              \
   X(aclrtSetDevice, "aclrtSetDevice", required, Result, int32_t)                                                                           \
+  X(aclrtResetDevice, "aclrtResetDevice", required, Result, int32_t)                                                                       \
   X(aclrtGetCurrentContext, "aclrtGetCurrentContext", required, Result, Context *)                                                         \
   X(aclrtSetCurrentContext, "aclrtSetCurrentContext", required, Result, Context)                                                           \
   X(aclrtSynchronizeDevice, "aclrtSynchronizeDevice", required, Result, void)                                                              \

@@ -91,21 +91,23 @@ class Device {
     properties_.location = {static_cast<uint32_t>(index), location_device};
   }
 
+  // aclrtSetDevice and aclrtResetDevice count references (AscendCL reference, CANN 8.0 and later); the last one takes the default context away.
   void open() {
     opened_.open([&] {
       const Context previous = current_context();
       CALL(aclrtSetDevice, index_);
       const Undo restore([&] { restore_context(previous); });
+      Undo reset([&] { api_.aclrtResetDevice(index_); });
       Context context = nullptr;
       CALL(aclrtGetCurrentContext, &context);
       geometry_ = ask_geometry();
       context_ = context;
+      reset.dismiss();
     });
   }
 
-  // The device stays set: runtimes that do not count aclrtSetDevice would take the default context from everyone at the first aclrtResetDevice.
   void close() {
-    opened_.close([] {});
+    opened_.close([&] { CALL(aclrtResetDevice, index_); });
   }
 
   void geometry(hp_geometry *geometry) {

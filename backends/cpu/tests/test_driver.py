@@ -24,6 +24,7 @@ from hardpoint_cpu.driver import DriverFaults, driver_table
 MB = 1 << 20
 PAGE = 2 * MB
 BUDGET = 256 * MB
+SANITIZED = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
 STREAMINGS = ("avx512", "avx2", "sse2", "portable")
 
 
@@ -59,14 +60,6 @@ def read(address: int, size: int) -> bytes:
     return ctypes.string_at(address, size)
 
 
-def status(key: str) -> int:
-    """Return a number of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
-
-
 def smaps(address: int) -> dict[str, int]:
     """Return the numbers of the memory area that begins at an address, in bytes."""
     found: dict[str, int] = {}
@@ -96,7 +89,10 @@ PROLOGUE = """
 
 def run_child(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(PROLOGUE) + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    # AddressSanitizer would turn a fault into a report of its own, and would keep freed memory.
+    sanitizer = os.environ.get("ASAN_OPTIONS", "") + ":handle_segv=0:quarantine_size_mb=0"
+    environment = os.environ | {"ASAN_OPTIONS": sanitizer}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
 
 # What the driver says of itself
@@ -158,17 +154,17 @@ def test_a_vendor_library_is_refused() -> None:
 
 def test_close_is_called_as_often_as_open() -> None:
     table = driver_table()
-    with pytest.raises(DriverError, match="more often"):
+    with pytest.raises(DriverError, match="is not open"):
         table.close()
     for take in (lambda: table.reserve(PAGE), lambda: table.create(PAGE), table.stream_create):
-        with pytest.raises(DriverError, match="not open"):
+        with pytest.raises(DriverError, match="is not open"):
             take()
     table.open()
     table.open()
     table.close()
     table.reserve(PAGE)
     table.close()
-    with pytest.raises(DriverError, match="more often"):
+    with pytest.raises(DriverError, match="is not open"):
         table.close()
 
 
@@ -203,7 +199,7 @@ def test_odd_sizes_are_refused(driver: DriverTable, size: int) -> None:
     for take in (driver.reserve, driver.create):
         with pytest.raises(DriverError, match="multiple of"):
             take(size)
-    with pytest.raises(DriverError, match="not a multiple"):
+    with pytest.raises(DriverError, match="multiple of"):
         driver.reserve(PAGE, 4096)
 
 
@@ -211,7 +207,7 @@ def test_huge_sizes_are_out_of_memory_or_refused(driver: DriverTable) -> None:
     for size in (1 << 60, (1 << 64) - PAGE):
         with pytest.raises(DeviceOutOfMemory):
             driver.reserve(size)
-        with pytest.raises(DriverError, match="more than"):
+        with pytest.raises(DriverError, match="larger than"):
             driver.create(size)
 
 
@@ -277,7 +273,7 @@ def test_two_drivers_have_a_budget_each() -> None:
 def test_a_chunk_has_a_largest_size(driver: DriverTable) -> None:
     largest = driver.geometry().max_chunk
     driver.release(driver.create(largest), largest)
-    with pytest.raises(DriverError, match="more than"):
+    with pytest.raises(DriverError, match="larger than"):
         driver.create(largest + PAGE)
 
 
@@ -424,7 +420,7 @@ def test_nobody_else_is_given_the_address_while_memory_is_unmapped(driver: Drive
 
     thread = threading.Thread(target=take_what_is_free)
     thread.start()
-    for _ in range(100):
+    for _ in range(30):
         driver.unmap(address, size)
         driver.map(address, size, handle)
     stop.set()
@@ -435,51 +431,64 @@ def test_nobody_else_is_given_the_address_while_memory_is_unmapped(driver: Drive
 # Memory returns
 
 
+MEASURE = """
+    def number(file, key):
+        return next(int(line.split()[1]) * 1024 for line in open(file) if line.startswith(key + ":"))
+
+    def resident():
+        return number("/proc/self/status", "RssAnon")
+
+    def state():
+        return len(open("/proc/self/maps").readlines()), len(os.listdir("/proc/self/fd")), number("/proc/self/status", "VmSize")
+"""
+
+
 def test_memory_returns_to_the_host_with_release() -> None:
-    driver = open_driver()
-    chunk, count = 32 * MB, 4
-    address = driver.reserve(count * chunk)
-    handles = [driver.create(chunk) for _ in range(count)]
-    before = status("RssAnon")
-    for index, handle in enumerate(handles):
-        driver.map(address + index * chunk, chunk, handle)
-    ctypes.memset(address, 1, count * chunk)
-    grown = status("RssAnon") - before
-    assert grown >= count * chunk
-    for index, handle in enumerate(handles):
-        driver.unmap(address + index * chunk, chunk)
-        driver.release(handle, chunk)
-    assert status("RssAnon") - before <= 0.01 * grown
+    script = """
+        chunk, count = 32 * MB, 8
+        base = driver.reserve(count * chunk)
+        handles = [driver.create(chunk) for _ in range(count)]
+        before = resident()
+        for index, taken in enumerate(handles):
+            driver.map(base + index * chunk, chunk, taken)
+        ctypes.memset(base, 1, count * chunk)
+        grown = resident() - before
+        assert grown >= 0.99 * count * chunk, grown
+        for index, taken in enumerate(handles):
+            driver.unmap(base + index * chunk, chunk)
+            driver.release(taken, chunk)
+        left = resident() - before
+        assert left <= 0.01 * grown, (left, grown)
+    """
+    ended = run_child(textwrap.dedent(MEASURE) + textwrap.dedent(script))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_thousand_cycles_grow_nothing() -> None:
-    driver = open_driver()
-    address = driver.reserve(4 * PAGE)
+    script = """
+        base = driver.reserve(4 * PAGE)
 
-    def cycle() -> None:
-        handles = [driver.create(PAGE) for _ in range(4)]
-        for index, handle in enumerate(handles):
-            driver.map(address + index * PAGE, PAGE, handle)
-        ctypes.memset(address, 1, 4096)
-        for index, handle in enumerate(handles):
-            driver.unmap(address + index * PAGE, PAGE)
-            driver.release(handle, PAGE)
+        def cycle():
+            handles = [driver.create(PAGE) for _ in range(4)]
+            for index, taken in enumerate(handles):
+                driver.map(base + index * PAGE, PAGE, taken)
+            ctypes.memset(base, 1, 4096)
+            for index, taken in enumerate(handles):
+                driver.unmap(base + index * PAGE, PAGE)
+                driver.release(taken, PAGE)
 
-    def state() -> tuple[int, int, int, int]:
-        areas = len(Path("/proc/self/maps").read_text().splitlines())
-        return areas, len(os.listdir("/proc/self/fd")), status("VmSize"), status("VmRSS")
-
-    for _ in range(10):
-        cycle()
-    areas, files, space, resident = state()
-    for _ in range(1000):
-        cycle()
-    after = state()
-    assert after[0] <= areas
-    assert after[1] <= files
-    assert after[2] <= space
-    assert after[3] <= resident + MB
-    assert driver.memory_info() == (BUDGET, BUDGET)
+        for _ in range(10):
+            cycle()
+        before, resident_before = state(), resident()
+        for _ in range(1000):
+            cycle()
+        after, resident_after = state(), resident()
+        assert all(a <= b for a, b in zip(after, before)), (before, after)
+        assert resident_after <= resident_before + MB, (resident_before, resident_after)
+        assert driver.memory_info()[0] == (1 << 30) - PAGE
+    """
+    ended = run_child(textwrap.dedent(MEASURE) + textwrap.dedent(script))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_moves_keep_huge_pages() -> None:
@@ -627,6 +636,7 @@ def test_a_process_ends_cleanly_in_any_state(state: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer maps memory at any time, and ends the process when it cannot")
 def test_a_full_table_of_memory_areas_is_out_of_memory_and_named() -> None:
     most = int(Path("/proc/sys/vm/max_map_count").read_text())
     if most > 200_000:
@@ -666,6 +676,7 @@ def test_a_full_table_of_memory_areas_is_out_of_memory_and_named() -> None:
     assert ended.stdout.split() == ["create", "map", "unmap"]
 
 
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer maps memory at any time, and ends the process when it cannot")
 def test_a_limit_on_address_space_is_out_of_memory_and_named() -> None:
     script = """
         used = int(open("/proc/self/statm").read().split()[0]) * 4096

@@ -1,7 +1,8 @@
 // Finds HP_QUIRK_* by trying: allocates a little, gives it back step by step, and looks at the device's own counter and at what fresh memory holds.
 // For drivers of devices whose libraries are known to deviate; costs a few milliseconds on a sound system.
 //
-// Other processes move the counter too, so steps are compared at half the size of the trial; a wrong answer costs speed, never bytes.
+// Other processes move the counter too, so a step counts as seen at half the size of the trial, and what looks like a quirk must be seen twice. A wrong
+// answer costs speed, never bytes.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -18,13 +19,16 @@ class QuirkProbe {
   explicit QuirkProbe(Device &device) : device_(device) {
     hp_geometry geometry{};
     device.geometry(&geometry);
-    size_ = round_up(kTrialBytes, geometry.recommended);
+    const size_t affordable = std::min<uint64_t>(kTrialBytes, free_bytes() / 4);
+    size_ = std::max(affordable / geometry.recommended * geometry.recommended, geometry.recommended);
     if (geometry.max_chunk != 0) size_ = std::min(size_, geometry.max_chunk);
   }
 
   uint64_t run() {
     Stream stream(device_);
-    const uint64_t bits = give_back_step_by_step(stream.id()) | look_at_fresh_memory(stream.id());
+    uint64_t bits = give_back_step_by_step(stream.id());
+    if (bits != 0) bits &= give_back_step_by_step(stream.id());
+    bits |= look_at_fresh_memory(stream.id());
     stream.destroy();
     return bits;
   }
@@ -73,6 +77,7 @@ class QuirkProbe {
     Trial(const Trial &) = delete;
     Trial &operator=(const Trial &) = delete;
     ~Trial() {
+      if (stage_ == Stage::mapped) quietly([&] { device_.device_synchronize(); });
       quietly([&] { unmap(); });
       quietly([&] { release(); });
       quietly([&] { release_address(); });

@@ -137,16 +137,19 @@ class SymbolLoader {
   template <class Function>
   void load(const char *symbol, Need need, Function *&function) {
     function = reinterpret_cast<Function *>(library_.find(symbol));
-    if (function == nullptr && need == required) missing_ += (missing_.empty() ? "" : ", ") + std::string(symbol);
+    if (function == nullptr && need == required) missing_.push_back(symbol);
   }
 
   void finish() const {
-    if (!missing_.empty()) throw Failure{HP_NO_LIBRARY, 0, "dlsym", library_.name() + " lacks " + missing_};
+    if (missing_.empty()) return;
+    std::string text = library_.name() + " lacks " + missing_.front();
+    if (missing_.size() > 1) text += " and " + std::to_string(missing_.size() - 1) + " more required functions";
+    throw Failure{HP_NO_LIBRARY, 0, "dlsym", text};
   }
 
  private:
   const Library &library_;
-  std::string missing_;
+  std::vector<const char *> missing_;
 };
 
 // Defines a struct of function pointers, `name`, from a list of X(function, exported symbol, required or optional, result, arguments).

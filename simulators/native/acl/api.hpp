@@ -1,7 +1,7 @@
 // The AscendCL runtime API as far as it is simulated: types, values, and how a call finds its device.
 //
 // Names, values and layouts are those of acl_rt.h 1.15 to 1.17. Prototypes use plain integers where the header has enums or
-// opaque pointers of the same size; tests compare them with the true header.
+// opaque pointers of the same size.
 #pragma once
 
 #include <cstddef>
@@ -82,13 +82,12 @@ int context_call(CallSite& site, Body&& body) noexcept {
 }
 
 // A virtual memory call. Contexts other than the device's default one are refused: memory is managed in the context that the
-// framework uses (AscendCL, aclrtSetDevice). `body` takes the simulator and the current device, -1 where the rule is off and
-// no context is current.
+// framework uses (AscendCL, aclrtSetDevice). `body` takes the simulator and the current device, -1 where the rule is off.
 template <class Body>
 int virtual_memory_call(CallSite& site, Body&& body) noexcept {
   return acl_call(site, [&](Simulator& machine) {
     if (!machine.settings.virtual_memory) return Result::NotSupported;
-    int device = thread_context() ? thread_context()->device : -1;
+    int device = -1;
     if (machine.settings.context_rule) {
       const Result found = current_device(machine, &device);
       if (found != Result::Ok) return found;

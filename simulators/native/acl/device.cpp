@@ -184,9 +184,11 @@ ACL_CALL(aclrtSetCurrentContext)(Context* context) {
   });
 }
 
+// To ask is no misuse: a thread without a context, or whose context is gone, is told so.
 ACL_CALL(aclrtGetCurrentContext)(Context** context) {
-  return context_call(site_of_aclrtGetCurrentContext, [&](Simulator&, int) {
+  return acl_call(site_of_aclrtGetCurrentContext, [&](Simulator& machine) {
     if (!context) return Result::NullArgument;
+    if (!live(machine, thread_context())) return Result::InvalidContext;
     *context = thread_context();
     return Result::Ok;
   });

@@ -11,8 +11,8 @@ namespace hardpoint::simulators {
 
 namespace {
 
-// Global because the functions of a C library are: the list is complete once the library is loaded, and only read from then on.
-CallSite* first_site = nullptr;
+// Global because the functions of a C library are. Entries are added while libraries are loaded, and never taken away.
+std::atomic<CallSite*> first_site{nullptr};
 
 std::string without_version(const std::string& name) {
   const std::size_t mark = name.rfind("_v");
@@ -29,7 +29,10 @@ std::vector<std::string> split(const std::string& text, char separator) {
 
 }  // namespace
 
-CallSite::CallSite(const char* name) : name_(name), next_(first_site) { first_site = this; }
+CallSite::CallSite(const char* name) : name_(name), next_(first_site.load()) {
+  while (!first_site.compare_exchange_weak(next_, this)) {
+  }
+}
 
 void CallSite::pause() const {
   if (const std::uint32_t delay = delay_microseconds.load(std::memory_order_relaxed)) {

@@ -38,10 +38,14 @@ Address host_reserve(std::size_t size, std::size_t alignment, Address hint) {
 Result DeviceMemory::reserve(std::size_t size, std::size_t alignment, Address hint, PageType pages, Address* out) {
   const std::size_t granularity = settings_.granularity;
   if (!out || !size) return broken(Result::InvalidValue, "no result pointer, or size 0");
+  // Mapping needs multiples, so a range of another size cannot be used up; cuda.h itself asks for the host's page size only.
   if (size % granularity) return broken(Result::InvalidValue, "size is not a multiple of the granularity");
+  // CANN: alignment must be 0. cuda.h, cuMemAddressReserve: a power of two, or 0.
   if (rules_.alignment_must_be_zero && alignment) return broken(Result::InvalidValue, "alignment must be 0");
   if (alignment & (alignment - 1)) return broken(Result::InvalidValue, "alignment is not a power of two");
+  // ROCm: an explicit alignment may fail where 0 works (vLLM #43022).
   if (alignment && settings_.refuse_alignment) return Result::InvalidValue;
+  // CANN: 128 GiB on parts of the 910B class.
   if (settings_.max_reservation && size > settings_.max_reservation) {
     return broken(Result::InvalidValue, "larger than one reservation may be");
   }
@@ -58,6 +62,7 @@ Result DeviceMemory::free_address(Address address, std::optional<std::size_t> si
     return broken(Result::InvalidValue, "not the start of a reservation");
   }
   const Reservation& reservation = it->second;
+  // cuda.h, cuMemAddressFree: address and size are those of the reservation, and all of it is unmapped.
   if (size && *size != reservation.size) return broken(Result::InvalidValue, "not the size of the reservation");
   if (reservation.mappings) return broken(Result::InvalidValue, "memory is still mapped in the reservation");
   if (!held_.empty()) give_back_held(address);
@@ -68,12 +73,15 @@ Result DeviceMemory::free_address(Address address, std::optional<std::size_t> si
 
 Result DeviceMemory::create(int device, std::size_t size, std::size_t granularity, PageType pages, HandleId* out) {
   if (!out || !size) return broken(Result::InvalidValue, "no result pointer, or size 0");
+  // cuda.h, cuMemCreate: a multiple of the minimum granularity.
   if (size % granularity) return broken(Result::InvalidValue, "size is not a multiple of the granularity");
+  // ROCm 6.x: one large hipMemCreate fails where several small ones work (vLLM #12695).
   if (settings_.max_chunk && size > settings_.max_chunk) return Result::OutOfMemory;
   Books& books = books_[device];
   if (books.used > settings_.capacity || size > settings_.capacity - books.used) return Result::OutOfMemory;
   off_t offset = 0;
   if (!file_.allocate(size, &offset)) return Result::OutOfMemory;
+  // ROCm: memory may hold what was there before (vLLM #44972).
   if (settings_.stale_pages && !file_.fill(offset, kStaleByte, size)) return Result::OutOfMemory;
   handles_.emplace_hint(handles_.end(), next_handle_, Handle{size, offset, device, pages});
   books.used += size;
@@ -83,9 +91,11 @@ Result DeviceMemory::create(int device, std::size_t size, std::size_t granularit
 
 Result DeviceMemory::release(HandleId id) {
   const auto it = handles_.find(id);
+  // Undefined by cuda.h, cuMemRelease; an error here.
   if (it == handles_.end() || it->second.released) {
     return broken(Result::InvalidValue, "unknown handle, or one that was released before");
   }
+  // ROCm: unmap before release (ROCR-Runtime#257). Elsewhere the mapping keeps the memory (cuda.h, cuMemRelease; CANN: deferred).
   if (settings_.release_needs_unmap && it->second.mappings) {
     return broken(Result::InvalidValue, "the handle is still mapped");
   }
@@ -95,6 +105,7 @@ Result DeviceMemory::release(HandleId id) {
 }
 
 Result DeviceMemory::map(Address address, std::size_t size, std::size_t offset, HandleId id) {
+  // cuda.h, cuMemMap: offset 0, inside a reservation, multiples of the minimum granularity, onto a range that is not mapped.
   if (offset) return broken(Result::InvalidValue, "offset must be 0");
   const auto handle = handles_.find(id);
   if (handle == handles_.end() || handle->second.released) return broken(Result::InvalidValue, "unknown handle");
@@ -118,12 +129,15 @@ Result DeviceMemory::map(Address address, std::size_t size, std::size_t offset, 
 Result DeviceMemory::check_mappable(const Reservation& reservation, const Handle& handle, std::size_t size,
                                     std::size_t offset) {
   if (size > handle.size - offset) return broken(Result::InvalidValue, "range is larger than the physical memory");
+  // CANN, aclrtMapMem: a handle cannot be split.
   if (rules_.map_whole_handle && size != handle.size) {
     return broken(Result::InvalidValue, "size is not that of the physical memory");
   }
+  // CANN: a reservation must not mix devices.
   if (rules_.one_device_per_reservation && reservation.device >= 0 && reservation.device != handle.device) {
     return broken(Result::InvalidValue, "the reservation holds memory of another device");
   }
+  // CANN: reserve flags 0 are for normal pages, 1 for huge ones; releases differ in whether they insist.
   if (settings_.match_page_type && reservation.pages != handle.pages) {
     return broken(Result::InvalidValue, "reservation and physical memory are of different page types");
   }
@@ -151,6 +165,7 @@ Result DeviceMemory::unmap(Address address, std::optional<std::size_t> size) {
     return broken(Result::InvalidValue, "not the start of a mapping");
   }
   const Address end = address + size.value_or(first->second.size);
+  // ROCm: unmap each mapping separately (ROCR-Runtime#285).
   if (rules_.unmap_one_mapping && end != address + first->second.size) {
     return broken(Result::InvalidValue, "range is not one mapping with its own size");
   }
@@ -165,7 +180,9 @@ Result DeviceMemory::check_unmappable(Mappings::iterator first, Address end) {
   for (auto it = first; it != mappings_.end() && it->first == covered && covered < end; ++it) {
     covered += it->second.size;
   }
+  // cuda.h, cuMemUnmap: the entire range that was mapped to, no part of it.
   if (covered != end) return broken(Result::InvalidValue, "range is not made of whole mappings");
+  // Unmapping does not wait for the streams that may touch the range (vLLM #43020, #45552).
   if (in_flight_.overlaps(first->first, end - first->first)) {
     return broken(Result::IllegalAddress, "asynchronous work on the range has not been synchronised");
   }
@@ -189,8 +206,10 @@ Result DeviceMemory::set_access(Address address, std::size_t size, int device, A
 }
 
 Result DeviceMemory::check_access_range(Mappings::iterator first, Address address, Address end) {
+  // cuda.h, cuMemSetAccess: a fully mapped range of whole allocations.
   if (first == mappings_.end()) return broken(Result::InvalidValue, "range is not fully mapped");
   if (first->first != address) return broken(Result::InvalidValue, "range does not begin with a mapping");
+  // CANN, aclrtMemSetAccess: exactly the range that was mapped.
   if (rules_.access_one_mapping && end != address + first->second.size) {
     return broken(Result::InvalidValue, "range is not the one that was mapped");
   }
@@ -344,6 +363,7 @@ void DeviceMemory::drop_if_unused(Handles::iterator it) {
   const Handle& handle = it->second;
   if (!handle.released || handle.mappings) return;
   file_.discard(handle.offset, handle.size);
+  // ROCm: memory does not return while its address range stays reserved (ROCm/hip#3781, vLLM #37533).
   const auto home = reservations_.find(handle.last_reservation);
   if (settings_.hold_until_address_free && home != reservations_.end() && !home->second.allocation) {
     held_.emplace(home->first, Held{handle.device, handle.size});
@@ -356,6 +376,7 @@ void DeviceMemory::drop_if_unused(Handles::iterator it) {
 void DeviceMemory::give_back(int device, std::size_t size) {
   Books& books = books_[device];
   books.used -= size;
+  // Free-memory counters lag behind (vLLM polls ROCm's for up to five seconds).
   if (settings_.free_counter_lag) {
     books.unreported += size;
     books.queries_left = settings_.free_counter_lag;
@@ -372,6 +393,7 @@ Result DeviceMemory::check(Address address, std::size_t size, int device, Access
   for (std::size_t done = 0; done < size;) {
     const auto it = mapping_of(address + done);
     if (it == mappings_.end()) return broken(Result::IllegalAddress, "device memory is not mapped");
+    // cuda.h, cuMemMap: mapping alone does not make an address accessible.
     const std::uint64_t granted = needed == Access::ReadWrite ? it->second.writable : it->second.readable;
     if (!(granted & bit(device))) return broken(Result::IllegalAddress, "the device has no access to the memory");
     done = it->first + it->second.size - address;

@@ -1,6 +1,7 @@
 // The whole simulated machine of one vendor library, and how a vendor's call enters it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <mutex>

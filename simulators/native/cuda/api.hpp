@@ -1,7 +1,7 @@
 // The CUDA driver API as far as it is simulated: types, values, and how a call finds its device.
 //
 // Names, values and layouts are those of cuda.h 12.9 to 13.5. Prototypes use plain integers where the header has enums or opaque
-// pointers of the same size; tests compare them with the true header.
+// pointers of the same size.
 #pragma once
 
 #include <cstddef>

@@ -8,14 +8,13 @@ namespace {
 
 constexpr int kGranularityMinimum = 0, kGranularityRecommended = 1;
 
-// A call of the group; `body` takes the simulator and the current device, which is -1 where no context is current and the
-// rule that demands one is off. The documents list no INVALID_CONTEXT for these calls, but an allocator that lets the right
-// device's context go uncared for breaks elsewhere.
+// A call of the group; `body` takes the simulator and the current device, -1 where the rule that demands one is off. cuda.h lists no
+// INVALID_CONTEXT for these calls, but an allocator that does not care for the right device's context breaks at its copies.
 template <class Body>
 int virtual_memory_call(CallSite& site, Body&& body) noexcept {
   return driver_call(site, [&](Simulator& machine) {
     if (!machine.settings.virtual_memory) return Result::NotSupported;
-    int device = current_context() ? current_context()->device : -1;
+    int device = -1;
     if (machine.settings.context_rule) {
       const Result found = current_device(machine, &device);
       if (found != Result::Ok) return found;

@@ -1,7 +1,7 @@
 // The HIP runtime API as far as it is simulated: types, values, and how a call finds its device.
 //
 // Names, values and layouts are those of hip_runtime_api.h 6.4 to 7.1. Prototypes use plain integers where the header has enums or
-// opaque pointers of the same size; tests compare them with the true header.
+// opaque pointers of the same size.
 #pragma once
 
 #include <cstddef>

@@ -2,6 +2,8 @@
 
 #include <string_view>
 
+#include "hardpoint/driver_support.hpp"
+
 namespace hp::driver {
 
 std::map<std::string, Faults::Entry, std::less<>> Faults::all_entries() {
@@ -40,7 +42,7 @@ void Faults::enter(const char* entry) {
   }
   if (state.times > 0) --state.times;
   const hp_status status = std::string_view(entry) == "create" ? HP_OUT_OF_MEMORY : HP_FAILED;
-  throw Failure{status, 0, entry, "failure injected by a test"};
+  throw hardpoint::driver::Failure{status, 0, entry, "failure injected by a test"};
 }
 
 }  // namespace hp::driver

@@ -5,8 +5,6 @@
 #include <mutex>
 #include <string>
 
-#include "failure.hpp"
-
 namespace hp::driver {
 
 class Faults {

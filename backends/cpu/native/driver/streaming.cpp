@@ -92,7 +92,7 @@ __attribute__((target("avx512f"))) void copy_lines_avx512(unsigned char* to, con
 }
 
 __attribute__((target("avx512f"))) void fill_lines_avx512(unsigned char* to, uint8_t value, size_t lines) {
-  const __m512i vector = _mm512_set1_epi32(0x01010101 * value);
+  const __m512i vector = _mm512_set1_epi32(static_cast<int>(0x01010101u * value));
   for (; lines > 0; --lines, to += kLine) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), vector);
 }
 

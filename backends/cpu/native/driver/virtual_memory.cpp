@@ -10,7 +10,7 @@
 #include <string>
 #include <system_error>
 
-#include "failure.hpp"
+#include "hardpoint/driver_support.hpp"
 #include "host.hpp"
 
 // Headers of older C libraries lack these; the values are part of the kernel's interface.
@@ -24,7 +24,15 @@
 namespace hp::driver {
 namespace {
 
+using hardpoint::driver::check_multiple;
+using hardpoint::driver::check_size;
+using hardpoint::driver::Failure;
+using hardpoint::driver::refuse;
+using hardpoint::driver::Undo;
+
 constexpr size_t kGranularity = VirtualMemory::kGranularity;
+constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED;
+constexpr int kMoveAndKeep = kMove | MREMAP_DONTUNMAP;  // the source stays reserved, empty and accessible
 constexpr int kNoAccess = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
@@ -44,17 +52,6 @@ std::string range_text(uint64_t address, size_t size) {
   const std::string text = std::system_category().message(error);
   if (error == ENOMEM) throw Failure{HP_OUT_OF_MEMORY, error, call, text + ": " + describe_shortage()};
   throw Failure{HP_FAILED, error, call, text};
-}
-
-void check_size(const char* call, size_t size) {
-  if (size == 0 || size % kGranularity != 0)
-    refuse(call, std::to_string(size) + " bytes are not a positive multiple of " + std::to_string(kGranularity));
-}
-
-void check_range(const char* call, uint64_t address, size_t size) {
-  check_size(call, size);
-  if (address == 0 || address % kGranularity != 0)
-    refuse(call, "address " + hexadecimal(address) + " is not a positive multiple of " + std::to_string(kGranularity));
 }
 
 void unmap_range(uint64_t address, size_t size) {
@@ -121,8 +118,8 @@ void make_accessible(uint64_t address, size_t size) {
 
 // Moves pages over a range of ours. On success the range is replaced in one step. On failure the kernel may have emptied it already; then it
 // is taken again, which succeeds unless another thread was given it in this very moment.
-void move_pages(uint64_t from, uint64_t to, size_t size, int extra_flags) {
-  if (::mremap(pointer(from), size, size, MREMAP_MAYMOVE | MREMAP_FIXED | extra_flags, pointer(to)) != MAP_FAILED) return;
+void move_pages(uint64_t from, uint64_t to, size_t size, int flags) {
+  if (::mremap(pointer(from), size, size, flags, pointer(to)) != MAP_FAILED) return;
   const int error = errno;
   reserve_at(to, size);
   fail_system("mremap", error);
@@ -148,16 +145,13 @@ VirtualMemory::VirtualMemory(uint64_t budget, bool keep_address)
       keep_address_(keep_address && kernel_keeps_addresses()) {}
 
 uint64_t VirtualMemory::reserve(size_t size, uint64_t hint) {
-  check_size("reserve", size);
-  if (hint % kGranularity != 0) refuse("reserve", "the address wanted is not a multiple of " + std::to_string(kGranularity));
+  check_size("reserve", size, kGranularity, 0);
+  if (hint != 0) check_multiple("reserve", "the address wanted,", hint, kGranularity);
   const std::lock_guard<std::mutex> guard(mutex_);
   const uint64_t address = hint != 0 && reserve_at(hint, size) ? hint : reserve_anywhere(size);
-  try {
-    reservations_.emplace(address, size);
-  } catch (...) {
-    ::munmap(pointer(address), size);
-    throw;
-  }
+  Undo give_back([&] { ::munmap(pointer(address), size); });
+  reservations_.emplace(address, size);
+  give_back.dismiss();
   return address;
 }
 
@@ -172,19 +166,15 @@ void VirtualMemory::release_address(uint64_t address, size_t size) {
 }
 
 uint64_t VirtualMemory::create(size_t size) {
-  check_size("create", size);
-  if (size > kMaxChunk) refuse("create", std::to_string(size) + " bytes are more than " + std::to_string(kMaxChunk));
+  check_size("create", size, kGranularity, kMaxChunk);
   const std::lock_guard<std::mutex> guard(mutex_);
   take_budget(size);
-  try {
-    ReservedRange range(size);
-    make_accessible(range.address(), size);
-    memory_.emplace(next_handle_, Memory{size, range.address(), false});
-    range.keep();
-  } catch (...) {
-    used_ -= size;
-    throw;
-  }
+  Undo give_back([&] { used_ -= size; });
+  ReservedRange range(size);
+  make_accessible(range.address(), size);
+  memory_.emplace(next_handle_, Memory{size, range.address(), false});
+  range.keep();
+  give_back.dismiss();
   return next_handle_++;
 }
 
@@ -211,7 +201,8 @@ void VirtualMemory::release(uint64_t handle, size_t size) {
 }
 
 void VirtualMemory::map(uint64_t address, size_t size, uint64_t handle) {
-  check_range("map", address, size);
+  check_multiple("map", "address", address, kGranularity);
+  check_size("map", size, kGranularity, kMaxChunk);
   const std::lock_guard<std::mutex> guard(mutex_);
   const auto found = memory_.find(handle);
   if (found == memory_.end()) refuse("map", "handle " + std::to_string(handle) + " is unknown");
@@ -222,12 +213,9 @@ void VirtualMemory::map(uint64_t address, size_t size, uint64_t handle) {
   if (overlaps_mapping(address, size)) refuse("map", "memory is mapped already in " + range_text(address, size));
 
   const auto mapping = mappings_.emplace(address, Mapping{size, handle}).first;
-  try {
-    move_pages(memory.address, address, size, 0);
-  } catch (...) {
-    mappings_.erase(mapping);
-    throw;
-  }
+  Undo forget([&] { mappings_.erase(mapping); });
+  move_pages(memory.address, address, size, kMove);
+  forget.dismiss();
   memory.address = address;
   memory.mapped = true;
 }
@@ -247,13 +235,10 @@ void VirtualMemory::unmap(uint64_t address, size_t size) {
 
 void VirtualMemory::move_to_parking(uint64_t address, uint64_t parking, size_t size) const {
   if (keep_address_) {
-    move_pages(address, parking, size, MREMAP_DONTUNMAP);
-    try {
-      make_inaccessible(address, size);
-    } catch (...) {
-      move_pages(parking, address, size, MREMAP_DONTUNMAP);
-      throw;
-    }
+    move_pages(address, parking, size, kMoveAndKeep);
+    Undo move_back([&] { ::mremap(pointer(parking), size, size, kMoveAndKeep, pointer(address)); });
+    make_inaccessible(address, size);
+    move_back.dismiss();
     return;
   }
   // Without MREMAP_DONTUNMAP the address would be free for a moment, and the kernel could give it to another thread. Copying is slow and safe.

@@ -22,7 +22,7 @@ class VirtualMemory {
   VirtualMemory(const VirtualMemory&) = delete;
   VirtualMemory& operator=(const VirtualMemory&) = delete;
 
-  // As the entries of hp_driver; all throw Failure.
+  // As the entries of hp_driver; all throw hardpoint::driver::Failure.
   uint64_t reserve(size_t size, uint64_t hint);
   void release_address(uint64_t address, size_t size);
   uint64_t create(size_t size);

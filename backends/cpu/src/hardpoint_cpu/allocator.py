@@ -28,4 +28,6 @@ class CpuAllocator(VirtualAllocator):
 
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
         """Refused: torch has no pluggable allocator on this device."""
-        raise CapabilityRefused("the cpu backend cannot let torch allocate from a pool", ("torch has no pluggable allocator on the CPU",))
+        raise CapabilityRefused(
+            "the cpu backend cannot let torch allocate from a pool", ("torch has no pluggable allocator on the CPU",)
+        )

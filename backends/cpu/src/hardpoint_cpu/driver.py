@@ -8,26 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 
-import hardpoint_cpu
-from hardpoint.interfaces.errors import BackendBroken
-from hardpoint.memory.driver_table import CAPSULE_NAME, DriverTable
-
-_LIBRARY = "_driver.so"
-
-
-def driver_module() -> Path:
-    """Return the path of the driver's library; raises BackendBroken when the package is installed without it."""
-    for folder in hardpoint_cpu.__path__:  # an editable install has two, one of them for what is compiled
-        path = Path(folder) / _LIBRARY
-        if path.exists():
-            return path
-    raise BackendBroken(
-        "the CPU's memory driver is missing",
-        found=f"no {_LIBRARY} in hardpoint_cpu",
-        hint="Install hardpoint-cpu again",
-    )
+from hardpoint.memory import DriverTable, driver_file
+from hardpoint.memory.driver_table import CAPSULE_NAME
 
 
 def driver_table(device: int = 0, options: Mapping[str, object] | None = None) -> DriverTable:
@@ -40,10 +23,11 @@ def driver_table(device: int = 0, options: Mapping[str, object] | None = None) -
             `DriverFaults.fail`), `keep_address=0` (as on a kernel that cannot move pages and keep their address).
 
     Raises:
+        BackendBroken: the driver was not built.
         BackendUnavailable: another device was asked for.
         DriverError: an option is unknown or malformed.
     """
-    return DriverTable(driver_module(), device=device, options=options)
+    return DriverTable(driver_file("hardpoint_cpu"), device=device, options=options)
 
 
 class DriverFaults:

@@ -1,0 +1,1 @@
+"""What the tests of several backends share: no backend's own tests, and nothing that is installed."""

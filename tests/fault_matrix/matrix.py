@@ -1,0 +1,304 @@
+"""One failing driver call at a time, in every operation of the engine, and what must hold after it.
+
+For each case a pool is filled anew, one call is made to fail, and the operation is run. Then either
+- it raised a typed error: every allocation is as it was before (awake or asleep, all its bytes), the driver holds what it held
+  before, and the same operation succeeds when it is tried again; or
+- it raised nothing, which is right only for calls whose failure costs nothing (a figure of a report, a retry that succeeded, memory
+  that the driver takes back later): then the operation has done all its work.
+At the end everything is freed, and the driver holds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import Thread
+
+from hardpoint.interfaces import Policy, SleepPlan, SleepTier
+from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded
+from hardpoint.memory import VirtualPool
+
+from .targets import Target
+
+
+@dataclass
+class Block:
+    """An allocation with the bytes that it must have; None for bytes that are anybody's."""
+
+    address: int
+    size: int
+    content: bytes | None
+    tag: str
+    policy: Policy
+
+
+@dataclass
+class World:
+    """A pool with something of everything in it."""
+
+    pool: VirtualPool
+    directory: str
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the driver's granularity, in which sizes are given."""
+        return self.pool.driver.geometry().granularity
+
+    def add(
+        self, size: int, tag: str, policy: Policy = Policy.PRESERVE, capacity: int = 0, *, shared: bool = False
+    ) -> Block:
+        """Allocate and fill."""
+        address = self.pool.allocate(size, tag, policy, capacity, shared=shared)
+        block = Block(address, size, os.urandom(4096), tag, policy)
+        self.blocks.append(block)
+        assert block.content is not None
+        self.pool.write(address, block.content)
+        self.pool.write(address + size - 4096, block.content[::-1])
+        return block
+
+    def faults_of_state(self, before: Mapping[int, bool] | None = None) -> Iterator[str]:
+        """Yield what is wrong: bytes that changed, and allocations that are not awake or asleep as `before` says."""
+        for block in self.blocks:
+            asleep = self.pool.is_asleep(block.address)
+            if before is not None and asleep is not before[block.address]:
+                yield f"{block.tag} is {'asleep' if asleep else 'awake'}"
+            if block.content is None:
+                continue
+            read = self.pool.read_backup if asleep else self.pool.read
+            if read(block.address, 4096) != block.content:
+                yield f"{block.tag} has lost its first bytes"
+            if read(block.address + block.size - 4096, 4096) != block.content[::-1]:
+                yield f"{block.tag} has lost its last bytes"
+
+    def asleep(self) -> dict[int, bool]:
+        """Return which allocations are asleep, by address."""
+        return {block.address: self.pool.is_asleep(block.address) for block in self.blocks}
+
+    def plan(self, **settings: object) -> SleepPlan:
+        """Return a plan with the world's directory."""
+        return SleepPlan(disk_directory=self.directory, **settings)  # type: ignore[arg-type]
+
+    def forget(self, *tags: str) -> None:
+        """Content of these tags is anybody's from now on."""
+        for block in self.blocks:
+            if block.tag in tags:
+                block.content = None
+
+    def close(self) -> None:
+        """Free everything."""
+        for block in self.blocks:
+            self.pool.free(block.address)
+        self.blocks.clear()
+        self.pool.close()
+
+
+_KEEP = frozenset({"weights"})
+_DROPPED = ("kv_cache", "scratch")
+
+_MAY_BE_TOLERATED = (
+    # A report's figure.
+    "memoryinfo",
+    "memgetinfo",
+    "memgetinfov2",
+    "getmeminfo",
+    # Memory that the driver keeps after others are gone stays in the books; address ranges are taken again.
+    "release",
+    "freephysical",
+    "hostunregister",
+    "hostunregisterv2",
+    "addressfree",
+    "addressreserve",
+    "reservememaddress",
+    "releasememaddress",
+    # Parts of every entry, those above included.
+    "ctxgetcurrent",
+    "ctxsetcurrent",
+    "getdevice",
+    "setdevice",
+    "getcurrentcontext",
+    "setcurrentcontext",
+    "getlasterror",
+)
+"""Ends of names (lower case, without underscores) of calls whose failure an operation may survive."""
+
+Step = Callable[[World], None]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is run with a fault, after `prepare` has run without.
+
+    Attributes:
+        forgets: tags whose bytes the operation may drop when it succeeds.
+        elastic: needs memory that grows and shrinks in place.
+    """
+
+    name: str
+    run: Step
+    prepare: Step = lambda world: None
+    forgets: tuple[str, ...] = ()
+    elastic: bool = False
+
+
+def _sleep(**settings: object) -> Step:
+    return lambda world: world.pool.sleep(world.plan(**settings)) and None
+
+
+def _wake(tags: tuple[str, ...] | None = None) -> Step:
+    return lambda world: world.pool.wake(tags) and None
+
+
+def _slept(**settings: object) -> Step:
+    def run(world: World) -> None:
+        world.pool.sleep(world.plan(**settings))
+        world.forget(*_DROPPED)
+
+    return run
+
+
+def _slept_and_woken(world: World) -> None:
+    _slept(keep=_KEEP)(world)
+    world.pool.wake()
+
+
+def _allocate(world: World) -> None:
+    size = 3 * world.unit
+    world.blocks.append(Block(world.pool.allocate(size, "weights"), size, None, "weights", Policy.PRESERVE))
+
+
+def _resize(units: int) -> Step:
+    def run(world: World) -> None:
+        block = next(block for block in world.blocks if block.tag == "elastic")
+        world.pool.resize(block.address, units * world.unit)
+        if units * world.unit < block.size:
+            block.content = None
+
+    return run
+
+
+OPERATIONS = (
+    Operation("allocate", _allocate),
+    Operation("grow", _resize(7), elastic=True),
+    Operation("shrink", _resize(1), elastic=True),
+    Operation("sleep to host", _sleep(), forgets=_DROPPED),
+    Operation("sleep to disk", _sleep(tier=SleepTier.DISK), forgets=_DROPPED),
+    Operation("sleep, weights discarded", _sleep(policies={"weights": Policy.DISCARD}), forgets=(*_DROPPED, "weights")),
+    Operation("sleep of one tag", _sleep(tags=frozenset({"weights"}))),
+    Operation("sleep of kept weights", _sleep(keep=_KEEP), _slept_and_woken, _DROPPED),
+    Operation("sleep of kept weights, verified", _sleep(keep=_KEEP, verify=True), _slept_and_woken, _DROPPED),
+    Operation("wake from host", _wake(), _slept()),
+    Operation("wake from disk", _wake(), _slept(tier=SleepTier.DISK)),
+    Operation("wake of one tag", _wake(("weights",)), _slept()),
+)
+
+
+@dataclass
+class Row:
+    """One call in one operation on one driver.
+
+    Attributes:
+        cases: values of k tried.
+        undone, tolerated: cases that ended with a typed error and the state before, and that ended well in spite of the failure.
+        not_reached: cases whose k-th call did not come: threads may share the calls out differently than when they were counted.
+        failures: what was wrong, one line each.
+    """
+
+    target: str
+    operation: str
+    call: str
+    cases: int = 0
+    undone: int = 0
+    tolerated: int = 0
+    not_reached: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def _world(target: Target, directory: str) -> World:
+    world = World(VirtualPool(target.table()), directory)
+    unit = world.unit
+    world.add(5 * unit, "weights")
+    world.add(3 * unit // 2, "weights")
+    world.add(100_000, "weights", shared=True)
+    world.add(20_000, "buffers", shared=True)
+    world.add(2 * unit, "kv_cache", Policy.DISCARD)
+    world.add(unit, "kv_cache", Policy.DISCARD)
+    world.add(unit, "scratch", Policy.ZERO)
+    world.add(unit, "resident", Policy.RESIDENT)
+    world.add(3 * unit, "elastic", capacity=32 * unit if target.elastic else 0)
+    return world
+
+
+def run_target(target: Target, operations: tuple[Operation, ...] = OPERATIONS) -> Iterator[Row]:
+    """Yield a row for every call that an operation makes on a driver."""
+    with tempfile.TemporaryDirectory() as directory:
+        for operation in operations:
+            if operation.elastic and not target.elastic:
+                continue
+            world = _world(target, directory)
+            operation.prepare(world)
+            before = target.calls()
+            operation.run(world)
+            counts = {call: count - before.get(call, 0) for call, count in target.calls().items()}
+            world.close()
+            for call, count in sorted(counts.items()):
+                if count <= 0:
+                    continue
+                row = Row(target.name, operation.name, call)
+                for k in range(1, count + 1):
+                    row.cases += 1
+                    # A thread of its own: a call that gives the thread's device back may be the one that fails.
+                    thread = Thread(target=_case_in_thread, args=(target, operation, call, k, directory, row))
+                    thread.start()
+                    thread.join()
+                yield row
+        target.finish()
+
+
+def _case_in_thread(target: Target, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
+    try:
+        _case(target, operation, call, k, directory, row)
+    except Exception as error:
+        row.failures.append(f"k={k}: {type(error).__name__}: {error}")
+
+
+def _case(target: Target, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
+    world = _world(target, directory)
+    operation.prepare(world)
+    asleep, held = world.asleep(), dict(target.held())
+    wrong: list[str] = []
+    target.fail(call, k)
+    try:
+        operation.run(world)
+    except (DeviceOutOfMemory, DriverError, HostBudgetExceeded) as error:
+        fired = target.disarm()
+        if not fired:
+            wrong.append(f"an error without a failed call ({error})")
+        wrong += world.faults_of_state(asleep)
+        wrong += _differences(held, target.held())
+        operation.run(world)
+        row.undone += 1
+    else:
+        if target.disarm():
+            row.tolerated += 1
+            if not call.lower().replace("_", "").endswith(_MAY_BE_TOLERATED):
+                wrong.append("the failure had no effect")
+        else:
+            row.not_reached += 1
+    world.forget(*operation.forgets)
+    wrong += world.faults_of_state()
+    world.pool.wake()
+    world.forget(*_DROPPED)
+    wrong += world.faults_of_state({block.address: False for block in world.blocks})
+    world.close()
+    wrong += _differences(dict.fromkeys(held, 0), target.held())
+    if wrong:
+        row.failures.append(f"k={k}: {'; '.join(wrong)}")
+
+
+def _differences(expected: Mapping[str, int], found: Mapping[str, int]) -> Iterator[str]:
+    for name, value in expected.items():
+        if found[name] != value:
+            yield f"the driver holds {found[name]} {name} instead of {value}"
