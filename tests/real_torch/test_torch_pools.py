@@ -6,6 +6,7 @@ Run a second time with a driver whose memory the host cannot touch, and whose co
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import Any
 
@@ -77,6 +78,12 @@ def test_backend_finds_the_simulated_devices_and_torch_has_as_many(machine: Any)
     claimed = machine.descriptor.capabilities(machine.devices[0]).memory
     assert claimed == machine.allocator().capabilities()
     assert claimed.torch_pool is TorchPoolScope.ALL
+
+
+def test_driver_runs_in_the_modes_asked_for(machine: Any) -> None:
+    for mode in ("strict_host", "deferred"):
+        asked = os.environ.get(f"HARDPOINT_SIM_{mode.upper()}", "0")
+        assert machine.simulator.get(mode) == int(asked)
 
 
 @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK])

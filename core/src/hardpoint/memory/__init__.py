@@ -8,6 +8,7 @@ implements, and `driver_file` where an installed one is. Importing this package 
 """
 
 from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverStatus, DriverTable, Geometry
+from hardpoint.memory.factory_calls import factory_call_pool
 from hardpoint.memory.native_files import driver_file, include_dir
 from hardpoint.memory.pool import PoolBooks, VirtualPool, default_sleep_directory
 from hardpoint.memory.tensors import Books, TensorAllocator
@@ -34,6 +35,7 @@ __all__ = [
     "VirtualPool",
     "default_sleep_directory",
     "driver_file",
+    "factory_call_pool",
     "include_dir",
     "refuse_expandable_segments",
     "torch_has_library",

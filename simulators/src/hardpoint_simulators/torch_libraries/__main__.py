@@ -10,12 +10,11 @@ from hardpoint_simulators.torch_libraries.generate import generate
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description="Generate the failing libraries of an installed build of torch.")
+    parser = argparse.ArgumentParser(description="Generate the failing libraries of the installed build of torch.")
     parser.add_argument("build", choices=sorted(BUILDS))
-    parser.add_argument("site_packages", type=Path, help="where the build is installed")
     parser.add_argument("folder", type=Path, help="where the libraries go")
     arguments = parser.parse_args()
-    generate(arguments.build, arguments.site_packages, arguments.folder)
+    generate(arguments.build, arguments.folder)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ class TorchBuild:
     """One vendor's build of torch.
 
     Attributes:
-        binaries: the build's own binaries, as patterns within the site's packages folder.
+        binaries: the build's own binaries, as patterns within the folder in which packages are installed.
+        mark: the name of the binary by which the build is told from others.
         companions: other binaries that it is loaded with, as patterns.
         left_out: names of binaries that `import torch` does not load.
         simulated: the simulated libraries, in the order of loading.
@@ -24,6 +25,7 @@ class TorchBuild:
     """
 
     binaries: tuple[str, ...]
+    mark: str
     simulated: tuple[Vendor, ...]
     companions: tuple[str, ...] = ()
     left_out: frozenset[str] = frozenset()
@@ -34,6 +36,7 @@ class TorchBuild:
 BUILDS: dict[Build, TorchBuild] = {
     "cuda": TorchBuild(
         binaries=("torch/lib/*.so", "torch/_C*.so"),
+        mark="libtorch_cuda.so",
         simulated=("cuda", "cudart"),
         codes={
             "cudart": 801,
@@ -47,6 +50,7 @@ BUILDS: dict[Build, TorchBuild] = {
     ),
     "ascend": TorchBuild(
         binaries=("torch_npu/lib/*.so", "torch_npu/_C*.so"),
+        mark="libtorch_npu.so",
         simulated=("ascend",),
         companions=("torch/lib/*.so",),
         left_out=frozenset({"libop_plugin_atb.so"}),

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,21 +64,22 @@ class FailingLibrary:
         return "".join(nodes)
 
 
-def generate(build: Build, site_packages: Path, folder: Path) -> list[Path]:
+def generate(build: Build, folder: Path, search_path: Sequence[str] | None = None) -> list[Path]:
     """Generate the failing libraries of an installed build of torch, and return them in the order of loading.
 
     Args:
-        site_packages: where the build is installed; its companions may be elsewhere on that folder's search path.
         folder: where the libraries go; made when it does not exist.
+        search_path: folders in which packages are installed, first come first served; None for this interpreter's.
 
     Raises:
         GenerationFailed: the build is not installed there, or no C compiler is.
     """
     description = BUILDS[build]
-    binaries = _read(site_packages, description.binaries, description.left_out)
-    if not binaries:
-        raise GenerationFailed(f"no {build} build of torch is installed in {site_packages}")
-    companions = _read(site_packages, description.companions, frozenset())
+    folders = [Path(entry) for entry in (sys.path if search_path is None else search_path) if entry]
+    binaries = _read(folders, description.binaries, description.left_out)
+    if description.mark not in binaries:
+        raise GenerationFailed(f"no {build} build of torch is installed: {description.mark} is not found")
+    companions = _read(folders, description.companions, frozenset())
     simulated = [read_library(library(vendor)) for vendor in description.simulated]
     planned = plan(description, binaries, companions, simulated)
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,9 +127,13 @@ def _home(wanted: Import, binary: SharedLibrary) -> str:
     return next(soname for soname, versions in binary.versions.items() if wanted.version in versions)
 
 
-def _read(site_packages: Path, patterns: Iterable[str], left_out: frozenset[str]) -> dict[str, SharedLibrary]:
-    paths = (path for pattern in patterns for path in sorted(site_packages.glob(pattern)))
+def _read(folders: Sequence[Path], patterns: Iterable[str], left_out: frozenset[str]) -> dict[str, SharedLibrary]:
+    paths = [path for pattern in patterns for path in _first_found(folders, pattern)]
     return {path.name: read_library(path) for path in paths if path.name not in left_out}
+
+
+def _first_found(folders: Sequence[Path], pattern: str) -> list[Path]:
+    return next((found for folder in folders if (found := sorted(folder.glob(pattern)))), [])
 
 
 def _function(name: str, codes: Mapping[str, int]) -> str:
