@@ -11,7 +11,7 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: check clean demo help install lint peers sanitize test test-headers test-portable typecheck
+.PHONY: check clean demo fault-matrix help install lint peers sanitize test test-headers test-portable typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ test: $(STAMP) lint typecheck  ## Run every test
 
 test-portable: $(STAMP)  ## The CPU backend's tests on a build for the baseline instruction set only
 	PYTHON=$(BIN)/python scripts/test_variant.sh portable
+
+fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k
+	$(BIN)/python -m tests.fault_matrix
 
 test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)
 	$(PYTHON) tests/headers/check_headers.py

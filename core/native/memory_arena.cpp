@@ -198,8 +198,7 @@ std::unique_ptr<HostArena::Slab> HostArena::make_slab(size_t size) const {
   if (!driver_.registers_host_memory()) return slab;
   touch(data, size);
   try {
-    driver_.host_register(data, size);
-    slab->registered = true;
+    slab->registered = driver_.host_register(data, size);
   } catch (...) {
     destroy(*slab);
     throw;

@@ -135,8 +135,7 @@ StagingBuffer::StagingBuffer(const Driver& driver, size_t size) : driver_(driver
   data_ = static_cast<std::byte*>(raw);
   if (!driver.registers_host_memory()) return;
   try {
-    driver.host_register(data_, size_);
-    registered_ = true;
+    registered_ = driver.host_register(data_, size_);
   } catch (...) {
     munmap(data_, size_);
     throw;

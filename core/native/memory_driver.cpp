@@ -92,7 +92,19 @@ void Driver::fill(uint64_t address, uint8_t value, size_t size, uint64_t stream)
 
 void Driver::stream_synchronize(uint64_t stream) const { call(table_, table_.stream_synchronize, stream); }
 void Driver::device_synchronize() const { call(table_, table_.device_synchronize); }
-void Driver::host_register(void* host, size_t size) const { call(table_, table_.host_register, host, size); }
+
+bool Driver::host_register(void* host, size_t size) const {
+  hp_error error{};
+  const hp_status status = table_.host_register(table_.context, host, size, &error);
+  if (status == HP_UNSUPPORTED) return false;
+  if (status == HP_OUT_OF_MEMORY) {
+    throw MemoryFault(Fault::kBudgetExceeded, "the host has no memory that can be pinned for backups",
+                      text_of(error.text, sizeof error.text), "Lower the host budget, or use the disk or source tier");
+  }
+  if (status != HP_OK) fail(status, error);
+  return true;
+}
+
 void Driver::host_unregister(void* host, size_t size) const { call(table_, table_.host_unregister, host, size); }
 
 Driver::Stream::Stream(const Driver& driver) : driver_(driver) {

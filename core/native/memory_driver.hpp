@@ -43,7 +43,8 @@ class Driver {
   void fill(uint64_t address, uint8_t value, size_t size, uint64_t stream) const;
   void stream_synchronize(uint64_t stream) const;
   void device_synchronize() const;
-  void host_register(void* host, size_t size) const;
+  // Returns false where the device uses host memory as it is.
+  bool host_register(void* host, size_t size) const;
   void host_unregister(void* host, size_t size) const;
 
   // Ends streams that no operation uses. One that the driver does not end stays, and is tried again.

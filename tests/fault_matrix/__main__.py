@@ -19,7 +19,9 @@ def main() -> int:
     for target in all_targets():
         table = Table(title=target.name, title_justify="left")
         for column in ("operation", "calls made to fail (k tried)", "cases", "undone", "tolerated", "failures"):
-            table.add_column(column, justify="left" if column in ("operation", "calls made to fail (k tried)") else "right")
+            table.add_column(
+                column, justify="left" if column in ("operation", "calls made to fail (k tried)") else "right"
+            )
         by_operation: defaultdict[str, list[Row]] = defaultdict(list)
         for row in run_target(target):
             rows.append(row)
@@ -28,7 +30,10 @@ def main() -> int:
             table.add_row(
                 operation,
                 ", ".join(f"{row.call} {row.cases}" for row in found),
-                *(str(sum(counts)) for counts in zip(*((r.cases, r.undone, r.tolerated, len(r.failures)) for r in found))),
+                *(
+                    str(sum(counts))
+                    for counts in zip(*((r.cases, r.undone, r.tolerated, len(r.failures)) for r in found), strict=True)
+                ),
             )
         console.print(table)
     failures = [f"{row.target}: {row.operation}: {row.call} {text}" for row in rows for text in row.failures]

@@ -42,6 +42,10 @@ class Target(ABC):
         """Let no more calls fail; returns whether an armed one has failed."""
 
     @abstractmethod
+    def finish(self) -> None:
+        """End the use of the driver."""
+
+    @abstractmethod
     def held(self) -> Mapping[str, int]:
         """Return what the driver counts as taken: memory, and where it counts them handles, mappings, addresses, streams."""
 
@@ -93,6 +97,9 @@ class CpuTarget(Target):
         free, total = self._table.memory_info()
         return {"used": total - free}
 
+    def finish(self) -> None:
+        self._armed = None
+
 
 class SimulatedTarget(Target):
     """A vendor's driver over its simulated library.
@@ -109,6 +116,7 @@ class SimulatedTarget(Target):
 
         self._vendor = vendor
         self._quirks = dict(quirks or {})
+        self._table: DriverTable | None = None
         self._simulator = Simulator(vendor)  # type: ignore[arg-type]
         self.elastic = "hold_until_address_free" not in self._quirks
         self.name = f"{vendor} (simulated{''.join(f', {quirk}' for quirk in self._quirks)})"
@@ -123,8 +131,11 @@ class SimulatedTarget(Target):
         self._simulator.set("granularity", GRANULARITY)
         for quirk, value in self._quirks.items():
             self._simulator.set(quirk, value)  # type: ignore[arg-type]
-        table: DriverTable = importlib.import_module(f"hardpoint_{self._vendor}.allocator").driver_table(0)
-        return table
+        if self._table is None:
+            self._table = importlib.import_module(f"hardpoint_{self._vendor}.allocator").driver_table(0)
+            self._table.open()  # a driver remembers what it found by probing as long as it is open
+            self._table.quirks()
+        return self._table
 
     def calls(self) -> dict[str, int]:
         calls = self._simulator.calls()
@@ -146,6 +157,11 @@ class SimulatedTarget(Target):
             name: getattr(stats, name)
             for name in ("used", "reservations", "address_space", "handles", "mappings", "streams")
         }
+
+    def finish(self) -> None:
+        if self._table is not None:
+            self._table.close()
+            self._table = None
 
 
 def all_targets() -> list[Target]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import pytest
-import torch
 
 from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, MemoryFault

@@ -4,6 +4,9 @@
 // (`max_chunk`); each handle is unmapped on its own and before it is released (ROCR-Runtime issues 257, 285); reserving with an explicit alignment may fail
 // where 0 works (vLLM pull request 43022); hipMemMap checks almost nothing; memory may stay until its address is released, and pages may come back
 // with old content (`quirks`).
+#include <mutex>
+#include <optional>
+
 #include "api.hpp"
 #include "hardpoint/driver_quirks.hpp"
 #include "hardpoint/torch_allocator.h"
@@ -79,7 +82,10 @@ class Device {
   }
 
   void close() {
-    opened_.close([] {});
+    opened_.close([&] {
+      const std::lock_guard<std::mutex> lock(quirks_mutex_);
+      quirks_.reset();
+    });
   }
 
   void geometry(hp_geometry *geometry) {
@@ -115,8 +121,12 @@ class Device {
 
   void quirks(uint64_t *bits) {
     opened_.require("quirks");
-    const uint64_t unified = has(attribute_integrated) ? HP_QUIRK_UNIFIED_MEMORY : 0;
-    *bits = unified | driver::QuirkProbe<Device>(*this).run();
+    const std::lock_guard<std::mutex> lock(quirks_mutex_);
+    if (!quirks_) {
+      const uint64_t unified = has(attribute_integrated) ? HP_QUIRK_UNIFIED_MEMORY : 0;
+      quirks_ = unified | driver::QuirkProbe<Device>(*this).run();
+    }
+    *bits = *quirks_;
   }
 
   void reserve(size_t size, uint64_t hint, uint64_t *address) {
@@ -294,6 +304,8 @@ class Device {
   MemAllocationProp properties_{};
   driver::OpenCount opened_;
   hp_geometry geometry_{};  // set by the first open, before any entry may use it
+  std::mutex quirks_mutex_;  // guards quirks_
+  std::optional<uint64_t> quirks_;
 };
 
 }  // namespace

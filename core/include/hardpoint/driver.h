@@ -6,7 +6,7 @@
  *
  * Rules for every entry
  *   - It may be called from any thread, from several at once, and from a thread that has never used the device; it leaves the calling
- *     thread's current device and context as they were.
+ *     thread's current device and context as they were, as far as the vendor's library allows.
  *   - It returns HP_OK and sets all its results, or returns an error, changes nothing, sets no result and fills `*error`.
  *   - It never throws, exits, aborts, prints, or keeps an error for a later call.
  *   - Sizes and offsets are bytes. `error` is never null.
@@ -17,7 +17,8 @@
  *   - A handle is mapped at one address at a time, whole, from its first byte; it may be unmapped and mapped again (at the same address) with its
  *     bytes, and is released once, after it was unmapped.
  *   - A range is unmapped only after every stream of the core that used it was synchronised, and `device_synchronize` was called in the same operation.
- *   - Nothing is called after `close` has been called as often as `open`, nor in a forked child.
+ *   - Other entries than device_count, device_name and driver_version are called only between `open` and `close`; nothing in a forked child.
+ *   - Streams passed to an entry come from `stream_create`; there is no default stream 0.
  *
  * Versions: the struct grows at its end only. The core reads entries beyond `struct_size` as null; a driver built for a later `abi` is refused.
  */
@@ -98,7 +99,8 @@ struct hp_driver {
   hp_status (*device_count)(void *context, int32_t *count, hp_error *error);
   hp_status (*device_name)(void *context, char *name, size_t size, hp_error *error);
   hp_status (*driver_version)(void *context, char *version, size_t size, hp_error *error);
-  /* (optional: no quirks) Probe and return HP_QUIRK_* bits. Called once, after `open`; may allocate for the time of the call. */
+  /* (optional: no quirks) Return HP_QUIRK_* bits, found by probing at the first call and remembered until the last `close`; may
+   * allocate for the time of that call. */
   hp_status (*quirks)(void *context, uint64_t *bits, hp_error *error);
 
   /* Address space. `reserve` returns a range of `size` bytes at a multiple of `granularity`, without memory. `hint` is 0, or the address wanted:
@@ -126,7 +128,8 @@ struct hp_driver {
   hp_status (*stream_synchronize)(void *context, uint64_t stream, hp_error *error);
   hp_status (*device_synchronize)(void *context, hp_error *error);
 
-  /* (optional: host memory is used as it is) Pin and unpin page-aligned host memory that the core has allocated, so that copies run at full speed. */
+  /* (optional: host memory is used as it is, as it is when `host_register` returns HP_UNSUPPORTED) Pin and unpin page-aligned host memory that
+   * the core has allocated, so that copies run at full speed. */
   hp_status (*host_register)(void *context, void *host, size_t size, hp_error *error);
   hp_status (*host_unregister)(void *context, void *host, size_t size, hp_error *error);
 };
