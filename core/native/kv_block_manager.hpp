@@ -67,6 +67,7 @@ class BlockManager {
   int32_t device_ref_count(BlockId block) const { return device_.ref_count(block); }
   int32_t watermark_blocks() const { return watermark_blocks_; }
   PrefixCache& cache() { return cache_; }
+  bool is_cached(BlockId block) const { return config_.enable_prefix_caching && cache_.contains(block); }
   BlockStats stats() const;
 
   // Ready a table for a sequence with no blocks: its root and the cache's present epoch.

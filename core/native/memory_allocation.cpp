@@ -41,6 +41,13 @@ size_t Blocks::give(uint64_t start) {
   return size;
 }
 
+Range Blocks::containing(uint64_t byte) const {
+  auto after = used_.upper_bound(byte);
+  if (after == used_.begin()) return {};
+  const auto [start, size] = *std::prev(after);
+  return byte - start < size ? Range{start, size} : Range{};
+}
+
 std::vector<Range> Blocks::live() const {
   std::vector<Range> ranges;
   for (const auto& [start, size] : used_) {

@@ -19,6 +19,7 @@ enum class State {
   kSaving,     // owned by a sleep under way
   kUnmapped,   // asleep
   kRestoring,  // owned by a wake under way
+  kRebuilding,  // as before, mapped, and written by callbacks
   kLost,       // its address could not be taken again; its backup is readable, it can only be freed
 };
 
@@ -31,7 +32,9 @@ struct Chunk {
   };
   uint64_t handle = 0;
   State state = State::kEmpty;
-  bool intact = false;  // holds the allocation's bytes; false between `create` and the end of the wake that fills it
+  // Holds the allocation's bytes; false between `create` and the end of the wake that fills it, and in memory that a sleep dropped and the
+  // driver did not take.
+  bool intact = false;
 };
 
 // Blocks within one allocation, for tensors much smaller than the granularity: first fit, neighbours merged, kAlignment.
@@ -54,6 +57,8 @@ class Blocks {
     return block == used_.end() ? 0 : block->second;
   }
   bool holds(uint64_t start) const { return used_.count(start) > 0; }
+  // The block that the byte lies in; of no bytes when there is none.
+  Range containing(uint64_t byte) const;
   uint64_t bytes() const { return bytes_; }  // asked for
 
  private:
@@ -74,6 +79,7 @@ struct Allocation {
   State state = State::kMapped;
   bool elastic = false;         // has addresses to grow into
   bool free_requested = false;  // freed while a sleep or wake owned it
+  bool address_lost = false;    // its range was taken by something else; an operation that ends makes it kLost
   bool keep_backup = false;     // the sleep's plan vouched for the tag's writers
   Policy asleep_as = Policy::kPreserve;  // what the sleep did with it
   uint64_t writes = 0;          // together with the tag's: the generation of its content
@@ -83,6 +89,9 @@ struct Allocation {
   std::unique_ptr<Blocks> blocks;  // cut into small ones
 
   bool contains(uint64_t at) const { return at >= address && at - address < reserved; }
+  bool is_owned_by_operation() const { return state == State::kSaving || state == State::kRestoring || state == State::kRebuilding; }
+  // Bytes that belong with the one at `at`: its block's, or all that are mapped while awake.
+  Range extent_of(uint64_t at) const { return blocks ? blocks->containing(at - address) : Range{0, mapped}; }
   // Chunks that `mapped` bytes take; `chunks` may hold more, whose memory the driver did not take back after a resize.
   size_t num_chunks() const { return (mapped + chunk_size - 1) / chunk_size; }
   Range chunk_range(size_t index) const {

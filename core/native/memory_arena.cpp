@@ -8,6 +8,7 @@
 #include <fstream>
 #include <limits>
 #include <string>
+#include <system_error>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -52,7 +53,11 @@ void touch(std::byte* data, size_t size) {
     }
   };
   std::vector<std::thread> helpers;
-  for (unsigned index = 1; index < threads && index * kTouchSlice < size; ++index) helpers.emplace_back(slice, index);
+  try {
+    for (unsigned index = 1; index < threads && index * kTouchSlice < size; ++index) helpers.emplace_back(slice, index);
+  } catch (const std::system_error&) {
+    // No more threads: what they would have touched is touched by pinning, only slower.
+  }
   slice(0);
   for (std::thread& helper : helpers) helper.join();
 }
@@ -68,16 +73,18 @@ uint64_t host_memory_available() {
 }
 
 HostArena::~HostArena() {
+  if (abandoned_) return;
   join_background();
   for (auto& [id, slab] : slabs_) destroy(*slab);
 }
 
 std::vector<HostArena::Span> HostArena::take(size_t size, std::optional<uint64_t> budget) {
   join_background();
+  const size_t asked = size;
   size = round_up(size, kPage);
   for (;;) {
     std::unique_lock lock(mutex_);
-    check_locked(size, budget);
+    check_locked(asked, budget);
     if (free_locked() >= size) {
       std::vector<Span> spans;
       for (auto& [id, slab] : slabs_) {
@@ -102,6 +109,7 @@ std::vector<HostArena::Span> HostArena::take(size_t size, std::optional<uint64_t
 }
 
 void HostArena::give(const Span& span) {
+  if (abandoned_) return;
   std::lock_guard lock(mutex_);
   Slab& slab = *slabs_.at(span.slab);
   auto [range, inserted] = slab.free.emplace(static_cast<size_t>(span.data - slab.data), span.size);
@@ -125,14 +133,14 @@ void HostArena::give(const Span& span) {
 void HostArena::check(size_t size, std::optional<uint64_t> budget) {
   join_background();
   std::lock_guard lock(mutex_);
-  check_locked(round_up(size, kPage), budget);
+  check_locked(size, budget);
 }
 
 void HostArena::check_locked(size_t size, std::optional<uint64_t> budget) const {
-  const size_t missing = size > free_locked() ? size - free_locked() : 0;
-  if (missing == 0) return;
+  // Without a budget, what is held already needs no room.
+  if (!budget && size <= free_locked()) return;
   const uint64_t limit = budget ? *budget : held_ + host_memory_available();
-  if (missing <= limit && held_ + missing <= limit) return;
+  if (size <= limit && used_ <= limit - size) return;
   throw MemoryFault(Fault::kBudgetExceeded,
                     "backups need " + std::to_string(size) + " bytes of host memory",
                     std::to_string(used_) + " bytes are in use by other backups, and the " +
@@ -141,22 +149,26 @@ void HostArena::check_locked(size_t size, std::optional<uint64_t> budget) const 
 }
 
 void HostArena::prepare(size_t size, std::optional<uint64_t> budget) {
-  join_background();
+  std::lock_guard background(background_mutex_);
+  join_background_locked();
   size_t missing = 0;
   {
     std::lock_guard lock(mutex_);
-    check_locked(round_up(size, kPage), budget);
+    check_locked(size, budget);
     if (round_up(size, kPage) > free_locked()) missing = round_up(size, kPage) - free_locked();
   }
   if (missing == 0) return;
-  std::lock_guard lock(background_mutex_);
-  background_ = std::thread([this, missing] {
-    try {
-      grow(missing);
-    } catch (const MemoryFault&) {
-      // The sleep that needs the memory asks for it again and reports what it meets.
-    }
-  });
+  try {
+    background_ = std::make_unique<std::thread>([this, missing] {
+      try {
+        grow(missing);
+      } catch (const std::exception&) {
+        // The sleep that needs the memory asks for it again and reports what it meets.
+      }
+    });
+  } catch (const std::system_error&) {
+    // No more threads: the sleep takes the memory itself.
+  }
 }
 
 void HostArena::grow(size_t size) {
@@ -217,19 +229,24 @@ void HostArena::trim() {
   }
 }
 
-void HostArena::abandon() {
-  join_background();
-  std::lock_guard lock(mutex_);
-  for (auto& [id, slab] : slabs_) {
-    munmap(slab->data, slab->size);
+void HostArena::abandon(bool forked) {
+  abandoned_ = true;
+  if (forked) {
+    (void)background_.release();  // there is no such thread here, and a joinable one must not be destroyed
+    return;
   }
-  slabs_.clear();
-  held_ = used_ = 0;
+  join_background();
 }
 
 void HostArena::join_background() {
   std::lock_guard lock(background_mutex_);
-  if (background_.joinable()) background_.join();
+  join_background_locked();
+}
+
+void HostArena::join_background_locked() {
+  if (!background_) return;
+  background_->join();
+  background_.reset();
 }
 
 uint64_t HostArena::held() const {

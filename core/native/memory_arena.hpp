@@ -1,5 +1,6 @@
 // Host memory for backups: taken from the operating system in slabs, pinned once, used again by every later sleep.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -29,8 +30,8 @@ class HostArena {
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  // Returns spans of `size` bytes together. Throws kBudgetExceeded, before anything is taken, when the arena would hold more than `budget`
-  // bytes; kOutOfMemory when the host has none; kDriverCall when pinning fails. Nothing is taken then.
+  // Returns spans of at least `size` bytes together. Throws kBudgetExceeded, before anything is taken, when all spans would have more than `budget`
+  // bytes or the host has no room; kDriverCall when pinning fails. Nothing is taken then.
   std::vector<Span> take(size_t size, std::optional<uint64_t> budget);
   void give(const Span& span);
 
@@ -40,8 +41,9 @@ class HostArena {
   void prepare(size_t size, std::optional<uint64_t> budget);
   // Gives slabs without a span back to the operating system.
   void trim();
-  // Waits for the background thread and drops every slab without a driver call: for a process that ends, or a forked child.
-  void abandon();
+  // Leaves everything as it is for the end of the process: no slab is given back, since a copy may be under way in another thread. In a forked
+  // child (`forked`) neither mutexes nor the thread are touched, because what held them was not copied.
+  void abandon(bool forked);
 
   uint64_t held() const;  // bytes of slabs
   uint64_t used() const;  // bytes of spans
@@ -61,6 +63,7 @@ class HostArena {
   std::unique_ptr<Slab> make_slab(size_t size) const;
   void destroy(Slab& slab) const noexcept;
   void join_background();
+  void join_background_locked();
 
   const Driver& driver_;
   mutable std::mutex mutex_;  // guards slabs_, held_, used_; not held while a slab is made
@@ -68,7 +71,8 @@ class HostArena {
   uint32_t next_slab_ = 0;
   size_t held_ = 0, used_ = 0;
   std::mutex background_mutex_;  // guards background_
-  std::thread background_;
+  std::unique_ptr<std::thread> background_;
+  std::atomic<bool> abandoned_{false};
 };
 
 }  // namespace hardpoint::memory

@@ -32,6 +32,8 @@ SourceFile::SourceFile(const std::string& path) : path_(path), file_(open(path.c
     throw MemoryFault(Fault::kForeign, "the source file " + path + " cannot be opened", reason);
   }
   size_ = static_cast<uint64_t>(status.st_size);
+  device_ = status.st_dev;
+  inode_ = status.st_ino;
   seconds_ = status.st_mtim.tv_sec;
   nanoseconds_ = status.st_mtim.tv_nsec;
 }
@@ -46,6 +48,12 @@ void SourceFile::check() const {
   }
   throw MemoryFault(Fault::kCorrupt, "the source file " + path_ + " does not hold what was loaded from it",
                     "it was written since", "Drop the backup with discard_backup, wake, and load the weights again");
+}
+
+bool SourceFile::is_current() const {
+  struct stat there {};
+  return stat(path_.c_str(), &there) == 0 && there.st_dev == device_ && there.st_ino == inode_ &&
+         static_cast<uint64_t>(there.st_size) == size_ && there.st_mtim.tv_sec == seconds_ && there.st_mtim.tv_nsec == nanoseconds_;
 }
 
 void SourceFile::read(uint64_t offset, void* data, size_t size) const {

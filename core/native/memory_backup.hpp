@@ -35,6 +35,8 @@ class SourceFile {
   uint64_t size() const { return size_; }
   // Throws kCorrupt when the file was written since it was opened.
   void check() const;
+  // Whether its path still leads to this file, unchanged.
+  bool is_current() const;
   // Throws kCorrupt when the file ends before, kDriverCall("pread") when reading fails.
   void read(uint64_t offset, void* data, size_t size) const;
 
@@ -42,6 +44,7 @@ class SourceFile {
   std::string path_;
   int file_;
   uint64_t size_;
+  uint64_t device_, inode_;
   int64_t seconds_, nanoseconds_;  // of the last modification
 };
 

@@ -232,6 +232,7 @@ void bind_memory(py::module_& m) {
              pool.declare_source(address, sources_of(pool, extents, size, rebuild));
            },
            py::arg("address"), py::arg("size"), py::arg("extents"), py::arg("rebuild") = 0)
+      .def("callbacks", &Pool::callbacks)
       .def("mark_written", &Pool::mark_written, Released())
       .def("discard_backup", &Pool::discard_backup, Released())
       .def("prepare_host", &Pool::prepare_host, Released())
@@ -249,11 +250,23 @@ void bind_memory(py::module_& m) {
              return pool.begin_wake(tags, watch);
            },
            py::arg("tags") = py::none(), py::arg("progress") = py::none())
-      .def("stats", [](const Pool& pool) { return to_dict(pool.stats()); })
+      .def("stats",
+           [](const Pool& pool) {
+             Stats stats;
+             {
+               const py::gil_scoped_release released;
+               stats = pool.stats();
+             }
+             return to_dict(stats);
+           })
       .def("memory_info",
            [](const Pool& pool) {
-             pool.check_alive("ask for memory information");
-             const Driver::Info info = pool.driver().memory_info();
+             Driver::Info info{};
+             {
+               const py::gil_scoped_release released;
+               pool.check_usable("ask for memory information");
+               info = pool.driver().memory_info();
+             }
              return py::make_tuple(info.free, info.total);
            })
       .def_property_readonly("quirks", [](const Pool& pool) { return pool.driver().quirks(); })

@@ -284,7 +284,7 @@ class DiskDirectory {
   DiskDirectory(const DiskDirectory&) = delete;
   DiskDirectory& operator=(const DiskDirectory&) = delete;
   ~DiskDirectory() {
-    if (is_owner()) remove_store(path);
+    remove();
     ::close(lock_);
   }
 
@@ -293,10 +293,15 @@ class DiskDirectory {
     if (!is_owner()) throw OwnedByParent(path);
   }
 
+  void remove() const {
+    if (is_owner()) remove_store(path);
+  }
+
   void take(uint64_t bytes) {
     uint64_t used = used_.load();
+    const uint64_t limit = budget;
     do {
-      if (bytes > budget - used) throw BudgetExceeded(bytes, used, budget);
+      if (used > limit || bytes > limit - used) throw BudgetExceeded(bytes, used, limit);
     } while (!used_.compare_exchange_weak(used, used + bytes));
   }
   void give_back(uint64_t bytes) { used_ -= bytes; }
@@ -309,7 +314,7 @@ class DiskDirectory {
   }
 
   const DiskCalls calls;
-  const uint64_t budget;
+  std::atomic<uint64_t> budget;
   const pid_t owner = ::getpid();
   std::string path;
 
@@ -524,6 +529,15 @@ uint64_t DiskStore::file_bytes(uint64_t payload_bytes, size_t max_pieces) {
   const uint64_t most = std::numeric_limits<uint64_t>::max();
   return payload_bytes > most - header ? most : header + payload_bytes;
 }
+
+void DiskStore::set_budget(uint64_t bytes) { directory_->budget = bytes; }
+
+bool DiskStore::exists() const {
+  struct stat facts;
+  return ::stat(directory_->path.c_str(), &facts) == 0;
+}
+
+void DiskStore::remove_files() { directory_->remove(); }
 
 uint64_t DiskStore::bytes_used() const { return directory_->used(); }
 uint64_t DiskStore::budget() const { return directory_->budget; }

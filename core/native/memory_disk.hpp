@@ -154,6 +154,13 @@ class DiskStore {
   // Bytes that a file of this size takes.
   static uint64_t file_bytes(uint64_t payload_bytes, size_t max_pieces);
 
+  // Changes the limit for files made from here on; bytes in use stay.
+  void set_budget(uint64_t bytes);
+  // Whether its subdirectory is still there.
+  bool exists() const;
+  // Removes the files of all backups, living ones too: for the end of the process. Does nothing in a forked child.
+  void remove_files();
+
   uint64_t bytes_used() const;
   uint64_t budget() const;
   // The store's own subdirectory.

@@ -124,6 +124,11 @@ Driver::Stream::~Stream() {
   driver_.idle_streams_.push_back(stream_);
 }
 
+void Driver::Stream::drain() const noexcept {
+  hp_error ignored{};
+  driver_.table_.stream_synchronize(driver_.table_.context, stream_, &ignored);
+}
+
 void Driver::drop_idle_streams() noexcept {
   std::vector<uint64_t> idle;
   {

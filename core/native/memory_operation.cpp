@@ -73,15 +73,63 @@ std::vector<Range> live_ranges(const Allocation& allocation, const SleepPlan& pl
   std::vector<Range> live = allocation.live();
   for (auto given = plan.live.lower_bound(allocation.address); given != plan.live.end() && allocation.contains(given->first); ++given) {
     const uint64_t base = given->first - allocation.address;
-    uint64_t end = base;
-    for (const Range& range : given->second) end = std::max(end, base + range.end());
-    if (end > allocation.mapped) throw MemoryFault(Fault::kInvalid, "live ranges lie beyond the end of their tensor");
+    const Range extent = allocation.extent_of(given->first);
+    const uint64_t room = extent.end() > base ? extent.end() - base : 0;
+    for (const Range& range : given->second) {
+      if (range.start > room || range.size > room - range.start) {
+        throw MemoryFault(Fault::kInvalid, "live ranges lie beyond the end of their tensor",
+                          std::to_string(range.size) + " bytes from byte " + std::to_string(range.start) + " of " + std::to_string(room));
+      }
+    }
     narrowed = true;
-    const uint64_t size = allocation.blocks ? allocation.blocks->size_at(base) : allocation.size;
-    live = without(live, {base, size});
+    live = without(live, {base, room});
     for (const Range& range : given->second) live.push_back({base + range.start, range.size});
   }
   return merged(std::move(live));
+}
+
+bool is_source(const Piece& piece) { return piece.kind == Piece::Kind::kFile || piece.kind == Piece::Kind::kRebuild; }
+
+// Where the bytes of an allocation will be, without the places yet.
+std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& allocation, const std::vector<Range>& live, Tier tier,
+                                       uint64_t generation) {
+  auto backup = std::make_shared<Backup>(arena, tier, generation);
+  std::vector<Range> to_copy = live;
+  if (tier == Tier::kSource) {
+    for (const Source& source : allocation.sources) {
+      for (const Range& range : live) {
+        const uint64_t start = std::max(range.start, source.range.start), end = std::min(range.end(), source.range.end());
+        if (end <= start) continue;
+        cut({start, end - start}, allocation.chunk_size, kHostPiece, [&](const Range& part) {
+          Piece piece = Piece::at(source.file ? Piece::Kind::kFile : Piece::Kind::kRebuild, part);
+          piece.file = source.file;
+          piece.offset = source.offset + (part.start - source.range.start);
+          piece.rebuild = source.rebuild;
+          backup->pieces.push_back(std::move(piece));
+        });
+      }
+      to_copy = without(to_copy, source.range);
+    }
+  } else if (tier == Tier::kDisk) {
+    for (Range& range : to_copy) {
+      const uint64_t end = round_up(range.end(), DiskStore::kAlignment);
+      range.start = range.start / DiskStore::kAlignment * DiskStore::kAlignment;
+      range.size = end - range.start;
+    }
+    to_copy = merged(std::move(to_copy));
+  }
+  const Piece::Kind kind = tier == Tier::kDisk ? Piece::Kind::kDisk : Piece::Kind::kHost;
+  for (const Range& range : to_copy) {
+    cut(range, allocation.chunk_size, tier == Tier::kDisk ? kDiskPiece : kHostPiece,
+        [&](const Range& part) { backup->pieces.push_back(Piece::at(kind, part)); });
+  }
+  std::sort(backup->pieces.begin(), backup->pieces.end(), [](const Piece& a, const Piece& b) { return a.range.start < b.range.start; });
+  return backup;
+}
+
+// Whether a sleep may use the backup of an earlier one instead of copying again.
+bool is_reusable(const std::shared_ptr<Backup>& old, Tier tier, uint64_t generation) {
+  return old && old->tier == tier && old->copied() && old->generation == generation;
 }
 
 const char* const kUndoFailed = "undoing met a second failure: memory that could not be mapped back is asleep with its backup; wake it to try again";
@@ -95,7 +143,20 @@ PoolOperation::PoolOperation(Pool& pool, const char* what, const Progress& progr
   start_ = lap_ = std::chrono::steady_clock::now();
 }
 
-PoolOperation::~PoolOperation() { pool_.end_operation(); }
+PoolOperation::~PoolOperation() { end(); }
+
+void PoolOperation::end() {
+  if (!holds_slot_) return;
+  holds_slot_ = false;
+  if (can_act()) pool_.end_operation();
+}
+
+void PoolOperation::check_running(const char* what) const {
+  if (ended_) throw MemoryFault(Fault::kInvalid, what, "the operation has ended", "Begin another one");
+  pool_.check_usable(what);
+}
+
+bool PoolOperation::can_act() const { return !pool_.abandoned_ && !pool_.is_forked(); }
 
 void PoolOperation::lap(const char* phase) {
   const auto now = std::chrono::steady_clock::now();
@@ -116,7 +177,15 @@ void PoolOperation::run(const std::vector<Group>& groups, size_t threads, const 
   std::vector<Mover> movers(std::max<size_t>(threads, 1));
   std::function<void()> watch;
   if (progress_) watch = [this] { progress_(bytes_done_, bytes_in_all_); };
-  run_workers(threads, groups.size(), [&](size_t item, size_t worker) { work(groups[item], movers[worker]); }, watch);
+  try {
+    run_workers(threads, groups.size(), [&](size_t item, size_t worker) { work(groups[item], movers[worker]); }, watch);
+  } catch (...) {
+    // Copies may be under way, and the host memory that they use is about to be given back.
+    for (const Mover& mover : movers) {
+      if (mover.stream) mover.stream->drain();
+    }
+    throw;
+  }
 }
 
 std::vector<PoolOperation::Group> PoolOperation::group(const std::vector<size_t>& order) const {
@@ -195,7 +264,7 @@ bool PoolOperation::attach(Allocation& allocation, size_t index) const {
 
 void PoolOperation::renew_address(Allocation& allocation) const {
   const Driver& driver = pool_.driver_;
-  if (!driver.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY) || allocation.state == State::kLost || allocation.mapped_now() > 0) return;
+  if (!driver.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY) || allocation.address_lost || allocation.mapped_now() > 0) return;
   try {
     driver.release_address(allocation.address, allocation.reserved);
   } catch (const MemoryFault&) {
@@ -219,7 +288,7 @@ void PoolOperation::renew_address(Allocation& allocation) const {
       // A range without memory: it costs addresses only.
     }
   }
-  if (!same) allocation.state = State::kLost;
+  if (!same) allocation.address_lost = true;
 }
 
 void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
@@ -231,6 +300,7 @@ void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
       Entry& entry = entries_[index];
       dropped.push_back(entry.allocation->backup);
       set(entry, index);
+      if (entry.allocation->address_lost) entry.allocation->state = State::kLost;
       if (!entry.allocation->free_requested) continue;
       const auto booked = pool_.allocations_.find(entry.allocation->address);
       doomed.push_back(std::move(booked->second));
@@ -240,7 +310,12 @@ void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
   for (auto& allocation : doomed) {
     if (!pool_.destroy(*allocation)) pool_.bury(std::move(allocation));
   }
+  // Last references: what the operation still holds of a replaced backup goes with the others.
+  for (Entry& entry : entries_) dropped.push_back(std::move(entry.backup));
   entries_.clear();
+  pool_.drop(std::move(dropped));
+  ended_ = true;
+  end();
 }
 
 void PoolOperation::note_asleep() {
@@ -258,13 +333,15 @@ Sleep::Sleep(Pool& pool, const SleepPlan& plan, const Progress& progress) : Pool
   pool.retry_unreturned();
   choose(plan);
   try {
+    replaced_.clear();
+    check_sources();
     take_room(plan);
     lap("plan");
     report_.free_before = pool_.driver_.memory_info().free;
     if (!entries_.empty()) {
       pool_.driver_.device_synchronize();
       lap("drain");
-      verify_kept();
+      verify();
       work();
       if (disk_) {
         with_disk_faults([&] { disk_->commit(disk_pieces()); });
@@ -294,14 +371,24 @@ Sleep::Sleep(Pool& pool, const SleepPlan& plan, const Progress& progress) : Pool
 
 Sleep::~Sleep() {
   try {
-    if (!ended_) undo();
+    if (!ended_ && can_act()) undo();
   } catch (const MemoryFault&) {
     // Asleep with its backup.
   }
 }
 
+void Sleep::check_live_addresses(const SleepPlan& plan) const {
+  for (const auto& [address, ranges] : plan.live) {
+    const Allocation& allocation = pool_.need(address);
+    if (allocation.extent_of(address).size == 0) {
+      throw MemoryFault(Fault::kForeign, "live ranges are given for address " + std::to_string(address), "it belongs to no tensor");
+    }
+  }
+}
+
 void Sleep::choose(const SleepPlan& plan) {
   std::lock_guard lock(pool_.books_);
+  check_live_addresses(plan);
   const std::vector<bool> chosen = pool_.selected(plan.tags);
   std::vector<const Policy*> policies(pool_.tags_.size());
   for (const auto& [tag, policy] : plan.policies) {
@@ -319,7 +406,7 @@ void Sleep::choose(const SleepPlan& plan) {
     std::vector<Range> live = live_ranges(*allocation, plan, narrowed);
     const bool keep = kept[allocation->tag] && !narrowed;
     if (entry.policy == Policy::kRebuild) {
-      entry.backup = planned_backup(*allocation, live, Tier::kSource);
+      entry.backup = planned_backup(pool_.arena_, *allocation, live, Tier::kSource, pool_.generation(*allocation));
       if (entry.backup->held() > 0 || std::any_of(entry.backup->pieces.begin(), entry.backup->pieces.end(),
                                                   [](const Piece& piece) { return piece.kind != Piece::Kind::kRebuild; })) {
         throw MemoryFault(Fault::kInvalid, "cannot sleep with policy rebuild",
@@ -328,25 +415,23 @@ void Sleep::choose(const SleepPlan& plan) {
       }
       report_.discarded += total(live);
     } else if (entry.policy == Policy::kPreserve) {
-      const std::shared_ptr<Backup>& old = allocation->backup;
-      if (keep && old && old->tier == plan.tier && old->copied() && old->generation == pool_.generation(*allocation)) {
-        entry.backup = old;
-        report_.skipped += total(live);
-        report_.tiers[static_cast<int>(plan.tier)] += total(live);
-        if (plan.verify) to_verify_.push_back(entries_.size());
-      } else {
-        entry.backup = planned_backup(*allocation, live, plan.tier);
-        entry.moves = entry.backup->copied();
-        const uint64_t counted = total(live);
-        uint64_t sourced = 0;
-        for (const Piece& piece : entry.backup->pieces) {
-          if (piece.kind == Piece::Kind::kFile || piece.kind == Piece::Kind::kRebuild) sourced += piece.range.size;
-        }
-        report_.preserved += counted - sourced;
-        report_.skipped += sourced;
-        report_.tiers[static_cast<int>(Tier::kSource)] += sourced;
-        report_.tiers[static_cast<int>(plan.tier == Tier::kDisk ? Tier::kDisk : Tier::kHost)] += counted - sourced;
+      const uint64_t generation = pool_.generation(*allocation);
+      const bool reuse = keep && is_reusable(allocation->backup, plan.tier, generation);
+      entry.backup = reuse ? allocation->backup : planned_backup(pool_.arena_, *allocation, live, plan.tier, generation);
+      entry.moves = !reuse && entry.backup->copied();
+      const uint64_t counted = total(live);
+      uint64_t sourced = 0;
+      for (const Piece& piece : entry.backup->pieces) {
+        if (is_source(piece)) sourced += piece.range.size;
       }
+      sourced = std::min(sourced, counted);  // a kept backup may also have blocks that were freed since
+      (reuse ? report_.skipped : report_.preserved) += counted - sourced;
+      report_.skipped += sourced;
+      report_.tiers[static_cast<int>(Tier::kSource)] += sourced;
+      report_.tiers[static_cast<int>(plan.tier == Tier::kDisk ? Tier::kDisk : Tier::kHost)] += counted - sourced;
+      if (plan.verify && (reuse || sourced > 0)) to_verify_.push_back(entries_.size());
+      // A void backup would take the budget twice.
+      if (allocation->backup && allocation->backup->generation != generation) replaced_.push_back(std::move(allocation->backup));
     } else {
       report_.discarded += total(live);
     }
@@ -357,39 +442,14 @@ void Sleep::choose(const SleepPlan& plan) {
   report_.allocations = entries_.size();
 }
 
-std::shared_ptr<Backup> Sleep::planned_backup(const Allocation& allocation, const std::vector<Range>& live, Tier tier) const {
-  auto backup = std::make_shared<Backup>(pool_.arena_, tier, pool_.generation(allocation));
-  std::vector<Range> to_copy = live;
-  if (tier == Tier::kSource) {
-    for (const Source& source : allocation.sources) {
-      for (const Range& range : live) {
-        const uint64_t start = std::max(range.start, source.range.start), end = std::min(range.end(), source.range.end());
-        if (end <= start) continue;
-        cut({start, end - start}, allocation.chunk_size, kHostPiece, [&](const Range& part) {
-          Piece piece = Piece::at(source.file ? Piece::Kind::kFile : Piece::Kind::kRebuild, part);
-          piece.file = source.file;
-          piece.offset = source.offset + (part.start - source.range.start);
-          piece.rebuild = source.rebuild;
-          backup->pieces.push_back(std::move(piece));
-        });
-      }
-      to_copy = without(to_copy, source.range);
+void Sleep::check_sources() const {
+  std::set<const void*> seen;
+  for (const Entry& entry : entries_) {
+    if (!entry.backup) continue;
+    for (const Piece& piece : entry.backup->pieces) {
+      if (piece.file && seen.insert(piece.file.get()).second) piece.file->check();
     }
-  } else if (tier == Tier::kDisk) {
-    for (Range& range : to_copy) {
-      const uint64_t end = round_up(range.end(), DiskStore::kAlignment);
-      range.start = range.start / DiskStore::kAlignment * DiskStore::kAlignment;
-      range.size = end - range.start;
-    }
-    to_copy = merged(std::move(to_copy));
   }
-  const Piece::Kind kind = tier == Tier::kDisk ? Piece::Kind::kDisk : Piece::Kind::kHost;
-  for (const Range& range : to_copy) {
-    cut(range, allocation.chunk_size, tier == Tier::kDisk ? kDiskPiece : kHostPiece,
-        [&](const Range& part) { backup->pieces.push_back(Piece::at(kind, part)); });
-  }
-  std::sort(backup->pieces.begin(), backup->pieces.end(), [](const Piece& a, const Piece& b) { return a.range.start < b.range.start; });
-  return backup;
 }
 
 // Gives every piece its place. Pieces of the host tier may be cut once more, where a span of the arena ends.
@@ -399,13 +459,13 @@ void Sleep::take_room(const SleepPlan& plan) {
   for (const Entry& entry : entries_) {
     if (!entry.moves) continue;
     for (const Piece& piece : entry.backup->pieces) {
+      if (!is_source(piece)) bytes_in_all_ += piece.range.size;
       if (piece.kind == Piece::Kind::kHost) host += round_up(piece.range.size, kSpanAlignment);
       if (piece.kind != Piece::Kind::kDisk) continue;
       disk += piece.range.size;
       ++disk_count;
     }
   }
-  bytes_in_all_ = host + disk;
   if (disk > 0) disk_ = pool_.disk_file(plan, disk, disk_count);
   std::vector<HostArena::Span> spans;
   if (host > 0) spans = pool_.arena_.take(host, plan.host_budget);
@@ -445,29 +505,40 @@ void Sleep::take_room(const SleepPlan& plan) {
   }
 }
 
-void Sleep::verify_kept() {
+// Compares what backups of earlier sleeps and source files hold with the device's bytes.
+void Sleep::verify() {
   Mover mover;
   for (const size_t index : to_verify_) {
     const Entry& entry = entries_[index];
     for (const Piece& piece : entry.backup->pieces) {
-      Xxh64 hash;
-      bool same = true;
-      for (uint64_t at = 0; same && at < piece.range.size; at += kStaging) {
-        const uint64_t size = std::min(kStaging, piece.range.size - at);
-        const StagingBuffer& staging = staging_of(mover);
-        pool_.driver_.copy_to_host(staging.data(), entry.allocation->address + piece.range.start + at, size, stream_of(mover));
-        stream_of(mover).synchronize();
-        if (piece.kind == Piece::Kind::kHost) same = std::memcmp(staging.data(), piece.span.data + at, size) == 0;
-        if (piece.kind == Piece::Kind::kDisk) hash.update(staging.data(), size);
-      }
-      if (piece.kind == Piece::Kind::kDisk) same = hash.digest() == piece.checksum;
-      if (same) continue;
-      throw MemoryFault(Fault::kStale, "the kept backup of tag '" + pool_.tag_name(*entry.allocation) + "' is not what the device holds",
+      // A piece that this sleep is to write is no claim yet.
+      if (piece.kind == Piece::Kind::kRebuild || (entry.moves && !is_source(piece)) || is_same(entry, piece, mover)) continue;
+      throw MemoryFault(Fault::kStale,
+                        std::string(is_source(piece) ? "the declared source" : "the kept backup") + " of tag '" +
+                            pool_.tag_name(*entry.allocation) + "' is not what the device holds",
                         "byte " + std::to_string(piece.range.start) + " and following were written since it was made",
                         "Call mark_written after every write, or leave the tag out of `keep`");
     }
   }
   if (!to_verify_.empty()) lap("verify");
+}
+
+bool Sleep::is_same(const Entry& entry, const Piece& piece, Mover& mover) const {
+  Xxh64 hash;
+  std::vector<std::byte> expected(piece.kind == Piece::Kind::kFile ? std::min(kStaging, piece.range.size) : 0);
+  for (uint64_t at = 0; at < piece.range.size; at += kStaging) {
+    const uint64_t size = std::min(kStaging, piece.range.size - at);
+    const std::byte* held = staging_of(mover).data();
+    pool_.driver_.copy_to_host(staging_of(mover).data(), entry.allocation->address + piece.range.start + at, size, stream_of(mover));
+    stream_of(mover).synchronize();
+    if (piece.kind == Piece::Kind::kDisk) {
+      hash.update(held, size);
+      continue;
+    }
+    if (piece.kind == Piece::Kind::kFile) piece.file->read(piece.offset + at, expected.data(), size);
+    if (std::memcmp(held, piece.kind == Piece::Kind::kFile ? expected.data() : piece.span.data + at, size) != 0) return false;
+  }
+  return piece.kind != Piece::Kind::kDisk || hash.digest() == piece.checksum;
 }
 
 void Sleep::work() {
@@ -538,6 +609,7 @@ bool Sleep::recoverable(const Entry& entry) {
 }
 
 Report Sleep::commit() {
+  check_running("commit a sleep");
   try {
     release_all();
   } catch (MemoryFault& fault) {
@@ -554,9 +626,8 @@ Report Sleep::commit() {
     allocation.backup = entry.backup;
     allocation.asleep_as = entry.policy;
     allocation.keep_backup = keep_[index];
-    if (allocation.state != State::kLost) allocation.state = State::kUnmapped;
+    allocation.state = State::kUnmapped;
   });
-  ended_ = true;
   lap("release");
   wait_for_lagging_counter();
   note_asleep();
@@ -580,6 +651,7 @@ void Sleep::release_all() {
           pool_.driver_.release(chunk.handle, size);
         } catch (const MemoryFault&) {
           if (!lost_bytes) throw;
+          chunk.intact = false;
           report_.retained += size;
           continue;
         }
@@ -591,11 +663,12 @@ void Sleep::release_all() {
   }
 }
 
-void Sleep::rollback() { undo(); }
+void Sleep::rollback() {
+  check_running("undo a sleep");
+  undo();
+}
 
 void Sleep::undo() {
-  if (ended_) return;
-  ended_ = true;
   Mover mover;
   std::unique_ptr<MemoryFault> failure;
   std::vector<bool> awake(entries_.size(), true);
@@ -609,7 +682,7 @@ void Sleep::undo() {
   }
   settle([&](Entry& entry, size_t index) {
     Allocation& allocation = *entry.allocation;
-    if (allocation.state != State::kLost) allocation.state = awake[index] ? State::kMapped : State::kUnmapped;
+    allocation.state = awake[index] ? State::kMapped : State::kUnmapped;
     if (awake[index]) return;
     allocation.backup = entry.backup;
     allocation.asleep_as = entry.policy;
@@ -621,7 +694,7 @@ void Sleep::undo() {
 void Sleep::bring_back(Entry& entry, Mover& mover) {
   Allocation& allocation = *entry.allocation;
   renew_address(allocation);
-  if (allocation.state == State::kLost) {
+  if (allocation.address_lost) {
     throw MemoryFault(Fault::kForeign, "the address of memory was taken by something else while it was asleep");
   }
   for (size_t index = 0; index < allocation.num_chunks(); ++index) {
@@ -660,14 +733,25 @@ Wake::Wake(Pool& pool, const std::optional<std::vector<std::string>>& tags, cons
     lap("plan");
     work();
     lap("copy");
+    await_callbacks();
   } catch (...) {
     undo();
     throw;
   }
 }
 
+void Wake::await_callbacks() {
+  std::lock_guard lock(pool_.books_);
+  for (const Entry& entry : entries_) {
+    if (!entry.backup) continue;
+    const auto& pieces = entry.backup->pieces;
+    const bool waits = std::any_of(pieces.begin(), pieces.end(), [](const Piece& piece) { return piece.rebuild != 0; });
+    if (waits) entry.allocation->state = State::kRebuilding;
+  }
+}
+
 Wake::~Wake() {
-  if (!ended_) undo();
+  if (!ended_ && can_act()) undo();
 }
 
 void Wake::choose(const std::optional<std::vector<std::string>>& tags) {
@@ -733,7 +817,7 @@ void Wake::fill_in(const Group& units, Mover& mover) {
     Entry& entry = entries_[unit.entry];
     Allocation& allocation = *entry.allocation;
     const bool created = attach(allocation, unit.chunk);
-    if (entry.policy == Policy::kZero && !(created && fresh_is_zero)) {
+    if (entry.policy == Policy::kZero && !allocation.chunks[unit.chunk].intact && !(created && fresh_is_zero)) {
       const Range range = allocation.chunk_range(unit.chunk);
       driver.fill(allocation.address + range.start, 0, range.size, stream_of(mover));
     }
@@ -763,6 +847,7 @@ std::vector<uint64_t> Wake::rebuilds() const {
 }
 
 Report Wake::commit() {
+  check_running("commit a wake");
   for (const Entry& entry : entries_) report_.unmapped += entry.allocation->mapped_now();
   settle([](Entry& entry, size_t) {
     Allocation& allocation = *entry.allocation;
@@ -771,7 +856,6 @@ Report Wake::commit() {
     const Backup* backup = allocation.backup.get();
     if (backup == nullptr || !allocation.keep_backup || !backup->complete || !backup->copied()) allocation.backup.reset();
   });
-  ended_ = true;
   lap("finish");
   try {
     report_.free_after = pool_.driver_.memory_info().free;
@@ -783,12 +867,14 @@ Report Wake::commit() {
   return std::move(report_);
 }
 
-void Wake::rollback() { undo(); }
+void Wake::rollback() {
+  check_running("undo a wake");
+  undo();
+}
 
-// Takes the new memory away again. What the driver refuses to unmap or release stays in the books of its chunk, where the next wake finds it.
+// Takes the new memory away again. What the driver refuses to unmap or release stays in the books of its chunk, where the next wake finds it; so
+// does memory that an earlier sleep could neither map back nor give back, for it may be all that has the bytes.
 void Wake::undo() {
-  if (ended_) return;
-  ended_ = true;
   bool quiet = true;
   try {
     pool_.driver_.device_synchronize();  // copies may be under way
@@ -805,7 +891,7 @@ void Wake::undo() {
           pool_.driver_.unmap(allocation.address + range.start, range.size);
           chunk.state = Chunk::State::kDetached;
         }
-        if (chunk.state == Chunk::State::kDetached) {
+        if (chunk.state == Chunk::State::kDetached && !chunk.intact) {
           pool_.driver_.release(chunk.handle, range.size);
           chunk.state = Chunk::State::kEmpty;
         }
@@ -815,9 +901,28 @@ void Wake::undo() {
     }
     renew_address(allocation);
   }
-  settle([](Entry& entry, size_t) {
-    if (entry.allocation->state != State::kLost) entry.allocation->state = State::kUnmapped;
-  });
+  settle([](Entry& entry, size_t) { entry.allocation->state = State::kUnmapped; });
+}
+
+void Pool::prepare_host(const SleepPlan& plan) {
+  check_usable("prepare a sleep");
+  uint64_t bytes = 0;
+  {
+    std::lock_guard lock(books_);
+    const std::vector<bool> chosen = selected(plan.tags), kept = selected(plan.keep);
+    for (const auto& [address, allocation] : allocations_) {
+      if (!chosen[allocation->tag] || allocation->state != State::kMapped || plan.tier == Tier::kDisk) continue;
+      const auto override = plan.policies.find(tags_[allocation->tag].name);
+      if ((override == plan.policies.end() ? allocation->policy : override->second) != Policy::kPreserve) continue;
+      bool narrowed = false;
+      const std::vector<Range> live = live_ranges(*allocation, plan, narrowed);
+      if (kept[allocation->tag] && !narrowed && is_reusable(allocation->backup, plan.tier, generation(*allocation))) continue;
+      for (const Piece& piece : planned_backup(arena_, *allocation, live, plan.tier, 0)->pieces) {
+        if (piece.kind == Piece::Kind::kHost) bytes += round_up(piece.range.size, kSpanAlignment);
+      }
+    }
+  }
+  if (bytes > 0) arena_.prepare(bytes, plan.host_budget);
 }
 
 std::unique_ptr<Operation> Pool::begin_sleep(const SleepPlan& plan, const Progress& progress) {

@@ -35,6 +35,12 @@ class PoolOperation : public Operation {
 
   PoolOperation(Pool& pool, const char* what, const Progress& progress);
 
+  // Ends the operation for good: another one may begin, however long this object lives.
+  void end();
+  // Throws kInvalid when it has ended. `what`: what cannot be done with it.
+  void check_running(const char* what) const;
+  // Whether the driver may still be called: false in a forked child and at the end of the process.
+  bool can_act() const;
   void lap(const char* phase);  // ends a phase of the report's times
   void finish_times();
   size_t threads(bool files) const;
@@ -52,8 +58,8 @@ class PoolOperation : public Operation {
   void restore(const Entry& entry, const Piece& piece, Mover& mover) const;
   // Maps memory at the chunk's address. Returns whether it is new; otherwise it has the bytes it had.
   bool attach(Allocation& allocation, size_t chunk) const;
-  // Where memory returns only with its addresses: gives the range up and takes it again, when nothing of the allocation is mapped. An allocation
-  // whose range was taken by something else in between becomes kLost.
+  // Where memory returns only with its addresses: gives the range up and takes it again, when nothing of the allocation is mapped. Sets
+  // `address_lost` when the range was taken by something else in between.
   void renew_address(Allocation& allocation) const;
   // Returns the allocations to the books; those that were freed meanwhile are destroyed.
   void settle(const std::function<void(Entry&, size_t index)>& set);
@@ -66,9 +72,10 @@ class PoolOperation : public Operation {
   Report report_;
   std::atomic<uint64_t> bytes_done_{0};
   uint64_t bytes_in_all_ = 0;
-  bool ended_ = false;
+  bool ended_ = false;  // its outcome is settled
 
  private:
+  bool holds_slot_ = true;
   std::chrono::steady_clock::time_point start_, lap_;
 };
 
@@ -81,9 +88,11 @@ class Sleep final : public PoolOperation {
 
  private:
   void choose(const SleepPlan& plan);
-  std::shared_ptr<Backup> planned_backup(const Allocation& allocation, const std::vector<Range>& live, Tier tier) const;
+  void check_live_addresses(const SleepPlan& plan) const;  // books locked
+  void check_sources() const;
   void take_room(const SleepPlan& plan);
-  void verify_kept();
+  void verify();
+  bool is_same(const Entry& entry, const Piece& piece, Mover& mover) const;
   void work();
   void copy_out(const Group& group, Mover& mover);
   void release_all();
@@ -97,6 +106,7 @@ class Sleep final : public PoolOperation {
   std::shared_ptr<DiskFile> disk_;
   std::vector<bool> keep_;        // by entry
   std::vector<size_t> to_verify_;  // entries
+  std::vector<std::shared_ptr<Backup>> replaced_;  // void, dropped before room is taken
 };
 
 class Wake final : public PoolOperation {
@@ -110,6 +120,8 @@ class Wake final : public PoolOperation {
  private:
   void choose(const std::optional<std::vector<std::string>>& tags);
   void check_backups() const;
+  // Lets callbacks write the memory that they rebuild.
+  void await_callbacks();
   void work();
   void fill_in(const Group& group, Mover& mover);
   void undo();

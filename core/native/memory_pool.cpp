@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
+#include <system_error>
 
 namespace hardpoint::memory {
 namespace {
@@ -31,21 +33,26 @@ int current_fork() {
 Pool::Pool(const hp_driver* table) : fork_generation_(current_fork()), driver_(table), arena_(driver_) {}
 
 Pool::~Pool() {
-  if (abandoned_ || current_fork() != fork_generation_) {
-    abandoned_ = true;
-    driver_.abandon();
-    arena_.abandon();
+  finish_dropping();
+  if (abandoned_) return;
+  if (is_forked()) {
+    abandon();
     return;
   }
   for (auto& [address, allocation] : allocations_) destroy(*allocation);
   for (auto& allocation : unreturned_) destroy(*allocation);
 }
 
+bool Pool::is_forked() const { return current_fork() != fork_generation_; }
+
+void Pool::check_process(const char* what) const {
+  if (!is_forked()) return;
+  throw MemoryFault(Fault::kForked, std::string("cannot ") + what + " in a forked child", "the memory belongs to the parent process",
+                    "Start processes by spawn, and make an allocator in each");
+}
+
 void Pool::check_usable(const char* what) const {
-  if (current_fork() != fork_generation_) {
-    throw MemoryFault(Fault::kForked, std::string("cannot ") + what + " in a forked child",
-                      "the memory belongs to the parent process", "Start processes by spawn, and make an allocator in each");
-  }
+  check_process(what);
   if (closed_) throw MemoryFault(Fault::kClosed, std::string("cannot ") + what, "the allocator is closed", "Make a new one");
 }
 
@@ -56,6 +63,7 @@ uint32_t Pool::tag_id(const std::string& tag) {
 }
 
 void Pool::know_tags(const std::vector<std::string>& tags) {
+  check_usable("add tags");
   std::lock_guard lock(books_);
   for (const std::string& tag : tags) tag_id(tag);
 }
@@ -139,6 +147,9 @@ std::string Pool::free_memory_text() const {
 std::unique_ptr<Allocation> Pool::take_memory(size_t size, uint32_t tag, Policy policy, size_t capacity) {
   const hp_geometry& geometry = driver_.geometry();
   const size_t wanted = std::max(size, capacity);
+  if (capacity != 0 && capacity < size) {
+    throw MemoryFault(Fault::kInvalid, "cannot allocate " + std::to_string(size) + " bytes", "the capacity is " + std::to_string(capacity));
+  }
   if (size == 0) throw MemoryFault(Fault::kInvalid, "cannot allocate 0 bytes", "an allocation has at least one");
   if (wanted > kLargest) {
     throw MemoryFault(Fault::kOutOfMemory, "cannot allocate " + std::to_string(wanted) + " bytes", "no address space is that large");
@@ -150,11 +161,11 @@ std::unique_ptr<Allocation> Pool::take_memory(size_t size, uint32_t tag, Policy 
   allocation->mapped = round_up(size, geometry.granularity);
   allocation->chunk_size = allocation->mapped;
   allocation->reserved = round_up(wanted, geometry.granularity);
-  if (capacity > size && driver_.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY)) {
+  if (capacity != 0 && driver_.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY)) {
     throw MemoryFault(Fault::kRefused, "cannot allocate elastic memory on this device",
                       "its driver gives memory back only together with all of its addresses");
   }
-  if (capacity > size) {
+  if (capacity != 0) {
     allocation->elastic = true;
     allocation->chunk_size = round_up(allocation->reserved / kElasticPieces + 1, geometry.granularity);
     if (geometry.max_chunk != 0) allocation->chunk_size = std::min(allocation->chunk_size, geometry.max_chunk);
@@ -211,7 +222,13 @@ uint64_t Pool::allocate_block(size_t size, const std::string& tag, Policy policy
       }
     }
   }
-  auto allocation = make(std::clamp(size * 8, kMinShared, kMaxShared), id, policy, 0);
+  std::unique_ptr<Allocation> allocation;
+  try {
+    allocation = take_memory(std::clamp(size * 8, kMinShared, kMaxShared), id, policy, 0);
+  } catch (const MemoryFault& fault) {
+    if (fault.kind() != Fault::kOutOfMemory) throw;
+    return allocate(size, tag, policy);
+  }
   allocation->size = allocation->mapped;
   allocation->blocks = std::make_unique<Blocks>(allocation->mapped);
   allocation->blocks->take(size);
@@ -219,7 +236,8 @@ uint64_t Pool::allocate_block(size_t size, const std::string& tag, Policy policy
 }
 
 void Pool::free(uint64_t address) {
-  if (abandoned_ || current_fork() != fork_generation_) return;
+  check_process("free memory");
+  if (abandoned_) return;
   std::unique_ptr<Allocation> doomed;
   {
     std::lock_guard lock(books_);
@@ -245,7 +263,7 @@ void Pool::free(uint64_t address) {
       }
       count_allocated(-static_cast<int64_t>(allocation.size));
     }
-    if (allocation.state == State::kSaving || allocation.state == State::kRestoring) {
+    if (allocation.is_owned_by_operation()) {
       allocation.free_requested = true;
       return;
     }
@@ -392,6 +410,7 @@ void Pool::resize(uint64_t address, size_t size) {
         driver_.map(address + range_of(index).start, range_of(index).size, chunk.handle);
         chunk.state = Chunk::State::kMapped;
       } catch (const MemoryFault&) {
+        allocation->asleep_as = Policy::kPreserve;
         finish(State::kUnmapped);  // the bytes are held: a wake maps them
         throw;
       }
@@ -410,24 +429,37 @@ void Pool::resize(uint64_t address, size_t size) {
 }
 
 size_t Pool::size_of(uint64_t address) const {
+  check_process("look at memory");
   std::lock_guard lock(books_);
   return need(address).size;
 }
 
 bool Pool::is_asleep(uint64_t address) const {
+  check_process("look at memory");
   std::lock_guard lock(books_);
   return need(address).state != State::kMapped;
+}
+
+Allocation& Pool::transferable(uint64_t address, size_t size, const char* what) const {
+  Allocation& allocation = need(address);
+  if (allocation.state != State::kMapped && allocation.state != State::kRebuilding) {
+    throw MemoryFault(Fault::kAsleep, std::string("cannot ") + what + " memory that is asleep", "tag '" + tags_[allocation.tag].name + "'",
+                      "Wake it, or use read_backup");
+  }
+  const Range extent = allocation.extent_of(address);
+  const uint64_t start = address - allocation.address;
+  if (start >= extent.end() || size > extent.end() - start) {
+    throw MemoryFault(Fault::kInvalid, std::string("cannot ") + what + " " + std::to_string(size) + " bytes",
+                      std::to_string(extent.end() - std::min(start, extent.end())) + " are left to the end");
+  }
+  return allocation;
 }
 
 void Pool::read(uint64_t address, void* target, size_t size) const {
   check_usable("read");
   {
     std::lock_guard lock(books_);
-    const Allocation& allocation = need(address);
-    if (allocation.state != State::kMapped) {
-      throw MemoryFault(Fault::kAsleep, "cannot read memory that is asleep", "tag '" + tags_[allocation.tag].name + "'", "Wake it, or use read_backup");
-    }
-    if (size > allocation.mapped - (address - allocation.address)) throw MemoryFault(Fault::kInvalid, "cannot read beyond the end");
+    transferable(address, size, "read");
   }
   const Driver::Stream stream(driver_);
   driver_.copy_to_host(target, address, size, stream);
@@ -438,13 +470,11 @@ void Pool::write(uint64_t address, const void* source, size_t size) {
   check_usable("write");
   {
     std::lock_guard lock(books_);
-    Allocation& allocation = need(address);
-    if (allocation.state != State::kMapped) {
-      throw MemoryFault(Fault::kAsleep, "cannot write memory that is asleep", "tag '" + tags_[allocation.tag].name + "'", "Wake it first");
+    Allocation& allocation = transferable(address, size, "write");
+    if (allocation.state == State::kMapped) {  // a callback writes what its source says
+      ++allocation.writes;
+      allocation.sources.clear();
     }
-    if (size > allocation.mapped - (address - allocation.address)) throw MemoryFault(Fault::kInvalid, "cannot write beyond the end");
-    ++allocation.writes;
-    allocation.sources.clear();
   }
   const Driver::Stream stream(driver_);
   driver_.copy_to_device(address, source, size, stream);
@@ -452,38 +482,61 @@ void Pool::write(uint64_t address, const void* source, size_t size) {
 }
 
 std::shared_ptr<const SourceFile> Pool::open_source(const std::string& path) {
+  check_usable("declare a source");
   std::lock_guard lock(books_);
   auto& known = source_files_[path];
   std::shared_ptr<const SourceFile> file = known.lock();
-  if (!file) known = file = std::make_shared<const SourceFile>(path);
+  if (!file || !file->is_current()) known = file = std::make_shared<const SourceFile>(path);
   return file;
 }
 
 void Pool::declare_source(uint64_t address, std::vector<Source> sources) {
+  check_usable("declare a source");
   std::lock_guard lock(books_);
   Allocation& allocation = need(address);
   const uint64_t base = address - allocation.address;
+  const Range extent = allocation.extent_of(address);
+  const uint64_t room = extent.end() > base ? extent.end() - base : 0;
+  const auto by_start = [](const Source& a, const Source& b) { return a.range.start < b.range.start; };
+  std::sort(sources.begin(), sources.end(), by_start);
+  uint64_t end = 0;
+  for (const Source& source : sources) {
+    const Range& range = source.range;
+    const uint64_t in_file = source.file ? source.file->size() : UINT64_MAX;
+    if (range.size == 0 || range.start < end || range.start > room || range.size > room - range.start || source.offset > in_file ||
+        range.size > in_file - source.offset) {
+      throw MemoryFault(Fault::kInvalid, "a declared source does not fit",
+                        std::to_string(range.size) + " bytes from byte " + std::to_string(range.start) + " of " + std::to_string(room) +
+                            ", at byte " + std::to_string(source.offset) + " of the file",
+                        "Extents lie within their tensor and file, and do not overlap");
+    }
+    end = range.end();
+  }
+  auto& all = allocation.sources;
   for (Source& source : sources) {
     source.range.start += base;
-    if (source.range.size == 0 || source.range.end() > allocation.mapped ||
-        (source.file && (source.offset > source.file->size() || source.range.size > source.file->size() - source.offset))) {
-      throw MemoryFault(Fault::kInvalid, "a declared source does not fit",
-                        "bytes " + std::to_string(source.range.start) + " to " + std::to_string(source.range.end()) + " of an allocation of " +
-                            std::to_string(allocation.mapped));
-    }
+    const Range& range = source.range;
+    const auto overlaps = [&](const Source& old) { return old.range.end() > range.start && old.range.start < range.end(); };
+    all.erase(std::remove_if(all.begin(), all.end(), overlaps), all.end());
   }
-  if (sources.empty()) return;
-  std::sort(sources.begin(), sources.end(), [](const Source& a, const Source& b) { return a.range.start < b.range.start; });
-  const uint64_t first = sources.front().range.start, end = sources.back().range.end();
-  auto& all = allocation.sources;
-  all.erase(std::remove_if(all.begin(), all.end(),
-                           [&](const Source& old) { return old.range.end() > first && old.range.start < end; }),
-            all.end());
   all.insert(all.end(), std::make_move_iterator(sources.begin()), std::make_move_iterator(sources.end()));
-  std::sort(all.begin(), all.end(), [](const Source& a, const Source& b) { return a.range.start < b.range.start; });
+  std::sort(all.begin(), all.end(), by_start);
+}
+
+std::vector<uint64_t> Pool::callbacks() const {
+  std::set<uint64_t> found;
+  std::lock_guard lock(books_);
+  for (const auto& [address, allocation] : allocations_) {
+    for (const Source& source : allocation->sources) found.insert(source.rebuild);
+    if (!allocation->backup) continue;
+    for (const Piece& piece : allocation->backup->pieces) found.insert(piece.rebuild);
+  }
+  found.erase(0);
+  return {found.begin(), found.end()};
 }
 
 void Pool::mark_written(const std::vector<std::string>& tags) {
+  check_process("mark memory as written");
   std::lock_guard lock(books_);
   const std::vector<bool> chosen = selected(tags);
   for (size_t id = 0; id < tags_.size(); ++id) tags_[id].writes += chosen[id];
@@ -493,6 +546,7 @@ void Pool::mark_written(const std::vector<std::string>& tags) {
 }
 
 void Pool::discard_backup(const std::vector<std::string>& tags) {
+  check_process("discard a backup");
   std::lock_guard lock(books_);
   const std::vector<bool> chosen = selected(tags);
   for (auto& [address, allocation] : allocations_) {
@@ -522,38 +576,52 @@ void Pool::read_backup(uint64_t address, void* target, size_t size) const {
   backup->read(range, static_cast<std::byte*>(target));
 }
 
-void Pool::prepare_host(const SleepPlan& plan) {
-  check_usable("prepare a sleep");
-  uint64_t bytes = 0;
-  {
-    std::lock_guard lock(books_);
-    const std::vector<bool> chosen = selected(plan.tags);
-    for (auto& [address, allocation] : allocations_) {
-      if (!chosen[allocation->tag]) continue;
-      const auto override = plan.policies.find(tags_[allocation->tag].name);
-      const Policy policy = override == plan.policies.end() ? allocation->policy : override->second;
-      if (policy == Policy::kPreserve) bytes += allocation->live_bytes() - (plan.tier == Tier::kSource ? allocation->sourced() : 0);
-    }
+void Pool::drop(std::vector<std::shared_ptr<Backup>> backups) {
+  const bool files = std::any_of(backups.begin(), backups.end(), [](const auto& backup) { return backup && backup->disk; });
+  if (!files) return;
+  std::lock_guard lock(dropping_mutex_);
+  if (dropping_.joinable()) dropping_.join();
+  try {
+    dropping_ = std::thread([backups = std::move(backups)]() mutable { backups.clear(); });
+  } catch (const std::system_error&) {
+    // No thread left: they are gone already, with the closure.
   }
-  if (plan.tier != Tier::kDisk) arena_.prepare(bytes, plan.host_budget);
+}
+
+void Pool::finish_dropping() {
+  std::lock_guard lock(dropping_mutex_);
+  if (!dropping_.joinable()) return;
+  if (is_forked()) {
+    dropping_.detach();  // the thread is the parent's
+  } else {
+    dropping_.join();
+  }
 }
 
 std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces) {
   return with_disk_faults([&] {
+    const uint64_t budget = plan.disk_budget.value_or(UINT64_MAX);
     std::shared_ptr<DiskStore> store;
     {
       std::lock_guard lock(books_);
-      if (!disk_ || disk_directory_ != plan.disk_directory || disk_->budget() != plan.disk_budget.value_or(UINT64_MAX)) {
-        disk_ = std::make_shared<DiskStore>(plan.disk_directory, plan.disk_budget.value_or(UINT64_MAX));
-        disk_directory_ = plan.disk_directory;
-      }
-      store = disk_;
+      std::shared_ptr<DiskStore>& known = disks_[plan.disk_directory];
+      // A cleaner of old files may have removed its folder.
+      if (!known || !known->exists()) known = std::make_shared<DiskStore>(plan.disk_directory, budget);
+      store = known;
     }
+    store->set_budget(budget);
+    try {
+      return store->create(bytes, pieces);
+    } catch (const BudgetExceeded&) {
+    } catch (const DiskFull&) {
+    }
+    finish_dropping();  // backups that were given up take room until they are gone
     return store->create(bytes, pieces);
   });
 }
 
 Stats Pool::stats() const {
+  check_process("ask for the books");
   Stats stats;
   std::lock_guard lock(books_);
   stats.tags.resize(tags_.size());
@@ -568,10 +636,8 @@ Stats Pool::stats() const {
     // What an operation under way owns is counted as it was before.
     if (allocation->state == State::kMapped) tag.mapped += allocation->mapped_now();
     if (allocation->state == State::kSaving) tag.mapped += allocation->mapped;
-    if (allocation->state == State::kUnmapped || allocation->state == State::kLost) {
-      tag.asleep = true;
-      tag.mapped += allocation->mapped_now();
-    }
+    if (allocation->state == State::kUnmapped || allocation->state == State::kLost) tag.mapped += allocation->mapped_now();
+    tag.asleep = tag.asleep || (allocation->state != State::kMapped && allocation->state != State::kSaving);
     if (allocation->backup && allocation->state != State::kSaving) tag.backed_up += allocation->backup->held();
   }
   for (const auto& allocation : unreturned_) {
@@ -583,13 +649,19 @@ Stats Pool::stats() const {
   stats.peak_allocated = peak_allocated_;
   stats.host_held = arena_.held();
   stats.host_used = arena_.used();
-  stats.disk_used = disk_ ? disk_->bytes_used() : 0;
+  for (const auto& [directory, store] : disks_) stats.disk_used += store ? store->bytes_used() : 0;
   return stats;
 }
 
+void Pool::trim() {
+  check_process("trim");
+  arena_.trim();
+}
+
 void Pool::close() {
-  if (current_fork() != fork_generation_ || abandoned_) return;
+  if (is_forked() || abandoned_) return;
   closed_ = true;
+  finish_dropping();
   retry_unreturned();
   arena_.trim();
   driver_.drop_idle_streams();
@@ -599,10 +671,13 @@ void Pool::abandon() {
   abandoned_ = true;
   closed_ = true;
   driver_.abandon();
+  finish_dropping();
+  arena_.abandon(is_forked());
+  if (is_forked()) return;
   std::lock_guard lock(books_);
-  for (auto& [address, allocation] : allocations_) allocation->backup.reset();
-  disk_.reset();
-  arena_.abandon();
+  for (auto& [directory, store] : disks_) {
+    if (store) store->remove_files();
+  }
 }
 
 void Pool::begin_operation(const char* what) {

@@ -74,13 +74,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Pool& operator=(const Pool&) = delete;
 
   const Driver& driver() const { return driver_; }
-  void check_alive(const char* what) const { check_usable(what); }
+  // Throws kClosed, kForked.
+  void check_usable(const char* what) const;
   // Makes tags known that no memory has yet.
   void know_tags(const std::vector<std::string>& tags);
 
-  // Returns the address of an allocation of its own. `capacity` >= size reserves addresses to grow into.
+  // Returns the address of an allocation of its own. `capacity` (0, or at least `size`) reserves addresses to grow into.
   uint64_t allocate(size_t size, const std::string& tag, Policy policy, size_t capacity = 0);
-  // As `allocate`, small sizes cut from a shared allocation of the same tag and policy.
+  // As `allocate`, small sizes cut from a shared allocation of the same tag and policy, where there is memory for one.
   uint64_t allocate_block(size_t size, const std::string& tag, Policy policy);
   // Gives back what either returned. Throws kForeign. Memory that the driver does not take back stays in the books and is tried again.
   void free(uint64_t address);
@@ -90,12 +91,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
   size_t size_of(uint64_t address) const;
   bool is_asleep(uint64_t address) const;
 
-  // Copies between an awake allocation and host memory, to its end.
+  // Copies between an awake allocation and host memory, to its end (a block's, where it is cut into blocks). Callbacks of a wake may, too.
   void read(uint64_t address, void* target, size_t size) const;
   void write(uint64_t address, const void* source, size_t size);
 
   void declare_source(uint64_t address, std::vector<Source> sources);
   std::shared_ptr<const SourceFile> open_source(const std::string& path);
+  // Callbacks that a declared source or a backup names.
+  std::vector<uint64_t> callbacks() const;
   void mark_written(const std::vector<std::string>& tags);
   void discard_backup(const std::vector<std::string>& tags);
   void read_backup(uint64_t address, void* target, size_t size) const;
@@ -108,8 +111,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   Stats stats() const;
   // Gives host memory without a backup back.
-  void trim() { arena_.trim(); }
-  // Frees everything that nobody uses; memory in use stays until it is freed, nothing new is handed out.
+  void trim();
+  // Frees everything that nobody uses; memory in use stays until it is freed, nothing new is handed out. Does nothing in a forked child.
   void close();
   // The process ends: removes files and stops threads, and makes every later call of `free` a no-op without a driver call.
   void abandon();
@@ -125,11 +128,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
   };
 
   std::string tag_name(const Allocation& allocation) const;
-  void check_usable(const char* what) const;
+  bool is_forked() const;
+  void check_process(const char* what) const;  // throws kForked, before a mutex is touched that the fork may have copied in use
   uint32_t tag_id(const std::string& tag);  // books locked
   std::vector<bool> selected(const std::optional<std::vector<std::string>>& tags) const;  // books locked; throws kUnknownTag
   Allocation* find(uint64_t address) const;                                               // books locked
   Allocation& need(uint64_t address) const;                                               // books locked; throws kForeign
+  // The allocation, when `size` bytes from `address` on may be copied now. Books locked; throws kForeign, kAsleep, kInvalid.
+  Allocation& transferable(uint64_t address, size_t size, const char* what) const;
   uint64_t generation(const Allocation& allocation) const { return tags_[allocation.tag].writes + allocation.writes; }
   std::unique_ptr<Allocation> make(size_t size, uint32_t tag, Policy policy, size_t capacity);
   std::unique_ptr<Allocation> take_memory(size_t size, uint32_t tag, Policy policy, size_t capacity);
@@ -140,6 +146,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   bool destroy(Allocation& allocation) noexcept;
   void bury(std::unique_ptr<Allocation> allocation);
   void retry_unreturned();
+  // Gives backups up. Removing large files takes long and nobody waits for it: a thread does it.
+  void drop(std::vector<std::shared_ptr<Backup>> backups);
+  void finish_dropping();
   std::unique_ptr<DiskFile> disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces);
 
   void begin_operation(const char* what);
@@ -157,8 +166,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<std::unique_ptr<Allocation>> unreturned_;
   std::map<std::string, std::weak_ptr<const SourceFile>> source_files_;
   uint64_t allocated_ = 0, peak_allocated_ = 0;
-  std::shared_ptr<DiskStore> disk_;
-  std::string disk_directory_;
+  std::map<std::string, std::shared_ptr<DiskStore>> disks_;  // by directory
+
+  std::mutex dropping_mutex_;  // guards dropping_
+  std::thread dropping_;
 
   std::mutex operation_mutex_;  // guards operating_ and operator_: one operation at a time
   std::condition_variable operation_ended_;

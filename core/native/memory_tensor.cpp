@@ -71,10 +71,10 @@ py::capsule Tensors::make(size_t size, const std::string& tag, Policy policy, si
   uint64_t address;
   {
     const py::gil_scoped_release released;
-    address = capacity > size ? pool_->allocate(size, tag, policy, capacity) : pool_->allocate_block(size, tag, policy);
+    address = capacity != 0 ? pool_->allocate(size, tag, policy, capacity) : pool_->allocate_block(size, tag, policy);
   }
   const auto block = std::make_shared<Block>(pool_, address);
-  if (capacity > size) {
+  if (capacity != 0) {
     std::lock_guard lock(mutex_);
     elastic_[address] = block;
   }

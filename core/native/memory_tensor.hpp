@@ -18,7 +18,7 @@ class Tensors {
  public:
   Tensors(std::shared_ptr<Pool> pool, int32_t device) : pool_(std::move(pool)), device_(device) {}
 
-  // A DLPack capsule over `size` fresh bytes. `capacity` > size: elastic.
+  // A DLPack capsule over `size` fresh bytes. `capacity` (at least `size`): elastic.
   pybind11::capsule make(size_t size, const std::string& tag, Policy policy, size_t capacity);
   // Grows or shrinks the elastic tensor at `address`; returns a capsule over its new extent, which shares the memory with the old ones.
   pybind11::capsule resize(uint64_t address, size_t size);

@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -14,7 +15,8 @@ namespace hardpoint::memory {
 
 // Runs work(item, worker) for every item below `items` on `threads` threads and waits; rethrows the first failure, after which no further item
 // is begun. `watch`, when given, is called in the calling thread about fifty times a second; its exception cancels likewise.
-// Items are done by the calling thread where one thread is enough and nobody watches.
+// At the end, when everything is done, `watch` is called once more. Items are done by the calling thread where one thread is enough and nobody
+// watches, or where the system has no thread left.
 inline void run_workers(size_t threads, size_t items, const std::function<void(size_t item, size_t worker)>& work,
                         const std::function<void()>& watch) {
   std::atomic<size_t> next{0};
@@ -37,17 +39,28 @@ inline void run_workers(size_t threads, size_t items, const std::function<void(s
   if (threads <= 1 && !watch) {
     take_items(0);
   } else {
-    size_t running = threads;
+    size_t running = 0;
     std::condition_variable ended;
     std::vector<std::thread> helpers;
-    for (size_t worker = 0; worker < threads; ++worker) {
-      helpers.emplace_back([&, worker] {
-        take_items(worker);
-        std::lock_guard lock(mutex);
-        if (--running == 0) ended.notify_one();
-      });
-    }
+    helpers.reserve(threads);
     std::unique_lock lock(mutex);
+    try {
+      for (size_t worker = 0; worker < threads; ++worker) {
+        helpers.emplace_back([&, worker] {
+          take_items(worker);
+          std::lock_guard lock(mutex);
+          if (--running == 0) ended.notify_one();
+        });
+        ++running;
+      }
+    } catch (const std::system_error&) {
+      // Those that were started do everything.
+    }
+    if (helpers.empty()) {
+      lock.unlock();
+      take_items(0);
+      lock.lock();
+    }
     while (!ended.wait_for(lock, std::chrono::milliseconds(20), [&] { return running == 0; })) {
       if (!watch || stopped) continue;
       lock.unlock();
@@ -60,6 +73,7 @@ inline void run_workers(size_t threads, size_t items, const std::function<void(s
     }
     lock.unlock();
     for (std::thread& helper : helpers) helper.join();
+    if (watch && !failure) watch();
   }
   if (failure) std::rethrow_exception(failure);
 }

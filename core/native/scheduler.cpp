@@ -368,12 +368,49 @@ void Scheduler::preempt(Sequence& sequence) {
     ++stats_.preemptions_by_swap;
   } else {
     blocks_.free(sequence.table);
-    sequence.num_computed = 0;
-    sequence.decoding = false;
-    enqueue(sequence);
+    restart(sequence);
     ++stats_.preemptions_by_recompute;
   }
   give_row(sequence);
+}
+
+void Scheduler::restart(Sequence& sequence) {
+  sequence.num_computed = 0;
+  sequence.decoding = false;
+  enqueue(sequence);
+}
+
+void Scheduler::recompute_all(bool swapped) {
+  if (step_pending_) throw std::logic_error("the last step has had neither update() nor fail_step()");
+  blocks_.reset_prefix_cache();
+  blocked_ = nullptr;
+  for (Sequence* sequence : running_) {
+    blocks_.free(sequence->table);
+    give_row(*sequence);
+    restart(*sequence);
+  }
+  running_.clear();
+  if (!swapped) return;
+  for (Sequence* sequence : swapped_) {
+    blocks_.free_host(sequence->host_blocks);
+    restart(*sequence);
+  }
+  swapped_.clear();
+}
+
+std::vector<BlockId> Scheduler::live_blocks(bool running) const {
+  std::vector<bool> is_live(static_cast<size_t>(config_.blocks.num_device_blocks));
+  for (BlockId block = 0; block < config_.blocks.num_device_blocks; ++block) is_live[block] = blocks_.is_cached(block);
+  if (running) {
+    for (const Sequence* sequence : running_) {
+      const int32_t computed = blocks_.blocks_for(sequence->num_computed);
+      for (int32_t i = 0; i < computed; ++i) is_live[sequence->table.blocks[i]] = true;
+    }
+  }
+  std::vector<BlockId> blocks;
+  for (BlockId block = 0; block < config_.blocks.num_device_blocks; ++block)
+    if (is_live[block]) blocks.push_back(block);
+  return blocks;
 }
 
 bool Scheduler::swap_is_better(const Sequence& sequence) const {
@@ -521,9 +558,7 @@ const Finished& Scheduler::fail_step() {
     if (sequence == nullptr || sequence->state != SequenceState::swapped) continue;
     swapped_.erase(sequence);
     blocks_.free_host(sequence->host_blocks);
-    sequence->num_computed = 0;
-    sequence->decoding = false;
-    enqueue(*sequence);
+    restart(*sequence);
   }
   return finished_;
 }

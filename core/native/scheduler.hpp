@@ -144,6 +144,11 @@ class Scheduler {
   void abort(const std::vector<int64_t>& handles);
   // Ends one sequence; false when it is not alive.
   bool finish(int64_t id, FinishReason reason);
+  // What the device's blocks hold is lost: running sequences give them back and wait to be computed again from their tokens,
+  // and the prefix cache forgets everything. `swapped`: what is on the host is lost too. std::logic_error during a step.
+  void recompute_all(bool swapped);
+  // Blocks whose contents count, in rising order: cached ones, and those of running sequences' computed tokens if asked for.
+  std::vector<BlockId> live_blocks(bool running) const;
   // Forgets ended sequences and their tokens. std::invalid_argument when one has not ended.
   void release(const std::vector<int64_t>& ids);
 
@@ -201,6 +206,7 @@ class Scheduler {
   void locate(Sequence& sequence, int64_t position);
 
   void preempt(Sequence& sequence);
+  void restart(Sequence& sequence);
   bool swap_is_better(const Sequence& sequence) const;
   void enqueue(Sequence& sequence);
   void dequeue(Sequence& sequence);

@@ -143,6 +143,13 @@ void bind_scheduler(py::module_& m) {
       .def("fail_step", [](Scheduler& self) { return finished_or_none(self.fail_step()); })
       .def("abort", &Scheduler::abort)
       .def("finish", [](Scheduler& self, int64_t id, int reason) { return self.finish(id, static_cast<FinishReason>(reason)); })
+      .def("recompute_all", &Scheduler::recompute_all, py::arg("swapped"))
+      .def("live_blocks",
+           [](const Scheduler& self, bool running) {
+             const std::vector<scheduler::BlockId> blocks = self.live_blocks(running);
+             return py::array_t<int32_t>(static_cast<py::ssize_t>(blocks.size()), blocks.data());
+           },
+           py::arg("running"))
       .def("release", &Scheduler::release)
       .def("has_unfinished", &Scheduler::has_unfinished)
       .def("state", [](const Scheduler& self, int64_t id) { return sequence_of(self, id).state; })

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +77,30 @@ def test_bench_counts_what_was_generated(run: Run) -> None:
     assert code == 0
     assert (report["input_tokens"], report["output_tokens"]) == (60, 15)
     assert 0 < report["ttft_seconds"]["min"] <= report["elapsed_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "phases"),
+    [(("--tier", "disk", "--cycles", "2"), 2), (("--tier", "source"), 2), (("--level", "2"), 3)],
+)
+def test_sleep_demo_gives_memory_back_and_the_same_text(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], phases: int
+) -> None:
+    sizes = ("--model", "demo", "--num-blocks", "64", "--max-model-len", "512", "--max-tokens", "8")
+    code, out, _ = run("sleep-demo", *sizes, *arguments, "--directory", str(tmp_path), "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["text"]
+    assert (report["same_text"], report["memory_came_back"]) == (True, True)
+    weights = report["engine"]["weight_bytes"]
+    for cycle in report["cycles"]:
+        assert cycle["returned_bytes"] >= 0.9 * weights
+        assert len(cycle["phases"]) == phases
+        sleep, wake = cycle["phases"][:2]
+        assert sleep["resident_before"] - sleep["resident_after"] == cycle["returned_bytes"]
+        assert sleep["mapped"] == wake["mapped"] >= weights
+    assert report["cold_start_over_wake"] == report["cold_start_seconds"] / report["wake_seconds"]
+    if "disk" in arguments:
+        first, second = (cycle["phases"][0] for cycle in report["cycles"])
+        assert first["copied"] >= weights
+        assert second["skipped"] >= weights

@@ -257,7 +257,6 @@ def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_engine: Any) ->
         pytest.param("demo", {"block_size": 24}, CapabilityRefused, "block size 24", id="block-size"),
         pytest.param("demo", {"max_model_len": 10**6}, ConfigError, "max_model_len", id="context-beyond-the-models"),
         pytest.param("demo", {"memory_utilization": 1e-6}, KVCacheTooSmall, "max_model_len", id="no-memory-for-kv"),
-        pytest.param("demo", {"enable_sleep_mode": True}, CapabilityRefused, "sleep", id="sleep-not-claimed"),
         pytest.param("demo", {"dtype": "int7"}, ConfigError, "int7", id="unknown-dtype"),
         pytest.param("demo", {"kv_dtype": "float8_e4m3fn"}, CapabilityRefused, "float8", id="kv-dtype"),
         pytest.param("demo", {"no_such_setting": 1}, ConfigError, "no_such_setting", id="unknown-setting"),

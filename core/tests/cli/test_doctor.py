@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from hardpoint.interfaces import API_VERSION
+
 BACKEND = """
 import pluggy
 from hardpoint.interfaces import BackendDescriptor, Capabilities, Device, ProbeResult
@@ -44,7 +46,7 @@ class Machine:
         name: str,
         probe: str = FOUND,
         *,
-        api: tuple[int, int] = (1, 1),
+        api: tuple[int, int] = (API_VERSION, API_VERSION),
         priority: int = 5,
         source: str = "",
         capabilities: str = "Capabilities.none()",
@@ -84,11 +86,12 @@ def backend(report: Any, name: str) -> Any:
 def test_usable_backend_is_reported_with_device_and_capabilities(machine: Machine) -> None:
     machine.install("alpha")
     report = machine.report()
-    assert (report["schema"], report["api"], report["exit_code"]) == (1, 1, 0)
+    assert (report["schema"], report["api"], report["exit_code"]) == (1, API_VERSION, 0)
     assert report["choice"] == {"backend": "alpha", "device": 0, "notice": "", "error": None}
     alpha = backend(report, "alpha")
     assert (alpha["state"], alpha["distribution"], alpha["version"]) == ("ok", "acme-alpha", "1.0")
-    assert (alpha["entry_point"], alpha["priority"], alpha["api"], alpha["vendor"]) == ("acme_alpha", 5, [1, 1], "Acme")
+    assert alpha["api"] == [API_VERSION, API_VERSION]
+    assert (alpha["entry_point"], alpha["priority"], alpha["vendor"]) == ("acme_alpha", 5, "Acme")
     (device,) = alpha["devices"]
     assert (device["name"], device["total_memory"], device["driver_version"]) == ("Acme One", 3 << 30, "7.1")
     assert (device["simulated"], device["properties"]) == (True, {"quirks": "none"})
@@ -117,7 +120,7 @@ def test_backend_in_need_of_repair_ends_with_1_and_its_traceback(machine: Machin
 
 
 def test_incompatible_backend_ends_with_1(machine: Machine) -> None:
-    machine.install("alpha", api=(2, 3))
+    machine.install("alpha", api=(API_VERSION + 1, API_VERSION + 2))
     assert machine.report()["exit_code"] == 1
 
 

@@ -438,6 +438,99 @@ def test_the_lowest_priority_is_preempted() -> None:
     assert s.num_preemptions(high) == 0
 
 
+# Lost contents
+
+
+def test_recomputed_sequences_continue_with_the_same_tokens_ahead_of_later_ones() -> None:
+    s = scheduler()
+    first = s.add_request([1, 2, 3, 4, 5], max_tokens=6)
+    step(s, 11)
+    step(s, 12)
+    s.recompute_all(swapped=False)
+    s.check()
+    later = s.add_request([6, 7], max_tokens=1)
+    assert s.state(first) is SequenceState.WAITING
+    assert s.block_stats.device_used == 0
+    batch = s.schedule()
+    assert batch is not None
+    assert batch.seq_ids.tolist() == [first, later]
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 11, 12, 6, 7]
+    update(s, batch, 13)
+    finish_all(s, 14)
+    assert s.output_token_ids(first).tolist() == [11, 12, 13, 14, 14, 14]
+    assert s.num_preemptions(first) == 0
+
+
+def test_forks_are_recomputed_each_with_its_own_tokens() -> None:
+    s = scheduler()
+    handle = s.add_request([1] * 6, n=2, max_tokens=4)
+    step(s, [21, 22])
+    step(s, [31, 32])
+    s.recompute_all(swapped=True)
+    finish_all(s, 5)
+    assert [s.output_token_ids(handle + i).tolist() for i in range(2)] == [[21, 31, 5, 5], [22, 32, 5, 5]]
+
+
+def test_a_prompt_of_forks_that_is_half_computed_starts_again() -> None:
+    s = scheduler(max_num_batched_tokens=4, max_num_seqs=2)
+    handle = s.add_request([1] * 6, n=2, max_tokens=2)
+    step(s, [])
+    s.recompute_all(swapped=False)
+    s.check()
+    assert finish_all(s) == dict.fromkeys((handle, handle + 1), FinishReason.LENGTH)
+
+
+def test_lost_blocks_are_never_hit_again() -> None:
+    s = scheduler()
+    s.add_request(list(range(9)), max_tokens=1)
+    finish_all(s)
+    s.recompute_all(swapped=False)
+    s.add_request(list(range(9)), max_tokens=1)
+    assert step(s).num_tokens == 9
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_swapped_sequences_are_recomputed_only_where_the_host_is_lost_too(swapped: bool) -> None:
+    s = scheduler(num_device_blocks=4, num_host_blocks=8, max_model_len=16, preemption_mode="swap")
+    s.add_request([1] * 7, max_tokens=9)
+    second = s.add_request([2] * 7, max_tokens=9)
+    while s.state(second) is not SequenceState.SWAPPED:
+        step(s, 5)
+    s.recompute_all(swapped=swapped)
+    s.check()
+    assert s.state(second) is (SequenceState.WAITING if swapped else SequenceState.SWAPPED)
+    assert (s.block_stats.host_used == 0) is swapped
+    finish_all(s, 5)
+    assert s.output_token_ids(second).tolist() == [5] * 9
+
+
+def test_live_blocks_are_those_of_computed_tokens_and_of_the_prefix_cache() -> None:
+    s = scheduler()
+    s.add_request(list(range(9)), max_tokens=1)
+    finish_all(s)
+    cached = s.live_blocks(running=False).tolist()
+    assert len(cached) == 2
+    running = s.add_request([7] * 6, max_tokens=20)
+    batch = step(s)
+    own = batch.block_table[batch.rows[0]][:2].tolist()
+    assert batch.seq_ids.tolist() == [running]
+    assert s.live_blocks(running=True).tolist() == sorted({*cached, *own})
+    assert set(s.live_blocks(running=False).tolist()) >= set(cached)
+    s.reset_prefix_cache()
+    assert s.live_blocks(running=True).tolist() == sorted(own)
+    assert s.live_blocks(running=False).tolist() == []
+
+
+def test_contents_are_not_lost_in_the_middle_of_a_step() -> None:
+    s = scheduler()
+    s.add_request([1, 2, 3], max_tokens=2)
+    batch = s.schedule()
+    assert batch is not None
+    with pytest.raises(RuntimeError):
+        s.recompute_all(swapped=False)
+    update(s, batch)
+
+
 # Order and fairness
 
 

@@ -370,6 +370,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.worker.generation += 1
 
     @precondition(is_idle)
+    @rule(swapped=st.booleans())
+    def lose_kv_blocks(self, swapped: bool) -> None:
+        assert self.driver
+        self.driver.scheduler.recompute_all(swapped=swapped)
+        self.driver.worker.device.clear()
+        if swapped:
+            self.driver.worker.host.clear()
+        assert self.driver.scheduler.live_blocks(running=True).tolist() == []
+
+    @precondition(is_idle)
+    @rule()
+    def lose_blocks_that_do_not_count(self) -> None:
+        assert self.driver
+        worker, size = self.driver.worker, self.driver.config.block_size
+        live = set(self.driver.scheduler.live_blocks(running=True).tolist())
+        worker.device = {slot: held for slot, held in worker.device.items() if slot // size in live}
+
+    @precondition(is_idle)
     @rule()
     def release(self) -> None:
         assert self.driver

@@ -44,6 +44,19 @@ def test_an_embedding_does_not_depend_on_chunking(pooling: Pooling) -> None:
     np.testing.assert_allclose(whole, expected.numpy(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_a_prompt_that_is_computed_once_more_counts_once(pooling: Pooling) -> None:
+    hidden = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    pooler = Pooler()
+    pooler.add(1, pooling, hidden[:3] + 1, ends=False, starts=True)
+    pooler.add(1, pooling, hidden[:3], ends=False, starts=True)
+    embedding = pooler.add(1, pooling, hidden[3:], ends=True)
+    whole = Pooler().add(1, pooling, hidden, ends=True, starts=True)
+    assert embedding is not None
+    assert whole is not None
+    np.testing.assert_allclose(embedding, whole, rtol=1e-6)
+
+
 def test_a_removed_sequence_leaves_nothing_behind() -> None:
     pooler = Pooler()
     pooler.add(1, Pooling.MEAN, torch.full((2, 3), 9.0), ends=False)

@@ -298,6 +298,10 @@ class CpuDecoder(DecoderProgram):
             begin += rows * k * out.element_size()
         return out
 
+    def weight_memory(self) -> tuple[Tensor, ...]:
+        """Return the arena, which holds nothing but weights."""
+        return (self._arena,)
+
     def set_rope_tables(self, tables: tuple[tuple[Tensor, Tensor], ...]) -> None:
         """Set the rotary tables: pairs (cos, sin), each float32[max_context, rotary_dim / 2]."""
         shape = tuple(self._rope.shape[2:])

@@ -121,5 +121,6 @@ def _summary(claims: dict[str, Any]) -> dict[str, str]:
         "attention": ", ".join(attention["features"]) or "plain causal attention only",
         "graphs": attention["graph_level"],
         "sleep levels": ", ".join(map(str, memory["sleep_levels"])) or "none",
+        "sleep tiers": ", ".join(memory["tiers"]) or "none",
         "tensor parallel": claims["tensor_parallel"],
     }

@@ -63,8 +63,11 @@ class EngineOptions:
         bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
     ] = False
 
-    def open(self, *, quiet: bool = False) -> LLM:
+    def open(self, *, quiet: bool = False, **more: Any) -> LLM:
         """Load the engine, with a line on standard error while it loads (where that is a terminal).
+
+        Args:
+            more: further settings of `EngineConfig`.
 
         Raises what `LLM` raises.
         """
@@ -77,7 +80,7 @@ class EngineOptions:
         settings["enable_prefix_caching"] = settings.pop("prefix_caching")
         console = Console(stderr=True, soft_wrap=True)
         with console.status(f"Loading {self.model}") if console.is_terminal and not quiet else nullcontext():
-            return LLM(**settings)
+            return LLM(**settings, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

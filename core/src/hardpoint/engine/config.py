@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from hardpoint.engine.sleep import SleepSettings
+from hardpoint.interfaces.allocator import SleepPlan
+from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.worker import WorkerConfig
@@ -16,6 +19,7 @@ _ALIASES = {
     "num_gpu_blocks_override": "num_device_blocks",
     "kv_cache_dtype": "kv_dtype",
 }
+_TIERS = (SleepTier.HOST, SleepTier.DISK, SleepTier.SOURCE)
 _IGNORED = frozenset({"disable_log_stats", "use_tqdm_on_load"})
 
 
@@ -44,7 +48,14 @@ class EngineConfig:
         preemption_mode: "swap", "recompute", or "auto" for what costs less.
         scheduling_policy: "fcfs", or "priority" (lower values first).
         enforce_eager: no captured graphs.
-        enable_sleep_mode: require a backend that can sleep.
+        enable_sleep_mode: require a backend that can sleep, and make ready for it while the model loads.
+        sleep_tier: where a sleep of level 1 puts the weights: "host", "disk", "source" (read again from the checkpoint); None for
+            host memory beside an accelerator, and disk where the host's memory is the device's.
+        sleep_host_budget: most GiB of host memory for backups; None for what is free.
+        sleep_disk_directory: for backups on disk; None for HARDPOINT_SLEEP_DIR, or else the user's cache directory.
+        sleep_disk_budget: most GiB of backups there; None for what the file system has free.
+        sleeping_requests: "reject" requests that come while the engine sleeps, or "queue" them until it wakes.
+        max_queued_while_asleep: most requests in that queue.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights from the configuration.
         threads: host threads for computing; None for all usable cores.
         seed: of sampling without a seed of its own, and of dummy weights.
@@ -73,6 +84,12 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enforce_eager: bool = False
     enable_sleep_mode: bool = False
+    sleep_tier: Literal["host", "disk", "source"] | None = None
+    sleep_host_budget: float | None = None
+    sleep_disk_directory: str | None = None
+    sleep_disk_budget: float | None = None
+    sleeping_requests: Literal["reject", "queue"] = "reject"
+    max_queued_while_asleep: int = 1024
     load_format: str = "auto"
     tensor_parallel_size: int = 1
     threads: int | None = None
@@ -82,7 +99,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks"):
             _check_positive(name, getattr(self, name))
-        for name in ("long_prefill_token_threshold", "tensor_parallel_size", "threads"):
+        for name in ("long_prefill_token_threshold", "tensor_parallel_size", "threads", "max_queued_while_asleep"):
             _check_positive(name, getattr(self, name))
         utilization = self.memory_utilization
         if utilization is not None and not 0.0 < utilization <= 1.0:
@@ -91,6 +108,13 @@ class EngineConfig:
             )
         if self.swap_space < 0:
             raise ConfigError(f"swap_space={self.swap_space} is negative", hint="Give GiB of host memory, 0 for none")
+        for name in ("sleep_host_budget", "sleep_disk_budget"):
+            budget = getattr(self, name)
+            if budget is not None and budget < 0:
+                raise ConfigError(f"{name}={budget} is negative", hint="Give GiB, or leave it out for what is free")
+        if self.sleep_tier is not None:
+            _check_choice("sleep_tier", self.sleep_tier, tuple(tier.value for tier in SleepTier))
+        _check_choice("sleeping_requests", self.sleeping_requests, ("reject", "queue"))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "dummy"))
         _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
@@ -119,8 +143,35 @@ class EngineConfig:
                 )
         return cls(model=str(model), **settings)
 
-    def worker_config(self) -> WorkerConfig:
-        """Return the part that a worker needs."""
+    @property
+    def queue_while_asleep(self) -> int:
+        """Most requests to queue while the engine sleeps; 0 where they are rejected."""
+        return self.max_queued_while_asleep if self.sleeping_requests == "queue" else 0
+
+    def sleep_settings(self, *, accelerator: bool, tiers: Set[SleepTier]) -> SleepSettings:
+        """Return how the engine sleeps on a device with these tiers.
+
+        Args:
+            accelerator: the device has memory of its own, from which a copy to the host frees something.
+        """
+        if self.sleep_tier is not None:
+            tier = SleepTier(self.sleep_tier)
+        else:
+            preference = _TIERS if accelerator else _TIERS[1:]
+            tier = next((tier for tier in preference if tier in tiers), SleepTier.HOST)
+        return SleepSettings(
+            tier=tier,
+            host_budget=_gib(self.sleep_host_budget),
+            disk_directory=self.sleep_disk_directory,
+            disk_budget=_gib(self.sleep_disk_budget),
+        )
+
+    def worker_config(self, prepare_sleep: SleepPlan | None = None) -> WorkerConfig:
+        """Return the part that a worker needs.
+
+        Args:
+            prepare_sleep: the sleep that the worker makes ready for.
+        """
         return WorkerConfig(
             model=self.model,
             dtype=_parse_dtype("dtype", self.dtype),
@@ -131,13 +182,18 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs,
             block_size=self.block_size,
             memory_utilization=self.memory_utilization,
-            swap_space=int(self.swap_space * (1 << 30)),
+            swap_space=_gib(self.swap_space) or 0,
             enforce_eager=self.enforce_eager,
             use_fused_decoder=self.use_fused_decoder,
             trust_remote_code=self.trust_remote_code,
             threads=self.threads,
             seed=self.seed,
+            prepare_sleep=prepare_sleep,
         )
+
+
+def _gib(size: float | None) -> int | None:
+    return None if size is None else int(size * (1 << 30))
 
 
 def _check_positive(name: str, value: int | None) -> None:

@@ -8,12 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.sleep import LifeCycle, SleepSettings, SleepTotals
 from hardpoint.executor import Executor, InProcessExecutor
+from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import FloatArray, SequencePooling, SequenceSampling, StepInput, TokenLogprobs
+from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import CapabilityRefused, KVCacheTooSmall, WorkerError
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
+
+_PRESERVED = {WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}
 
 _log = logging.getLogger("hardpoint")
 
@@ -24,6 +29,7 @@ class EngineInfo:
 
     Attributes:
         path: how the model runs: "fused" (one native call per step), "lean" (the core's torch decoder) or "transformers".
+        accelerator: the device has memory of its own; False where it is the host's.
         notice: one line where a backend of higher priority was passed over; logged as a warning when the engine is made.
     """
 
@@ -41,6 +47,7 @@ class EngineInfo:
     weight_bytes: int
     kv_bytes: int
     load_seconds: float
+    accelerator: bool = False
     notice: str = ""
 
 
@@ -53,6 +60,7 @@ class StepTotals:
         decode_tokens, decode_seconds: tokens sampled in, and the time of, steps that had no prompt token.
         sampled_tokens: all tokens sampled.
         preemptions: sequences preempted.
+        sleep: what sleeps and wakes did.
     """
 
     steps: int = 0
@@ -62,6 +70,7 @@ class StepTotals:
     decode_seconds: float = 0.0
     sampled_tokens: int = 0
     preemptions: int = 0
+    sleep: SleepTotals = field(default_factory=SleepTotals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +105,12 @@ class EngineCore:
         resolved = resolve_backend(config.backend, device=config.device, require_accelerator=config.require_accelerator)
         if resolved.notice:
             _log.warning(resolved.notice)
-        _check_sleep(config, resolved)
+        memory = resolved.descriptor.capabilities(resolved.device).memory
+        settings = config.sleep_settings(accelerator=resolved.descriptor.accelerator, tiers=memory.tiers)
+        _check_sleep(config, resolved, memory, settings)
+        worker_config = config.worker_config(_prepared_sleep(config, resolved, settings))
         worker = resolved.descriptor.worker()(
-            WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=config.worker_config())
+            WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=worker_config)
         )
         self.executor: Executor = InProcessExecutor(worker)
         try:
@@ -106,7 +118,8 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.totals = StepTotals()
+        self.life = LifeCycle(self.executor, self.scheduler, memory, settings, resolved.descriptor.name)
+        self.totals = StepTotals(sleep=self.life.totals)
         self._new_sampling: dict[int, SequenceSampling] = {}
         self._pooling: dict[int, SequencePooling] = {}
         self._forgotten: list[int] = []
@@ -155,6 +168,7 @@ class EngineCore:
             weight_bytes=model.weight_bytes,
             kv_bytes=num_blocks * spec.block_bytes,
             load_seconds=time.perf_counter() - start,
+            accelerator=resolved.descriptor.accelerator,
             notice=resolved.notice,
         )
         return model
@@ -197,8 +211,9 @@ class EngineCore:
         """Schedule, execute and book one step.
 
         A worker that fails ends the sequences of this step (they are aborted and their blocks freed) and raises WorkerError; all
-        others go on with the next step.
+        others go on with the next step. Raises EngineAsleep, WeightsMissing or EngineDead in a state without steps.
         """
+        self.life.check_step()
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
@@ -244,11 +259,25 @@ class EngineCore:
         self.executor.shutdown()
 
 
-def _check_sleep(config: EngineConfig, resolved: Resolved) -> None:
-    levels = resolved.descriptor.capabilities(resolved.device).memory.sleep_levels
-    if config.enable_sleep_mode and not levels & {1, 2}:
+def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabilities, settings: SleepSettings) -> None:
+    if not config.enable_sleep_mode:
+        return
+    reasons = []
+    if not memory.sleep_levels & {1, 2}:
+        reasons.append("its allocator supports no sleep level")
+    elif settings.tier not in memory.tiers:
+        reasons.append(
+            f"its allocator has the tiers {', '.join(sorted(tier.value for tier in memory.tiers)) or 'none'}"
+        )
+    if reasons:
         raise CapabilityRefused(
             f"the {resolved.descriptor.name} backend cannot run with enable_sleep_mode",
-            ("its allocator supports no sleep level",),
-            hint="Leave enable_sleep_mode off, or choose a backend whose `hardpoint doctor` entry lists sleep levels",
+            reasons,
+            hint="Leave enable_sleep_mode off, or choose a backend whose `hardpoint doctor` entry lists sleep levels and tier",
         )
+
+
+def _prepared_sleep(config: EngineConfig, resolved: Resolved, settings: SleepSettings) -> SleepPlan | None:
+    """Return the sleep to make ready for: pinning host memory takes longer than the sleep that uses it."""
+    wanted = config.enable_sleep_mode and resolved.descriptor.accelerator and settings.tier is SleepTier.HOST
+    return SleepPlan(policies=_PRESERVED, host_budget=settings.host_budget) if wanted else None

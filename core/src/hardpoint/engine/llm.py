@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,9 +14,11 @@ from hardpoint.engine.inputs import Message, Prompt, pair_with_params
 from hardpoint.engine.llm_engine import EngineStats, LLMEngine
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.progress import StepProgress
+from hardpoint.engine.sleep import SleepParticipant, SleepReport, SleepStatus, WakeReport
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -72,6 +74,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or parameter is not possible; nothing was run.
             WorkerError: the worker failed; requests that were not in the failing step are aborted too.
+            EngineAsleep, WeightsMissing: the engine sleeps, or has no weights; nothing was run.
         """
         many = _as_prompts(prompts)
         params = pair_with_params(len(many), sampling_params, SamplingParams())
@@ -115,6 +118,51 @@ class LLM:
             self.engine.abort_request(ids)
             raise
         return [done[request_id] for request_id in ids]
+
+    def sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        tags: str | Sequence[str] | None = None,
+        tier: str | None = None,
+        kv: str | None = None,
+        *,
+        verify: bool = False,
+        drain_timeout: float | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SleepReport:
+        """Put the engine to sleep and return what that freed; arguments and errors as in `LLMEngine.sleep`."""
+        return self.engine.sleep(
+            level, mode, tags, tier, kv, verify=verify, drain_timeout=drain_timeout, progress=progress
+        )
+
+    def wake_up(self, tags: str | Sequence[str] | None = None) -> WakeReport:
+        """Take memory again; see `LLMEngine.wake_up`."""
+        return self.engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine is paused, or any of its memory is asleep."""
+        return self.engine.is_sleeping()
+
+    def sleep_status(self) -> SleepStatus:
+        """Return state, level, sleeping tags, and whether the weights are valid."""
+        return self.engine.sleep_status()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights by (checkpoint name, tensor) pairs; see `LLMEngine.update_weights`."""
+        return self.engine.update_weights(weights)
+
+    def reload_weights(self, model: str | None = None) -> int:
+        """Load the weights again; see `LLMEngine.reload_weights`."""
+        return self.engine.reload_weights(model)
+
+    def declare_weights_valid(self) -> None:
+        """Say that the weights are right as they stand; see `LLMEngine.declare_weights_valid`."""
+        self.engine.declare_weights_valid()
+
+    def register_participant(self, participant: SleepParticipant) -> None:
+        """Let something take part in sleep and wake; see `SleepParticipant`."""
+        self.engine.register_participant(participant)
 
     def shutdown(self) -> None:
         """End the engine and give its memory back; legal more than once."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,13 +18,25 @@ from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, TokenizedPrompt
 from hardpoint.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.request import RequestState, SequenceState
+from hardpoint.engine.sleep import (
+    EngineState,
+    SleepMode,
+    SleepParticipant,
+    SleepReport,
+    SleepRequest,
+    SleepStatus,
+    SleepTotals,
+    WakeReport,
+    parse_tags,
+)
 from hardpoint.interfaces.batch import FloatArray, Pooling, SequencePooling
-from hardpoint.interfaces.errors import EngineDead, InvalidRequest, InvalidSamplingParams, WorkerError
+from hardpoint.interfaces.errors import DrainTimeout, EngineDead, InvalidRequest, InvalidSamplingParams, WorkerError
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -33,6 +47,7 @@ class EngineStats:
     Attributes:
         prefix_queries, prefix_hits: prompt tokens looked up in, and found in, the prefix cache.
         blocks_used, blocks_free, blocks_cached: device blocks; those cached hold reusable prefixes, in use or free.
+        sleep: what sleeps and wakes did.
     """
 
     steps: int
@@ -47,6 +62,7 @@ class EngineStats:
     blocks_used: int
     blocks_free: int
     blocks_cached: int
+    sleep: SleepTotals = field(default_factory=SleepTotals)
 
 
 @dataclass(slots=True)
@@ -88,6 +104,8 @@ class LLMEngine:
         self._followed: set[int] = set()
         self._awaiting_first: set[int] = set()
         self._num_added = 0
+        self._undelivered: list[RequestOutput | EmbeddingRequestOutput] = []
+        self._queued: set[str] = set()
         self._dead = False
 
     @property
@@ -111,6 +129,7 @@ class LLMEngine:
 
         Raises:
             InvalidRequest: the prompt or a parameter is not possible, or the request could never fit; nothing was queued.
+            EngineAsleep, WeightsMissing: the engine sleeps, or has no weights, and queues no (more) requests.
         """
         self._check_new(request_id)
         if not self._core.model.is_generative:
@@ -145,6 +164,7 @@ class LLMEngine:
             self._end(handle, seq_ids)
             raise
         self._num_added += 1
+        self._note_queued(request_id)
         request = RequestState(request_id, tokens, params, seq_ids, self._detokenizer, self._eos_ids)
         self._requests[request_id] = request
         for sequence in request.sequences:
@@ -156,11 +176,12 @@ class LLMEngine:
     def add_embedding_request(
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None
     ) -> None:
-        """Queue an embedding request; raises InvalidRequest."""
+        """Queue an embedding request; raises InvalidRequest, EngineAsleep, WeightsMissing."""
         self._check_new(request_id)
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
         params = params or PoolingParams()
         seq_id = self._core.scheduler.add_request(tokens.token_ids, pooling=True, skip_prefix_cache=True)
+        self._note_queued(request_id)
         request = _Embedding(request_id, seq_id, tokens, params)
         self._requests[request_id] = self._embeddings[seq_id] = request
         self._core.register_pooling(seq_id, SequencePooling(params.pooling or Pooling.LAST, len(tokens.token_ids)))
@@ -174,12 +195,20 @@ class LLMEngine:
     def step(self) -> list[RequestOutput | EmbeddingRequestOutput]:
         """Compute one step and return the outputs of requests that have something new.
 
+        Outputs that came up while the engine went to sleep are returned first, without a step.
+
         Raises:
             WorkerError: the worker failed; the requests of this step have ended, all others go on.
+            EngineAsleep, WeightsMissing: the engine cannot compute a step in its state; all requests stay as they are.
             EngineDead: the engine was shut down.
         """
-        if self._dead:
-            raise EngineDead("the engine was shut down", hint="Make a new one")
+        self._check_alive()
+        if self._undelivered:
+            outputs, self._undelivered = self._undelivered, []
+            return outputs
+        return self._compute()
+
+    def _compute(self) -> list[RequestOutput | EmbeddingRequestOutput]:
         try:
             events = self._core.step()
         except WorkerError as error:
@@ -216,8 +245,8 @@ class LLMEngine:
                 self._end(request.sequences[0].seq_id, alive)
 
     def has_unfinished_requests(self) -> bool:
-        """There is something to compute."""
-        return bool(self._requests)
+        """There is something to compute, or to return from `step`."""
+        return bool(self._requests) or bool(self._undelivered)
 
     def get_num_unfinished_requests(self) -> int:
         """Return how many requests are in progress."""
@@ -230,8 +259,10 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Return the counters."""
         blocks = self._core.scheduler.block_stats
+        totals = self._core.totals
         return EngineStats(
-            **asdict(self._core.totals),
+            **{f.name: getattr(totals, f.name) for f in fields(totals) if f.name != "sleep"},
+            sleep=replace(totals.sleep),
             prefix_queries=blocks.queried_tokens,
             prefix_hits=blocks.hit_tokens,
             blocks_used=blocks.device_used,
@@ -244,7 +275,137 @@ class LLMEngine:
         self._dead = True
         self._requests.clear()
         self._by_sequence.clear()
+        self._undelivered.clear()
         self._core.shutdown()
+
+    # Sleep
+
+    def sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        tags: str | Sequence[str] | None = None,
+        tier: str | None = None,
+        kv: str | None = None,
+        *,
+        verify: bool = False,
+        drain_timeout: float | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SleepReport:
+        """Put the engine to sleep: its memory goes back to the device, or with level 0 only its requests pause.
+
+        What is asleep already is left as it is, except that level 2 drops weights, and kv="discard" a KV cache, that were
+        preserved. docs/sleep.md has the whole table.
+
+        Args:
+            level: 0 pauses requests; 1 preserves the weights; 2 discards them. 1 and 2 preserve the model's buffers.
+            mode: what becomes of requests in progress: "abort" ends them, with what they have, as outputs of `step`; "wait" serves
+                them to their end first; "keep" lets them continue after wake, with the same tokens.
+            tags: memory to put to sleep ("weights", "kv_cache", ...); None for all.
+            tier: where preserved bytes go, "host", "disk" or "source"; None for the engine's `sleep_tier`.
+            kv: "discard" the KV cache, or "preserve" its live blocks, with which the prefix cache stays valid. None discards it where
+                it is awake.
+            verify: compare kept backups of weights with the device's bytes instead of trusting them.
+            drain_timeout: most seconds for serving requests in the mode "wait"; None for no limit.
+            progress: called now and then with (bytes done, bytes in all).
+
+        Raises:
+            SleepRefused, UnknownTag, CapabilityRefused: it is not possible; nothing was done.
+            DrainTimeout: requests were still running when the time was over; the engine runs on.
+            HostBudgetExceeded, DriverError, ParticipantError, WorkerError and others: it failed, and the engine runs on as before.
+        """
+        self._check_alive()
+        request = SleepRequest.parse(level, mode, tags, tier, kv, verify=verify, progress=progress)
+        if self._core.life.state is EngineState.RUNNING:
+            self._queued.clear()
+        report = self._core.life.sleep(request, partial(self._drain, drain_timeout))
+        aborted = len(self._requests) if request.mode is SleepMode.ABORT else 0
+        if aborted:
+            self._finish_all()
+        return replace(report, aborted=aborted, kept=len(self._requests))
+
+    def wake_up(self, tags: str | Sequence[str] | None = None) -> WakeReport:
+        """Take memory again, at the same addresses; requests run again once nothing is asleep.
+
+        Args:
+            tags: memory to wake ("weights", "kv_cache", ...), and with it the engine's own; None for all.
+
+        Raises:
+            UnknownTag, SleepRefused: nothing was done.
+            DeviceOutOfMemory, DriverError, BackupCorrupt, ParticipantError and others: the engine is asleep still; try again.
+        """
+        self._check_alive()
+        return self._core.life.wake(parse_tags(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine is paused, or any of its memory is asleep."""
+        return self._core.life.state is EngineState.SLEEPING
+
+    def sleep_status(self) -> SleepStatus:
+        """Return state, level, sleeping tags, and whether the weights are valid."""
+        return self._core.life.status()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights by (checkpoint name, tensor) pairs; returns how many were used.
+
+        KV blocks that were computed with the old ones are forgotten, and requests in progress computed again. Tensors before a
+        failing one are in place: the engine then refuses to generate until all weights were loaded or updated.
+
+        Raises:
+            CorruptWeights: a name or shape that the model does not have.
+            MemoryAsleep: the weights are asleep.
+        """
+        self._check_alive()
+        return self._core.life.change_weights("update_weights", weights)
+
+    def reload_weights(self, model: str | None = None) -> int:
+        """Load the weights again, from the checkpoint or another one of the same model; returns how many tensors.
+
+        Everything is compared before the first tensor is written; see `update_weights` for what follows a failure after that.
+
+        Raises:
+            ModelError, CorruptWeights: there is no such checkpoint, or it does not fit.
+            MemoryAsleep: the weights are asleep.
+        """
+        self._check_alive()
+        return self._core.life.change_weights("reload_weights", model)
+
+    def declare_weights_valid(self) -> None:
+        """Say that the weights are right as they stand, after writing them by ways that the engine does not see.
+
+        Backups of them, and KV blocks computed before, are void. Raises MemoryAsleep while the weights are asleep.
+        """
+        self._check_alive()
+        self._core.life.change_weights("declare_weights_valid")
+
+    def register_participant(self, participant: SleepParticipant) -> None:
+        """Let something take part in sleep and wake; raises ConfigError when its name is taken."""
+        self._core.life.register(participant)
+
+    def _drain(self, timeout: float | None) -> None:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self._requests:
+            if time.monotonic() >= end:
+                raise DrainTimeout(
+                    f"requests were still running after {timeout} seconds",
+                    found=f"{len(self._requests)} in progress",
+                    hint="Give more time, or sleep with the mode 'keep' or 'abort'",
+                )
+            self._undelivered += self._compute()
+
+    def _finish_all(self) -> None:
+        """End all requests with what they have; `step` returns their outputs."""
+        for request in list(self._requests.values()):
+            if isinstance(request, _Embedding):
+                self._core.scheduler.abort([request.seq_id])
+                output = self._finish_embedding(request.seq_id, np.empty(0, np.float32), "abort")
+                self._undelivered.append(output)
+                continue
+            alive = [sequence.seq_id for sequence in request.sequences if not sequence.finished]
+            self._core.scheduler.abort([request.sequences[0].seq_id])
+            for seq_id in alive:
+                self._finish(seq_id, FinishReason.ABORT)
+            self._undelivered.append(request.output())
 
     # Events of a step
 
@@ -281,7 +442,7 @@ class LLMEngine:
             self._requests.pop(request.request_id, None)
         return request
 
-    def _finish_embedding(self, seq_id: int, vector: FloatArray) -> EmbeddingRequestOutput:
+    def _finish_embedding(self, seq_id: int, vector: FloatArray, reason: str = "stop") -> EmbeddingRequestOutput:
         request = self._embeddings.pop(seq_id)
         self._requests.pop(request.request_id, None)
         self._forget([seq_id])
@@ -293,6 +454,7 @@ class LLMEngine:
             outputs=EmbeddingOutput(embedding=vector),
             prompt_token_ids=request.prompt.token_ids,
             finished=True,
+            finish_reason=reason,
         )
 
     # Ends without an output
@@ -318,9 +480,18 @@ class LLMEngine:
         self._awaiting_first.difference_update(seq_ids)
         self._core.forget(seq_ids)
 
-    def _check_new(self, request_id: str) -> None:
+    def _note_queued(self, request_id: str) -> None:
+        if self._core.life.state is not EngineState.RUNNING:
+            self._queued.add(request_id)
+
+    def _check_alive(self) -> None:
         if self._dead:
             raise EngineDead("the engine was shut down", hint="Make a new one")
+
+    def _check_new(self, request_id: str) -> None:
+        self._check_alive()
+        queued = len(self._queued & self._requests.keys()) if self._queued else 0
+        self._core.life.check_admission(queued, self.config.queue_while_asleep)
         if request_id in self._requests:
             raise InvalidRequest(f"the request id '{request_id}' is in use", hint="Give each request an id of its own")
 

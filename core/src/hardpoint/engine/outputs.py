@@ -127,7 +127,11 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingRequestOutput:
-    """The result of an embedding request; see RequestOutput."""
+    """The result of an embedding request; see RequestOutput.
+
+    Attributes:
+        finish_reason: "stop", or "abort" for a request that ended before its prompt was computed; its embedding is empty.
+    """
 
     request_id: str
     outputs: EmbeddingOutput
@@ -135,6 +139,7 @@ class EmbeddingRequestOutput:
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    finish_reason: str = "stop"
 
 
 def best_completions(outputs: Iterable[CompletionOutput], n: int) -> list[CompletionOutput]:

@@ -133,9 +133,9 @@ class RequestState:
         """Return the request as it stands; of a delta request, what is new since the last output."""
         completions = [self._completion(sequence) for sequence in self.sequences]
         if self.params.needs_ranking:
-            completions = (
-                best_completions(completions, self.params.n) if self.finished else completions[: self.params.n]
-            )
+            # One that was ended before its first token has no rank.
+            ranked = self.finished and all(one.cumulative_logprob is not None for one in completions)
+            completions = best_completions(completions, self.params.n) if ranked else completions[: self.params.n]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,

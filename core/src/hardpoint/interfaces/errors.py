@@ -195,6 +195,10 @@ class WeightsMissing(MemoryFault):
     """The weights were discarded and have not been loaded again; the engine refuses to generate."""
 
 
+class SleepRefused(MemoryFault, ValueError):
+    """A sleep or wake was asked for in a way that is not possible or contradicts the present state; nothing was done."""
+
+
 class KVCacheTooSmall(MemoryFault, ValueError):
     """The memory left for the KV cache does not hold one block, or not one request of the context length."""
 
@@ -218,6 +222,31 @@ class WorkerError(HardpointError, RuntimeError):
             "the worker failed in a step", found=f"{type(cause).__name__}: {cause}", hint="The cause is chained"
         )
         error.lost_seq_ids = lost_seq_ids
+        return error
+
+
+class EngineAsleep(HardpointError, RuntimeError):
+    """A request or step came while the engine is asleep; `wake_up` it first."""
+
+
+class DrainTimeout(HardpointError, TimeoutError):
+    """Requests were still running when the time to drain them was over; the engine did not sleep and runs on."""
+
+
+class ParticipantError(HardpointError, RuntimeError):
+    """A participant of sleep failed; the cause is chained.
+
+    Attributes:
+        participant: its name.
+    """
+
+    participant: str = ""
+
+    @classmethod
+    def of(cls, participant: str, what: str, cause: Exception) -> ParticipantError:
+        """Return the error for `participant`, which failed in its method `what`."""
+        error = cls(f"the participant '{participant}' failed in {what}", found=f"{type(cause).__name__}: {cause}")
+        error.participant = participant
         return error
 
 

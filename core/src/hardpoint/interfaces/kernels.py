@@ -161,6 +161,10 @@ class DecoderProgram(Contract, contract=True):
     def read_weight(self, name: str) -> Tensor:
         """Return a copy of one weight in the shape and order that `load_weight` takes."""
 
+    def weight_memory(self) -> tuple[Tensor, ...]:
+        """Return the allocator's tensors that hold nothing but weights; empty where they cannot be told apart."""
+        return ()
+
     @abstractmethod
     def set_rope_tables(self, tables: tuple[tuple[Tensor, Tensor], ...]) -> None:
         """Set the rotary tables: pairs (cos, sin), each float32[max_context, rotary_dim / 2]."""

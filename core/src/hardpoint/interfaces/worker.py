@@ -2,7 +2,7 @@
 
 The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `init_device`, `load_model`,
 `profile`, `initialize_kv`, `warm_up`, then `execute` once per step, and `shutdown` at the end. `sleep`, `wake`,
-`update_weights` and `reload_weights` come between steps.
+`update_weights`, `reload_weights` and the questions about weights and memory come between steps.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class WorkerConfig:
         threads: host threads for computing; None for all usable cores.
         rank, world_size: this rank's place.
         seed: of dummy weights.
+        prepare_sleep: the sleep that will be asked for; the worker readies the host for it once the weights are loaded.
     """
 
     model: str
@@ -63,6 +64,7 @@ class WorkerConfig:
     rank: int = 0
     world_size: int = 1
     seed: int = 0
+    prepare_sleep: SleepPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,14 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step."""
+        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
 
     @abstractmethod
     def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back."""
+        """Give device memory back; see `DeviceAllocator.sleep`.
+
+        Where a planned tag is asleep already with its bytes preserved and the plan discards it, its backup is dropped.
+        """
 
     @abstractmethod
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
@@ -167,13 +172,32 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Replace weights by (checkpoint name, tensor) pairs; returns how many were used. Raises CorruptWeights."""
+        """Replace weights by (checkpoint name, tensor) pairs; returns how many were used.
+
+        Raises CorruptWeights, and whatever `weights` raises; a failure after the first tensor was written makes all weights
+        missing. MemoryAsleep while the weights are asleep.
+        """
 
     @abstractmethod
     def reload_weights(self, model: str | None = None) -> int:
         """Load the weights again from the checkpoint, or from another one of the same model; returns how many were loaded.
 
-        Raises ModelError, CorruptWeights; MemoryAsleep while the weights are asleep.
+        Raises ModelError, CorruptWeights; a failure after the first tensor was written makes all weights missing.
+        MemoryAsleep while the weights are asleep.
+        """
+
+    @abstractmethod
+    def missing_weights(self) -> frozenset[str]:
+        """Return the checkpoint names of weights without valid values; `execute` raises WeightsMissing while there are any.
+
+        A sleep that discards the weights makes all missing, and each update or reload fewer.
+        """
+
+    @abstractmethod
+    def declare_weights_valid(self) -> None:
+        """Say that the weights are right as they stand, after writing them by ways that the worker does not see.
+
+        Raises MemoryAsleep while the weights are asleep.
         """
 
     @abstractmethod

@@ -24,11 +24,13 @@ from hardpoint.interfaces.allocator import (
     TagStats,
 )
 from hardpoint.interfaces.capabilities import SleepTier
-from hardpoint.interfaces.errors import InvalidAllocation, MemoryFault
+from hardpoint.interfaces.errors import DeviceOutOfMemory, InvalidAllocation, MemoryFault
 from hardpoint.memory.driver_table import DriverQuirks, DriverTable
 
 STANDARD_TAGS = (WEIGHTS, BUFFERS, KV_CACHE, DEFAULT)
 SLEEP_DIRECTORY_VARIABLE = "HARDPOINT_SLEEP_DIR"
+
+_ADDRESSES = 1 << 63
 
 _POLICIES = {policy: getattr(_native.MemoryPolicy, policy.value) for policy in Policy}
 _TIERS = {tier: getattr(_native.MemoryTier, tier.value) for tier in SleepTier}
@@ -51,6 +53,14 @@ class PoolBooks:
     host_used: int
     disk_used: int
     unreturned: int
+
+
+def check_size(size: int, capacity: int = 0) -> None:
+    """Raise InvalidAllocation for no bytes, DeviceOutOfMemory for more than any address can count."""
+    if size < 1 or capacity < 0:
+        raise InvalidAllocation("an allocation has at least one byte", found=f"{size} bytes, capacity {capacity}")
+    if max(size, capacity) >= _ADDRESSES:
+        raise DeviceOutOfMemory(f"cannot allocate {max(size, capacity)} bytes", found="no address space is that large")
 
 
 def native_policy(policy: Policy) -> Any:
@@ -102,15 +112,15 @@ class VirtualPool:
         """Return the address of `size` bytes.
 
         Args:
-            capacity: bytes of addresses to reserve, for `resize`.
+            capacity: bytes of addresses to reserve, for `resize`: 0 for none, or at least `size`.
             shared: cut small sizes from a common allocation of the tag and policy, aligned to 512 bytes.
 
         Raises:
-            InvalidAllocation: no bytes.
+            InvalidAllocation: no bytes, or more than the capacity.
+            CapabilityRefused: the device has no elastic memory.
             DeviceOutOfMemory, DriverError.
         """
-        if size < 1 or capacity < 0:
-            raise InvalidAllocation("an allocation has at least one byte", found=f"{size} bytes, capacity {capacity}")
+        check_size(size, capacity)
         if shared and not capacity:
             address: int = self.native.allocate_block(size, tag, _POLICIES[policy])
         else:
@@ -123,6 +133,7 @@ class VirtualPool:
 
     def resize(self, address: int, size: int) -> None:
         """Grow or shrink an allocation within its capacity; raises InvalidAllocation, MemoryAsleep, DeviceOutOfMemory, DriverError."""
+        check_size(size)
         self.native.resize(address, size)
 
     def is_asleep(self, address: int) -> bool:
@@ -137,12 +148,17 @@ class VirtualPool:
         return bytes(data)
 
     def write(self, address: int, data: bytes | bytearray | memoryview) -> None:
-        """Write bytes to awake memory, which voids its kept backup and declared source; raises as `read` does."""
+        """Write bytes to awake memory, which voids its kept backup and declared source; raises as `read` does.
+
+        A callback of a declared source writes what its memory holds by this, too, and voids nothing.
+        """
         self.native.write(address, data)
 
     def declare_source(self, address: int, size: int, source: Sequence[FileExtent] | Callable[[], None]) -> None:
         """Say where bytes come from; see `DeviceAllocator.declare_source`."""
         if callable(source):
+            used = self.native.callbacks()
+            self._rebuilds = {key: callback for key, callback in self._rebuilds.items() if key in used}
             self._rebuilds[id(source)] = source
             self.native.declare_source(address, size, [], id(source))
             return

@@ -20,7 +20,7 @@ from hardpoint.interfaces.capabilities import MemoryCapabilities
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import InvalidAllocation
 from hardpoint.memory.driver_table import DriverTable
-from hardpoint.memory.pool import VirtualPool, native_policy
+from hardpoint.memory.pool import VirtualPool, check_size, native_policy
 from hardpoint.memory.tensors import TensorAllocator
 
 if TYPE_CHECKING:
@@ -73,13 +73,15 @@ class VirtualAllocator(TensorAllocator):
 
         shape = tuple(shape)
         size = prod(shape) * dtype.itemsize
-        if size == 0 and max_rows is None:
-            return torch.empty(shape, dtype=dtype.to_torch(), device=self._torch_device)
-        if size <= 0 or min(shape, default=0) < 0:
+        if min(shape, default=0) < 0 or (max_rows is not None and (size == 0 or not shape or max_rows < shape[0])):
             raise InvalidAllocation(
-                "a tensor has no negative extent, and an elastic one has bytes", found=f"shape {list(shape)}"
+                "a tensor has no negative extent, and an elastic one has bytes and at most its most rows",
+                found=f"shape {list(shape)}, most rows {max_rows}",
             )
+        if size == 0:
+            return torch.empty(shape, dtype=dtype.to_torch(), device=self._torch_device)
         capacity = 0 if max_rows is None else size // shape[0] * max_rows
+        check_size(size, capacity)
         return self._as_tensor(self._tensors.make(size, tag, native_policy(policy), capacity), shape, dtype.to_torch())
 
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
@@ -90,6 +92,7 @@ class VirtualAllocator(TensorAllocator):
                 found=f"shape {list(tensor.shape)}, {rows} rows",
             )
         shape = (rows, *tensor.shape[1:])
+        check_size(prod(shape) * tensor.itemsize)
         return self._as_tensor(
             self._tensors.resize(tensor.data_ptr(), prod(shape) * tensor.itemsize), shape, tensor.dtype
         )

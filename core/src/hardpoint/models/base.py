@@ -12,6 +12,9 @@ from hardpoint.interfaces.kernels import DecoderOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.models.source import ModelSource
+
 
 class RunnableModel(ABC):
     """A loaded model: its whole step is one call.
@@ -37,13 +40,35 @@ class RunnableModel(ABC):
         """
 
     @abstractmethod
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+    def weight_names(self) -> frozenset[str]:
+        """Return the checkpoint names of all weights; a tied head, which is another weight's, is left out."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
         """Replace weights by (checkpoint name, tensor) pairs between steps; returns how many were used.
 
         Names are those of the published checkpoint, also for a model from a GGUF file. Tensors of a tied head are passed over.
         Each tensor is checked before it is written; raises CorruptWeights for a name or shape that the model does not
         have, with the tensors before it already in place.
+
+        Args:
+            written: gets the name of each tensor, as `weight_names` has it, before it is written.
         """
+
+    @abstractmethod
+    def reload(self, source: ModelSource, written: set[str] | None = None) -> int:
+        """Load all weights again, from a checkpoint of the same model; returns how many tensors were loaded.
+
+        The configuration and the names and shapes of all tensors are compared before the first is written. Raises ModelError
+        (CorruptWeights), and what reading raises.
+
+        Args:
+            written: gets `weight_names` before the first tensor is written.
+        """
+
+    @abstractmethod
+    def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
+        """Tell the allocator where the weights, which were just loaded from `source`, can be read again."""
 
     @property
     @abstractmethod

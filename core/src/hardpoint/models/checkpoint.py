@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,20 @@ if TYPE_CHECKING:
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_SINGLE = "model.safetensors"
+
+
+_SAFETENSORS_DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+_GGUF_DTYPES = {0: DType.FLOAT32, 1: DType.FLOAT16, 30: DType.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a file as it is in memory: contiguous, in torch's order; sizes in bytes."""
+
+    path: Path
+    offset: int
+    size: int
+    dtype: DType
 
 
 class Checkpoint(ABC):
@@ -43,6 +59,10 @@ class Checkpoint(ABC):
         """Return the dtype that the weights are stored in, None where there is none to speak of."""
         return None
 
+    def stored(self, name: str) -> StoredTensor | None:
+        """Return where a tensor's values lie in a file, None where they are not stored as `rows` gives them."""
+        return None
+
     def read(self, name: str) -> Tensor:
         """Return one whole tensor."""
         import torch
@@ -58,6 +78,8 @@ class SafetensorsCheckpoint(Checkpoint):
         from safetensors import SafetensorError, safe_open
 
         self._handles: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         for file in files:
@@ -68,6 +90,7 @@ class SafetensorsCheckpoint(Checkpoint):
                         raise CorruptWeights(f"two files of {file.parent} have the tensor {name}", found=file.name)
                     view = handle.get_slice(name)
                     self._handles[name] = handle
+                    self._paths[name] = file
                     self._shapes[name] = tuple(view.get_shape())
                     self._dtypes[name] = view.get_dtype()
             except (SafetensorError, OSError) as error:
@@ -101,12 +124,38 @@ class SafetensorsCheckpoint(Checkpoint):
         yield 0, tensor
 
     def dtype(self) -> DType | None:
-        names = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
-        return next((names[kind] for kind in self._dtypes.values() if kind in names), None)
+        return next((_SAFETENSORS_DTYPES[kind] for kind in self._dtypes.values() if kind in _SAFETENSORS_DTYPES), None)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        dtype = _SAFETENSORS_DTYPES.get(self._dtypes[name])
+        if dtype is None:
+            return None
+        path = self._paths[name]
+        if path not in self._headers:
+            self._headers[path] = _safetensors_header(path)
+        data, entries = self._headers[path]
+        begin, end = entries[name]["data_offsets"]
+        return StoredTensor(path, data + begin, end - begin, dtype)
+
+
+def _safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where a file's data begins, and its table of tensors, whose offsets count from there (the format's specification)."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        entries: dict[str, Any] = json.loads(opened.read(length))
+    return 8 + length, entries
 
 
 def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
     """Open the safetensors weights of a model folder; raises ModelNotFound, CorruptWeights."""
+    return SafetensorsCheckpoint(*safetensors_files(folder))
+
+
+def safetensors_files(folder: Path) -> tuple[list[Path], Mapping[str, str] | None]:
+    """Return a model folder's safetensors files and the index's map from tensors to them, None where there is no index.
+
+    Raises ModelNotFound, CorruptWeights.
+    """
     index = folder / SAFETENSORS_INDEX
     if index.is_file():
         try:
@@ -121,7 +170,7 @@ def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
                 found=_listed(missing),
                 hint="Download the missing files again",
             )
-        return SafetensorsCheckpoint(files, weight_map)
+        return files, weight_map
     single = folder / SAFETENSORS_SINGLE
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -131,7 +180,7 @@ def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
             found=_listed(present) or "an empty folder",
             hint="Safetensors files and GGUF files are read; load_format='dummy' runs with random weights",
         )
-    return SafetensorsCheckpoint(files)
+    return files, None
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -157,15 +206,25 @@ class GGUFCheckpoint(Checkpoint):
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
         stored = self._names[name]
         for first, values in self._file.rows(stored, self._order(stored)):
-            yield first, values - 1 if self._norm_offset and stored.endswith("norm.weight") else values
+            yield first, values - 1 if self._is_offset(stored) else values
 
     def dtype(self) -> DType | None:
         """Return F16 or BF16 where matrices are stored so, float32 where all is; block formats are bfloat16 here."""
         kinds = {tensor.type_id for tensor in self._file.tensors.values() if len(tensor.shape) > 1}
-        stored = {0: DType.FLOAT32, 1: DType.FLOAT16, 30: DType.BFLOAT16}
-        if not kinds <= set(stored):
+        if not kinds <= set(_GGUF_DTYPES):
             return DType.BFLOAT16
-        return next((stored[kind] for kind in (30, 1, 0) if kind in kinds), None)
+        return next((_GGUF_DTYPES[kind] for kind in (30, 1, 0) if kind in kinds), None)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        stored = self._names[name]
+        tensor = self._file.tensors[stored]
+        dtype = _GGUF_DTYPES.get(tensor.type_id)
+        if dtype is None or self._order(stored) is not None or self._is_offset(stored):
+            return None
+        return StoredTensor(self._file.path, tensor.offset, tensor.nbytes, dtype)
+
+    def _is_offset(self, stored: str) -> bool:
+        return self._norm_offset and stored.endswith("norm.weight")
 
     def _order(self, stored: str) -> Callable[[int], Any] | None:
         part = re.search(r"\.(attn_[qk])\.weight$", stored)
@@ -252,6 +311,9 @@ class RenamedCheckpoint(Checkpoint):
 
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
         return self._inner.rows(name.removeprefix(self._prefix))
+
+    def stored(self, name: str) -> StoredTensor | None:
+        return self._inner.stored(name.removeprefix(self._prefix))
 
     def dtype(self) -> DType | None:
         return self._inner.dtype()

@@ -24,9 +24,11 @@ from hardpoint.interfaces.attention import AttentionPlan
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import ConfigError, CorruptWeights, UnsupportedArchitecture
+from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
 from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.models.base import RunnableModel
+from hardpoint.models.rereading import Restorer
+from hardpoint.models.weights import check_tensors
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
@@ -271,9 +273,17 @@ class TransformersDecoder(RunnableModel):
     path: ClassVar[str] = "transformers"
 
     def __init__(
-        self, model: Any, attention: AttentionBackend, layers: tuple[AttentionLayer, ...], torch_device: str
+        self,
+        model: Any,
+        attention: AttentionBackend,
+        layers: tuple[AttentionLayer, ...],
+        torch_device: str,
+        dtype: DType,
+        seed: int | None,
     ) -> None:
         self._model = model
+        self._dtype = dtype
+        self._seed = seed
         self._attention = attention
         self._layers = layers
         self._device = torch.device(torch_device)
@@ -307,11 +317,11 @@ class TransformersDecoder(RunnableModel):
         _check_rope(source, max_context)
         if source.gguf is not None:
             raise _unsupported(source, ["GGUF files are read for lean decoders only"])
-        model = _read(source, dtype) if dummy_seed is None else _random(source, dtype, dummy_seed)
+        model = _load(source, dtype, dummy_seed)
         # Nothing is ever padded, and some models look for padding in every step.
         model.config.pad_token_id = None
         allocator.adopt(model, WEIGHTS)
-        decoder = cls(model.eval(), attention, plan.request.layers, torch_device)
+        decoder = cls(model.eval(), attention, plan.request.layers, torch_device, dtype, dummy_seed)
         decoder._compare_with_eager(source, plan, allocator, dtype)
         if progress is not None:
             count = sum(1 for _ in model.parameters())
@@ -336,9 +346,12 @@ class TransformersDecoder(RunnableModel):
                 logits = _tensor(self._model(**inputs).logits)[0, wanted].float()
         return logits if output is DecoderOutput.LOGITS else logits.argmax(dim=-1)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        places = dict(self._model.named_parameters(remove_duplicate=False))
-        tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+    def weight_names(self) -> frozenset[str]:
+        """Return the names of parameters and persistent buffers, the tied ones left out."""
+        return frozenset(self._places()) - self._tied()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
+        places, tied = self._places(), self._tied()
         prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
         used = 0
         with torch.no_grad():
@@ -353,9 +366,55 @@ class TransformersDecoder(RunnableModel):
                         f"tensor {name} has another shape than the model's",
                         found=f"{list(values.shape)} instead of {list(places[known].shape)}",
                     )
+                if written is not None:
+                    written.add(known)
                 places[known].copy_(values)
                 used += 1
         return used
+
+    def reload(self, source: ModelSource, written: set[str] | None = None) -> int:
+        """Load all weights again, by way of a second model on the host; see `RunnableModel.reload`."""
+        self._check_same(source)
+        loaded = dict(_load(source, self._dtype, self._seed if source.format == "dummy" else None).state_dict())
+        names = sorted(self.weight_names())
+        places = self._places()
+        check_tensors(
+            {name: tuple(places[name].shape) for name in names},
+            {name: tuple(tensor.shape) for name, tensor in loaded.items()},
+            optional=self._tied(),
+        )
+        if written is not None:
+            written.update(names)
+        with torch.no_grad():
+            for name in names:
+                places[name].copy_(loaded.pop(name))
+        return len(names)
+
+    def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
+        restorer = Restorer(self._restore, source)
+        places = self._places()
+        for name in sorted(self.weight_names()):
+            allocator.declare_source(places[name], restorer)
+
+    def _restore(self, source: ModelSource) -> None:
+        self.reload(source)
+
+    def _places(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers by name, tied ones under each of their names."""
+        return dict(self._model.state_dict(keep_vars=True))
+
+    def _tied(self) -> frozenset[str]:
+        return frozenset(getattr(self._model, "all_tied_weights_keys", None) or ())
+
+    def _check_same(self, source: ModelSource) -> None:
+        ours, theirs = self._model.config.get_text_config(decoder=True), source.text_config
+        rope = "rope_parameters"
+        if source.attention_layers() != self._layers or getattr(ours, rope, None) != getattr(theirs, rope, None):
+            raise ModelError(
+                f"{source.path} is not a checkpoint of the model that is loaded",
+                found=f"{source.architecture} with another configuration",
+                hint="Make a new engine for another model",
+            )
 
     @property
     def weight_bytes(self) -> int:
@@ -412,6 +471,10 @@ def _tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"the model returned a {type(value).__name__} where a tensor was expected")
     return value
+
+
+def _load(source: ModelSource, dtype: DType, dummy_seed: int | None) -> Any:
+    return _read(source, dtype) if dummy_seed is None else _random(source, dtype, dummy_seed)
 
 
 def _read(source: ModelSource, dtype: DType) -> Any:

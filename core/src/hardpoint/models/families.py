@@ -71,6 +71,20 @@ class LeanModel:
         """Return what is added to a stored weight when it is loaded."""
         return self.norm_offset if weight.endswith("norm") else 0.0
 
+    def computes_the_same(self, other: LeanModel) -> bool:
+        """Whether the other model differs in its weights alone.
+
+        Numbers are compared with a tolerance: a GGUF file stores the configuration's in single precision.
+        """
+        return (
+            replace(self.spec, norm_eps=0.0) == replace(other.spec, norm_eps=0.0)
+            and math.isclose(self.spec.norm_eps, other.spec.norm_eps, rel_tol=1e-6)
+            and self.norm_offset == other.norm_offset
+            and dict(self.sources) == dict(other.sources)
+            and len(self.ropes) == len(other.ropes)
+            and all(one.rotates_like(another) for one, another in zip(self.ropes, other.ropes, strict=True))
+        )
+
     def rope_tables(self, max_context: int) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return (cos, sin) of every rotary table, each float32[max_context, rotary_dim / 2]."""
         return tuple(rope.table(max_context) for rope in self.ropes)

@@ -79,6 +79,11 @@ class GGUFFile:
             )
         return self.metadata[name]
 
+    def forget_pages(self) -> None:
+        """Give the pages of the mapping back; they are read from the file again when they are needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def rows(self, name: str, order: Callable[[int], Any] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield a tensor in chunks of rows: (first row, dequantised rows).
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,7 +14,8 @@ from hardpoint.interfaces.allocator import WEIGHTS
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.kernels import Activation, DecoderOutput
 from hardpoint.models.base import RunnableModel
-from hardpoint.models.weights import load_weights, update_weights
+from hardpoint.models.rereading import Restorer, extents
+from hardpoint.models.weights import check_same_model, lean_checkpoint, load_weights, update_weights
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.kernels import KernelSet
     from hardpoint.models.checkpoint import Checkpoint
     from hardpoint.models.families import LeanModel
+    from hardpoint.models.source import ModelSource
     from hardpoint.models.weights import Progress
 
 
@@ -91,8 +94,12 @@ class LeanDecoder(RunnableModel):
         allocator: DeviceAllocator,
         max_context: int,
         torch_device: str,
+        seed: int = 0,
     ) -> None:
         self._model = model
+        self._seed = seed
+        self._element_type = dtype
+        self._without_extents: frozenset[str] = frozenset()
         self._spec = model.spec
         self._attention = attention
         self._kernels = kernels
@@ -117,14 +124,53 @@ class LeanDecoder(RunnableModel):
             for index, shape in enumerate(self._spec.attention)
         ]
 
-    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-        """Fill the weights; raises CorruptWeights."""
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None = None,
+        *,
+        only: Collection[str] | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        """Fill the weights; raises CorruptWeights. For `only` and `begin` see `load_weights`."""
         with torch.no_grad():
-            load_weights(self._model, checkpoint, self._weights.weight, lambda name, tensor: None, progress)
+            load_weights(
+                self._model,
+                checkpoint,
+                self._weights.weight,
+                lambda name, tensor: None,
+                progress,
+                only=only,
+                begin=begin,
+            )
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+    def weight_names(self) -> frozenset[str]:
+        return frozenset(self._model.checkpoint_shapes())
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
         with torch.no_grad():
-            return update_weights(self._model, weights, self._weights.weight, lambda name, tensor: None)
+            return update_weights(self._model, weights, self._weights.weight, lambda name, tensor: None, written)
+
+    def reload(self, source: ModelSource, written: set[str] | None = None) -> int:
+        check_same_model(self._model, source, self._element_type)
+        names = self.weight_names()
+        begin = None if written is None else partial(written.update, names)
+        self.load(lean_checkpoint(source, self._model, self._seed), begin=begin)
+        return len(names)
+
+    def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
+        checkpoint = lean_checkpoint(source, self._model, self._seed)
+        restorer = Restorer(self._restore, source)
+        without: set[str] = set()
+        for weight in self._model.sources:
+            stored = extents(checkpoint, self._model, weight, self._element_type)
+            if stored is None:
+                without.add(weight)
+            allocator.declare_source(self._weights.weight(weight), restorer if stored is None else stored)
+        self._without_extents = frozenset(without)
+
+    def _restore(self, source: ModelSource) -> None:
+        self.load(lean_checkpoint(source, self._model, self._seed), only=self._without_extents)
 
     @property
     def weight_bytes(self) -> int:

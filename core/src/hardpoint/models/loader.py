@@ -83,7 +83,7 @@ def load_model(
         if not isinstance(program, Refusal):
             from hardpoint.models.fused import FusedDecoder
 
-            fused = FusedDecoder(lean, program, dtype, max_context)
+            fused = FusedDecoder(lean, program, dtype, max_context, seed)
             fused.load(_checkpoint(source, lean, dummy, seed), progress)
             return fused
         logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
@@ -97,6 +97,7 @@ def load_model(
         allocator=allocator,
         max_context=max_context,
         torch_device=torch_device,
+        seed=seed,
     )
     decoder.load(_checkpoint(source, lean, dummy, seed), progress)
     return decoder

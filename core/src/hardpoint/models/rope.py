@@ -48,6 +48,18 @@ class Rope:
         angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies
         return angles.cos() * factor, angles.sin() * factor
 
+    def rotates_like(self, other: Rope) -> bool:
+        """Whether the other's table is this one up to rounding."""
+        import torch
+
+        length = min(self.max_position_embeddings, other.max_position_embeddings)
+        (mine, factor), (others, other_factor) = self.frequencies(length), other.frequencies(length)
+        return (
+            mine.shape == others.shape
+            and torch.allclose(mine, others, rtol=1e-5)
+            and math.isclose(factor, other_factor)
+        )
+
     def frequencies(self, max_context: int) -> tuple[Tensor, float]:
         """Return (inverse frequencies float32[rotary_dim / 2], factor of cosines and sines)."""
         import torch

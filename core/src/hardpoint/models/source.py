@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hardpoint.models.checkpoint import (
     DummyCheckpoint,
     GGUFCheckpoint,
     open_safetensors,
+    safetensors_files,
 )
 from hardpoint.models.families import LEAN_ARCHITECTURES, LeanModel, lean_model, norm_offset
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
@@ -71,6 +73,25 @@ class ModelSource:
         if self.gguf is not None:
             return GGUFCheckpoint(self.gguf, self.config.num_attention_heads, self.config.num_key_value_heads)
         return open_safetensors(self.path)
+
+    def close_weights(self) -> None:
+        """Let go of the files' pages, once the weights are loaded; `checkpoint` opens them again."""
+        self.__dict__.pop("checkpoint", None)
+        if self.gguf is not None:
+            self.gguf.forget_pages()
+
+    def opener(self) -> Callable[[], ModelSource]:
+        """Return what opens this model again, from the same place; it keeps no file open."""
+        return partial(
+            open_model, str(self.path), load_format=str(self.format), trust_remote_code=self.trust_remote_code
+        )
+
+    def fingerprint(self) -> tuple[tuple[Path, tuple[int, int]], ...]:
+        """Return (size in bytes, time of change in nanoseconds) of each file with weights; raises ModelNotFound, OSError."""
+        if self.format is ModelFormat.DUMMY:
+            return ()
+        files = [self.path] if self.gguf is not None else safetensors_files(self.path)[0]
+        return tuple((file, (status.st_size, status.st_mtime_ns)) for file in files for status in [file.stat()])
 
     def dummy_checkpoint(self, shapes: dict[str, tuple[int, ...]], seed: int) -> DummyCheckpoint:
         """Return seeded random weights of the given names and shapes."""

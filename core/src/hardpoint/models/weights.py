@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from hardpoint.interfaces.errors import CorruptWeights
+from hardpoint.interfaces.attention import Refusal
+from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.checkpoint import Checkpoint, RenamedCheckpoint
 from hardpoint.models.families import LeanModel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from hardpoint.interfaces.dtypes import DType
+    from hardpoint.models.source import ModelSource
 
 Progress = Callable[[int, int], None]
 
@@ -70,8 +74,11 @@ def load_weights(
     place: Callable[[str], Tensor],
     finish: Callable[[str, Tensor], None],
     progress: Progress | None = None,
+    *,
+    only: Collection[str] | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> None:
-    """Fill every weight of the decoder from the checkpoint; raises CorruptWeights.
+    """Fill every weight of the decoder from the checkpoint; raises CorruptWeights, before anything is written if it can.
 
     Weights are read by a few threads, since dequantisation and page faults leave the interpreter free, and finished in
     order on the calling thread. At most a few weights are under way at a time.
@@ -80,10 +87,15 @@ def load_weights(
         place: returns the tensor that a weight is written into (by name of the spec).
         finish: called with each weight once it is whole.
         progress: called with (tensors done, tensors in all).
+        only: the weights to fill, by name of the spec; None for all.
+        begin: called once the checkpoint's tensors were compared with the model's, before the first is written.
     """
     checkpoint = with_standard_names(checkpoint)
     check_tensors(model.checkpoint_shapes(), checkpoint.shapes(), optional=_unused(model))
-    done, total = 0, len(model.sources)
+    wanted = [weight for weight in model.sources if only is None or weight in only]
+    done, total = 0, len(wanted)
+    if begin is not None:
+        begin()
 
     def fill(weight: str) -> Tensor:
         target, row, offset = place(weight), 0, model.offset(weight)
@@ -96,7 +108,7 @@ def load_weights(
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hardpoint-load") as readers:
         under_way: deque[tuple[str, Future[Tensor]]] = deque()
         try:
-            for weight in model.sources:
+            for weight in wanted:
                 under_way.append((weight, readers.submit(fill, weight)))
                 if len(under_way) > 2 * _READERS:
                     done += _finish_oldest(under_way, finish, progress, done, total)
@@ -126,19 +138,22 @@ def update_weights(
     weights: Iterable[tuple[str, Tensor]],
     place: Callable[[str], Tensor],
     finish: Callable[[str, Tensor], None],
+    written: set[str] | None = None,
 ) -> int:
     """Write (checkpoint name, tensor) pairs into the decoder's weights and return how many were used; raises CorruptWeights.
 
     Args:
         place: returns a tensor with a weight's present value, to be written into.
         finish: called with each changed weight once all its tensors, or all tensors in all, have come.
+        written: gets the name of each tensor, as the model has it, before it is written.
     """
     parts, unused, used = model.parts(), set(_unused(model)), 0
     rows = {weight: sum(shape[0] for _, shape in sources) for weight, sources in model.sources.items()}
     changed: dict[str, tuple[Tensor, int]] = {}
     try:
         for name, values in weights:
-            part = parts.get(name) or parts.get(f"model.{name}")
+            known = name if name in parts else f"model.{name}"
+            part = parts.get(known)
             if part is None:
                 if name in unused or _IGNORED.search(name):
                     continue
@@ -148,6 +163,8 @@ def update_weights(
                     f"tensor {name} has another shape than the model's",
                     found=f"{list(values.shape)} instead of {list(part.shape)}",
                 )
+            if written is not None:
+                written.add(known)
             if part.weight not in changed:
                 changed[part.weight] = place(part.weight), rows[part.weight]
             target, left = changed.pop(part.weight)
@@ -161,6 +178,24 @@ def update_weights(
         for weight, (target, _) in changed.items():
             finish(weight, target)
     return used
+
+
+def check_same_model(model: LeanModel, source: ModelSource, dtype: DType) -> None:
+    """Raise ModelError unless `source` is a checkpoint of this model, whose weights may be other ones."""
+    other = source.lean_model(dtype)
+    if isinstance(other, Refusal) or not model.computes_the_same(other):
+        raise ModelError(
+            f"{source.path} is not a checkpoint of the model that is loaded",
+            found=f"{source.architecture} with another configuration",
+            hint="Make a new engine for another model",
+        )
+
+
+def lean_checkpoint(source: ModelSource, model: LeanModel, seed: int) -> Checkpoint:
+    """Return the weights of a source; random ones of this seed where its format is dummy."""
+    if source.format == "dummy":
+        return source.dummy_checkpoint(model.checkpoint_shapes(), seed)
+    return source.checkpoint
 
 
 def _write(target: Tensor, row: int, values: Tensor, offset: float) -> None:

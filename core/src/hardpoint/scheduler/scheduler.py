@@ -330,6 +330,28 @@ class Scheduler:
         """
         self._core.reset_prefix_cache()
 
+    def recompute_all(self, *, swapped: bool) -> None:
+        """Compute all running sequences again from their tokens: what the device's KV blocks hold is lost.
+
+        Running sequences wait in their rank, ahead of later ones, and continue with the same tokens; the prefix cache is reset.
+        This is no preemption in the sense of fairness.
+
+        Args:
+            swapped: the blocks on the host are lost too, as after a change of weights; otherwise swapped sequences stay.
+
+        Raises:
+            RuntimeError: the last batch has had neither `update` nor `fail_step`.
+        """
+        self._core.recompute_all(swapped)
+
+    def live_blocks(self, *, running: bool) -> Int32Array:
+        """Return the device blocks whose contents count, int32[k] in rising order.
+
+        Args:
+            running: the computed tokens of running sequences count, beside the prefix cache.
+        """
+        return self._core.live_blocks(running)
+
     def check(self) -> None:
         """Verify all invariants of scheduler and blocks; slow, for tests.
 

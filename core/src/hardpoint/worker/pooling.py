@@ -17,8 +17,16 @@ class Pooler:
     def __init__(self) -> None:
         self._partial: dict[int, tuple[Tensor, int]] = {}
 
-    def add(self, seq_id: int, pooling: Pooling, hidden: Tensor, *, ends: bool) -> FloatArray | None:
-        """Take the hidden states [tokens, hidden_size] of a prompt's next chunk; return the embedding when it ends."""
+    def add(
+        self, seq_id: int, pooling: Pooling, hidden: Tensor, *, ends: bool, starts: bool = False
+    ) -> FloatArray | None:
+        """Take the hidden states [tokens, hidden_size] of a prompt's next chunk; return the embedding when it ends.
+
+        Args:
+            starts: the chunk is the prompt's beginning, also of a prompt that is computed once more.
+        """
+        if starts:
+            self._partial.pop(seq_id, None)
         if pooling is Pooling.LAST:
             return _to_numpy(hidden[-1]) if ends else None
         total, count = self._partial.pop(seq_id, (None, 0))

@@ -6,25 +6,44 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
-from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, MemoryReport, MemoryStats, Policy, SleepPlan
+from hardpoint.interfaces.allocator import (
+    KV_CACHE,
+    WEIGHTS,
+    DeviceAllocator,
+    LiveRanges,
+    MemoryReport,
+    MemoryStats,
+    Policy,
+    SleepPlan,
+)
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
 from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
-from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
+from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, SleepTier
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, HostBudgetExceeded, WorkerError
+from hardpoint.interfaces.errors import (
+    CapabilityRefused,
+    ConfigError,
+    HostBudgetExceeded,
+    MemoryAsleep,
+    WeightsMissing,
+    WorkerError,
+)
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
 from hardpoint.models import load_model, open_model
 from hardpoint.sampling import Sampler
 from hardpoint.worker.dummy import dummy_batch
+from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
+from hardpoint.worker.weight_ledger import WeightLedger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +54,9 @@ T = TypeVar("T")
 
 _TIMED_TOKENS = 256
 """Length of the timed step of a model that needs no memory measured."""
+
+_KEPT = frozenset({WEIGHTS})
+"""Tags all of whose writers say so: the loader, updates and reloads."""
 
 _ENGINE_FEATURES = frozenset({AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH})
 
@@ -62,6 +84,9 @@ class TorchWorker(Worker, partial=True):
         self._info: ModelInfo | None = None
         self._sampler: Sampler | None = None
         self._pooler = Pooler()
+        self._ledger = WeightLedger(frozenset())
+        self._asleep: frozenset[str] = frozenset()
+        self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
 
@@ -109,6 +134,7 @@ class TorchWorker(Worker, partial=True):
         """Load the model's weights onto the device; raises ModelError, CapabilityRefused, DeviceOutOfMemory."""
         config, attention, allocator = self._config, _need(self._attention), _need(self._allocator)
         source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
+        fingerprint = source.fingerprint()
         dtype = config.dtype or source.dtype
         max_model_len = self._max_model_len(source)
         request = AttentionRequest(
@@ -146,6 +172,11 @@ class TorchWorker(Worker, partial=True):
             )
         self._synchronize()
         self._source, self._plan = source, plan
+        self._ledger = WeightLedger(self._model.weight_names())
+        self._declare_sources(source, fingerprint)
+        source.close_weights()
+        if config.prepare_sleep is not None:
+            allocator.prepare_sleep(replace(config.prepare_sleep, keep=_KEPT))
         self._sampler = Sampler(source.vocab_size, self._kernels)
         self._info = ModelInfo(
             architecture=source.architecture,
@@ -212,7 +243,8 @@ class TorchWorker(Worker, partial=True):
         self._synchronize()
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step."""
+        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
+        self._check_awake()
         batch, sampler, cache = step.batch, _need(self._sampler), _need(self._kv_cache)
         if step.finished_seq_ids:
             sampler.remove(step.finished_seq_ids)
@@ -235,26 +267,76 @@ class TorchWorker(Worker, partial=True):
         return StepOutput(token_ids=token_ids, logprobs=logprobs, embeddings=embeddings)
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back."""
+        """Give device memory back; raises what the allocator raises, and CapabilityRefused for weights without a source.
+
+        Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
+        """
         self._synchronize()
-        return _need(self._allocator).sleep(plan)
+        allocator = _need(self._allocator)
+        before = allocator.stats()
+        plan = self._completed(plan)
+        self._check_source(plan, before)
+        try:
+            report = allocator.sleep(plan)
+            if _discards(plan, WEIGHTS):
+                self._ledger.discard_all()
+            obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
+            if obsolete:
+                allocator.discard_backup(obsolete)
+            return report
+        finally:
+            self._asleep = allocator.stats().asleep
 
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Take device memory again."""
-        return _need(self._allocator).wake(tags)
+        allocator = _need(self._allocator)
+        try:
+            with torch.no_grad():
+                return allocator.wake(tags)
+        finally:
+            self._asleep = allocator.stats().asleep
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Replace weights by (checkpoint name, tensor) pairs; returns how many were used. Raises CorruptWeights."""
+        """Replace weights by (checkpoint name, tensor) pairs; see `Worker.update_weights`."""
+        self._check_weights_awake()
         self._synchronize()
-        with torch.inference_mode():
-            return _need(self._model).update_weights(weights)
+        written: set[str] = set()
+        try:
+            with torch.inference_mode(), self._ledger.writing(written):
+                return _need(self._model).update_weights(weights, written)
+        finally:
+            self._note_written(written, "they were updated since they were loaded")
 
     def reload_weights(self, model: str | None = None) -> int:
-        """Load the weights again from the checkpoint, or from another one of the same model; returns how many were loaded."""
-        source = _need(self._source) if model is None else open_model(model)
+        """Load the weights again from the checkpoint that was loaded last, or from another one of the same model.
+
+        Returns how many tensors were loaded; see `Worker.reload_weights` for errors.
+        """
+        self._check_weights_awake()
+        trust = self._config.trust_remote_code
+        source = _need(self._source).opener()() if model is None else open_model(model, trust_remote_code=trust)
+        fingerprint = source.fingerprint()
         self._synchronize()
-        with torch.inference_mode():
-            return _need(self._model).reload(source)
+        written: set[str] = set()
+        try:
+            with torch.no_grad(), _default_dtype(torch.get_default_dtype()), self._ledger.writing(written):
+                count = _need(self._model).reload(source, written)
+        finally:
+            self._note_written(written, "a reload broke off")
+        self._source = source
+        self._declare_sources(source, fingerprint)
+        source.close_weights()
+        return count
+
+    def missing_weights(self) -> frozenset[str]:
+        """Return the checkpoint names of weights without valid values."""
+        return self._ledger.missing
+
+    def declare_weights_valid(self) -> None:
+        """Say that the weights are right as they stand; backups and sources of them are void."""
+        self._check_weights_awake()
+        self._note_written(self._ledger.missing or _KEPT, "they were written by ways that the engine does not see")
+        self._ledger.declare_valid()
 
     def memory_stats(self) -> MemoryStats:
         """Return the books of this rank's allocator."""
@@ -267,6 +349,64 @@ class TorchWorker(Worker, partial=True):
         if self._allocator is not None:
             self._allocator.close()
             self._allocator = None
+
+    # Sleep
+
+    def _completed(self, plan: SleepPlan) -> SleepPlan:
+        """Return the plan with what only the worker knows: bytes of live KV blocks, and whose writers are all known."""
+        plan = replace(plan, keep=plan.keep | _KEPT)
+        if plan.live_blocks is None or not _includes(plan, KV_CACHE):
+            return plan
+        cache = _need(self._kv_cache)
+        spec = _need(self._plan).kv_cache
+        num_blocks = cache.shape[spec.axes.index("block") + 1]
+        ranges = live_ranges(plan.live_blocks, spec, num_blocks)
+        policy = Policy.PRESERVE if ranges else Policy.DISCARD
+        live = (*plan.live, LiveRanges(cache, ranges)) if ranges else plan.live
+        return replace(plan, policies={**plan.policies, KV_CACHE: policy}, live=live)
+
+    def _check_source(self, plan: SleepPlan, stats: MemoryStats) -> None:
+        """Refuse the tier `source` for weights that are nowhere to be read again."""
+        concerned = _includes(plan, WEIGHTS) and not _discards(plan, WEIGHTS) and WEIGHTS not in stats.asleep
+        if plan.tier is not SleepTier.SOURCE or not concerned:
+            return
+        weights = stats.tags.get(WEIGHTS)
+        if weights is None or not weights.sourced:
+            raise CapabilityRefused(
+                "the weights cannot be left to their source",
+                (self._unsourced or "they cannot be told apart from other memory of the decoder",),
+                hint="Use the tier host or disk, or reload_weights() first",
+            )
+
+    def _declare_sources(self, source: ModelSource, fingerprint: object) -> None:
+        """Tell the allocator where the weights can be read again, unless their files changed while they were loaded."""
+        if source.fingerprint() == fingerprint:
+            _need(self._model).declare_sources(_need(self._allocator), source)
+            self._unsourced = ""
+        else:
+            self._unsourced = "the checkpoint changed while it was loaded"
+
+    def _note_written(self, written: Set[str], reason: str) -> None:
+        if written:
+            _need(self._allocator).mark_written([WEIGHTS])
+            self._unsourced = reason
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise MemoryAsleep(
+                "a step needs memory that is asleep", found=", ".join(sorted(self._asleep)), hint="Wake it first"
+            )
+        missing = self._ledger.missing
+        if missing:
+            raise WeightsMissing(
+                "the weights were discarded and have not been loaded again",
+                found=f"{len(missing)} tensors are missing",
+                hint="Call reload_weights(), update_weights() with all of them, or declare_weights_valid()",
+            )
+
+    def _check_weights_awake(self) -> None:
+        if WEIGHTS in self._asleep:
+            raise MemoryAsleep("the weights are asleep and cannot be written", hint="Wake the tag 'weights' first")
 
     # Steps
 
@@ -295,8 +435,10 @@ class TorchWorker(Worker, partial=True):
             if request is None:
                 continue
             chunk = hidden[batch.query_start[row] : batch.query_start[row + 1]]
-            ends = int(batch.context_lens[row]) == request.prompt_len
-            embedding = self._pooler.add(seq_id, request.pooling, chunk, ends=ends)
+            context = int(batch.context_lens[row])
+            embedding = self._pooler.add(
+                seq_id, request.pooling, chunk, ends=context == request.prompt_len, starts=context == len(chunk)
+            )
             if embedding is not None:
                 embeddings[seq_id] = embedding
         return embeddings
@@ -347,6 +489,18 @@ class TorchWorker(Worker, partial=True):
             self._synchronize()
             best = min(best, time.perf_counter() - start)
         return best * spec.block_bytes / sample.nbytes
+
+
+def _includes(plan: SleepPlan, tag: str) -> bool:
+    return plan.tags is None or tag in plan.tags
+
+
+def _discards(plan: SleepPlan, tag: str) -> bool:
+    return _includes(plan, tag) and plan.policies.get(tag) is Policy.DISCARD
+
+
+def _is_restorable(stats: MemoryStats, tag: str) -> bool:
+    return bool(stats.tags[tag].backed_up or stats.tags[tag].sourced)
 
 
 def _need(part: T | None) -> T:

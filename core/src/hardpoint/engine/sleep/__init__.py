@@ -1,0 +1,24 @@
+"""Sleep and wake of an engine: which states it has, what leads from one to the other, and what is undone when a step fails.
+
+Memory itself is slept and woken by the workers' allocators; requests and their outputs belong to the engine around this.
+"""
+
+from hardpoint.engine.sleep.life_cycle import LifeCycle, SleepSettings
+from hardpoint.engine.sleep.participants import SleepParticipant
+from hardpoint.engine.sleep.report import EngineState, SleepReport, SleepStatus, SleepTotals, WakeReport
+from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest, parse_tags
+
+__all__ = [
+    "EngineState",
+    "KVChoice",
+    "LifeCycle",
+    "SleepMode",
+    "SleepParticipant",
+    "SleepReport",
+    "SleepRequest",
+    "SleepSettings",
+    "SleepStatus",
+    "SleepTotals",
+    "WakeReport",
+    "parse_tags",
+]

@@ -1,0 +1,486 @@
+"""The life cycle of one engine: what may happen in which state, and what is undone when it fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hardpoint.engine.sleep.participants import Participants, SleepParticipant
+from hardpoint.engine.sleep.report import (
+    EngineState,
+    SleepReport,
+    SleepStatus,
+    SleepTotals,
+    WakeReport,
+    over_ranks,
+)
+from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest
+from hardpoint.executor import Executor
+from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, MemoryReport, MemoryStats, Policy, SleepPlan
+from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
+from hardpoint.interfaces.errors import (
+    CapabilityRefused,
+    EngineAsleep,
+    EngineDead,
+    HardpointError,
+    MemoryBusy,
+    SleepRefused,
+    UnknownTag,
+    WeightsMissing,
+)
+from hardpoint.scheduler import Scheduler
+
+_log = logging.getLogger("hardpoint")
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class SleepSettings:
+    """How an engine sleeps unless it is told otherwise; see SleepPlan for budgets and directory.
+
+    Attributes:
+        tier: of preserved bytes.
+    """
+
+    tier: SleepTier = SleepTier.HOST
+    host_budget: int | None = None
+    disk_directory: str | None = None
+    disk_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class _Slept:
+    """How a tag that is asleep was put to sleep."""
+
+    policy: Policy
+    tier: SleepTier
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a sleep has to do.
+
+    Attributes:
+        new: tags to put to sleep.
+        dropped: tags that sleep with their bytes preserved, which are given up.
+        policies: of the weights and the KV cache.
+    """
+
+    new: frozenset[str]
+    dropped: frozenset[str]
+    tier: SleepTier
+    policies: dict[str, Policy]
+
+    @property
+    def tags(self) -> frozenset[str]:
+        return self.new | self.dropped
+
+    def loses(self, tag: str) -> bool:
+        """Whether the bytes of a tag are gone after it."""
+        return tag in self.tags and self.policies.get(tag) is Policy.DISCARD
+
+
+class LifeCycle:
+    """Sleep and wake of one engine, as transactions over its workers' memory, its KV blocks and its participants.
+
+    A sleep that fails leaves the engine as it was; a wake that fails leaves it asleep, and can be tried again. What is asleep is
+    read from the workers' books, not remembered. Not safe to call from several threads at once.
+
+    Args:
+        backend: its name, for messages.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        capabilities: MemoryCapabilities,
+        settings: SleepSettings,
+        backend: str,
+    ) -> None:
+        self.totals = SleepTotals()
+        self.participants = Participants()
+        self._executor = executor
+        self._scheduler = scheduler
+        self._capabilities = capabilities
+        self._settings = settings
+        self._backend = backend
+        self._paused = False
+        self._level: int | None = None
+        self._asleep: frozenset[str] = frozenset()
+        self._slept: dict[str, _Slept] = {}
+        self._missing: frozenset[str] = frozenset()
+        self._in_flight: EngineState | None = None
+        self._failure: str | None = None
+
+    # State
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands."""
+        if self._in_flight is not None:
+            return self._in_flight
+        if self._failure is not None:
+            return EngineState.FAILED
+        if self._paused:
+            return EngineState.SLEEPING
+        return EngineState.WEIGHTS_MISSING if self._missing else EngineState.RUNNING
+
+    def status(self) -> SleepStatus:
+        """Return the state in full."""
+        return SleepStatus(
+            state=self.state,
+            level=self._level,
+            asleep=self._asleep,
+            weights_valid=not self._missing,
+            missing_weights=len(self._missing),
+            waiting_for=self.participants.waiting_for(self._asleep),
+            failure=self._failure,
+        )
+
+    def check_step(self) -> None:
+        """Raise EngineAsleep, WeightsMissing or EngineDead unless a step can be computed."""
+        state = self.state
+        if state is not EngineState.RUNNING and state is not EngineState.DRAINING:
+            raise self._refusal(state, "a step cannot be computed")
+
+    def check_admission(self, queued: int, limit: int) -> None:
+        """Raise EngineAsleep, WeightsMissing or EngineDead unless the engine runs, or may queue one more request.
+
+        Args:
+            queued: requests queued since the engine stopped.
+            limit: most of them; 0 where requests are rejected.
+        """
+        state = self.state
+        if state is EngineState.RUNNING or (queued < limit and state is not EngineState.FAILED):
+            return
+        raise self._refusal(state, "a new request cannot be taken", f"{queued} requests are queued" if limit else None)
+
+    def _refusal(self, state: EngineState, problem: str, queue: str | None = None) -> HardpointError:
+        if state is EngineState.FAILED:
+            return EngineDead(
+                problem,
+                found=f"what is asleep is not known ({self._failure})",
+                hint="Try wake_up(), or make a new engine",
+            )
+        if state is EngineState.WEIGHTS_MISSING:
+            return WeightsMissing(
+                problem,
+                found=f"{len(self._missing)} weights have no valid values",
+                hint="Call reload_weights(), update_weights() with all of them, or declare_weights_valid()",
+            )
+        asleep = f"the engine is {state.value}" + (f", with {_listed(self._asleep)} asleep" if self._asleep else "")
+        return EngineAsleep(
+            problem, found=asleep if queue is None else f"{asleep}; {queue}", hint="Call wake_up() first"
+        )
+
+    def register(self, participant: SleepParticipant) -> None:
+        """Add a participant; raises ConfigError when its name is taken."""
+        self.participants.register(participant)
+
+    # Sleep
+
+    def sleep(self, request: SleepRequest, drain: Callable[[], None]) -> SleepReport:
+        """Put the engine to sleep.
+
+        Args:
+            drain: serves the requests in progress to their end, for the mode "wait".
+
+        Raises:
+            SleepRefused, UnknownTag, CapabilityRefused: it is not possible as asked, or not in this state; nothing was done.
+            MemoryBusy: a sleep or wake is under way.
+            What `drain`, a participant or the workers raise: the engine is as it was and runs on.
+        """
+        start = time.perf_counter()
+        self._check_not_busy()
+        work = None if request.level == 0 else self._work(request)
+        if request.mode is SleepMode.WAIT and self._scheduler.has_unfinished():
+            self._drain(drain)
+        changed = not self._paused if work is None else bool(work.tags)
+        memory = None
+        if work is not None and work.tags:
+            memory = self._sleep_memory(request, work)
+        if not self._paused or changed:
+            self._level = max(request.level, self._level or 0)
+        self._paused = True
+        report = self._sleep_report(request, work, memory, changed, time.perf_counter() - start)
+        if changed:
+            self.totals.count_sleep(report.seconds, memory)
+            self._log_sleep(report)
+        return report
+
+    def _sleep_report(
+        self, request: SleepRequest, work: _Work | None, memory: MemoryReport | None, changed: bool, seconds: float
+    ) -> SleepReport:
+        return SleepReport(
+            changed=changed,
+            level=self._level or 0,
+            mode=request.mode.value,
+            tier=None if work is None else work.tier,
+            tags=frozenset() if work is None else work.new,
+            dropped=frozenset() if work is None else work.dropped,
+            asleep=self._asleep,
+            weights_valid=not self._missing,
+            seconds=seconds,
+            memory=memory,
+            residual={} if memory is None else {**memory.residual, **self.participants.resident_bytes()},
+        )
+
+    def _drain(self, drain: Callable[[], None]) -> None:
+        if self.state is not EngineState.RUNNING:
+            raise SleepRefused(
+                "requests in progress cannot be waited for",
+                found=f"the engine is {self.state.value}",
+                hint="Wake it up first, or use the mode 'keep' or 'abort'",
+            )
+        with self._flying(EngineState.DRAINING):
+            drain()
+
+    def _sleep_memory(self, request: SleepRequest, work: _Work) -> MemoryReport:
+        plan = self._plan(request, work)
+        with self._flying(EngineState.SLEEPING):
+            if work.new:
+                self.participants.before_sleep(plan, work.new)
+            try:
+                memory = over_ranks(self._executor.call("sleep", plan))
+            except BaseException:
+                self._read_books()
+                self.participants.undo(work.new - self._asleep)
+                raise
+        self._read_books()
+        for tag in work.tags:
+            self._slept[tag] = _Slept(work.policies.get(tag, Policy.PRESERVE), work.tier)
+        if work.loses(KV_CACHE):
+            self._scheduler.recompute_all(swapped=False)
+        return memory
+
+    def _work(self, request: SleepRequest) -> _Work:
+        """Return what there is to do; raises SleepRefused, UnknownTag, CapabilityRefused."""
+        known = self._known_tags()
+        target = known if request.tags is None else request.tags
+        if not target <= known:
+            raise _unknown(target - known, known)
+        tier = request.tier or self._settings.tier
+        self._check_capabilities(request, tier)
+        if WEIGHTS in target:
+            self._check_weights(request)
+        policies = {
+            WEIGHTS: Policy.PRESERVE if request.level == 1 else Policy.DISCARD,
+            KV_CACHE: Policy.PRESERVE if request.kv is KVChoice.PRESERVE else Policy.DISCARD,
+        }
+        asleep = target & self._asleep
+        preserved = {tag for tag in asleep if self._policy_of(tag) is Policy.PRESERVE}
+        dropped = set()
+        if WEIGHTS in preserved and request.level == 2:
+            dropped.add(WEIGHTS)
+        if KV_CACHE in preserved and (request.level == 2 or request.kv is KVChoice.DISCARD):
+            dropped.add(KV_CACHE)
+        if KV_CACHE in asleep - preserved and request.kv is KVChoice.PRESERVE:
+            raise SleepRefused(
+                "the KV cache cannot be preserved", found="it is asleep and was discarded", hint="Wake it up first"
+            )
+        return _Work(new=frozenset(target - asleep), dropped=frozenset(dropped), tier=tier, policies=policies)
+
+    def _check_weights(self, request: SleepRequest) -> None:
+        """Refuse to preserve what is not there, and to move preserved weights from one tier to another."""
+        if request.level != 1:
+            return
+        if self._missing:
+            raise SleepRefused(
+                "the weights cannot be preserved",
+                found="they were discarded and have not been loaded again",
+                hint="Use level 2, or wake the weights and reload them first",
+            )
+        slept = self._slept.get(WEIGHTS) if WEIGHTS in self._asleep else None
+        if slept is not None and request.tier not in (None, slept.tier):
+            raise SleepRefused(
+                f"the weights are asleep already, preserved with the tier '{slept.tier.value}'",
+                found=f"tier '{request.tier.value}' asked for" if request.tier else None,
+                hint="Wake them up first, or leave the tier out",
+            )
+
+    def _check_capabilities(self, request: SleepRequest, tier: SleepTier) -> None:
+        levels, tiers = self._capabilities.sleep_levels, self._capabilities.tiers
+        reasons = []
+        if request.level not in levels:
+            reasons.append(f"its memory has the sleep levels {_listed(str(level) for level in levels) or 'none'}")
+        if (request.level == 1 or request.tier is not None) and tier not in tiers:
+            reasons.append(f"its tiers are {_listed(tier.value for tier in tiers) or 'none'}")
+        if reasons:
+            raise CapabilityRefused(
+                f"the {self._backend} backend cannot sleep at level {request.level} with the tier '{tier.value}'",
+                reasons,
+                hint="`hardpoint doctor` lists what the backend supports",
+            )
+
+    def _policy_of(self, tag: str) -> Policy:
+        slept = self._slept.get(tag)
+        return Policy.DISCARD if slept is None else slept.policy
+
+    def _plan(self, request: SleepRequest, work: _Work) -> SleepPlan:
+        preserves_kv = KV_CACHE in work.new and work.policies[KV_CACHE] is Policy.PRESERVE
+        running = request.mode is not SleepMode.ABORT
+        return SleepPlan(
+            policies=work.policies,
+            tags=work.tags,
+            tier=work.tier,
+            verify=request.verify,
+            live_blocks=self._scheduler.live_blocks(running=running).tolist() if preserves_kv else None,
+            host_budget=self._settings.host_budget,
+            disk_directory=self._settings.disk_directory,
+            disk_budget=self._settings.disk_budget,
+            progress=request.progress,
+        )
+
+    # Wake
+
+    def wake(self, tags: frozenset[str] | None = None) -> WakeReport:
+        """Wake the tags, and with any of them all memory that is neither weights nor KV cache; None for all.
+
+        Steps can be computed again once no tag is asleep.
+
+        Raises:
+            UnknownTag: nothing was done.
+            MemoryBusy: a sleep or wake is under way.
+            What the workers or a participant raise: the engine is asleep still, and another wake goes on from there.
+        """
+        start = time.perf_counter()
+        self._check_not_busy()
+        if self._failure is not None:
+            self._read_books()
+        known = self._known_tags()
+        if tags is not None and not tags <= known:
+            raise _unknown(tags - known, known)
+        woken = self._woken_with(self._asleep if tags is None else self._asleep & tags)
+        resumes = bool(woken or self.participants.waiting_for(self._asleep) or tags is None)
+        changed = resumes and self._paused
+        memory = None
+        if changed:
+            memory = self._wake_memory(woken)
+            if not self._asleep:
+                self._paused, self._level = False, None
+        report = WakeReport(
+            changed=changed,
+            tags=woken,
+            asleep=self._asleep,
+            weights_valid=not self._missing,
+            state=self.state,
+            seconds=time.perf_counter() - start,
+            memory=memory,
+        )
+        if changed:
+            self.totals.count_wake(report.seconds, memory)
+            self._log_wake(report)
+        return report
+
+    def _woken_with(self, asked: frozenset[str]) -> frozenset[str]:
+        own = self._asleep - {WEIGHTS, KV_CACHE}
+        return asked | own if asked else asked
+
+    def _wake_memory(self, woken: frozenset[str]) -> MemoryReport | None:
+        memory = None
+        with self._flying(EngineState.WAKING):
+            if woken:
+                try:
+                    memory = over_ranks(self._executor.call("wake", sorted(woken)))
+                finally:
+                    self._read_books()
+            self.participants.after_wake(self._asleep)
+        return memory
+
+    # Weights
+
+    def change_weights(self, call: str, *arguments: Any) -> int:
+        """Make a worker call that writes weights; returns what it returns, or 0. What was computed with the old ones is void.
+
+        Raises what the worker raises; after a failure in the middle of a write the state is WEIGHTS_MISSING.
+        """
+        self._check_not_busy()
+        changed = False
+        try:
+            results = self._executor.call(call, *arguments)
+            changed = True
+        finally:
+            self._read_books()
+            if changed or self._missing:
+                self._scheduler.recompute_all(swapped=True)
+        return results[0] or 0
+
+    # Common
+
+    def _check_not_busy(self) -> None:
+        if self._in_flight is not None:
+            raise MemoryBusy(
+                "the engine's memory cannot be changed from within a sleep or wake",
+                found=f"the engine is {self._in_flight.value}",
+                hint="Do it when the call has returned",
+            )
+
+    @contextmanager
+    def _flying(self, state: EngineState) -> Iterator[None]:
+        """Be in a passing state; a failure inside is counted, and leaves the engine paused when not all is awake."""
+        self._in_flight = state
+        try:
+            yield
+        except BaseException:
+            self.totals.failures += 1
+            self._paused = self._paused or bool(self._asleep or self.participants.waiting_for(self._asleep))
+            raise
+        finally:
+            self._in_flight = None
+
+    def _known_tags(self) -> frozenset[str]:
+        return frozenset(tag for stats in self._stats() for tag, of_tag in stats.tags.items() if of_tag.allocations)
+
+    def _stats(self) -> list[MemoryStats]:
+        stats: list[MemoryStats] = self._executor.call("memory_stats")
+        return stats
+
+    def _read_books(self) -> None:
+        """Read from the workers what is asleep and which weights are valid; the state is FAILED where they do not say."""
+        try:
+            self._asleep = frozenset().union(*(stats.asleep for stats in self._stats()))
+            self._missing = frozenset().union(*self._executor.call("missing_weights"))
+            self._failure = None
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._paused = True
+
+    def _log_sleep(self, report: SleepReport) -> None:
+        if report.memory is None:
+            _log.info("paused in %.3f s, all memory stays", report.seconds)
+            return
+        mapped = sum(tag.mapped for stats in self._stats() for tag in stats.tags.values())
+        _log.info(
+            "asleep at level %d in %.3f s: %.1f MiB freed, %.1f MiB preserved, %.1f MiB of the engine still in use%s",
+            report.level,
+            report.seconds,
+            report.freed / _MIB,
+            report.memory.preserved / _MIB,
+            mapped / _MIB,
+            "".join(f", {size / _MIB:.1f} MiB by {name}" for name, size in report.residual.items()),
+        )
+
+    def _log_wake(self, report: WakeReport) -> None:
+        taken, restored = (0, 0) if report.memory is None else (report.memory.unmapped, report.memory.preserved)
+        _log.info(
+            "woke %s in %.3f s: %.1f MiB taken, %.1f MiB restored; the engine is %s",
+            _listed(report.tags) or "no memory",
+            report.seconds,
+            taken / _MIB,
+            restored / _MIB,
+            report.state.value,
+        )
+
+
+def _unknown(tags: frozenset[str], known: frozenset[str]) -> UnknownTag:
+    return UnknownTag(f"no memory has the tag {_listed(tags)}", found=f"tags {_listed(known)}", hint="Nothing was done")
+
+
+def _listed(items: Any) -> str:
+    return ", ".join(sorted(items))

@@ -1,0 +1,169 @@
+"""What the life cycle says of itself: states, reports of single operations, totals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+from hardpoint.interfaces.allocator import MemoryReport
+from hardpoint.interfaces.capabilities import SleepTier
+
+K = TypeVar("K", bound=Hashable)
+N = TypeVar("N", int, float)
+
+
+class EngineState(StrEnum):
+    """Where an engine stands.
+
+    RUNNING: it serves. DRAINING: it serves what it has, on its way to sleep. SLEEPING: it is paused, or some of its memory is
+    asleep. WAKING: memory is coming back. WEIGHTS_MISSING: all memory is there, and the weights are not valid.
+    FAILED: a worker does not say any more what of its memory is asleep.
+    """
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
+    WEIGHTS_MISSING = "weights_missing"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SleepStatus:
+    """An engine's state in full.
+
+    Attributes:
+        level: of the sleep; None while the engine is awake.
+        asleep: tags with memory that is asleep.
+        weights_valid: the weights, awake or preserved, are those of the model.
+        missing_weights: how many of the checkpoint's tensors have no valid values.
+        waiting_for: participants that could not be woken yet.
+        failure: why the state is FAILED.
+    """
+
+    state: EngineState
+    level: int | None
+    asleep: frozenset[str]
+    weights_valid: bool
+    missing_weights: int = 0
+    waiting_for: tuple[str, ...] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What one call of sleep did; sizes in bytes, times in seconds.
+
+    Attributes:
+        changed: False where everything that was asked for was so already.
+        level, tier: as they were used; no tier for level 0.
+        tags: memory that this call put to sleep.
+        dropped: tags that were asleep already and whose preserved bytes this call gave up.
+        asleep: all tags that are asleep after it.
+        aborted, kept: requests that were ended, and that continue after wake.
+        seconds: the whole call, with the draining of requests.
+        memory: the workers' report; None where no memory was touched.
+        residual: bytes still in use on the device, by participant.
+    """
+
+    changed: bool
+    level: int
+    mode: str
+    tier: SleepTier | None
+    tags: frozenset[str]
+    dropped: frozenset[str]
+    asleep: frozenset[str]
+    weights_valid: bool
+    seconds: float
+    memory: MemoryReport | None = None
+    residual: Mapping[str, int] = field(default_factory=dict)
+    aborted: int = 0
+    kept: int = 0
+
+    @property
+    def freed(self) -> int:
+        """Bytes given back to the device."""
+        return 0 if self.memory is None else self.memory.unmapped
+
+
+@dataclass(frozen=True)
+class WakeReport:
+    """What one call of wake did; see SleepReport.
+
+    Attributes:
+        tags: memory that this call woke.
+        asleep: tags that are still asleep.
+        state: of the engine after it.
+    """
+
+    changed: bool
+    tags: frozenset[str]
+    asleep: frozenset[str]
+    weights_valid: bool
+    state: EngineState
+    seconds: float
+    memory: MemoryReport | None = None
+
+
+@dataclass(slots=True)
+class SleepTotals:
+    """Counters since the engine was made; no-ops do not count.
+
+    Attributes:
+        failures: calls of sleep or wake that raised after they had begun.
+        sleep_seconds, wake_seconds: of those that succeeded.
+        freed_bytes: given back to the device by sleeps.
+        preserved_bytes, skipped_bytes: copied out by sleeps, and not copied since a backup or a source has them.
+        restored_bytes: copied back by wakes.
+    """
+
+    sleeps: int = 0
+    wakes: int = 0
+    failures: int = 0
+    sleep_seconds: float = 0.0
+    wake_seconds: float = 0.0
+    freed_bytes: int = 0
+    preserved_bytes: int = 0
+    skipped_bytes: int = 0
+    restored_bytes: int = 0
+
+    def count_sleep(self, seconds: float, memory: MemoryReport | None) -> None:
+        """Count one sleep."""
+        self.sleeps += 1
+        self.sleep_seconds += seconds
+        if memory is not None:
+            self.freed_bytes += memory.unmapped
+            self.preserved_bytes += memory.preserved
+            self.skipped_bytes += memory.skipped
+
+    def count_wake(self, seconds: float, memory: MemoryReport | None) -> None:
+        """Count one wake."""
+        self.wakes += 1
+        self.wake_seconds += seconds
+        if memory is not None:
+            self.restored_bytes += memory.preserved
+
+
+def over_ranks(reports: Sequence[MemoryReport]) -> MemoryReport:
+    """Return one report for all ranks: bytes add up, the slowest rank's time counts."""
+    if len(reports) == 1:
+        return reports[0]
+    return MemoryReport(
+        preserved=sum(report.preserved for report in reports),
+        discarded=sum(report.discarded for report in reports),
+        skipped=sum(report.skipped for report in reports),
+        seconds=_combined([report.seconds for report in reports], max),
+        free_before=sum(report.free_before for report in reports),
+        free_after=sum(report.free_after for report in reports),
+        residual=_combined([report.residual for report in reports], sum),
+        tiers=_combined([report.tiers for report in reports], sum),
+        unmapped=sum(report.unmapped for report in reports),
+        still_asleep=frozenset().union(*(report.still_asleep for report in reports)),
+    )
+
+
+def _combined(parts: Sequence[Mapping[K, N]], combine: Callable[[Iterable[N]], N]) -> dict[K, N]:
+    keys = {key: None for part in parts for key in part}
+    return {key: combine(part[key] for part in parts if key in part) for key in keys}
