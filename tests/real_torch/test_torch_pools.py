@@ -352,7 +352,26 @@ def test_block_left_by_another_thread_is_refused(machine: Any, allocator: Any) -
     thread = threading.Thread(target=leave)
     thread.start()
     thread.join()
-    assert "another thread" in str(found[0])
+    assert "has not entered it" in str(found[0])
+    block.__exit__(None, None, None)
+
+
+def test_one_context_may_be_entered_again_and_by_several_threads(machine: Any, allocator: Any) -> None:
+    context = allocator.pool(WEIGHTS)
+    kept: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        with context:
+            kept.append(segment(machine, 22))
+
+    with context:
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        thread.join()
+        allocate()
+        kept.append(segment(machine, 24))
+    kept.append(segment(machine, 26))
+    assert allocator.stats().tags[WEIGHTS].allocated == 68 * MIB
 
 
 def test_sleep_within_a_block_of_the_tag_is_refused(machine: Any, allocator: Any) -> None:

@@ -78,11 +78,10 @@ def _pluggable_allocator(library: str, malloc: str, free: str) -> Any:
 
 
 def _torch_pool(pluggable: Any, device: int) -> Any:
-    import torch
-    from torch_npu.npu.memory import MemPool
+    from torch_npu import npu
 
-    with torch.npu.device(device):  # a pool is of the current device
-        return MemPool(pluggable.allocator())
+    with npu.device(device):  # a pool is of the current device
+        return npu.memory.MemPool(pluggable.allocator())
 
 
 def _use(pool: Any, device: int) -> AbstractContextManager[None]:
@@ -98,6 +97,6 @@ def _segments(pool: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _empty_cache() -> None:
-    import torch
+    from torch_npu import npu
 
-    torch.npu.empty_cache()
+    npu.empty_cache()

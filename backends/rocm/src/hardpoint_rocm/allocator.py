@@ -75,8 +75,8 @@ def _check() -> None:
             [f"torch's allocator is '{backend}', which has no pools"],
             hint=f"Remove `backend:` from {' and '.join(TORCH_SETTINGS)}",
         )
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]  # type: ignore[no-untyped-call]
-    refuse_expandable_segments(TORCH_SETTINGS, settings["expandable_segments"])
+    snapshot: Mapping[str, Any] = torch.cuda.memory._snapshot()
+    refuse_expandable_segments(TORCH_SETTINGS, snapshot["allocator_settings"]["expandable_segments"])
 
 
 def _pluggable_allocator(library: str, malloc: str, free: str) -> Any:

@@ -140,18 +140,31 @@ class _TorchObjects:
 _torch_objects = _TorchObjects()
 
 
+class _Context(AbstractContextManager[None]):
+    """What `pool` returns; it may be entered any number of times, by any thread."""
+
+    def __init__(self, pools: TorchPools, key: tuple[str, Policy]) -> None:
+        self.key = key
+        self._pools = pools
+
+    def __enter__(self) -> None:
+        self._pools.enter(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._pools.leave(self)
+
+
 @dataclass(eq=False)
 class _Block:
-    """One `with` block: the memory it is for, and torch's pool; `in_torch` is what to undo while the block is in effect."""
+    """One thread's stay in a context, with the torch pool for it; `in_torch` is what to undo while the block is in effect."""
 
     pools: TorchPools
-    key: tuple[str, Policy]
+    context: _Context
     torch_pool: Any
-    thread: int = field(default_factory=threading.get_ident)
     in_torch: ExitStack = field(default_factory=ExitStack)
 
     def begin(self) -> None:
-        tag, policy = self.key
+        tag, policy = self.context.key
         with ExitStack() as undo:
             _native.enter_torch_pool(self.pools.memory.native, self.pools.device, tag, native_policy(policy))
             undo.callback(_native.leave_torch_pool, self.pools.device)
@@ -200,13 +213,16 @@ class TorchPools:
         self._idle: dict[tuple[str, Policy], list[Any]] = {}
         self._open: list[_Block] = []
 
-    @contextmanager
-    def enter(self, tag: str, policy: Policy) -> Iterator[None]:
-        """Let torch's allocations of this thread on the device come from the memory, with a tag and a policy.
+    def context(self, tag: str, policy: Policy) -> AbstractContextManager[None]:
+        """Return a context in which torch's allocations of the thread on the device come from the memory, with a tag and a policy."""
+        return _Context(self, (tag, policy))
+
+    def enter(self, context: _Context) -> None:
+        """Begin a block of this thread.
 
         Raises:
             CapabilityRefused: torch's build or settings do not allow it.
-            MemoryBusy: within a block of another kind of device with the same index, or when another thread leaves the block.
+            MemoryBusy: within a block of another kind of device with the same index.
         """
         self.functions.check()
         outer = _thread.innermost(self.device)
@@ -216,13 +232,30 @@ class TorchPools:
                 found="torch's allocations are told apart by the device's index alone",
                 hint="Leave the outer pool first",
             )
-        block = self._open_block(tag, policy)
+        block = self._open_block(context)
         self._put_in_effect(block, instead_of=outer)
         _thread.blocks.append(block)
+
+    def leave(self, context: _Context) -> None:
+        """End this thread's latest block of a context; raises MemoryBusy when it has none."""
+        block = next((block for block in reversed(_thread.blocks) if block.context is context), None)
+        if block is None:
+            raise MemoryBusy(
+                f"the pool '{context.key[0]}' was left by a thread that has not entered it",
+                found="torch's pools are in effect by thread",
+                hint="Use `with` in one thread",
+            )
+        in_effect = _thread.innermost(self.device) is block
+        _thread.blocks.remove(block)
         try:
-            yield
+            block.suspend()
         finally:
-            self._leave(block)
+            with self._gate:
+                self._open.remove(block)
+                self._idle.setdefault(context.key, []).append(block.torch_pool)
+            outer = _thread.innermost(self.device)
+            if in_effect and outer is not None:
+                outer.begin()
 
     @contextmanager
     def quiet(self, tags: frozenset[str] | None) -> Iterator[None]:
@@ -231,7 +264,8 @@ class TorchPools:
         Torch would cut new tensors from the sleeping segments of an open block.
         """
         with self._gate:
-            busy = sorted({block.key[0] for block in self._open if tags is None or block.key[0] in tags})
+            names = {block.context.key[0] for block in self._open}
+            busy = sorted(names if tags is None else names & tags)
             if busy:
                 raise MemoryBusy(
                     f"cannot sleep while torch allocates from a pool of the tag '{busy[0]}'",
@@ -269,15 +303,15 @@ class TorchPools:
                 kept.append(pool)
         return kept
 
-    def _open_block(self, tag: str, policy: Policy) -> _Block:
+    def _open_block(self, context: _Context) -> _Block:
         with self._gate:
-            block = _Block(self, (tag, policy), self._take(tag, policy))
+            block = _Block(self, context, self._take(context.key))
             self._open.append(block)
             return block
 
-    def _take(self, tag: str, policy: Policy) -> Any:
+    def _take(self, key: tuple[str, Policy]) -> Any:
         """Return a torch pool that no block uses and whose segments are awake."""
-        idle = self._idle.get((tag, policy), [])
+        idle = self._idle.get(key, [])
         for position, pool in enumerate(idle):
             if not any(self.memory.is_asleep(segment["address"]) for segment in self.functions.segments(pool)):
                 return idle.pop(position)
@@ -296,25 +330,6 @@ class TorchPools:
             if instead_of is not None:
                 instead_of.begin()
             raise
-
-    def _leave(self, block: _Block) -> None:
-        if block.thread != threading.get_ident():
-            raise MemoryBusy(
-                f"the pool '{block.key[0]}' was left by another thread than entered it",
-                found="torch's pools are in effect by thread",
-                hint="Use `with` in one thread",
-            )
-        in_effect = _thread.innermost(self.device) is block
-        _thread.blocks.remove(block)
-        try:
-            block.suspend()
-        finally:
-            with self._gate:
-                self._open.remove(block)
-                self._idle.setdefault(block.key, []).append(block.torch_pool)
-            outer = _thread.innermost(self.device)
-            if in_effect and outer is not None:
-                outer.begin()
 
 
 class TorchPoolAllocator(VirtualAllocator, partial=True):
@@ -342,7 +357,7 @@ class TorchPoolAllocator(VirtualAllocator, partial=True):
 
         Entering it raises CapabilityRefused where torch's build or settings do not allow it. See `TorchPools`.
         """
-        return self._torch_pools.enter(tag, policy)
+        return self._torch_pools.context(tag, policy)
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
         """Give device memory back as planned; raises MemoryBusy while a `pool` block of a tag of the plan is open."""
