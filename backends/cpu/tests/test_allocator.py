@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 
-from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, SleepTier
+from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, SleepTier, TorchPoolScope
 from hardpoint.interfaces.errors import DeviceOutOfMemory, MemoryFault
 from hardpoint_cpu.allocator import CpuAllocator
 from hardpoint_cpu.capabilities import capabilities
@@ -58,6 +59,15 @@ def test_claims_are_those_of_the_descriptor(allocator: CpuAllocator) -> None:
     assert claimed == capabilities(DEVICE).memory
     assert claimed.sleep_levels == {0, 1, 2}
     assert claimed.tiers == set(SleepTier)
+    assert claimed.torch_pool is TorchPoolScope.FACTORY_CALLS
+
+
+def test_pool_catches_factory_calls(allocator: CpuAllocator) -> None:
+    with allocator.pool(WEIGHTS):
+        tensor = torch.ones(1000)
+    outside = torch.ones(1000)
+    assert allocator.stats().tags[WEIGHTS].allocated == tensor.nbytes
+    assert torch.equal(tensor, outside)
 
 
 def test_a_closed_allocator_keeps_living_tensors_and_refuses_new_ones(allocator: CpuAllocator) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from hardpoint.interfaces import Device, Policy
-from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.memory import VirtualAllocator
+from hardpoint.memory import VirtualAllocator, factory_call_pool
 from hardpoint_cpu.capabilities import capabilities
 from hardpoint_cpu.driver import driver_table
 
@@ -27,7 +26,5 @@ class CpuAllocator(VirtualAllocator):
         )
 
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
-        """Refused: torch has no pluggable allocator on this device."""
-        raise CapabilityRefused(
-            "the cpu backend cannot let torch allocate from a pool", ("torch has no pluggable allocator on the CPU",)
-        )
+        """Put what torch's factory calls of this thread make into this memory; torch has no pluggable allocator on the CPU."""
+        return factory_call_pool(self, tag, policy)

@@ -42,7 +42,10 @@ def capabilities(device: Device) -> Capabilities:
             determinism=Determinism.BATCH_INVARIANT,
         ),
         memory=MemoryCapabilities(
-            sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=TorchPoolScope.NONE
+            sleep_levels=frozenset({0, 1, 2}),
+            tiers=frozenset(SleepTier),
+            elastic=True,
+            torch_pool=TorchPoolScope.FACTORY_CALLS,
         ),
         tensor_parallel=IntSet.of(1),
     )
