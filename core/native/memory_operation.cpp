@@ -117,6 +117,7 @@ std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& alloc
       range.size = end - range.start;
     }
     to_copy = merged(std::move(to_copy));
+    backup->rounding = total(to_copy) - total(live);
   }
   const Piece::Kind kind = tier == Tier::kDisk ? Piece::Kind::kDisk : Piece::Kind::kHost;
   for (const Range& range : to_copy) {
@@ -777,11 +778,12 @@ void Wake::choose(const std::optional<std::vector<std::string>>& tags) {
     for (const Piece& piece : entry.backup->pieces) {
       const Tier tier = piece.kind == Piece::Kind::kHost ? Tier::kHost : piece.kind == Piece::Kind::kDisk ? Tier::kDisk : Tier::kSource;
       report_.tiers[static_cast<int>(tier)] += piece.range.size;
-      report_.preserved += piece.range.size;
+      bytes_in_all_ += piece.range.size;
     }
+    report_.tiers[static_cast<int>(Tier::kDisk)] -= entry.backup->rounding;
   }
+  for (const uint64_t bytes : report_.tiers) report_.preserved += bytes;
   report_.allocations = entries_.size();
-  bytes_in_all_ = report_.preserved;
 }
 
 void Wake::check_backups() const {
