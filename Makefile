@@ -11,7 +11,8 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: check clean demo fault-matrix help install lint peers sanitize test test-headers test-portable typecheck
+.PHONY: check clean demo fault-matrix help install lint peers sanitize test test-headers test-portable test-torch \
+	test-torch-ascend test-torch-cuda typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -50,10 +51,27 @@ fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation 
 test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)
 	$(PYTHON) tests/headers/check_headers.py
 
+test-torch: $(STAMP)  ## Real builds of torch over the simulated drivers (downloads them once)
+	$(MAKE) --no-print-directory -j2 -Otarget test-torch-cuda test-torch-ascend
+
+test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
+	scripts/test_torch.sh $*
+
+.torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(STAMP)
+	PYTHON=$(abspath $(BIN))/python scripts/torch_environment.sh $*
+	touch $@
+
+# The vendors' libraries that are not simulated, generated from what torch's binaries import.
+.torch/%/libraries/.generated: .torch/%/.installed $(STAMP) $(wildcard simulators/src/hardpoint_simulators/torch_libraries/*.py)
+	.torch/$*/bin/python -m hardpoint_simulators.torch_libraries $* $(@D)
+	touch $@
+
+.PRECIOUS: .torch/%/.installed .torch/%/libraries/.generated
+
 sanitize: $(STAMP)  ## The native tests under AddressSanitizer and UndefinedBehaviourSanitizer
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
 
-check: test test-headers test-portable sanitize  ## Everything that CI runs
+check: test test-torch test-headers test-portable sanitize  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
 peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers that the benchmarks measure (minutes)
@@ -74,4 +92,4 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers t
 	touch $@
 
 clean:  ## Remove the environment and all build output
-	rm -rf $(VENV) .peers build core/build backends/*/build simulators/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .peers .torch build core/build backends/*/build simulators/build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -232,6 +232,7 @@ void bind_memory(py::module_& m) {
              pool.declare_source(address, sources_of(pool, extents, size, rebuild));
            },
            py::arg("address"), py::arg("size"), py::arg("extents"), py::arg("rebuild") = 0)
+      .def("callbacks", &Pool::callbacks)
       .def("mark_written", &Pool::mark_written, Released())
       .def("discard_backup", &Pool::discard_backup, Released())
       .def("prepare_host", &Pool::prepare_host, Released())

@@ -311,7 +311,10 @@ void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
   for (auto& allocation : doomed) {
     if (!pool_.destroy(*allocation)) pool_.bury(std::move(allocation));
   }
+  // Last references: what the operation still holds of a replaced backup goes with the others.
+  for (Entry& entry : entries_) dropped.push_back(std::move(entry.backup));
   entries_.clear();
+  pool_.drop(std::move(dropped));
   ended_ = true;
   end();
 }

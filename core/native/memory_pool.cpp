@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
+#include <system_error>
 
 namespace hardpoint::memory {
 namespace {
@@ -31,6 +33,7 @@ int current_fork() {
 Pool::Pool(const hp_driver* table) : fork_generation_(current_fork()), driver_(table), arena_(driver_) {}
 
 Pool::~Pool() {
+  finish_dropping();
   if (abandoned_) return;
   if (is_forked()) {
     abandon();
@@ -520,6 +523,18 @@ void Pool::declare_source(uint64_t address, std::vector<Source> sources) {
   std::sort(all.begin(), all.end(), by_start);
 }
 
+std::vector<uint64_t> Pool::callbacks() const {
+  std::set<uint64_t> found;
+  std::lock_guard lock(books_);
+  for (const auto& [address, allocation] : allocations_) {
+    for (const Source& source : allocation->sources) found.insert(source.rebuild);
+    if (!allocation->backup) continue;
+    for (const Piece& piece : allocation->backup->pieces) found.insert(piece.rebuild);
+  }
+  found.erase(0);
+  return {found.begin(), found.end()};
+}
+
 void Pool::mark_written(const std::vector<std::string>& tags) {
   check_process("mark memory as written");
   std::lock_guard lock(books_);
@@ -561,6 +576,28 @@ void Pool::read_backup(uint64_t address, void* target, size_t size) const {
   backup->read(range, static_cast<std::byte*>(target));
 }
 
+void Pool::drop(std::vector<std::shared_ptr<Backup>> backups) {
+  const bool files = std::any_of(backups.begin(), backups.end(), [](const auto& backup) { return backup && backup->disk; });
+  if (!files) return;
+  std::lock_guard lock(dropping_mutex_);
+  if (dropping_.joinable()) dropping_.join();
+  try {
+    dropping_ = std::thread([backups = std::move(backups)]() mutable { backups.clear(); });
+  } catch (const std::system_error&) {
+    // No thread left: they are gone already, with the closure.
+  }
+}
+
+void Pool::finish_dropping() {
+  std::lock_guard lock(dropping_mutex_);
+  if (!dropping_.joinable()) return;
+  if (is_forked()) {
+    dropping_.detach();  // the thread is the parent's
+  } else {
+    dropping_.join();
+  }
+}
+
 std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces) {
   return with_disk_faults([&] {
     const uint64_t budget = plan.disk_budget.value_or(UINT64_MAX);
@@ -573,6 +610,12 @@ std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes,
       store = known;
     }
     store->set_budget(budget);
+    try {
+      return store->create(bytes, pieces);
+    } catch (const BudgetExceeded&) {
+    } catch (const DiskFull&) {
+    }
+    finish_dropping();  // backups that were given up take room until they are gone
     return store->create(bytes, pieces);
   });
 }
@@ -618,6 +661,7 @@ void Pool::trim() {
 void Pool::close() {
   if (is_forked() || abandoned_) return;
   closed_ = true;
+  finish_dropping();
   retry_unreturned();
   arena_.trim();
   driver_.drop_idle_streams();
@@ -627,6 +671,7 @@ void Pool::abandon() {
   abandoned_ = true;
   closed_ = true;
   driver_.abandon();
+  finish_dropping();
   arena_.abandon(is_forked());
   if (is_forked()) return;
   std::lock_guard lock(books_);

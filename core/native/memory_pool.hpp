@@ -97,6 +97,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   void declare_source(uint64_t address, std::vector<Source> sources);
   std::shared_ptr<const SourceFile> open_source(const std::string& path);
+  // Callbacks that a declared source or a backup names.
+  std::vector<uint64_t> callbacks() const;
   void mark_written(const std::vector<std::string>& tags);
   void discard_backup(const std::vector<std::string>& tags);
   void read_backup(uint64_t address, void* target, size_t size) const;
@@ -144,6 +146,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   bool destroy(Allocation& allocation) noexcept;
   void bury(std::unique_ptr<Allocation> allocation);
   void retry_unreturned();
+  // Gives backups up. Removing large files takes long and nobody waits for it: a thread does it.
+  void drop(std::vector<std::shared_ptr<Backup>> backups);
+  void finish_dropping();
   std::unique_ptr<DiskFile> disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces);
 
   void begin_operation(const char* what);
@@ -162,6 +167,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::map<std::string, std::weak_ptr<const SourceFile>> source_files_;
   uint64_t allocated_ = 0, peak_allocated_ = 0;
   std::map<std::string, std::shared_ptr<DiskStore>> disks_;  // by directory
+
+  std::mutex dropping_mutex_;  // guards dropping_
+  std::thread dropping_;
 
   std::mutex operation_mutex_;  // guards operating_ and operator_: one operation at a time
   std::condition_variable operation_ended_;

@@ -1,5 +1,6 @@
 #include "memory_tensor.hpp"
 
+#include <algorithm>
 #include <vector>
 
 namespace py = pybind11;
@@ -188,9 +189,10 @@ void leave_torch_pool(int32_t device) {
   std::vector<Scope>& own = scopes_of_thread();
   TorchAllocations& all = torch_allocations();
   std::lock_guard lock(all.mutex);
-  if (own.empty() || own.back().device != device) return;
-  const Scope left = std::move(own.back());
-  own.pop_back();
+  const auto innermost = std::find_if(own.rbegin(), own.rend(), [&](const Scope& scope) { return scope.device == device; });
+  if (innermost == own.rend()) return;
+  const Scope left = std::move(*innermost);
+  own.erase(std::next(innermost).base());
   for (auto scope = all.scopes.rbegin(); scope != all.scopes.rend(); ++scope) {
     if (scope->pool != left.pool || scope->device != device || scope->tag != left.tag || scope->policy != left.policy) continue;
     all.scopes.erase(std::next(scope).base());

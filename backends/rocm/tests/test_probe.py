@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DType
+from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DeviceAllocator, DType
 from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, CapabilityRefused, DriverError
 from hardpoint.plugins import BackendState, installed, resolve_backend
 from hardpoint_rocm import descriptor
@@ -51,7 +51,7 @@ def test_device_is_listed_and_not_usable_in_this_version(build: Callable[[str], 
     assert (device.name, device.torch_device, device.driver_version) == ("Test GPU", "cuda:0", "6.3")
     assert device.total_memory == 6 << 30
     assert device.properties["pci_bus"] == "0000:01:00.0"
-    assert "has no memory allocator, attention or worker" in found.reason
+    assert "has no attention or worker" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,18 @@ def test_discovery_records_the_device_as_unavailable(build: Callable[[str], None
     (record,) = installed(refresh=True).records("rocm")
     assert record.state is BackendState.UNAVAILABLE
     assert [device.simulated for device in record.devices] == [False]
-    with pytest.raises(BackendUnavailable, match="has no memory allocator"):
+    with pytest.raises(BackendUnavailable, match="has no attention or worker"):
         resolve_backend("rocm")
 
 
-def test_nothing_is_claimed_and_every_part_is_refused() -> None:
+def test_memory_is_claimed_and_every_other_part_is_refused() -> None:
     backend = descriptor.hardpoint_backend()
     device = Device("rocm", 0, "any", "any")
     layer = AttentionLayer(8, 8, 64, 0.125)
     request = AttentionRequest((layer,), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
     assert backend.capabilities(device).explain(request)
-    assert backend.capabilities(device).memory.sleep_levels == frozenset()
-    for part in (backend.allocator, backend.attention, backend.worker):
+    assert backend.capabilities(device).memory.sleep_levels == {0, 1, 2}
+    assert issubclass(backend.allocator(), DeviceAllocator)
+    for part in (backend.attention, backend.worker):
         with pytest.raises(CapabilityRefused, match="this version of hardpoint-rocm"):
             part()

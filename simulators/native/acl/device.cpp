@@ -107,12 +107,14 @@ ACL_CALL(aclsysGetCANNVersion)(int, PackageVersion* version) {
 
 ACL_EXPORT const char* aclrtGetSocName() { return "Ascend910B2"; }
 
+// Before aclInit too: torch_npu counts the devices before it initialises the runtime.
 ACL_CALL(aclrtGetDeviceCount)(std::uint32_t* count) {
-  return acl_call(site_of_aclrtGetDeviceCount, [&](Simulator& machine) {
-    if (!count) return Result::NullArgument;
-    *count = static_cast<std::uint32_t>(machine.settings.devices);
-    return Result::Ok;
-  });
+  CallSite& site = site_of_aclrtGetDeviceCount;
+  return remember(site, serve<Codes>(site, [&](Simulator& machine) {
+                    if (!count) return Result::NullArgument;
+                    *count = static_cast<std::uint32_t>(machine.settings.devices);
+                    return Result::Ok;
+                  }));
 }
 
 ACL_CALL(aclrtSetDevice)(std::int32_t device) {

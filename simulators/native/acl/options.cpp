@@ -29,7 +29,7 @@ int get_option(CallSite& site, int option, std::int64_t* value) {
   });
 }
 
-constexpr int kContextOptions = 1000, kSaturationMode = 2000, kTimeout = 2001;
+constexpr int kContextOptions = 1000, kSaturationMode = 2000, kTimeout = 2001, kCompilerOptions = 3000;
 
 }  // namespace
 
@@ -62,4 +62,10 @@ ACL_CALL(aclrtGetDeviceSatMode)(int* mode) {
 
 ACL_CALL(aclrtSetOpExecuteTimeOut)(std::uint32_t seconds) {
   return set_option(site_of_aclrtSetOpExecuteTimeOut, kTimeout, seconds);
+}
+
+// Of the operator compiler, whose library finds it here; nothing is ever compiled with it.
+ACL_CALL(aclSetCompileopt)(int option, const char* value) {
+  if (!value) return acl_call(site_of_aclSetCompileopt, [](Simulator&) { return Result::NullArgument; });
+  return set_option(site_of_aclSetCompileopt, kCompilerOptions + option, 1);
 }

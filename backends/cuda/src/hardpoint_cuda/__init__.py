@@ -1,5 +1,5 @@
 """Hardpoint's backend for NVIDIA devices.
 
-`descriptor.py` says what it is and finds devices through `driver.py`. This version runs nothing on them: its capabilities are
-empty, and it reports itself as unavailable.
+`descriptor.py` says what it is and finds devices through `driver.py`; `allocator.py` is their memory. This version has no attention and
+no worker, and reports itself as unavailable.
 """

@@ -157,6 +157,8 @@ class VirtualPool:
     def declare_source(self, address: int, size: int, source: Sequence[FileExtent] | Callable[[], None]) -> None:
         """Say where bytes come from; see `DeviceAllocator.declare_source`."""
         if callable(source):
+            used = self.native.callbacks()
+            self._rebuilds = {key: callback for key, callback in self._rebuilds.items() if key in used}
             self._rebuilds[id(source)] = source
             self.native.declare_source(address, size, [], id(source))
             return

@@ -1,0 +1,115 @@
+"""What needs a process of its own: torch's settings, and the end of the interpreter in every state; over a simulated driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def test_operators_do_not_pretend_to_compute_on_a_simulated_device(machine: Any, run_child: Any) -> None:
+    ended = run_child(
+        """
+one = torch.ones(64).to(DEVICE.torch_device)
+try:
+    print((one + 1).cpu())
+except RuntimeError as error:
+    print("refused")
+""",
+        TASK_QUEUE_ENABLE="0",  # torch_npu: operators run where they are called, else a failing one ends the process
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["refused"]), ended.stderr
+
+
+def test_settings_call_for_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
+    ended = run_child(
+        f"""
+from hardpoint.interfaces.errors import CapabilityRefused
+torch.empty(1, device=DEVICE.torch_device)
+torch.{machine.torch_type}.memory._set_allocator_settings("expandable_segments:True")
+allocator = hardpoint_backend().make("allocator", DEVICE)
+try:
+    with allocator.pool("weights"):
+        print("entered")
+except CapabilityRefused as error:
+    print(error)
+"""
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "set by a call: expandable_segments:True" in ended.stdout
+    assert f"Set {machine.settings[0]} to expandable_segments:False" in ended.stdout
+
+
+@pytest.mark.parametrize("spelling", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments : True"])
+def test_environment_with_expandable_segments_is_refused(machine: Any, run_child: Any, spelling: str) -> None:
+    for variable in machine.settings:
+        ended = run_child(
+            """
+from hardpoint.interfaces.errors import CapabilityRefused
+allocator = hardpoint_backend().make("allocator", DEVICE)
+try:
+    with allocator.pool("weights"):
+        print("entered")
+except CapabilityRefused as error:
+    print(error)
+""",
+            **{variable: spelling},
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert f"{variable}={spelling}" in ended.stdout
+        assert f"Set {variable} to expandable_segments:False" in ended.stdout
+
+
+def test_settings_without_expandable_segments_are_accepted(machine: Any, run_child: Any) -> None:
+    for variable in machine.settings:
+        ended = run_child(
+            """
+allocator = hardpoint_backend().make("allocator", DEVICE)
+with allocator.pool("weights"):
+    tensor = torch.empty(1 << 20, device=DEVICE.torch_device)
+print(allocator.stats().tags["weights"].allocated > 0)
+""",
+            **{variable: "expandable_segments:False"},
+        )
+        assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["True"]), ended.stderr
+
+
+EXITS = {
+    "awake": "",
+    "asleep": "allocator.sleep(SleepPlan())",
+    "half awake": "allocator.sleep(SleepPlan()); allocator.wake(['weights'])",
+    "asleep on disk": "allocator.sleep(SleepPlan(tier=SleepTier.DISK, disk_directory='.'))",
+    "within a block": "allocator.pool('weights').__enter__()",
+    "by sys.exit within a block": "with allocator.pool('weights'): print(MARK, file=sys.stderr, flush=True); sys.exit(0)",
+    "after an error of the device": """
+allocator.sleep(SleepPlan())
+try:
+    tensors[0].cpu()
+except RuntimeError:
+    pass
+""",
+    "without tensors": "tensors.clear(); gc.collect()",
+    "after close": "allocator.close()",
+    "without an allocator": "del allocator; gc.collect()",
+}
+
+
+@pytest.mark.parametrize("state", EXITS)
+def test_interpreter_ends_cleanly(machine: Any, run_child: Any, tmp_path: Any, state: str) -> None:
+    ended = run_child(
+        f"""
+allocator = hardpoint_backend().make("allocator", DEVICE)
+with allocator.pool("weights"):
+    tensors = [torch.ones(1 << 20).to(DEVICE.torch_device), torch.ones(4 << 20).to(DEVICE.torch_device)]
+with allocator.pool("kv_cache", Policy.DISCARD):
+    cache = torch.empty(4 << 20, device=DEVICE.torch_device)
+own = allocator.empty((100,), DType.FLOAT32)
+MARK = "begin of the end"
+{EXITS[state]}
+print(MARK, file=sys.stderr, flush=True)
+"""
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.split("begin of the end\n")[1:] == [""]
+    assert list(tmp_path.rglob("*.backup")) == []
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
