@@ -90,7 +90,7 @@ class Backup {
   const Tier tier;
   const uint64_t generation;  // of the allocation's content
   std::vector<Piece> pieces;  // by range, without overlap
-  uint64_t rounding = 0;      // bytes of the pieces that nobody asked to keep: a disk's blocks are whole
+  uint64_t rounding = 0;      // bytes of the copies that nobody asked to keep: gaps between small blocks, and a disk's blocks are whole
   std::shared_ptr<DiskFile> disk;
   bool complete = false;  // every piece has been written; set once, when the sleep has done its work
 

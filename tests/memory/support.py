@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,21 @@ class TrackedPool(VirtualPool):
         return self.driver.geometry().granularity
 
     def allocate(
-        self, size: int, tag: str = "weights", policy: Policy = Policy.PRESERVE, capacity: int = 0, *, shared: bool = False
+        self,
+        size: int,
+        tag: str = "weights",
+        policy: Policy = Policy.PRESERVE,
+        capacity: int = 0,
+        *,
+        shared: bool = False,
     ) -> int:
         address = super().allocate(size, tag, policy, capacity, shared=shared)
         self.living.add(address)
         return address
 
-    def filled(self, data: bytes, tag: str = "weights", policy: Policy = Policy.PRESERVE, *, shared: bool = False) -> int:
+    def filled(
+        self, data: bytes, tag: str = "weights", policy: Policy = Policy.PRESERVE, *, shared: bool = False
+    ) -> int:
         """Allocate and write."""
         address = self.allocate(len(data), tag, policy, shared=shared)
         self.write(address, data)
@@ -64,6 +73,12 @@ def differences(before: Mapping[str, int], after: Mapping[str, int], but: Iterab
     names = (before.keys() | after.keys()) - set(but)
     changed = {name: after.get(name, 0) - before.get(name, 0) for name in sorted(names)}
     return {name: count for name, count in changed.items() if count}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what the engine does in the background; the test's own time limit ends it."""
+    while not condition():
+        time.sleep(0.001)
 
 
 PRELUDE = """

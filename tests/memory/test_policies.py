@@ -413,11 +413,3 @@ def test_a_progress_callback_that_raises_cancels_with_everything_undone(pool: Tr
     assert differences(held, target.held(), {"streams"}) == {}
     pool.wake()
     assert pool.read(address, len(data)) == data
-
-
-def test_source_errors_name_their_file(pool: TrackedPool, tmp_path: Path) -> None:
-    from hardpoint.interfaces import FileExtent
-
-    address = pool.allocate(100)
-    with pytest.raises(ForeignMemory, match=r"missing\.bin"):
-        pool.declare_source(address, 100, [FileExtent(0, 100, str(tmp_path / "missing.bin"), 0)])
