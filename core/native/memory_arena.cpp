@@ -74,12 +74,12 @@ uint64_t host_memory_available() {
 
 HostArena::~HostArena() {
   if (abandoned_) return;
-  join_background();
+  background_.wait();
   for (auto& [id, slab] : slabs_) destroy(*slab);
 }
 
 std::vector<HostArena::Span> HostArena::take(size_t size, std::optional<uint64_t> budget) {
-  join_background();
+  background_.wait();
   const size_t asked = size;
   size = round_up(size, kPage);
   for (;;) {
@@ -131,7 +131,7 @@ void HostArena::give(const Span& span) {
 }
 
 void HostArena::check(size_t size, std::optional<uint64_t> budget) {
-  join_background();
+  background_.wait();
   std::lock_guard lock(mutex_);
   check_locked(size, budget);
 }
@@ -149,8 +149,7 @@ void HostArena::check_locked(size_t size, std::optional<uint64_t> budget) const 
 }
 
 void HostArena::prepare(size_t size, std::optional<uint64_t> budget) {
-  std::lock_guard background(background_mutex_);
-  join_background_locked();
+  background_.wait();
   size_t missing = 0;
   {
     std::lock_guard lock(mutex_);
@@ -158,17 +157,13 @@ void HostArena::prepare(size_t size, std::optional<uint64_t> budget) {
     if (round_up(size, kPage) > free_locked()) missing = round_up(size, kPage) - free_locked();
   }
   if (missing == 0) return;
-  try {
-    background_ = std::make_unique<std::thread>([this, missing] {
-      try {
-        grow(missing);
-      } catch (const std::exception&) {
-        // The sleep that needs the memory asks for it again and reports what it meets.
-      }
-    });
-  } catch (const std::system_error&) {
-    // No more threads: the sleep takes the memory itself.
-  }
+  // Without a thread for it, the sleep takes the memory itself; if it fails, the sleep asks again and reports what it meets.
+  background_.begin([this, missing] {
+    try {
+      grow(missing);
+    } catch (const std::exception&) {
+    }
+  });
 }
 
 void HostArena::grow(size_t size) {
@@ -216,7 +211,7 @@ void HostArena::destroy(Slab& slab) const noexcept {
 }
 
 void HostArena::trim() {
-  join_background();
+  background_.wait();
   std::lock_guard lock(mutex_);
   for (auto slab = slabs_.begin(); slab != slabs_.end();) {
     if (slab->second->used > 0) {
@@ -232,21 +227,10 @@ void HostArena::trim() {
 void HostArena::abandon(bool forked) {
   abandoned_ = true;
   if (forked) {
-    (void)background_.release();  // there is no such thread here, and a joinable one must not be destroyed
-    return;
+    background_.leave();
+  } else {
+    background_.wait();
   }
-  join_background();
-}
-
-void HostArena::join_background() {
-  std::lock_guard lock(background_mutex_);
-  join_background_locked();
-}
-
-void HostArena::join_background_locked() {
-  if (!background_) return;
-  background_->join();
-  background_.reset();
 }
 
 uint64_t HostArena::held() const {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "memory_driver.hpp"
+#include "memory_workers.hpp"
 
 namespace hardpoint::memory {
 
@@ -62,17 +63,14 @@ class HostArena {
   void grow(size_t size);
   std::unique_ptr<Slab> make_slab(size_t size) const;
   void destroy(Slab& slab) const noexcept;
-  void join_background();
-  void join_background_locked();
 
   const Driver& driver_;
   mutable std::mutex mutex_;  // guards slabs_, held_, used_; not held while a slab is made
   std::map<uint32_t, std::unique_ptr<Slab>> slabs_;
   uint32_t next_slab_ = 0;
   size_t held_ = 0, used_ = 0;
-  std::mutex background_mutex_;  // guards background_
-  std::unique_ptr<std::thread> background_;
   std::atomic<bool> abandoned_{false};
+  BackgroundThread background_;
 };
 
 }  // namespace hardpoint::memory

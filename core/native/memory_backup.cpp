@@ -75,18 +75,12 @@ Backup::~Backup() {
   }
 }
 
-uint64_t Backup::bytes() const {
-  uint64_t sum = 0;
-  for (const Piece& piece : pieces) sum += piece.range.size;
-  return sum;
-}
-
 uint64_t Backup::held() const {
   uint64_t sum = 0;
   for (const Piece& piece : pieces) {
     if (piece.kind == Piece::Kind::kHost || piece.kind == Piece::Kind::kDisk) sum += piece.range.size;
   }
-  return sum;
+  return sum - rounding;
 }
 
 void Backup::read(Range range, std::byte* target) const {

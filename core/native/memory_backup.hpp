@@ -84,13 +84,13 @@ class Backup {
 
   // Copies bytes of the allocation to host memory; kAsleep where a piece is a callback's, kCorrupt.
   void read(Range range, std::byte* target) const;
-  uint64_t bytes() const;     // that the pieces stand for
-  uint64_t held() const;      // that take host memory or disk
+  uint64_t held() const;      // that the copies in host memory or on disk stand for
   bool copied() const { return held() > 0; }
 
   const Tier tier;
   const uint64_t generation;  // of the allocation's content
   std::vector<Piece> pieces;  // by range, without overlap
+  uint64_t rounding = 0;      // bytes of the copies that nobody asked to keep: gaps between small blocks, and a disk's blocks are whole
   std::shared_ptr<DiskFile> disk;
   bool complete = false;  // every piece has been written; set once, when the sleep has done its work
 

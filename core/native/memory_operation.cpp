@@ -69,8 +69,15 @@ void cut(const Range& range, uint64_t chunk_size, uint64_t limit, Call&& call) {
 }
 
 // What the plan says counts of an allocation: everything, or for some of its blocks only the ranges given.
-std::vector<Range> live_ranges(const Allocation& allocation, const SleepPlan& plan, bool& narrowed) {
+struct Live {
+  std::vector<Range> ranges;
+  uint64_t bytes;  // without what lies between blocks
+  bool narrowed = false;
+};
+
+Live live_ranges(const Allocation& allocation, const SleepPlan& plan) {
   std::vector<Range> live = allocation.live();
+  bool narrowed = false;
   for (auto given = plan.live.lower_bound(allocation.address); given != plan.live.end() && allocation.contains(given->first); ++given) {
     const uint64_t base = given->first - allocation.address;
     const Range extent = allocation.extent_of(given->first);
@@ -85,14 +92,16 @@ std::vector<Range> live_ranges(const Allocation& allocation, const SleepPlan& pl
     live = without(live, {base, room});
     for (const Range& range : given->second) live.push_back({base + range.start, range.size});
   }
-  return merged(std::move(live));
+  live = merged(std::move(live));
+  const uint64_t bytes = narrowed ? total(live) : allocation.live_bytes();
+  return {std::move(live), bytes, narrowed};
 }
 
 bool is_source(const Piece& piece) { return piece.kind == Piece::Kind::kFile || piece.kind == Piece::Kind::kRebuild; }
 
 // Where the bytes of an allocation will be, without the places yet.
-std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& allocation, const std::vector<Range>& live, Tier tier,
-                                       uint64_t generation) {
+std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& allocation, const Live& wanted, Tier tier, uint64_t generation) {
+  const std::vector<Range>& live = wanted.ranges;
   auto backup = std::make_shared<Backup>(arena, tier, generation);
   std::vector<Range> to_copy = live;
   if (tier == Tier::kSource) {
@@ -124,6 +133,9 @@ std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& alloc
         [&](const Range& part) { backup->pieces.push_back(Piece::at(kind, part)); });
   }
   std::sort(backup->pieces.begin(), backup->pieces.end(), [](const Piece& a, const Piece& b) { return a.range.start < b.range.start; });
+  uint64_t planned = 0;
+  for (const Piece& piece : backup->pieces) planned += piece.range.size;
+  backup->rounding = planned - wanted.bytes;
   return backup;
 }
 
@@ -133,6 +145,9 @@ bool is_reusable(const std::shared_ptr<Backup>& old, Tier tier, uint64_t generat
 }
 
 const char* const kUndoFailed = "undoing met a second failure: memory that could not be mapped back is asleep with its backup; wake it to try again";
+
+// Whether no sleep can use the backup any more.
+bool is_void(const std::shared_ptr<Backup>& old, uint64_t generation) { return old && old->generation != generation; }
 
 }  // namespace
 
@@ -402,9 +417,8 @@ void Sleep::choose(const SleepPlan& plan) {
     entry.allocation = allocation.get();
     entry.policy = policies[allocation->tag] ? *policies[allocation->tag] : allocation->policy;
     if (entry.policy == Policy::kResident) continue;
-    bool narrowed = false;
-    std::vector<Range> live = live_ranges(*allocation, plan, narrowed);
-    const bool keep = kept[allocation->tag] && !narrowed;
+    const Live live = live_ranges(*allocation, plan);
+    const bool keep = kept[allocation->tag] && !live.narrowed;
     if (entry.policy == Policy::kRebuild) {
       entry.backup = planned_backup(pool_.arena_, *allocation, live, Tier::kSource, pool_.generation(*allocation));
       if (entry.backup->held() > 0 || std::any_of(entry.backup->pieces.begin(), entry.backup->pieces.end(),
@@ -413,13 +427,13 @@ void Sleep::choose(const SleepPlan& plan) {
                           "a tensor with tag '" + pool_.tags_[allocation->tag].name + "' has no callback",
                           "Give it one with declare_source");
       }
-      report_.discarded += total(live);
+      report_.discarded += live.bytes;
     } else if (entry.policy == Policy::kPreserve) {
       const uint64_t generation = pool_.generation(*allocation);
       const bool reuse = keep && is_reusable(allocation->backup, plan.tier, generation);
       entry.backup = reuse ? allocation->backup : planned_backup(pool_.arena_, *allocation, live, plan.tier, generation);
       entry.moves = !reuse && entry.backup->copied();
-      const uint64_t counted = total(live);
+      const uint64_t counted = live.bytes;
       uint64_t sourced = 0;
       for (const Piece& piece : entry.backup->pieces) {
         if (is_source(piece)) sourced += piece.range.size;
@@ -431,9 +445,9 @@ void Sleep::choose(const SleepPlan& plan) {
       report_.tiers[static_cast<int>(plan.tier == Tier::kDisk ? Tier::kDisk : Tier::kHost)] += counted - sourced;
       if (plan.verify && (reuse || sourced > 0)) to_verify_.push_back(entries_.size());
       // A void backup would take the budget twice.
-      if (allocation->backup && allocation->backup->generation != generation) replaced_.push_back(std::move(allocation->backup));
+      if (is_void(allocation->backup, generation)) replaced_.push_back(std::move(allocation->backup));
     } else {
-      report_.discarded += total(live);
+      report_.discarded += live.bytes;
     }
     entries_.push_back(std::move(entry));
     keep_.push_back(keep);
@@ -780,11 +794,13 @@ void Wake::choose(const std::optional<std::vector<std::string>>& tags) {
     for (const Piece& piece : entry.backup->pieces) {
       const Tier tier = piece.kind == Piece::Kind::kHost ? Tier::kHost : piece.kind == Piece::Kind::kDisk ? Tier::kDisk : Tier::kSource;
       report_.tiers[static_cast<int>(tier)] += piece.range.size;
-      report_.preserved += piece.range.size;
+      bytes_in_all_ += piece.range.size;
     }
+    const Tier copies = entry.backup->tier == Tier::kDisk ? Tier::kDisk : Tier::kHost;
+    report_.tiers[static_cast<int>(copies)] -= entry.backup->rounding;
   }
+  for (const uint64_t bytes : report_.tiers) report_.preserved += bytes;
   report_.allocations = entries_.size();
-  bytes_in_all_ = report_.preserved;
 }
 
 void Wake::check_backups() const {
@@ -907,6 +923,7 @@ void Wake::undo() {
 void Pool::prepare_host(const SleepPlan& plan) {
   check_usable("prepare a sleep");
   uint64_t bytes = 0;
+  std::vector<std::shared_ptr<Backup>> replaced;
   {
     std::lock_guard lock(books_);
     const std::vector<bool> chosen = selected(plan.tags), kept = selected(plan.keep);
@@ -914,14 +931,16 @@ void Pool::prepare_host(const SleepPlan& plan) {
       if (!chosen[allocation->tag] || allocation->state != State::kMapped || plan.tier == Tier::kDisk) continue;
       const auto override = plan.policies.find(tags_[allocation->tag].name);
       if ((override == plan.policies.end() ? allocation->policy : override->second) != Policy::kPreserve) continue;
-      bool narrowed = false;
-      const std::vector<Range> live = live_ranges(*allocation, plan, narrowed);
-      if (kept[allocation->tag] && !narrowed && is_reusable(allocation->backup, plan.tier, generation(*allocation))) continue;
-      for (const Piece& piece : planned_backup(arena_, *allocation, live, plan.tier, 0)->pieces) {
+      const Live live = live_ranges(*allocation, plan);
+      if (is_void(allocation->backup, generation(*allocation))) replaced.push_back(std::move(allocation->backup));
+      if (kept[allocation->tag] && !live.narrowed && is_reusable(allocation->backup, plan.tier, generation(*allocation))) continue;
+      const std::shared_ptr<Backup> backup = planned_backup(arena_, *allocation, live, plan.tier, 0);
+      for (const Piece& piece : backup->pieces) {
         if (piece.kind == Piece::Kind::kHost) bytes += round_up(piece.range.size, kSpanAlignment);
       }
     }
   }
+  replaced.clear();
   if (bytes > 0) arena_.prepare(bytes, plan.host_budget);
 }
 

@@ -33,12 +33,12 @@ int current_fork() {
 Pool::Pool(const hp_driver* table) : fork_generation_(current_fork()), driver_(table), arena_(driver_) {}
 
 Pool::~Pool() {
-  finish_dropping();
   if (abandoned_) return;
   if (is_forked()) {
     abandon();
     return;
   }
+  dropping_.wait();
   for (auto& [address, allocation] : allocations_) destroy(*allocation);
   for (auto& allocation : unreturned_) destroy(*allocation);
 }
@@ -524,6 +524,7 @@ void Pool::declare_source(uint64_t address, std::vector<Source> sources) {
 }
 
 std::vector<uint64_t> Pool::callbacks() const {
+  check_process("ask for callbacks");
   std::set<uint64_t> found;
   std::lock_guard lock(books_);
   for (const auto& [address, allocation] : allocations_) {
@@ -578,24 +579,8 @@ void Pool::read_backup(uint64_t address, void* target, size_t size) const {
 
 void Pool::drop(std::vector<std::shared_ptr<Backup>> backups) {
   const bool files = std::any_of(backups.begin(), backups.end(), [](const auto& backup) { return backup && backup->disk; });
-  if (!files) return;
-  std::lock_guard lock(dropping_mutex_);
-  if (dropping_.joinable()) dropping_.join();
-  try {
-    dropping_ = std::thread([backups = std::move(backups)]() mutable { backups.clear(); });
-  } catch (const std::system_error&) {
-    // No thread left: they are gone already, with the closure.
-  }
-}
-
-void Pool::finish_dropping() {
-  std::lock_guard lock(dropping_mutex_);
-  if (!dropping_.joinable()) return;
-  if (is_forked()) {
-    dropping_.detach();  // the thread is the parent's
-  } else {
-    dropping_.join();
-  }
+  // Without a thread for it, the files go with the closure.
+  if (files) dropping_.begin([backups = std::move(backups)]() mutable { backups.clear(); });
 }
 
 std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces) {
@@ -615,7 +600,7 @@ std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes,
     } catch (const BudgetExceeded&) {
     } catch (const DiskFull&) {
     }
-    finish_dropping();  // backups that were given up take room until they are gone
+    dropping_.wait();  // backups that were given up take room until they are gone
     return store->create(bytes, pieces);
   });
 }
@@ -661,7 +646,7 @@ void Pool::trim() {
 void Pool::close() {
   if (is_forked() || abandoned_) return;
   closed_ = true;
-  finish_dropping();
+  dropping_.wait();
   retry_unreturned();
   arena_.trim();
   driver_.drop_idle_streams();
@@ -671,9 +656,12 @@ void Pool::abandon() {
   abandoned_ = true;
   closed_ = true;
   driver_.abandon();
-  finish_dropping();
   arena_.abandon(is_forked());
-  if (is_forked()) return;
+  if (is_forked()) {
+    dropping_.leave();
+    return;
+  }
+  dropping_.wait();
   std::lock_guard lock(books_);
   for (auto& [directory, store] : disks_) {
     if (store) store->remove_files();

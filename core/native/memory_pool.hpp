@@ -148,7 +148,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void retry_unreturned();
   // Gives backups up. Removing large files takes long and nobody waits for it: a thread does it.
   void drop(std::vector<std::shared_ptr<Backup>> backups);
-  void finish_dropping();
   std::unique_ptr<DiskFile> disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces);
 
   void begin_operation(const char* what);
@@ -168,8 +167,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   uint64_t allocated_ = 0, peak_allocated_ = 0;
   std::map<std::string, std::shared_ptr<DiskStore>> disks_;  // by directory
 
-  std::mutex dropping_mutex_;  // guards dropping_
-  std::thread dropping_;
+  BackgroundThread dropping_;
 
   std::mutex operation_mutex_;  // guards operating_ and operator_: one operation at a time
   std::condition_variable operation_ended_;

@@ -1,4 +1,5 @@
-// A few threads for the time of one operation, which take numbered items in order until one of them fails.
+// Threads of the memory engine: a few for the time of one operation, which take numbered items in order until one of them fails, and one in the
+// background.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -6,12 +7,54 @@
 #include <cstddef>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 namespace hardpoint::memory {
+
+// One piece of work at a time behind the callers' backs.
+class BackgroundThread {
+ public:
+  BackgroundThread() = default;
+  BackgroundThread(const BackgroundThread&) = delete;
+  BackgroundThread& operator=(const BackgroundThread&) = delete;
+  ~BackgroundThread() { wait(); }
+
+  // Begins `work`, which must not throw, when what was begun before has ended; returns false where the system has no thread left.
+  bool begin(std::function<void()> work) {
+    std::lock_guard lock(mutex_);
+    join();
+    try {
+      thread_ = std::make_unique<std::thread>(std::move(work));
+    } catch (const std::system_error&) {
+      return false;
+    }
+    return true;
+  }
+  void wait() {
+    if (left_) return;
+    std::lock_guard lock(mutex_);
+    join();
+  }
+  // For a forked child, which has no such thread, and perhaps the mutex as it was in use.
+  void leave() {
+    left_ = true;
+    (void)thread_.release();
+  }
+
+ private:
+  void join() {
+    if (!thread_) return;
+    thread_->join();
+    thread_.reset();
+  }
+  std::atomic<bool> left_{false};
+  std::mutex mutex_;  // guards thread_
+  std::unique_ptr<std::thread> thread_;
+};
 
 // Runs work(item, worker) for every item below `items` on `threads` threads and waits; rethrows the first failure, after which no further item
 // is begun. `watch`, when given, is called in the calling thread about fifty times a second; its exception cancels likewise.

@@ -45,6 +45,10 @@ class Target(ABC):
     def finish(self) -> None:
         """End the use of the driver."""
 
+    def violations(self) -> list[str]:
+        """Return the vendor's rules that were broken since `table`; a driver that checks none has none."""
+        return []
+
     @abstractmethod
     def held(self) -> Mapping[str, int]:
         """Return what the driver counts as taken: memory, and where it counts them handles, mappings, addresses, streams."""
@@ -145,6 +149,9 @@ class SimulatedTarget(Target):
         memory = any(part in call for part in ("MemCreate", "MallocPhysical"))
         self._simulator.fail(call, nth, CODES[self._vendor][0 if memory else 1])
         self._armed = (call, self._simulator.call_count(call) + nth)
+
+    def violations(self) -> list[str]:
+        return self._simulator.violations()
 
     def disarm(self) -> bool:
         self._simulator.clear_faults()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,8 @@ class VirtualPool:
         self.native = _native.MemoryPool(driver.capsule)
         self.native.know_tags(list(STANDARD_TAGS))
         self._rebuilds: dict[int, Callable[[], None]] = {}
+        self._rebuilds_lock = threading.Lock()  # between adding a callback and declaring it, nobody may find it unused
+        self._many_rebuilds = 16
 
     @property
     def quirks(self) -> DriverQuirks:
@@ -157,10 +160,10 @@ class VirtualPool:
     def declare_source(self, address: int, size: int, source: Sequence[FileExtent] | Callable[[], None]) -> None:
         """Say where bytes come from; see `DeviceAllocator.declare_source`."""
         if callable(source):
-            used = self.native.callbacks()
-            self._rebuilds = {key: callback for key, callback in self._rebuilds.items() if key in used}
-            self._rebuilds[id(source)] = source
-            self.native.declare_source(address, size, [], id(source))
+            with self._rebuilds_lock:
+                self._drop_unused_callbacks()
+                self._rebuilds[id(source)] = source
+                self.native.declare_source(address, size, [], id(source))
             return
         extents = [(extent.start, extent.size, extent.path, extent.offset) for extent in source]
         self.native.declare_source(address, size, extents)
@@ -231,6 +234,13 @@ class VirtualPool:
     def close(self) -> None:
         """Refuse new memory; what is in use stays until it is freed."""
         self.native.close()
+
+    def _drop_unused_callbacks(self) -> None:
+        if len(self._rebuilds) < self._many_rebuilds:
+            return
+        used = set(self.native.callbacks())
+        self._rebuilds = {key: callback for key, callback in self._rebuilds.items() if key in used}
+        self._many_rebuilds = 2 * len(self._rebuilds) + 16
 
     def _native_plan(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]]) -> Any:
         native = _native.MemorySleepPlan()
