@@ -284,7 +284,9 @@ def verdicts(results: dict[str, Any], size: int) -> list[Verdict]:
     def rate(name: str, ours: list[float], limit: list[float], whose: str, bar: float) -> Verdict:
         ratio = median([theirs / mine for mine, theirs in zip(ours, limit, strict=True)])
         gb = size / 1e9
-        return Verdict(name, gb / median(ours), gb / median(limit), whose, f"≥ {bar:.2f} (rounds: {ratio:.2f})", ratio >= bar)
+        return Verdict(
+            name, gb / median(ours), gb / median(limit), whose, f"≥ {bar:.2f} (rounds: {ratio:.2f})", ratio >= bar
+        )
 
     host, disk, block = results["host"], results["disk"], results["block"]
     found = [
