@@ -29,6 +29,7 @@ from typing import Any
 from report import REPOSITORY, Verdict, command, machine, median, verdict_table, write_json
 
 from hardpoint.interfaces import WEIGHTS, MemoryReport, Policy, SleepPlan, SleepTier
+from hardpoint.interfaces.errors import HardpointError
 from hardpoint.memory import DriverFlags, DriverQuirks, DriverTable, VirtualPool
 
 GIB = 1 << 30
@@ -132,12 +133,11 @@ class Weights:
 class Samples:
     """Seconds by name, and the share of unmapped memory that came back by the driver's count.
 
-    Where host and device share one memory (`unified`), a backup on the host takes what its sleep gives back: only sleeps to other
-    places count.
+    That is not counted (`counted`) where the device's memory is the host's, which backups and everybody else take from.
     """
 
-    def __init__(self, unified: bool) -> None:
-        self._unified = unified
+    def __init__(self, counted: bool) -> None:
+        self._counted = counted
         self.seconds: dict[str, list[float]] = {}
         self.returned: list[float] = []
 
@@ -146,7 +146,7 @@ class Samples:
         start = time.perf_counter()
         report = work()
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
-        if "sleep" in name and (not self._unified or name.startswith(("level 2", "disk"))):
+        if "sleep" in name and self._counted:
             self.returned.append((report.free_after - report.free_before) / report.unmapped)
         return report
 
@@ -193,7 +193,7 @@ def measure_steady(weights: Weights, samples: Samples, rounds: int, directory: P
     for _ in range(rounds):
         samples.take("level 2: sleep", lambda: pool.sleep(DISCARD))
         samples.take("level 2: wake", pool.wake)
-    weights.write()
+        weights.write()
     return {"direct_io": cycle("disk", disk, min(rounds, 3)).direct_io}
 
 
@@ -217,8 +217,7 @@ def verdicts(samples: Samples, copies: dict[str, float], size: int, simulated: b
             f"{name}, ms", ours, bar, "bar" if bar else "", words, None if bar is None else judged(ours < bar)
         )
 
-    back = min(samples.returned)
-    return [
+    found = [
         rate("first sleep, host memory pinned on the way", "first sleep", "out", None),
         rate("first sleep, pinned in the background", "first sleep, prepared", "out", 0.9),
         milliseconds("pinning in the background", "pinning in the background", None),
@@ -230,15 +229,11 @@ def verdicts(samples: Samples, copies: dict[str, float], size: int, simulated: b
         milliseconds("level-2 wake", "level 2: wake", None),
         rate("sleep to the disk", "disk: sleep", "out", None),
         rate("wake from the disk", "disk: wake", "in", None),
-        Verdict(
-            "memory back, of slept bytes (worst sleep)",
-            back,
-            1.0,
-            f"driver's count{note}",
-            "> 0.90",
-            judged(back > 0.9),
-        ),
     ]
+    if samples.returned:
+        back, name = min(samples.returned), "memory back, of slept bytes (worst sleep)"
+        found.append(Verdict(name, back, 1.0, f"driver's count{note}", "> 0.90", judged(back > 0.9)))
+    return found
 
 
 def fitting(size: int, driver: DriverTable) -> int:
@@ -263,8 +258,11 @@ def main() -> None:
     parent = arguments.directory or REPOSITORY / "build"
     parent.mkdir(parents=True, exist_ok=True)
 
-    driver = driver_table(arguments.backend, arguments.device)
-    driver.open()
+    try:
+        driver = driver_table(arguments.backend, arguments.device)
+        driver.open()
+    except HardpointError as error:
+        sys.exit(str(error))
     asked = int(arguments.gib * GIB)
     size = fitting(asked, driver)
     device = {
@@ -276,7 +274,8 @@ def main() -> None:
         "quirks": [quirk.name for quirk in driver.quirks()],
         "simulated": driver.simulated,
     }
-    samples = Samples(DriverFlags.HOST_ACCESSIBLE in driver.flags or DriverQuirks.UNIFIED_MEMORY in driver.quirks())
+    host_memory = DriverFlags.HOST_ACCESSIBLE in driver.flags or DriverQuirks.UNIFIED_MEMORY in driver.quirks()
+    samples = Samples(counted=not host_memory)
     pinned = PinnedCopies(driver, min(size, GIB))
     before = pinned.measure(arguments.rounds)
     for prepared in (False, True):
