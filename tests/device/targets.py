@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -39,6 +40,14 @@ class Target:
     def free(self) -> int:
         """Return the device's free bytes by the driver's count."""
         return self.table.memory_info()[0]
+
+    def has_free(self, expected: int) -> bool:
+        """Whether so many bytes are free by the driver's count, which may lag for a while, within its slack."""
+        for _ in range(200):
+            if self.free() >= expected - self.slack:
+                return True
+            time.sleep(0.01)
+        return False
 
 
 def asked_for() -> Target:
