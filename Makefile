@@ -11,7 +11,7 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: check clean demo fault-matrix help install lint peers sanitize test test-headers test-portable test-torch \
+.PHONY: check clean demo device-check fault-matrix help install lint peers sanitize test test-headers test-portable test-torch \
 	test-torch-ascend test-torch-cuda typecheck
 
 help:  ## Show the targets
@@ -67,6 +67,11 @@ test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 	touch $@
 
 .PRECIOUS: .torch/%/.installed .torch/%/libraries/.generated
+
+# Where `make install` has run, its environment is used (and kept up to date); elsewhere $(PYTHON), without a network.
+DEVICE_CHECK ?=
+device-check: $(wildcard $(STAMP))  ## Every check of real hardware; explains itself where there is none (DEVICE_CHECK=--simulated)
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) scripts/device_check.py $(DEVICE_CHECK)
 
 sanitize: $(STAMP)  ## The native tests under AddressSanitizer and UndefinedBehaviourSanitizer
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize

@@ -102,12 +102,12 @@ class CallerDevice(ABC):
 class DeviceMemory:
     """What a test takes of a device through a driver, step by step; `close` gives back what is left."""
 
-    def __init__(self, driver: DriverTable) -> None:
+    def __init__(self, driver: DriverTable, size: int = SIZE) -> None:
         self.driver = driver
-        self.size = SIZE
+        self.size = size
         self.address = self.handle = self.stream = 0
         self.mapped = self.registered = False
-        self._host = mmap.mmap(-1, SIZE)
+        self._host = mmap.mmap(-1, size)
         self._view = ctypes.c_char.from_buffer(self._host)
         self.host = ctypes.addressof(self._view)
 

@@ -249,3 +249,60 @@ app.main(["count", "two"])
 """
     ended = machine.run(program=program)
     assert (ended.returncode, ended.stdout) == (0, "second\n"), ended.stderr
+
+
+ALLOCATOR = """
+import pluggy
+from hardpoint.interfaces import API_VERSION, BackendDescriptor, Capabilities, Device, MemoryInfo, ProbeResult
+
+class Allocator:
+    def __init__(self, device):
+        {start}
+    def memory_info(self):
+        return MemoryInfo(1 << 30, 3 << 30, ("stale_pages",))
+
+@pluggy.HookimplMarker("hardpoint")
+def hardpoint_backend():
+    device = Device("alpha", 0, "Acme One", "xpu:0", 3 << 30, "7.1", True)
+    return BackendDescriptor(
+        name="alpha", vendor="Acme", api=(API_VERSION, API_VERSION), probe=lambda: ProbeResult((device,), {reason!r}),
+        capabilities=lambda device: Capabilities.none(), allocator=lambda: Allocator, attention=None, worker=None,
+    )
+"""
+
+
+def test_devices_are_started_only_on_request(machine: Machine, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    machine.install("alpha", source=ALLOCATOR.format(start=f"open({str(started)!r}, 'x')", reason=""))
+    (device,) = backend(machine.report(), "alpha")["devices"]
+    assert (device["memory"], device["memory_error"]) == (None, "")
+    assert not started.exists()
+    (device,) = backend(machine.report("--memory"), "alpha")["devices"]
+    assert device["memory"] == {"free": 1 << 30, "total": 3 << 30, "quirks": ["stale_pages"]}
+    started.unlink()
+    text = machine.run("doctor", "--memory").stdout
+    assert "1.0 GiB free of 3.0 GiB" in text
+    assert "stale_pages" in text
+
+
+def test_memory_of_a_device_without_a_worker_is_shown_too(machine: Machine) -> None:
+    machine.install("alpha", source=ALLOCATOR.format(start="print('noise')", reason="it has no worker"))
+    alpha = backend(machine.report("--memory"), "alpha")
+    assert alpha["state"] == "unavailable"
+    assert alpha["devices"][0]["memory"]["total"] == 3 << 30
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        ("raise OSError('no power')", "its allocator raised OSError: no power"),
+        ("import os; os.abort()", f"the process that started the device ended with status {-signal.SIGABRT}"),
+    ],
+)
+def test_device_that_does_not_start_costs_its_memory_alone(machine: Machine, start: str, reason: str) -> None:
+    machine.install("alpha", source=ALLOCATOR.format(start=start, reason=""))
+    report = machine.report("--memory")
+    (device,) = backend(report, "alpha")["devices"]
+    assert (device["memory"], report["exit_code"]) == (None, 0)
+    assert device["memory_error"].startswith(reason)
+    assert reason in machine.run("doctor", "--memory").stdout

@@ -17,7 +17,7 @@ from hardpoint.plugins import BackendRecord, BackendState
 from hardpoint.plugins.doctor import Diagnosis, device_claims, diagnose
 
 if TYPE_CHECKING:
-    from hardpoint.interfaces import Device
+    from hardpoint.interfaces import Device, MemoryInfo
 
 _COLOURS = {
     BackendState.OK: "green",
@@ -32,6 +32,9 @@ _COLOURS = {
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON (docs/doctor.md).")] = False,
     backend: Annotated[str | None, typer.Option(help="Look at this backend alone.")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Start the devices, in processes of their own, and show their memory.")
+    ] = False,
 ) -> None:
     """Show the backends that are installed, their devices, and what is wrong with those that cannot be used.
 
@@ -39,7 +42,7 @@ def doctor(
     there are usable backends; 2 wrong options, or no backend has the name; 3 nothing is broken, and no backend can be used here.
     """
     try:
-        diagnosis = diagnose(backend)
+        diagnosis = diagnose(backend, memory=memory)
     except BackendNotFound as error:
         raise typer.BadParameter(str(error), param_hint="--backend") from error
     code = exit_code(diagnosis)
@@ -63,7 +66,7 @@ def _print(diagnosis: Diagnosis) -> None:
     console.print(_table(diagnosis.records))
     for record in diagnosis.records:
         for device in record.devices:
-            console.print(_device(record, device))
+            console.print(_device(record, device, diagnosis))
     for record in diagnosis.records:
         if record.traceback:
             console.print(Text(f"\n{record.name}: traceback", "bold red"))
@@ -97,18 +100,28 @@ def _table(records: tuple[BackendRecord, ...]) -> Table:
     return table
 
 
-def _device(record: BackendRecord, device: Device) -> Table:
+def _device(record: BackendRecord, device: Device, diagnosis: Diagnosis) -> Table:
     simulated = " (simulated)" if device.simulated else ""
     table = Table.grid(padding=(0, 2))
     table.title = Text(f"\n{device.backend} device {device.index}: {device.name}{simulated}", "bold")
     table.title_justify = "left"
     memory = f"{device.total_memory / 2**30:.1f} GiB" if device.total_memory else "not known"
     rows = {"memory": memory, "driver": device.driver_version or "none", **device.properties}
+    if (record.name, device.index) in diagnosis.memory:
+        rows |= _memory(*diagnosis.memory[record.name, device.index])
     claims, problem = device_claims(record, device)
     rows |= {"capabilities": problem} if claims is None else _summary(claims)
     for key, value in rows.items():
         table.add_row(Text(f"  {key}", "dim"), Text(value))
     return table
+
+
+def _memory(found: MemoryInfo | None, problem: str) -> dict[str, str]:
+    """Return what a started device said of its memory."""
+    if found is None:
+        return {"memory": f"not known: {problem}"}
+    memory = f"{found.free / 2**30:.1f} GiB free of {found.total / 2**30:.1f} GiB"
+    return {"memory": memory, "quirks found": ", ".join(found.quirks) or "none"}
 
 
 def _summary(claims: dict[str, Any]) -> dict[str, str]:

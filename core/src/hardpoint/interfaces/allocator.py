@@ -129,10 +129,15 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """The device's memory in bytes: free and total as the driver (or operating system) reports them."""
+    """The device's memory in bytes: free and total as the driver (or operating system) reports them.
+
+    Attributes:
+        quirks: deviations of the running system that the driver found by probing, by name (`HP_QUIRK_*` of driver.h in lower case).
+    """
 
     free: int
     total: int
+    quirks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,8 @@ class VirtualPool:
     def memory_info(self) -> MemoryInfo:
         """Return the device's free and total memory as its driver reports them."""
         free, total = self.native.memory_info()
-        return MemoryInfo(free=free, total=total)
+        quirks = tuple(quirk.name.lower() for quirk in self.quirks if quirk.name)
+        return MemoryInfo(free=free, total=total, quirks=quirks)
 
     def trim(self) -> None:
         """Give host memory that no backup uses back to the operating system."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hardpoint.interfaces import API_VERSION, Device
+from hardpoint.interfaces import API_VERSION, Device, MemoryInfo
 from hardpoint.interfaces.errors import BackendNotFound, HardpointError
+from hardpoint.plugins.device_memory import device_memory
 from hardpoint.plugins.guard import BackendCodeFailed, call_backend
 from hardpoint.plugins.loader import BLOCK_VARIABLE, installed
 from hardpoint.plugins.record import BackendRecord, BackendState
@@ -28,12 +30,14 @@ class Diagnosis:
         choice: what would be used without further arguments (or with that name); None where that is an error.
         error: the error.
         unmatched_blocks: names in HARDPOINT_BLOCK_BACKENDS that belong to no candidate.
+        memory: by name of the backend and index of the device, where it was asked for: the device's memory, or why it is not known.
     """
 
     records: tuple[BackendRecord, ...]
     choice: Resolved | None
     error: HardpointError | None
     unmatched_blocks: tuple[str, ...]
+    memory: Mapping[tuple[str, int], tuple[MemoryInfo | None, str]] = field(default_factory=dict)
 
     @property
     def is_faulty(self) -> bool:
@@ -56,7 +60,7 @@ class Diagnosis:
             "torch": distribution_version("torch"),
             "environment": {name: os.environ.get(name) for name in (NAME_VARIABLE, BLOCK_VARIABLE)},
             "unmatched_blocks": list(self.unmatched_blocks),
-            "backends": [_record(record) for record in self.records],
+            "backends": [self._record(record) for record in self.records],
             "choice": self._choice(),
         }
 
@@ -67,9 +71,46 @@ class Diagnosis:
         error = {"type": type(self.error).__name__, "message": str(self.error)}
         return {"backend": None, "device": None, "notice": "", "error": error}
 
+    def _record(self, record: BackendRecord) -> dict[str, Any]:
+        descriptor = record.descriptor
+        return {
+            "name": record.name,
+            "state": record.state.value,
+            "reason": record.reason,
+            "traceback": record.traceback,
+            "distribution": record.distribution,
+            "version": record.version,
+            "entry_point": record.entry_point,
+            "vendor": None if descriptor is None else descriptor.vendor,
+            "accelerator": None if descriptor is None else descriptor.accelerator,
+            "priority": record.priority,
+            "api": None if record.api is None else list(record.api),
+            "devices": [self._device(record, device) for device in record.devices],
+        }
 
-def diagnose(name: str | None = None) -> Diagnosis:
+    def _device(self, record: BackendRecord, device: Device) -> dict[str, Any]:
+        claims, problem = device_claims(record, device)
+        memory, unknown = self.memory.get((record.name, device.index), (None, ""))
+        return {
+            "index": device.index,
+            "name": device.name,
+            "torch_device": device.torch_device,
+            "total_memory": device.total_memory,
+            "driver_version": device.driver_version,
+            "simulated": device.simulated,
+            "properties": dict(device.properties),
+            "capabilities": claims,
+            "capabilities_error": problem,
+            "memory": None if memory is None else asdict(memory),
+            "memory_error": unknown,
+        }
+
+
+def diagnose(name: str | None = None, *, memory: bool = False) -> Diagnosis:
     """Look at the installed backends anew; with a name, at no other than those that have it.
+
+    Args:
+        memory: start every device, each in a process of its own, and ask its driver for free and total memory and quirks.
 
     Raises BackendNotFound when no candidate has the name.
     """
@@ -83,7 +124,12 @@ def diagnose(name: str | None = None) -> Diagnosis:
         if isinstance(found, BackendNotFound) and name is not None:
             raise
         error = found
-    return Diagnosis(records, choice, error, registry.unmatched_blocks)
+    found_memory = {
+        (record.name, device.index): device_memory(record, device)
+        for record in (records if memory else ())
+        for device in record.devices
+    }
+    return Diagnosis(records, choice, error, registry.unmatched_blocks, found_memory)
 
 
 def device_claims(record: BackendRecord, device: Device) -> tuple[dict[str, Any] | None, str]:
@@ -103,36 +149,3 @@ def distribution_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _record(record: BackendRecord) -> dict[str, Any]:
-    descriptor = record.descriptor
-    return {
-        "name": record.name,
-        "state": record.state.value,
-        "reason": record.reason,
-        "traceback": record.traceback,
-        "distribution": record.distribution,
-        "version": record.version,
-        "entry_point": record.entry_point,
-        "vendor": None if descriptor is None else descriptor.vendor,
-        "accelerator": None if descriptor is None else descriptor.accelerator,
-        "priority": record.priority,
-        "api": None if record.api is None else list(record.api),
-        "devices": [_device(record, device) for device in record.devices],
-    }
-
-
-def _device(record: BackendRecord, device: Device) -> dict[str, Any]:
-    claims, problem = device_claims(record, device)
-    return {
-        "index": device.index,
-        "name": device.name,
-        "torch_device": device.torch_device,
-        "total_memory": device.total_memory,
-        "driver_version": device.driver_version,
-        "simulated": device.simulated,
-        "properties": dict(device.properties),
-        "capabilities": claims,
-        "capabilities_error": problem,
-    }
