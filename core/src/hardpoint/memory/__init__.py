@@ -15,6 +15,7 @@ from hardpoint.memory.tensors import Books, TensorAllocator
 from hardpoint.memory.torch_pool import (
     TorchPoolAllocator,
     TorchPoolFunctions,
+    check_torch_build,
     refuse_expandable_segments,
     torch_has_library,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "TorchPoolFunctions",
     "VirtualAllocator",
     "VirtualPool",
+    "check_torch_build",
     "default_sleep_directory",
     "driver_file",
     "factory_call_pool",

@@ -2,7 +2,7 @@
 
 Torch asks a plain C symbol of the driver's library for segments (`include/hardpoint/torch_allocator.h`) and cuts tensors from them by
 its caching allocator, separately for each of its memory pools. A segment has one tag and one policy, hence one torch pool for
-each of these. What torch calls its functions differs by device: a backend passes them in.
+each of these. What torch calls its functions differs by device: a backend passes them in, or the names of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,73 @@ class TorchPoolFunctions:
     empty_cache: Callable[[], None]
     check: Callable[[], None]
 
+    @classmethod
+    def of_module(
+        cls, name: str, *, backend: str, pluggable_allocator: str, check: Callable[[], None]
+    ) -> TorchPoolFunctions:
+        """Return the functions of torch's module for a device, which is imported when one of them is called.
+
+        Args:
+            name: the module. It has `device` and `empty_cache`, and its module `memory` has `MemPool`, `use_mem_pool` and the
+                pluggable allocator.
+            backend: the name that the driver's source gives HP_TORCH_ALLOCATOR.
+            pluggable_allocator: name of the pluggable allocator's class.
+            check: see the attribute.
+        """
+
+        def memory() -> Any:
+            return import_module(f"{name}.memory")
+
+        def pool(allocator: Any, device: int) -> Any:
+            with import_module(name).device(device):  # a pool is of the current device
+                return memory().MemPool(allocator.allocator())
+
+        return cls(
+            symbols=(f"hp_{backend}_malloc", f"hp_{backend}_free"),
+            allocator=lambda library, malloc, free: getattr(memory(), pluggable_allocator)(library, malloc, free),
+            pool=pool,
+            use=lambda pool, device: memory().use_mem_pool(pool, device),
+            segments=lambda pool: pool.snapshot(),
+            empty_cache=lambda: import_module(name).empty_cache(),
+            check=check,
+        )
+
 
 def torch_has_library(name: str) -> bool:
     """Return whether the installed torch comes with a library of this file name; torch is not imported."""
     torch = find_spec("torch")
     return any((Path(folder) / "lib" / name).exists() for folder in (torch and torch.submodule_search_locations) or ())
+
+
+def check_torch_build(name: str, *, backend: str, platform: str, version: str, variables: Sequence[str]) -> None:
+    """Raise CapabilityRefused where torch is built without a platform, or its allocator for it is set to one without pools.
+
+    Args:
+        name: torch's module for the device, which tells the allocator in force and its settings.
+        backend: name of our backend.
+        platform: what torch is to be built for, as its users call it.
+        version: the name in `torch.version` that is None in builds without the platform.
+        variables: see `refuse_expandable_segments`.
+    """
+    import torch
+
+    problem = f"torch cannot allocate from a pool of the backend '{backend}'"
+    if getattr(torch.version, version, None) is None:
+        raise CapabilityRefused(
+            problem,
+            [f"torch {torch.__version__} is built without {platform}"],
+            hint=f"Install torch's build for {platform}",
+        )
+    device = import_module(name)
+    allocator = device.get_allocator_backend()
+    if allocator != "native":
+        raise CapabilityRefused(
+            problem,
+            [f"torch's allocator is '{allocator}', which has no pools"],
+            hint=f"Remove `backend:` from {' and '.join(variables)}",
+        )
+    settings = device.memory._snapshot()["allocator_settings"]
+    refuse_expandable_segments(variables, settings["expandable_segments"])
 
 
 def refuse_expandable_segments(variables: Sequence[str], in_force: bool | None = None) -> None:
