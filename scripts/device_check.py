@@ -37,8 +37,16 @@ BACKENDS = ("cuda", "rocm", "ascend")
 PROBE_SECONDS, STEP_SECONDS = 60, 300
 TAIL = 40
 """Lines of a failed check's output that are printed; the log has all."""
-MODULES = ("pluggy", "pytest", "typer", "rich")
+MODULES = ("pluggy", "pytest")
 BUILD_MODULES = ("pybind11",)
+
+
+DOCTOR = """
+import json, sys
+from hardpoint.plugins.doctor import diagnose
+print(json.dumps(diagnose(sys.argv[1], memory=True).to_json(), indent=1))
+"""
+"""`hardpoint doctor --json --memory` without the command line, whose libraries need not be here."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +295,7 @@ def simulate(run: Run) -> None:
 def check_doctor(run: Run, finding: Finding) -> None:
     """What the installation finds, with the memory and quirks of devices that were started for it."""
     report = f"{run.label}{finding.backend}_doctor.json"
-    command = [run.python, "-m", "hardpoint.cli", "doctor", "--json", "--memory", "--backend", finding.backend]
+    command = [run.python, "-c", DOCTOR, finding.backend]
     step = timed(run, "doctor", command, report, output=run.out / report)
     try:
         (record,) = json.loads((run.out / report).read_text("utf-8"))["backends"]
@@ -295,7 +303,6 @@ def check_doctor(run: Run, finding: Finding) -> None:
         note = record["devices"][0]["memory_error"]
     except (OSError, ValueError, KeyError, IndexError) as error:
         memory, note = None, f"no report ({error!r})"
-    # The status says whether the backend can be chosen for a model, which takes more than a device.
     step.status = "passed" if memory else "failed"
     step.note = f"{memory['free'] >> 20} of {memory['total'] >> 20} MiB free" if memory else note
     if memory:
@@ -312,7 +319,7 @@ def check_tests(run: Run, finding: Finding) -> None:
         "--confcutdir=tests/device",
         f"--junitxml={run.path(report)}",
         "-o",
-        f"junit_suite_name={finding.backend}",
+        "junit_family=xunit1",
     ]
     settings = {
         "HARDPOINT_DEVICE": f"{finding.backend}:0",
@@ -384,6 +391,7 @@ def timed(
     settings: Mapping[str, str] | None = None,
 ) -> Step:
     """Run a check's command; returns the step, passed where its status is zero. The caller completes and adds it."""
+    (run.out / report).unlink(missing_ok=True)
     start = time.perf_counter()
     status, text = run.execute(command, output, settings)
     if (show or status) and text.strip():
@@ -400,7 +408,7 @@ def explain(findings: Sequence[Finding]) -> None:
     for finding in findings:
         say(f"  {finding.backend}: looked for ${finding.variable}, {', '.join(finding.sonames)}: {finding.reason}")
     say("With a device, this command would build Hardpoint and run on it:")
-    say("  - hardpoint doctor --json --memory: what is found, free memory, quirks of the system")
+    say("  - the doctor, as `hardpoint doctor --json --memory`: what is found, free memory, quirks of the system")
     say(
         "  - tests/device: driver entries, sleep and wake with every policy, exhausted memory, threads, torch where it is installed"
     )
