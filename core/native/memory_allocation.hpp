@@ -32,9 +32,7 @@ struct Chunk {
   };
   uint64_t handle = 0;
   State state = State::kEmpty;
-  // Holds the allocation's bytes; false between `create` and the end of the wake that fills it, and in memory that a sleep dropped and the
-  // driver did not take.
-  bool intact = false;
+  bool intact = false;  // holds the allocation's bytes; false between `create` and the end of the wake that fills it
 };
 
 // Blocks within one allocation, for tensors much smaller than the granularity: first fit, neighbours merged, kAlignment.

@@ -97,6 +97,15 @@ Live live_ranges(const Allocation& allocation, const SleepPlan& plan) {
   return {std::move(live), bytes, narrowed};
 }
 
+// Memory that the driver did not take, for the books of what it is offered again.
+std::unique_ptr<Allocation> remains(const Chunk& chunk, size_t size) {
+  auto allocation = std::make_unique<Allocation>();
+  allocation->state = State::kLost;  // has no address
+  allocation->mapped = allocation->chunk_size = size;
+  allocation->chunks = {chunk};
+  return allocation;
+}
+
 bool is_source(const Piece& piece) { return piece.kind == Piece::Kind::kFile || piece.kind == Piece::Kind::kRebuild; }
 
 // Where the bytes of an allocation will be, without the places yet.
@@ -419,6 +428,7 @@ void Sleep::choose(const SleepPlan& plan) {
     if (entry.policy == Policy::kResident) continue;
     const Live live = live_ranges(*allocation, plan);
     const bool keep = kept[allocation->tag] && !live.narrowed;
+    entry.narrowed = live.narrowed;
     if (entry.policy == Policy::kRebuild) {
       entry.backup = planned_backup(pool_.arena_, *allocation, live, Tier::kSource, pool_.generation(*allocation));
       if (entry.backup->held() > 0 || std::any_of(entry.backup->pieces.begin(), entry.backup->pieces.end(),
@@ -618,7 +628,7 @@ std::vector<DiskPiece> Sleep::disk_pieces() const {
 }
 
 bool Sleep::recoverable(const Entry& entry) {
-  return entry.backup && std::none_of(entry.backup->pieces.begin(), entry.backup->pieces.end(),
+  return entry.backup && !entry.narrowed && std::none_of(entry.backup->pieces.begin(), entry.backup->pieces.end(),
                                       [](const Piece& piece) { return piece.kind == Piece::Kind::kRebuild; });
 }
 
@@ -665,8 +675,9 @@ void Sleep::release_all() {
           pool_.driver_.release(chunk.handle, size);
         } catch (const MemoryFault&) {
           if (!lost_bytes) throw;
-          chunk.intact = false;
           report_.retained += size;
+          pool_.bury(remains(chunk, size));
+          chunk.state = Chunk::State::kEmpty;
           continue;
         }
         chunk.state = Chunk::State::kEmpty;

@@ -29,6 +29,7 @@ class PoolOperation : public Operation {
     std::shared_ptr<Backup> backup;  // none: bytes are not preserved
     Policy policy;
     bool moves = false;  // the operation moves the backup's bytes
+    bool narrowed = false;  // the backup has some of the bytes only
   };
   // Units that one worker takes at a time, about kGroupBytes to copy.
   using Group = std::vector<Unit>;

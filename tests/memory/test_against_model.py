@@ -198,7 +198,10 @@ class Machine(RuleBasedStateMachine):
         self.attempt(fault, lambda: self.pool.resize(block.address, size))
         if size < block.size:
             block.known = block.known.within([(0, size)])
+        outgrown = block.callback and size > block.size
         block.size = size
+        if outgrown:  # the callback is the source of a part only
+            self.write(sorted(self.blocks).index(block.address))
 
     @precondition(lambda self: any(not block.asleep for block in self.blocks.values()))
     @rule(index=st.integers(0, 99), offset=st.integers(0, 5000))
@@ -347,6 +350,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.pool.free_all()
+        del self.pool
         self.directory.cleanup()
         held = dict(self.target.held())
         assert held == dict.fromkeys(held, 0)
