@@ -1,0 +1,25 @@
+# Builds a backend's memory driver (driver.h): the library `_driver` beside the package's Python files, where hardpoint.memory.driver_file finds it.
+#
+#   include(<what hardpoint.memory.include_dir() returns>/hardpoint/driver.cmake)
+#   hardpoint_add_driver(<package> <source>...)
+#
+# Further options of the target are the caller's. With -DHARDPOINT_SANITIZE=<list>, targets made after the include are instrumented.
+
+set(HARDPOINT_SANITIZE "" CACHE STRING "Sanitizers of a test build, such as address,undefined")
+if(HARDPOINT_SANITIZE)
+  add_compile_options(-fsanitize=${HARDPOINT_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=${HARDPOINT_SANITIZE})
+endif()
+
+# A plain library with C symbols, independent of Python: the core opens it, and torch's allocators may.
+function(hardpoint_add_driver package)
+  add_library(_driver MODULE ${ARGN})
+  set_target_properties(_driver PROPERTIES
+    PREFIX ""
+    CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON
+    C_VISIBILITY_PRESET hidden CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+  target_include_directories(_driver PRIVATE ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/..)
+  target_compile_options(_driver PRIVATE -Wall -Wextra)
+  target_link_libraries(_driver PRIVATE ${CMAKE_DL_LIBS})
+  install(TARGETS _driver DESTINATION ${package})
+endfunction()
