@@ -880,6 +880,7 @@ Report Wake::commit() {
     Allocation& allocation = *entry.allocation;
     allocation.state = State::kMapped;
     for (Chunk& chunk : allocation.chunks) chunk.intact = true;
+    if (entry.policy == Policy::kZero) allocation.sources.clear();  // they do not say zero
     const Backup* backup = allocation.backup.get();
     if (backup == nullptr || !allocation.keep_backup || !backup->complete || !backup->copied()) allocation.backup.reset();
   });

@@ -622,6 +622,7 @@ Stats Pool::stats() const {
     if (allocation->state == State::kMapped) tag.mapped += allocation->mapped_now();
     if (allocation->state == State::kSaving) tag.mapped += allocation->mapped;
     if (allocation->state == State::kUnmapped || allocation->state == State::kLost) tag.mapped += allocation->mapped_now();
+    if (!allocation->is_owned_by_operation()) stats.unreturned += allocation->detached_now();
     tag.asleep = tag.asleep || (allocation->state != State::kMapped && allocation->state != State::kSaving);
     if (allocation->backup && allocation->state != State::kSaving) tag.backed_up += allocation->backup->held();
   }
