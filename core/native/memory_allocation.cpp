@@ -71,6 +71,10 @@ size_t Allocation::bytes_in(Chunk::State state) const {
   return bytes;
 }
 
+void Allocation::drop_files() {
+  sources.erase(std::remove_if(sources.begin(), sources.end(), [](const Source& source) { return source.file != nullptr; }), sources.end());
+}
+
 uint64_t Allocation::sourced() const {
   uint64_t bytes = 0;
   for (const Range& range : live()) {

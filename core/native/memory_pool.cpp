@@ -554,6 +554,7 @@ void Pool::discard_backup(const std::vector<std::string>& tags) {
     if (!chosen[allocation->tag] || allocation->state != State::kUnmapped) continue;
     allocation->backup.reset();
     allocation->asleep_as = Policy::kDiscard;
+    allocation->drop_files();
   }
 }
 

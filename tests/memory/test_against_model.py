@@ -229,7 +229,7 @@ class Machine(RuleBasedStateMachine):
             return
         data = block.known.pieces[0][1]
         address = block.address
-        self.pool.declare_source(address, block.size, lambda: self.pool.write(address, data))
+        self.pool.declare_source(address, block.size, lambda: self.pool.write(address, data[: block.size]))
         block.callback = True
 
     @rule(chosen=tags)
