@@ -13,6 +13,7 @@ namespace {
 
 using namespace hardpoint::ascend;
 using hardpoint::driver::Failure;
+using hardpoint::driver::pointer;
 using hardpoint::driver::Undo;
 namespace driver = hardpoint::driver;
 
@@ -279,16 +280,12 @@ class Device {
     if (result == success) return;
     const char *message = api_.aclGetRecentErrMsg != nullptr ? api_.aclGetRecentErrMsg() : nullptr;
     const std::string line = in_one_line(message != nullptr ? message : "");
-    throw Failure{status_of(result), result, call, std::string(name_of(result)) + (line.empty() ? "" : ": " + line)};
+    throw Failure{status_of(result), result, call, driver::error_text(name_of(result), line.empty() ? nullptr : line.c_str())};
   }
 
-  static void *pointer(uint64_t number) { return reinterpret_cast<void *>(static_cast<uintptr_t>(number)); }
-
   hp_geometry ask_geometry() const {
-    hp_geometry geometry{};
-    geometry.granularity = ask_granularity(granularity_minimum);
-    driver::check_granularity("aclrtMemGetAllocationGranularity", geometry.granularity);
-    geometry.recommended = driver::round_up(std::max(ask_granularity(granularity_recommended), geometry.granularity), geometry.granularity);
+    const size_t minimum = ask_granularity(granularity_minimum), recommended = ask_granularity(granularity_recommended);
+    hp_geometry geometry = driver::geometry_of("aclrtMemGetAllocationGranularity", minimum, recommended);
     geometry.max_reservation = kLargestReservation;
     geometry.copy_threads = kCopyThreads;
     geometry.dlpack_device = kDlpackDevice;

@@ -255,7 +255,7 @@ class Device {
     const char *name = nullptr, *message = nullptr;
     api_.cuGetErrorName(result, &name);
     api_.cuGetErrorString(result, &message);
-    throw Failure{status_of(result), result, call, std::string(name ? name : "unknown error") + (message ? std::string(": ") + message : "")};
+    throw Failure{status_of(result), result, call, driver::error_text(name, message)};
   }
 
   [[noreturn]] static void unsupported(const char *text) { throw Failure{HP_UNSUPPORTED, 0, "cuDeviceGetAttribute", text}; }
@@ -269,11 +269,10 @@ class Device {
   }
 
   hp_geometry ask_geometry() const {
-    hp_geometry geometry{};
-    CALL(cuMemGetAllocationGranularity, &geometry.granularity, &properties_, granularity_minimum);
-    driver::check_granularity("cuMemGetAllocationGranularity", geometry.granularity);
-    CALL(cuMemGetAllocationGranularity, &geometry.recommended, &properties_, granularity_recommended);
-    geometry.recommended = driver::round_up(std::max(geometry.recommended, geometry.granularity), geometry.granularity);
+    size_t minimum = 0, recommended = 0;
+    CALL(cuMemGetAllocationGranularity, &minimum, &properties_, granularity_minimum);
+    CALL(cuMemGetAllocationGranularity, &recommended, &properties_, granularity_recommended);
+    hp_geometry geometry = driver::geometry_of("cuMemGetAllocationGranularity", minimum, recommended);
     geometry.copy_threads = kCopyThreads;
     geometry.dlpack_device = kDlpackDevice;
     return geometry;

@@ -18,6 +18,7 @@ namespace {
 
 using namespace hardpoint::rocm;
 using hardpoint::driver::Failure;
+using hardpoint::driver::pointer;
 using hardpoint::driver::Undo;
 namespace driver = hardpoint::driver;
 
@@ -264,7 +265,7 @@ class Device {
     if (result == success) return;
     forget_last_error();
     const char *name = api_.hipGetErrorName(result), *message = api_.hipGetErrorString(result);
-    throw Failure{status_of(result), result, call, std::string(name ? name : "unknown error") + (message ? std::string(": ") + message : "")};
+    throw Failure{status_of(result), result, call, driver::error_text(name, message)};
   }
 
   // The runtime keeps each thread's last error, and frameworks take it for that of their own next call.
@@ -272,7 +273,6 @@ class Device {
     if (api_.hipGetLastError != nullptr) api_.hipGetLastError();
   }
 
-  static void *pointer(uint64_t address) { return reinterpret_cast<void *>(static_cast<uintptr_t>(address)); }
   static Allocation allocation(uint64_t handle) { return reinterpret_cast<Allocation>(static_cast<uintptr_t>(handle)); }
   static Stream stream_of(uint64_t stream) { return reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)); }
 
@@ -283,11 +283,10 @@ class Device {
   }
 
   hp_geometry ask_geometry() const {
-    hp_geometry geometry{};
-    CALL(hipMemGetAllocationGranularity, &geometry.granularity, &properties_, granularity_minimum);
-    driver::check_granularity("hipMemGetAllocationGranularity", geometry.granularity);
-    CALL(hipMemGetAllocationGranularity, &geometry.recommended, &properties_, granularity_recommended);
-    geometry.recommended = driver::round_up(std::max(geometry.recommended, geometry.granularity), geometry.granularity);
+    size_t minimum = 0, recommended = 0;
+    CALL(hipMemGetAllocationGranularity, &minimum, &properties_, granularity_minimum);
+    CALL(hipMemGetAllocationGranularity, &recommended, &properties_, granularity_recommended);
+    hp_geometry geometry = driver::geometry_of("hipMemGetAllocationGranularity", minimum, recommended);
     geometry.max_chunk = (settings_.chunk_mb << 20) / geometry.granularity * geometry.granularity;
     if (geometry.max_chunk == 0)
       driver::refuse("open", "a chunk of " + std::to_string(settings_.chunk_mb) + " MiB is smaller than the granularity, " +

@@ -1,55 +1,14 @@
-"""The allocator over the simulated driver, with a torch that is not built for the device: what works without it, and what is refused."""
+"""The ROCm allocator over the simulated driver, without torch's build for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
-from hardpoint.interfaces import Device, DType, Policy, SleepPlan, SleepTier, TorchPoolScope
-from hardpoint.interfaces.errors import CapabilityRefused, InvalidAllocation, UnknownTag
+from hardpoint_rocm import descriptor
 from hardpoint_rocm.allocator import RocmAllocator
-from hardpoint_rocm.descriptor import DRIVER_VARIABLE, hardpoint_backend, probe
-from hardpoint_simulators import Simulator
+
+from ...testing.allocator_suite import AllocatorSuite
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    monkeypatch.setenv(DRIVER_VARIABLE, str(Simulator("rocm").path))
-    return probe().devices[0]
-
-
-@pytest.fixture
-def allocator(device: Device) -> Iterator[RocmAllocator]:
-    made = hardpoint_backend().make("allocator", device)
-    yield made
-    made.close()
-
-
-def test_descriptor_makes_the_allocator_for_a_simulated_device(device: Device, allocator: RocmAllocator) -> None:
-    assert device.simulated
-    assert isinstance(allocator, RocmAllocator)
-    claimed = hardpoint_backend().capabilities(device).memory
-    assert allocator.capabilities() == claimed
-    assert (claimed.sleep_levels, claimed.tiers, claimed.elastic) == ({0, 1, 2}, frozenset(SleepTier), True)
-
-
-def test_pool_is_neither_claimed_nor_given_without_torchs_build_for_the_device(allocator: RocmAllocator) -> None:
-    assert allocator.capabilities().torch_pool is TorchPoolScope.NONE
-    with pytest.raises(CapabilityRefused, match="is built without ROCm"), allocator.pool("weights", Policy.DISCARD):
-        pass
-
-
-def test_sleep_and_books_work_without_torchs_build(allocator: RocmAllocator) -> None:
-    info = allocator.memory_info()
-    assert 0 < info.free <= info.total
-    report = allocator.sleep(SleepPlan())
-    assert (report.preserved, report.unmapped) == (0, 0)
-    assert allocator.wake().still_asleep == frozenset()
-    with pytest.raises(UnknownTag):
-        allocator.sleep(SleepPlan(tags=frozenset({"wieghts"})))
-
-
-def test_negative_sizes_are_refused(allocator: RocmAllocator) -> None:
-    with pytest.raises(InvalidAllocation):
-        allocator.empty((-1, 2), DType.FLOAT32)
+class TestRocmAllocator(AllocatorSuite):
+    descriptor = descriptor
+    allocator_class = RocmAllocator
+    refusal = "is built without ROCm"

@@ -235,13 +235,25 @@ inline void check_device_index(int32_t index, int64_t count, const std::string &
                 "device " + std::to_string(index) + " was asked for, and " + library + " has " + std::to_string(count)};
 }
 
-// Checks the granularities that a vendor's library reports: everything else is computed from them.
-inline void check_granularity(const char *call, size_t granularity) {
-  if (granularity == 0 || (granularity & (granularity - 1)) != 0)
-    throw Failure{HP_FAILED, 0, call, "granularity " + std::to_string(granularity) + " is not a power of two"};
+inline size_t round_up(size_t number, size_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+// A geometry with the granularities that a vendor's library reports by `call`, checked, because everything else is computed from them.
+inline hp_geometry geometry_of(const char *call, size_t minimum, size_t recommended) {
+  if (minimum == 0 || (minimum & (minimum - 1)) != 0)
+    throw Failure{HP_FAILED, 0, call, "granularity " + std::to_string(minimum) + " is not a power of two"};
+  hp_geometry geometry{};
+  geometry.granularity = minimum;
+  geometry.recommended = round_up(std::max(recommended, minimum), minimum);
+  return geometry;
 }
 
-inline size_t round_up(size_t number, size_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+// The text of a vendor's error: its name, and what the library says of it; either may be null.
+inline std::string error_text(const char *name, const char *message) {
+  return std::string(name != nullptr ? name : "unknown error") + (message != nullptr ? std::string(": ") + message : "");
+}
+
+// An address or handle of driver.h as the vendors' libraries take it.
+inline void *pointer(uint64_t number) { return reinterpret_cast<void *>(static_cast<uintptr_t>(number)); }
 
 // Counts `open` and `close`; what the device needs is taken by the first and given back by the last.
 class OpenCount {
