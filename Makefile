@@ -73,8 +73,9 @@ DEVICE_CHECK ?=
 device-check: $(wildcard $(STAMP))  ## Every check of real hardware; explains itself where there is none (DEVICE_CHECK=--simulated)
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) scripts/device_check.py $(DEVICE_CHECK)
 
-sanitize: $(STAMP)  ## The native tests under AddressSanitizer and UndefinedBehaviourSanitizer
+sanitize: $(STAMP)  ## The native tests under AddressSanitizer, UndefinedBehaviourSanitizer and ThreadSanitizer
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
+	PYTHON=$(BIN)/python scripts/test_variant.sh tsan
 
 check: test test-torch test-headers test-portable sanitize  ## Everything that CI runs
 

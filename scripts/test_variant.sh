@@ -4,6 +4,7 @@
 #   scripts/test_variant.sh portable      only the baseline instruction set: the same tests must pass
 #   scripts/test_variant.sh sanitize      AddressSanitizer and UndefinedBehaviourSanitizer, with the baseline instruction set
 #   scripts/test_variant.sh sanitize-all  the same with every instruction set: minutes more to build
+#   scripts/test_variant.sh tsan          ThreadSanitizer: the memory engine and its driver for the CPU, in tests with threads
 #
 # PYTHON names the interpreter of the development environment, whose third-party packages are used (not its editable installs).
 set -euo pipefail
@@ -40,12 +41,28 @@ case $variant in
     done
     # The interpreter is not instrumented, so the runtime is loaded before it; its own leaks are not ours.
     preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
+    # What the sanitizer holds back of freed memory would count as growth.
     LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 core/tests/kv core/tests/scheduler \
-      backends/cpu/tests backends/cuda/tests backends/rocm/tests backends/ascend/tests
+      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 core/tests/kv core/tests/scheduler core/tests/memory \
+      tests/memory backends/cpu/tests backends/cuda/tests backends/rocm/tests backends/ascend/tests \
+      -k "not processes_own_memory and not grow_nothing and not there_for_another_process"
+    ;;
+  tsan)
+    install ./core -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.CMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF
+    install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.HARDPOINT_PORTABLE=ON
+    install ./simulators
+    # Interpreter and torch are not instrumented: what matters are the threads of the engine itself, in tests that import no torch. The runtime
+    # does not bear addresses at random everywhere.
+    preload="$(g++ -print-file-name=libtsan.so) $(g++ -print-file-name=libstdc++.so)"
+    rm -f "$environment"/race.*
+    LD_PRELOAD="$preload" TSAN_OPTIONS="exitcode=66 log_path=$PWD/$environment/race" setarch --addr-no-randomize \
+      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 --confcutdir tests/memory \
+      tests/memory/test_threads.py tests/memory/test_policies.py tests/memory/test_host_tier.py tests/memory/test_disk_tier.py \
+      tests/memory/test_source_tier.py tests/memory/test_against_model.py tests/memory/test_bad_input.py -k "not simulated" ||
+      { cat "$environment"/race.* >&2; exit 1; }
     ;;
   *)
-    echo "unknown variant '$variant': portable, sanitize or sanitize-all" >&2
+    echo "unknown variant '$variant': portable, sanitize, sanitize-all or tsan" >&2
     exit 2
     ;;
 esac

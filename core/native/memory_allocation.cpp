@@ -60,12 +60,19 @@ std::vector<Range> Blocks::live() const {
   return ranges;
 }
 
-size_t Allocation::mapped_now() const {
+size_t Allocation::mapped_now() const { return bytes_in(Chunk::State::kMapped); }
+size_t Allocation::detached_now() const { return bytes_in(Chunk::State::kDetached); }
+
+size_t Allocation::bytes_in(Chunk::State state) const {
   size_t bytes = 0;
   for (size_t index = 0; index < chunks.size(); ++index) {
-    if (chunks[index].state == Chunk::State::kMapped) bytes += chunk_range(index).size;
+    if (chunks[index].state == state) bytes += chunk_range(index).size;
   }
   return bytes;
+}
+
+void Allocation::drop_files() {
+  sources.erase(std::remove_if(sources.begin(), sources.end(), [](const Source& source) { return source.file != nullptr; }), sources.end());
 }
 
 uint64_t Allocation::sourced() const {

@@ -99,8 +99,14 @@ struct Allocation {
   std::vector<Range> live() const { return blocks ? blocks->live() : std::vector<Range>{{0, size}}; }
   uint64_t live_bytes() const { return blocks ? blocks->bytes() : size; }
   size_t mapped_now() const;
+  size_t detached_now() const;
+  // Forgets which files its bytes came from.
+  void drop_files();
   // Bytes of `live()` that the sources cover.
   uint64_t sourced() const;
+
+ private:
+  size_t bytes_in(Chunk::State state) const;
 };
 
 }  // namespace hardpoint::memory

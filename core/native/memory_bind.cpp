@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "released_gil.hpp"
 #include "memory_pool.hpp"
 #include "memory_tensor.hpp"
 
@@ -17,7 +18,7 @@ namespace hardpoint {
 namespace {
 
 using namespace memory;
-using Released = py::call_guard<py::gil_scoped_release>;
+using Released = py::call_guard<ReleasedGil>;
 
 // Pools that may still live when the interpreter ends, some of them only by tensors that torch never drops.
 struct Living {
@@ -185,7 +186,7 @@ void bind_memory(py::module_& m) {
            [](Operation& operation) {
              Report report;
              {
-               const py::gil_scoped_release released;
+               const ReleasedGil released;
                report = operation.commit();
              }
              return to_dict(report);
@@ -197,7 +198,7 @@ void bind_memory(py::module_& m) {
       .def(py::init([](const py::capsule& driver) {
         if (std::string(driver.name()) != HP_DRIVER_CAPSULE) throw py::type_error("not a capsule of a memory driver");
         const auto* table = driver.get_pointer<const hp_driver>();
-        const py::gil_scoped_release released;
+        const ReleasedGil released;
         auto pool = std::make_shared<Pool>(table);
         remember(pool);
         return pool;
@@ -212,19 +213,19 @@ void bind_memory(py::module_& m) {
       .def("read",
            [](const Pool& pool, uint64_t address, const py::buffer& target) {
              const py::buffer_info info = target.request(true);
-             const py::gil_scoped_release released;
+             const ReleasedGil released;
              pool.read(address, info.ptr, static_cast<size_t>(info.size * info.itemsize));
            })
       .def("write",
            [](Pool& pool, uint64_t address, const py::buffer& source) {
              const py::buffer_info info = source.request();
-             const py::gil_scoped_release released;
+             const ReleasedGil released;
              pool.write(address, info.ptr, static_cast<size_t>(info.size * info.itemsize));
            })
       .def("read_backup",
            [](const Pool& pool, uint64_t address, const py::buffer& target) {
              const py::buffer_info info = target.request(true);
-             const py::gil_scoped_release released;
+             const ReleasedGil released;
              pool.read_backup(address, info.ptr, static_cast<size_t>(info.size * info.itemsize));
            })
       .def("declare_source",
@@ -239,14 +240,14 @@ void bind_memory(py::module_& m) {
       .def("begin_sleep",
            [](Pool& pool, const SleepPlan& plan, const py::object& progress) {
              const Progress watch = progress_of(progress);
-             const py::gil_scoped_release released;
+             const ReleasedGil released;
              return pool.begin_sleep(plan, watch);
            },
            py::arg("plan"), py::arg("progress") = py::none())
       .def("begin_wake",
            [](Pool& pool, const std::optional<std::vector<std::string>>& tags, const py::object& progress) {
              const Progress watch = progress_of(progress);
-             const py::gil_scoped_release released;
+             const ReleasedGil released;
              return pool.begin_wake(tags, watch);
            },
            py::arg("tags") = py::none(), py::arg("progress") = py::none())
@@ -254,7 +255,7 @@ void bind_memory(py::module_& m) {
            [](const Pool& pool) {
              Stats stats;
              {
-               const py::gil_scoped_release released;
+               const ReleasedGil released;
                stats = pool.stats();
              }
              return to_dict(stats);
@@ -263,7 +264,7 @@ void bind_memory(py::module_& m) {
            [](const Pool& pool) {
              Driver::Info info{};
              {
-               const py::gil_scoped_release released;
+               const ReleasedGil released;
                pool.check_usable("ask for memory information");
                info = pool.driver().memory_info();
              }

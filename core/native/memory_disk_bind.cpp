@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "bind.hpp"
+#include "released_gil.hpp"
 #include "checksum.hpp"
 #include "memory_disk.hpp"
 
@@ -102,7 +103,7 @@ using Piece = std::tuple<uint64_t, uint64_t, uint64_t>;
 void commit(TestedFile& self, const std::vector<Piece>& pieces) {
   std::vector<DiskPiece> list;
   for (const auto& [offset, size, checksum] : pieces) list.push_back({offset, size, checksum});
-  const py::gil_scoped_release release;
+  const ReleasedGil release;
   self.file->commit(std::move(list));
 }
 
@@ -117,7 +118,7 @@ void bind_checksum(py::module_& m) {
       "xxh64",
       [](const py::buffer& data, uint64_t seed) {
         const py::buffer_info bytes = data.request();
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         return xxh64(bytes.ptr, static_cast<size_t>(bytes.size * bytes.itemsize), seed);
       },
       py::arg("data"), py::arg("seed") = 0);
@@ -147,13 +148,13 @@ void bind_disk(py::module_& m) {
       .def("write",
            [](TestedFile& self, uint64_t offset, const py::buffer& data) {
              const py::buffer_info bytes = data.request();
-             const py::gil_scoped_release release;
+             const ReleasedGil release;
              self.file->write(offset, bytes.ptr, static_cast<uint64_t>(bytes.size * bytes.itemsize));
            })
       .def("read",
            [](const TestedFile& self, uint64_t offset, const py::buffer& data) {
              const py::buffer_info bytes = data.request(true);
-             const py::gil_scoped_release release;
+             const ReleasedGil release;
              self.file->read(offset, bytes.ptr, static_cast<uint64_t>(bytes.size * bytes.itemsize));
            })
       .def("commit", &commit)

@@ -651,6 +651,9 @@ Report Sleep::commit() {
     allocation.asleep_as = entry.policy;
     allocation.keep_backup = keep_[index];
     allocation.state = State::kUnmapped;
+    // What wakes with other bytes is not what its file holds, and zero is not what a callback writes.
+    if (entry.policy == Policy::kZero) allocation.sources.clear();
+    if (entry.policy == Policy::kDiscard || entry.narrowed) allocation.drop_files();
   });
   lap("release");
   wait_for_lagging_counter();

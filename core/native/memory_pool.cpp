@@ -554,6 +554,7 @@ void Pool::discard_backup(const std::vector<std::string>& tags) {
     if (!chosen[allocation->tag] || allocation->state != State::kUnmapped) continue;
     allocation->backup.reset();
     allocation->asleep_as = Policy::kDiscard;
+    allocation->drop_files();
   }
 }
 
@@ -622,6 +623,7 @@ Stats Pool::stats() const {
     if (allocation->state == State::kMapped) tag.mapped += allocation->mapped_now();
     if (allocation->state == State::kSaving) tag.mapped += allocation->mapped;
     if (allocation->state == State::kUnmapped || allocation->state == State::kLost) tag.mapped += allocation->mapped_now();
+    if (!allocation->is_owned_by_operation()) stats.unreturned += allocation->detached_now();
     tag.asleep = tag.asleep || (allocation->state != State::kMapped && allocation->state != State::kSaving);
     if (allocation->backup && allocation->state != State::kSaving) tag.backed_up += allocation->backup->held();
   }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "released_gil.hpp"
+
 namespace py = pybind11;
 
 namespace hardpoint::memory {
@@ -70,7 +72,7 @@ py::capsule Tensors::wrap(std::shared_ptr<Block> block, size_t size) const {
 py::capsule Tensors::make(size_t size, const std::string& tag, Policy policy, size_t capacity) {
   uint64_t address;
   {
-    const py::gil_scoped_release released;
+    const ReleasedGil released;
     address = capacity != 0 ? pool_->allocate(size, tag, policy, capacity) : pool_->allocate_block(size, tag, policy);
   }
   const auto block = std::make_shared<Block>(pool_, address);
@@ -93,7 +95,7 @@ py::capsule Tensors::resize(uint64_t address, size_t size) {
                       "Give max_rows when it is allocated, and pass the tensor itself");
   }
   {
-    const py::gil_scoped_release released;
+    const ReleasedGil released;
     pool_->resize(address, size);
   }
   return wrap(std::move(block), size);

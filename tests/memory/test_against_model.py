@@ -70,6 +70,7 @@ class Block:
     capacity: int
     known: Known = field(default_factory=Known)
     callback: bool = False
+    zeroed: bool = False
     asleep: bool = False
     readable: Known = field(default_factory=Known)
     """While asleep: what `read_backup` gives."""
@@ -228,7 +229,7 @@ class Machine(RuleBasedStateMachine):
             return
         data = block.known.pieces[0][1]
         address = block.address
-        self.pool.declare_source(address, block.size, lambda: self.pool.write(address, data))
+        self.pool.declare_source(address, block.size, lambda: self.pool.write(address, data[: block.size]))
         block.callback = True
 
     @rule(chosen=tags)
@@ -286,6 +287,7 @@ class Machine(RuleBasedStateMachine):
             known = block.known.within(live[block.address]) if block.address in live else block.known
             if policy in (Policy.DISCARD, Policy.ZERO):
                 block.known = Known([(0, bytes(block.size))]) if policy is Policy.ZERO else Known()
+                block.zeroed = policy is Policy.ZERO
                 block.readable = Known()
             elif policy is Policy.REBUILD or (tier is SleepTier.SOURCE and block.callback):
                 block.known, block.readable = known, Known()
@@ -298,13 +300,15 @@ class Machine(RuleBasedStateMachine):
         for block in self.blocks.values():
             if block.asleep and (chosen is None or block.tag in chosen):
                 block.asleep, block.readable = False, Known()
+                block.callback = block.callback and not block.zeroed
+                block.zeroed = False
 
     @rule(chosen=tags)
     def discard_backup(self, chosen: set[str]) -> None:
         self.pool.discard_backup(sorted(chosen))
         for block in self.blocks.values():
             if block.asleep and block.tag in chosen:
-                block.known, block.readable = Known(), Known()
+                block.known, block.readable, block.zeroed = Known(), Known(), False
 
     @rule()
     def trim(self) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import Policy, SleepPlan, SleepTier
+from hardpoint.interfaces import FileExtent, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
+    DriverError,
     ForeignMemory,
     InvalidAllocation,
     MemoryAsleep,
@@ -413,3 +414,36 @@ def test_a_progress_callback_that_raises_cancels_with_everything_undone(pool: Tr
     assert differences(held, target.held(), {"streams"}) == {}
     pool.wake()
     assert pool.read(address, len(data)) == data
+
+
+def test_zeros_do_not_come_back_as_what_a_source_held(pool: TrackedPool, tmp_path: Path) -> None:
+    data = content(pool.unit)
+    (tmp_path / "source").write_bytes(data)
+    address = pool.filled(data)
+    pool.declare_source(address, len(data), [FileExtent(0, len(data), str(tmp_path / "source"), 0)])
+    pool.sleep(SleepPlan(policies={"weights": Policy.ZERO}))
+    pool.wake()
+    pool.sleep(SleepPlan(tier=SleepTier.SOURCE))
+    pool.wake()
+    assert pool.read(address, len(data)) == bytes(len(data))
+
+
+def test_a_failed_sleep_of_some_bytes_leaves_all(pool: TrackedPool, target: Target) -> None:
+    """The last release fails, when memory of which only live ranges have a backup is the driver's already, or not yet."""
+    data = content(2 * pool.unit)
+    address = pool.filled(data)
+    scratch = pool.filled(data, "scratch", Policy.DISCARD)
+    release = {"cpu": "release", "cuda": "cuMemRelease", "rocm": "hipMemRelease", "ascend": "aclrtFreePhysical"}
+    for nth in (1, 2):
+        target.fail(release[target.name.split()[0]], nth)
+        try:
+            pool.sleep(SleepPlan(), live={address: [(5, 10)]})
+        except DriverError:
+            assert pool.read(address, len(data)) == data
+            assert pool.read(scratch, len(data)) == data
+        else:
+            assert pool.books().unreturned > 0
+            assert pool.read_backup(address + 5, 10) == data[5:15]
+            pool.wake()
+            assert pool.books().unreturned == 0
+        assert target.disarm()

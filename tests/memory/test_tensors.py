@@ -1,0 +1,220 @@
+"""Torch's side: tensors over pool memory keep it alive, have every type, and outlive who made them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hardpoint.interfaces import Device, DType, LiveRanges, Policy, SleepPlan, SleepTier
+from hardpoint.interfaces.errors import DeviceOutOfMemory, InvalidAllocation, MemoryFault
+from hardpoint_cpu.allocator import CpuAllocator
+
+from .support import runs_cleanly
+
+
+@pytest.fixture
+def allocator() -> Iterator[CpuAllocator]:
+    made = CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
+    yield made
+    made.close()
+
+
+def allocated(allocator: CpuAllocator) -> int:
+    gc.collect()
+    return allocator.stats().allocated
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.value)
+def test_every_type_survives_sleep_at_its_address(allocator: CpuAllocator, dtype: DType) -> None:
+    """Facts 1 and 2."""
+    tensor = allocator.empty((7, 33), dtype)
+    assert (tensor.shape, tensor.dtype) == ((7, 33), dtype.to_torch())
+    assert tensor.data_ptr() % 512 == 0
+    raw = tensor.view(-1).view(torch.uint8)
+    raw.copy_(torch.arange(raw.numel()) % 251)
+    before, address = raw.clone(), tensor.data_ptr()
+    allocator.sleep(SleepPlan(tier=SleepTier.HOST))
+    backup = allocator.read_backup(tensor)
+    assert torch.equal(backup.view(-1).view(torch.uint8), before)
+    assert (backup.shape, backup.dtype) == (tensor.shape, tensor.dtype)
+    allocator.wake()
+    assert tensor.data_ptr() == address
+    assert torch.equal(raw, before)
+
+
+def test_views_and_aliases_see_the_same_bytes_after_wake(allocator: CpuAllocator) -> None:
+    """Fact 3."""
+    tensor = allocator.empty((64, 48), DType.FLOAT32)
+    tensor.copy_(torch.arange(64 * 48.0).view(64, 48))
+    views = [tensor.t(), tensor[3:9, ::2], tensor.view(-1)[5:], torch.as_strided(tensor, (4, 4), (1, 7), 3)]
+    before = [view.clone() for view in views]
+    allocator.sleep(SleepPlan())
+    allocator.wake()
+    assert all(torch.equal(view, early) for view, early in zip(views, before, strict=True))
+    tensor.fill_(1.0)
+    assert all(bool((view == 1.0).all()) for view in views)
+
+
+@pytest.mark.parametrize("shape", [(100,), (3 << 20,)], ids=["block", "own"])
+def test_the_last_view_gives_the_memory_back(allocator: CpuAllocator, shape: tuple[int, ...]) -> None:
+    tensor = allocator.empty(shape, DType.FLOAT32)
+    view = tensor[1:5].unsqueeze(0)
+    storage = tensor.untyped_storage()
+    del tensor
+    assert allocated(allocator) == shape[0] * 4
+    del view
+    assert allocated(allocator) == shape[0] * 4
+    del storage
+    assert allocated(allocator) == 0
+
+
+def test_tensors_die_asleep_and_awake(allocator: CpuAllocator) -> None:
+    tensors = [allocator.empty((1 << 18,), DType.FLOAT32, "weights") for _ in range(6)]
+    for index, tensor in enumerate(tensors):
+        tensor.fill_(index)
+    allocator.sleep(SleepPlan())
+    del tensors[::2], tensor
+    assert allocated(allocator) == 3 << 20
+    allocator.wake()
+    assert [tensor[0].item() for tensor in tensors] == [1, 3, 5]
+
+
+def test_tensors_die_in_a_progress_callback(allocator: CpuAllocator) -> None:
+    """Fact 36: the collector runs in the middle of the operation and finds cycles that own tensors."""
+
+    class Node:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.me = tensor, self
+
+    kept = allocator.empty((1 << 20,), DType.FLOAT32)
+    kept.fill_(3.0)
+    gc.disable()
+    try:
+        gone = [weakref.ref(Node(allocator.empty((1 << 20,), DType.FLOAT32))) for _ in range(4)]
+        assert all(node() is not None for node in gone)
+        allocator.sleep(SleepPlan(progress=lambda done, in_all: gc.collect() and None))
+    finally:
+        gc.enable()
+    assert all(node() is None for node in gone)
+    assert allocated(allocator) == 4 << 20
+    allocator.wake()
+    assert bool((kept == 3.0).all())
+
+
+def test_tensors_outlive_their_allocator(allocator: CpuAllocator) -> None:
+    other = CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
+    tensor = other.empty((1000,), DType.FLOAT32)
+    large = other.empty((4 << 20,), DType.FLOAT32)
+    other.close()
+    del other
+    gc.collect()
+    tensor.fill_(2.0)
+    large.fill_(4.0)
+    assert tensor.sum().item() == 2000.0
+    assert large[-1].item() == 4.0
+    del tensor, large
+    gc.collect()
+
+
+def test_a_closed_allocator_hands_out_nothing(allocator: CpuAllocator) -> None:
+    allocator.close()
+    with pytest.raises(MemoryFault):
+        allocator.empty((1,), DType.FLOAT32)
+
+
+def test_elastic_tensors_grow_and_shrink_in_place(allocator: CpuAllocator) -> None:
+    cache = allocator.empty((4, 1 << 19), DType.FLOAT32, "kv_cache", max_rows=64)
+    cache.copy_(torch.arange(4.0).view(4, 1).expand(4, 1 << 19))
+    grown = allocator.resize(cache, 10)
+    assert grown.data_ptr() == cache.data_ptr()
+    assert grown.shape == (10, 1 << 19)
+    assert grown[:4, 7].tolist() == [0.0, 1.0, 2.0, 3.0]
+    del cache
+    shrunk = allocator.resize(grown, 2)
+    assert shrunk[:, -1].tolist() == [0.0, 1.0]
+    assert allocated(allocator) == 2 << 21
+    allocator.sleep(SleepPlan())
+    allocator.wake()
+    assert shrunk[:, -1].tolist() == [0.0, 1.0]
+    with pytest.raises(InvalidAllocation):
+        allocator.resize(shrunk, 65)
+    with pytest.raises(InvalidAllocation):
+        allocator.resize(allocator.empty((4, 4), DType.FLOAT32), 2)
+
+
+def test_a_tensor_at_its_most_rows_can_shrink(allocator: CpuAllocator) -> None:
+    cache = allocator.empty((8, 1 << 19), DType.FLOAT32, "kv_cache", max_rows=8)
+    assert allocator.resize(cache, 1).shape == (1, 1 << 19)
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_rows"),
+    [((-1, -1), None), ((0, -1), None), ((-3,), None), ((), 4), ((0, 4), 4), ((5, 4), 4), ((4, 0), 8)],
+    ids=str,
+)
+def test_an_impossible_shape_is_refused(allocator: CpuAllocator, shape: tuple[int, ...], max_rows: int | None) -> None:
+    with pytest.raises(InvalidAllocation):
+        allocator.empty(shape, DType.FLOAT32, max_rows=max_rows)
+
+
+def test_a_shape_beyond_every_address_is_out_of_memory(allocator: CpuAllocator) -> None:
+    for shape in ((1 << 40, 1 << 40), (1 << 62,)):
+        with pytest.raises(DeviceOutOfMemory):
+            allocator.empty(shape, DType.FLOAT32)
+
+
+def test_live_ranges_of_a_tensor_are_kept(allocator: CpuAllocator) -> None:
+    cache = allocator.empty((1 << 20,), DType.FLOAT32, "kv_cache", Policy.PRESERVE)
+    cache.copy_(torch.arange(float(1 << 20)))
+    report = allocator.sleep(SleepPlan(live=(LiveRanges(cache, [(4096, 8192)]),)))
+    assert report.preserved == 8192
+    allocator.wake()
+    assert torch.equal(cache[1024:3072], torch.arange(1024.0, 3072.0))
+
+
+def test_use_while_asleep_is_a_fault_and_not_other_bytes() -> None:
+    """Fact 47, on the CPU: the process dies at the access."""
+    from .support import run_program
+
+    program = """
+    import torch
+    from hardpoint.interfaces import Device, DType
+    from hardpoint_cpu.allocator import CpuAllocator
+    allocator = CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
+    tensor = allocator.empty((1 << 20,), DType.FLOAT32)
+    tensor.fill_(1.0)
+    allocator.sleep(SleepPlan())
+    print(tensor[5].item())
+    """
+    ended = run_program(program)
+    assert ended.returncode in (-11, 1)
+    assert ended.returncode != 1 or "AddressSanitizer" in ended.stderr
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("state", ["awake", "asleep"])
+def test_the_interpreter_ends_cleanly_with_living_tensors(state: str) -> None:
+    """Modules keep tensors beyond the end of everything else."""
+    program = f"""
+    import torch
+    from hardpoint.interfaces import Device, DType
+    from hardpoint_cpu.allocator import CpuAllocator
+    allocator = CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
+    torch.kept = allocator.empty((1 << 20,), DType.FLOAT32)
+    torch.block = allocator.empty((100,), DType.FLOAT32)
+    if "{state}" == "asleep":
+        allocator.sleep(SleepPlan())
+    """
+    runs_cleanly(program)
+
+
+def test_flags_are_bytes_of_the_pool(allocator: CpuAllocator) -> None:
+    flags = allocator.empty((1000,), DType.UINT8).view(torch.bool)
+    flags.copy_(torch.arange(1000) % 3 == 0)
+    allocator.sleep(SleepPlan())
+    allocator.wake()
+    assert torch.equal(flags, torch.arange(1000) % 3 == 0)
