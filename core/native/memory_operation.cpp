@@ -11,7 +11,6 @@ namespace {
 
 constexpr uint64_t kGroupBytes = uint64_t{32} << 20;
 constexpr size_t kGroupUnits = 256;
-constexpr int kAddressAttempts = 8;
 
 }  // namespace
 
@@ -145,29 +144,10 @@ void PoolOperation::renew_address(Allocation& allocation) const {
   const Driver& driver = pool_.driver_;
   if (!driver.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY) || allocation.address_lost || allocation.mapped_now() > 0) return;
   try {
-    driver.release_address(allocation.address, allocation.reserved);
+    allocation.address_lost = !driver.renew_address(allocation.address, allocation.reserved);
   } catch (const MemoryFault&) {
     return;  // the range is still ours, with the memory that it holds
   }
-  std::vector<uint64_t> elsewhere;
-  bool same = false;
-  for (int attempt = 0; attempt < kAddressAttempts && !same; ++attempt) {
-    try {
-      const uint64_t address = driver.reserve(allocation.reserved, allocation.address);
-      same = address == allocation.address;
-      if (!same) elsewhere.push_back(address);
-    } catch (const MemoryFault&) {
-      std::this_thread::yield();
-    }
-  }
-  for (const uint64_t address : elsewhere) {
-    try {
-      driver.release_address(address, allocation.reserved);
-    } catch (const MemoryFault&) {
-      // A range without memory: it costs addresses only.
-    }
-  }
-  if (!same) allocation.address_lost = true;
 }
 
 void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
