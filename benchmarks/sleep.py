@@ -4,8 +4,9 @@
 
 On the CPU: weights of `--gib` GiB in 64 MiB tensors. Tier host is held against a plain copy with non-temporal stores by the same
 number of threads, plus unmapping (or mapping) the same bytes in one call; tier disk against direct I/O of the same bytes. Ours
-and the limit take turns, after a warm-up of all memory involved; each ratio is taken within a round and the median of the rounds
-is shown. No peer does this on a CPU: vLLM's sleep mode is a no-op there, and torch_memory_saver needs an accelerator.
+and the limit take turns, after a warm-up of all memory involved (and, before whatever takes fresh memory, of the system's free
+pages: a virtual machine's host takes those back within seconds, and gives them again at a fraction of the speed); each ratio is
+taken within a round and the median of the rounds is shown. No peer does this on a CPU: vLLM's sleep mode is a no-op there, and torch_memory_saver needs an accelerator.
 
 Bookkeeping: one block through the engine against the bare calls of the same library (the simulated CUDA driver), and a sleep of
 10,000 allocations over a driver that does nothing. Memory: what the operating system says of this process.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import subprocess
 import tempfile
@@ -61,6 +63,12 @@ class Limits:
     def free(self, address: int, size: int) -> None:
         """Give memory back."""
         self._library.limits_free(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+    def warm_free_pages(self, size: int) -> None:
+        """Touch so much fresh memory and give it back: what is taken next is memory that the machine really has."""
+        address = self.memory(size)
+        ctypes.memset(address, 1, size)
+        self.free(address, size)
 
     def seconds(self, name: str, *arguments: object) -> float:
         """Call a function; raises OSError when it failed."""
@@ -120,12 +128,13 @@ def measure_copies(limits: Limits, weights: Weights, rounds: int, threads: int) 
     plan = SleepPlan(tier=SleepTier.HOST)
     samples: dict[str, list[float]] = {name: [] for name in ("sleep", "wake", "copy_out", "copy_in")}
     for round_ in range(rounds + 1):
-        turn = {
-            "copy_in": limits.seconds("copy_in", *arguments),
-            "copy_out": limits.seconds("copy_out", *arguments),
-            "sleep": timed(lambda: weights.pool.sleep(plan)),
-            "wake": timed(weights.pool.wake),
-        }
+        turn: dict[str, float] = {}
+        limits.warm_free_pages(size)
+        turn["copy_in"] = limits.seconds("copy_in", *arguments)
+        turn["copy_out"] = limits.seconds("copy_out", *arguments)
+        turn["sleep"] = timed(lambda: weights.pool.sleep(plan))
+        limits.warm_free_pages(size)
+        turn["wake"] = timed(weights.pool.wake)
         if round_:  # the first one meets memory that this machine has never used
             for name, seconds in turn.items():
                 samples[name].append(seconds)
@@ -147,15 +156,16 @@ def measure_disk(limits: Limits, weights: Weights, rounds: int, directory: Path)
     for round_ in range(rounds + 1):
         turn: dict[str, float] = {}
         for name in ("write", "read"):
-            turn[name] = min(
-                limits.seconds(name, path, pointer(data), ctypes.c_size_t(size), ctypes.c_int(threads))
-                for threads in (1, 2, 3)
-            )
+            for threads in (1, 2, 3):
+                limits.warm_free_pages(size)
+                arguments = (path, pointer(data), ctypes.c_size_t(size), ctypes.c_int(threads))
+                turn[name] = min(turn.get(name, math.inf), limits.seconds(name, *arguments))
         os.unlink(path)
         start = time.perf_counter()
         report = weights.pool.sleep(plan)
         turn["sleep"] = time.perf_counter() - start
         direct = direct and report.direct_io
+        limits.warm_free_pages(size)
         turn["wake"] = timed(weights.pool.wake)
         if round_:
             for name, seconds in turn.items():

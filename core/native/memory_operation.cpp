@@ -48,7 +48,7 @@ void PoolOperation::finish_times() {
 
 size_t PoolOperation::threads(bool files) const {
   const auto copiers = static_cast<size_t>(std::max(pool_.driver_.geometry().copy_threads, 1));
-  return files ? copiers + 1 : copiers;  // one more hides checksums behind transfers
+  return files ? copiers + 2 : copiers;  // two more keep the disk busy while others compute checksums
 }
 
 void PoolOperation::run(const std::vector<Group>& groups, size_t threads, const std::function<void(const Group&, Mover&)>& work) {
