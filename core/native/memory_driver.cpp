@@ -2,10 +2,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <shared_mutex>
 #include <string>
 
 namespace hardpoint::memory {
 namespace {
+
+constexpr int kAddressAttempts = 8;
+
+// Addresses are the process's, whatever pool they belong to: while one range is given up and taken again, no pool reserves another.
+std::shared_mutex renewals;
 
 std::string text_of(const char* characters, size_t size) { return {characters, strnlen(characters, size)}; }
 
@@ -61,9 +67,30 @@ Driver::Info Driver::memory_info() const {
 }
 
 uint64_t Driver::reserve(size_t size, uint64_t hint) const {
+  std::shared_lock<std::shared_mutex> lock(renewals, std::defer_lock);
+  if (has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY)) lock.lock();
   uint64_t address = 0;
   call(table_, table_.reserve, size, hint, &address);
   return address;
+}
+
+bool Driver::renew_address(uint64_t address, size_t size) const {
+  const std::lock_guard lock(renewals);
+  call(table_, table_.release_address, address, size);
+  std::vector<uint64_t> elsewhere;
+  bool same = false;
+  for (int attempt = 0; attempt < kAddressAttempts && !same; ++attempt) {
+    hp_error ignored{};
+    uint64_t found = 0;
+    if (table_.reserve(table_.context, size, address, &found, &ignored) != HP_OK) continue;
+    same = found == address;
+    if (!same) elsewhere.push_back(found);
+  }
+  for (const uint64_t range : elsewhere) {
+    hp_error ignored{};  // a range without memory costs addresses only
+    table_.release_address(table_.context, range, size, &ignored);
+  }
+  return same;
 }
 
 void Driver::release_address(uint64_t address, size_t size) const { call(table_, table_.release_address, address, size); }

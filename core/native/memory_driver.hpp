@@ -34,6 +34,8 @@ class Driver {
 
   uint64_t reserve(size_t size, uint64_t hint = 0) const;
   void release_address(uint64_t address, size_t size) const;
+  // Gives a range up and takes the same one again; returns false when something else has taken it in between. Throws when it cannot be given up.
+  bool renew_address(uint64_t address, size_t size) const;
   uint64_t create(size_t size) const;
   void release(uint64_t handle, size_t size) const;
   void map(uint64_t address, size_t size, uint64_t handle) const;

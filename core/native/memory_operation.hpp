@@ -15,9 +15,14 @@ namespace hardpoint::memory {
 // What both have in common: the pool's one operation slot, the allocations that it owns, times, and moving bytes.
 class PoolOperation : public Operation {
  public:
+  static constexpr uint64_t kStaging = uint64_t{8} << 20;  // bytes that pass through a staging buffer at a time
+
   ~PoolOperation() override;
 
  protected:
+  static constexpr uint64_t kSyncBytes = uint64_t{256} << 20;   // progress is reported at least this often
+  static constexpr uint64_t kParallelBytes = uint64_t{8} << 20;  // below this, threads cost more than they save
+
   // One chunk and the pieces within it: what one worker does without interruption.
   struct Unit {
     size_t entry;

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.errors import CapabilityRefused, DriverError
 from hardpoint.memory import TorchPoolFunctions, check_torch_build
 
 NAME = "torch_stand_in.device"
@@ -39,6 +39,9 @@ class Machine:
     pools: list[tuple[int, Allocator]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
     emptied: int = 0
+    started: bool = True
+    synchronized: list[int] = field(default_factory=list)
+    broken: bool = False
     allocator: str = "native"
     expandable: bool = False
 
@@ -63,6 +66,11 @@ class Machine:
     def empty_cache(self) -> None:
         self.emptied += 1
 
+    def synchronize(self, device: int) -> None:
+        if self.broken:
+            raise RuntimeError("the device is lost\nand more")
+        self.synchronized.append(device)
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -73,6 +81,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     memory._snapshot = lambda: {"allocator_settings": {"expandable_segments": noted.expandable}}
     device: Any = ModuleType(NAME)
     device.device, device.empty_cache, device.memory = noted.use_device, noted.empty_cache, memory
+    device.synchronize, device.is_initialized = noted.synchronize, lambda: noted.started
     device.get_allocator_backend = lambda: noted.allocator
     for module in (ModuleType(NAME.split(".")[0]), device, memory):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -110,6 +119,22 @@ def test_pool_is_used_described_and_emptied_by_the_modules_functions(machine: Ma
     assert made.segments(machine) == [{"address": 0x1000, "active_size": 512}]
     made.empty_cache()
     assert machine.emptied == 1
+
+
+def test_torchs_work_is_waited_for_once_torch_has_started_the_device(machine: Machine) -> None:
+    functions("torch_stand_in_that_is_missing").synchronize(1)
+    machine.started = False
+    functions().synchronize(2)
+    assert machine.synchronized == []
+    machine.started = True
+    functions().synchronize(3)
+    assert machine.synchronized == [3]
+
+
+def test_device_that_torch_cannot_wait_for_is_a_driver_error(machine: Machine) -> None:
+    machine.broken = True
+    with pytest.raises(DriverError, match="the device is lost"):
+        functions().synchronize(0)
 
 
 def test_build_with_native_allocator_is_accepted(machine: Machine) -> None:

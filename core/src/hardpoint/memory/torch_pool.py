@@ -11,22 +11,27 @@ import atexit
 import ctypes
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint import _native
 from hardpoint.interfaces.allocator import MemoryReport, Policy, SleepPlan
 from hardpoint.interfaces.capabilities import MemoryCapabilities
-from hardpoint.interfaces.errors import CapabilityRefused, MemoryBusy
+from hardpoint.interfaces.errors import CapabilityRefused, DriverError, MemoryBusy
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint.memory.pool import VirtualPool, native_policy
 from hardpoint.memory.virtual import VirtualAllocator
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EXPANDABLE = re.compile(r"(?<!\w)expandable_segments:(\w+)")
 
@@ -42,6 +47,8 @@ class TorchPoolFunctions:
         use: a context in which this thread's allocations on the device with an index come from a pool.
         segments: torch's description of a pool's segments: `address`, and `active_size`, the bytes of tensors in it.
         empty_cache: let torch give back what no tensor uses.
+        synchronize: wait for torch's work on the device with an index. Some builds queue operators on the host, where a driver does
+            not see them.
         check: raise CapabilityRefused where torch's build or settings do not allow pools (see `refuse_expandable_segments`).
     """
 
@@ -51,6 +58,7 @@ class TorchPoolFunctions:
     use: Callable[[Any, int], AbstractContextManager[None]]
     segments: Callable[[Any], Sequence[Mapping[str, Any]]]
     empty_cache: Callable[[], None]
+    synchronize: Callable[[int], None]
     check: Callable[[], None]
 
     @classmethod
@@ -81,8 +89,20 @@ class TorchPoolFunctions:
             use=lambda pool, device: memory().use_mem_pool(pool, device),
             segments=lambda pool: pool.snapshot(),
             empty_cache=lambda: import_module(name).empty_cache(),
+            synchronize=partial(_synchronize, name),
             check=check,
         )
+
+
+def _synchronize(name: str, device: int) -> None:
+    """Wait for torch's work on a device, if torch's module for it has been started; raises DriverError."""
+    module = sys.modules.get(name)
+    if module is None or not module.is_initialized():
+        return
+    try:
+        module.synchronize(device)
+    except RuntimeError as error:
+        raise DriverError(f"{name}.synchronize", -1, str(error).splitlines()[0]) from error
 
 
 def torch_has_library(name: str) -> bool:
@@ -338,6 +358,10 @@ class TorchPools:
             self.trim()
             yield
 
+    def synchronize(self) -> None:
+        """Wait for torch's work on the device; raises DriverError."""
+        self.functions.synchronize(self.device)
+
     def trim(self) -> None:
         """Give back the segments that hold no tensor, of torch pools that no block uses.
 
@@ -425,7 +449,13 @@ class TorchPoolAllocator(VirtualAllocator, partial=True):
     def sleep(self, plan: SleepPlan) -> MemoryReport:
         """Give device memory back as planned; raises MemoryBusy while a `pool` block of a tag of the plan is open."""
         with self._torch_pools.quiet(plan.tags):
+            self._torch_pools.synchronize()
             return super().sleep(plan)
+
+    def resize(self, tensor: Tensor, rows: int) -> Tensor:
+        """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent."""
+        self._torch_pools.synchronize()
+        return super().resize(tensor, rows)
 
     def vendor_trim(self) -> None:
         """Give back what torch holds for later tensors; see `TorchPools.trim`."""
