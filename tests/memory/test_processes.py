@@ -223,15 +223,18 @@ def test_sleeping_memory_is_there_for_another_process(tmp_path: Path) -> None:
     pool.write(address, b"abcdefgh" * (size // 8))
     def available():
         return int(next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable")).split()[1]) * 1024
-    gained = []
-    for _ in range(10):  # others take and give memory, too
+    gained = 0
+    for _ in range(8):  # others take and give memory, too
         awake = available()
         pool.sleep(SleepPlan(tier=SleepTier.DISK, disk_directory=sys.argv[1]))
-        gained.append(available() - awake)
-        if gained[-1] > size // 2:
+        # Linux keeps freed pages on lists of each processor for a while, where they are not counted as available.
+        patience = time.monotonic() + 3
+        while (gained := available() - awake) <= size // 2 and time.monotonic() < patience:
+            time.sleep(0.05)
+        if gained > size // 2:
             break
         pool.wake()
-    print(max(gained) > size // 2)
+    print(gained > size // 2)
     child = os.fork()
     if child == 0:
         taken = bytearray(size)
