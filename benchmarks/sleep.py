@@ -6,7 +6,8 @@ On the CPU: weights of `--gib` GiB in 64 MiB tensors. Tier host is held against 
 number of threads, plus unmapping (or mapping) the same bytes in one call; tier disk against direct I/O of the same bytes. Ours
 and the limit take turns, after a warm-up of all memory involved (and, before whatever takes fresh memory, of the system's free
 pages: a virtual machine's host takes those back within seconds, and gives them again at a fraction of the speed); each ratio is
-taken within a round and the median of the rounds is shown. No peer does this on a CPU: vLLM's sleep mode is a no-op there, and torch_memory_saver needs an accelerator.
+taken within a round and the median of the rounds is shown. No peer does this on a CPU: vLLM's sleep mode is a no-op there, and
+torch_memory_saver needs an accelerator.
 
 Bookkeeping: one block through the engine against the bare calls of the same library (the simulated CUDA driver), and a sleep of
 10,000 allocations over a driver that does nothing. Memory: what the operating system says of this process.

@@ -116,7 +116,36 @@ uint64_t Pool::allocate(size_t size, const std::string& tag, Policy policy, size
     std::lock_guard lock(books_);
     id = tag_id(tag);
   }
-  return insert(make(size, id, policy, capacity));
+  return insert(beside_lost_ones([&] { return make(size, id, policy, capacity); }));
+}
+
+std::unique_ptr<Allocation> Pool::beside_lost_ones(const std::function<std::unique_ptr<Allocation>()>& take) {
+  std::vector<std::unique_ptr<Allocation>> misplaced;
+  const auto give_back = [&] {
+    for (auto& allocation : misplaced) {
+      if (!destroy(*allocation)) bury(std::move(allocation));
+    }
+  };
+  try {
+    for (;;) {
+      auto allocation = take();
+      bool booked;
+      {
+        std::lock_guard lock(books_);
+        const auto next = allocations_.lower_bound(allocation->address);
+        booked = find(allocation->address) != nullptr ||
+                 (next != allocations_.end() && next->first < allocation->address + allocation->reserved);
+      }
+      if (!booked) {
+        give_back();
+        return allocation;
+      }
+      misplaced.push_back(std::move(allocation));
+    }
+  } catch (...) {
+    give_back();
+    throw;
+  }
 }
 
 std::unique_ptr<Allocation> Pool::make(size_t size, uint32_t tag, Policy policy, size_t capacity) {
@@ -224,7 +253,7 @@ uint64_t Pool::allocate_block(size_t size, const std::string& tag, Policy policy
   }
   std::unique_ptr<Allocation> allocation;
   try {
-    allocation = take_memory(std::clamp(size * 8, kMinShared, kMaxShared), id, policy, 0);
+    allocation = beside_lost_ones([&] { return take_memory(std::clamp(size * 8, kMinShared, kMaxShared), id, policy, 0); });
   } catch (const MemoryFault& fault) {
     if (fault.kind() != Fault::kOutOfMemory) throw;
     return allocate(size, tag, policy);

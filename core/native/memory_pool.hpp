@@ -140,6 +140,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::unique_ptr<Allocation> make(size_t size, uint32_t tag, Policy policy, size_t capacity);
   std::unique_ptr<Allocation> take_memory(size_t size, uint32_t tag, Policy policy, size_t capacity);
   std::string free_memory_text() const;
+  // Takes memory whose addresses are in no book. Those of a lost allocation may be free again for the system, but its bytes are still found by
+  // them; what lands there is held until other memory was taken, and given back.
+  std::unique_ptr<Allocation> beside_lost_ones(const std::function<std::unique_ptr<Allocation>()>& take);
   uint64_t insert(std::unique_ptr<Allocation> allocation);
   void count_allocated(int64_t bytes);  // books locked
   // Gives all memory and addresses of an allocation back; returns false, with what is left still in it, when the driver refuses.
