@@ -102,6 +102,7 @@ class Sleep final : public PoolOperation {
   void work();
   void copy_out(const Group& group, Mover& mover);
   void release_all();
+  void release_recoverable();
   std::vector<DiskPiece> disk_pieces() const;
   // Whether the bytes can be put back after their memory was released.
   static bool recoverable(const Entry& entry);

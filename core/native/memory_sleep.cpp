@@ -466,30 +466,49 @@ Report Sleep::commit() {
 // Gives the memory back: first what a backup can restore, then what is dropped. As long as nothing is lost, a failure is undone by the caller;
 // after that it is a fact that the rest follows: memory that the driver does not take stays in the books and is released by a later operation.
 void Sleep::release_all() {
+  release_recoverable();
   bool lost_bytes = false;
-  for (const bool want_recoverable : {true, false}) {
-    for (Entry& entry : entries_) {
-      if (recoverable(entry) != want_recoverable) continue;
-      Allocation& allocation = *entry.allocation;
-      for (size_t index = 0; index < allocation.chunks.size(); ++index) {
-        Chunk& chunk = allocation.chunks[index];
-        if (chunk.state != Chunk::State::kDetached) continue;
-        const uint64_t size = allocation.chunk_range(index).size;
-        try {
-          pool_.driver_.release(chunk.handle, size);
-        } catch (const MemoryFault&) {
-          if (!lost_bytes) throw;
-          report_.retained += size;
-          pool_.bury(remains(chunk, size));
-          chunk.state = Chunk::State::kEmpty;
-          continue;
-        }
-        chunk.state = Chunk::State::kEmpty;
+  for (Entry& entry : entries_) {
+    if (recoverable(entry)) continue;
+    Allocation& allocation = *entry.allocation;
+    for (size_t index = 0; index < allocation.chunks.size(); ++index) {
+      Chunk& chunk = allocation.chunks[index];
+      if (chunk.state != Chunk::State::kDetached) continue;
+      const uint64_t size = allocation.chunk_range(index).size;
+      try {
+        pool_.driver_.release(chunk.handle, size);
         report_.unmapped += size;
-        lost_bytes = lost_bytes || !want_recoverable;
+        lost_bytes = true;
+      } catch (const MemoryFault&) {
+        if (!lost_bytes) throw;
+        report_.retained += size;
+        pool_.bury(remains(chunk, size));
       }
+      chunk.state = Chunk::State::kEmpty;
     }
   }
+}
+
+// By several threads: where the host itself is the device, giving pages back is the processor's work.
+void Sleep::release_recoverable() {
+  std::vector<std::pair<Chunk*, uint64_t>> held;
+  uint64_t bytes = 0;
+  for (Entry& entry : entries_) {
+    if (!recoverable(entry)) continue;
+    for (size_t index = 0; index < entry.allocation->chunks.size(); ++index) {
+      Chunk& chunk = entry.allocation->chunks[index];
+      if (chunk.state != Chunk::State::kDetached) continue;
+      held.emplace_back(&chunk, entry.allocation->chunk_range(index).size);
+      bytes += held.back().second;
+    }
+  }
+  const auto release = [&](size_t item, size_t) {
+    const auto [chunk, size] = held[item];
+    pool_.driver_.release(chunk->handle, size);
+    chunk->state = Chunk::State::kEmpty;
+  };
+  run_workers(bytes >= kParallelBytes ? threads(false) : 1, held.size(), release, {});
+  report_.unmapped += bytes;
 }
 
 void Sleep::rollback() {
