@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -81,7 +80,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(hp: Any, prepare: Any, llms
 
         def on_step() -> None:
             if next(steps) == 2:
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
 
         llm.on_step = on_step
 
@@ -98,8 +97,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(hp: Any, prepare: Any, llms
 def test_a_second_ctrl_c_ends_the_program(hp: Any, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def press_twice(llm: Any) -> None:
         def on_step() -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
         llm.on_step = on_step
 
