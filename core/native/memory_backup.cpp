@@ -75,6 +75,11 @@ Backup::~Backup() {
   }
 }
 
+bool Backup::copied() const {
+  return std::any_of(pieces.begin(), pieces.end(),
+                     [](const Piece& piece) { return piece.kind == Piece::Kind::kHost || piece.kind == Piece::Kind::kDisk; });
+}
+
 uint64_t Backup::held() const {
   uint64_t sum = 0;
   for (const Piece& piece : pieces) {

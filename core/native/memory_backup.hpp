@@ -85,7 +85,7 @@ class Backup {
   // Copies bytes of the allocation to host memory; kAsleep where a piece is a callback's, kCorrupt.
   void read(Range range, std::byte* target) const;
   uint64_t held() const;      // that the copies in host memory or on disk stand for
-  bool copied() const { return held() > 0; }
+  bool copied() const;      // some pieces, if only of the gaps between blocks, are on the host or on disk
 
   const Tier tier;
   const uint64_t generation;  // of the allocation's content
