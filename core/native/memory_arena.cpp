@@ -130,12 +130,6 @@ void HostArena::give(const Span& span) {
   }
 }
 
-void HostArena::check(size_t size, std::optional<uint64_t> budget) {
-  background_.wait();
-  std::lock_guard lock(mutex_);
-  check_locked(size, budget);
-}
-
 void HostArena::check_locked(size_t size, std::optional<uint64_t> budget) const {
   // Without a budget, what is held already needs no room.
   if (!budget && size <= free_locked()) return;

@@ -36,8 +36,6 @@ class HostArena {
   std::vector<Span> take(size_t size, std::optional<uint64_t> budget);
   void give(const Span& span);
 
-  // Whether `take(size, budget)` would fit, as a kBudgetExceeded fault when it would not.
-  void check(size_t size, std::optional<uint64_t> budget);
   // Takes and pins slabs until `size` bytes are free, in a thread of its own; `take` waits for it. A failure there is met again by `take`.
   void prepare(size_t size, std::optional<uint64_t> budget);
   // Gives slabs without a span back to the operating system.

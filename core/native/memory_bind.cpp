@@ -207,7 +207,6 @@ void bind_memory(py::module_& m) {
       .def("allocate_block", &Pool::allocate_block, py::arg("size"), py::arg("tag"), py::arg("policy"), Released())
       .def("free", &Pool::free, py::arg("address"), Released())
       .def("resize", &Pool::resize, py::arg("address"), py::arg("size"), Released())
-      .def("size_of", &Pool::size_of)
       .def("is_asleep", &Pool::is_asleep)
       .def("know_tags", &Pool::know_tags)
       .def("read",

@@ -457,12 +457,6 @@ void Pool::resize(uint64_t address, size_t size) {
   finish(State::kMapped);
 }
 
-size_t Pool::size_of(uint64_t address) const {
-  check_process("look at memory");
-  std::lock_guard lock(books_);
-  return need(address).size;
-}
-
 bool Pool::is_asleep(uint64_t address) const {
   check_process("look at memory");
   std::lock_guard lock(books_);

@@ -87,8 +87,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void free(uint64_t address);
   // Grows or shrinks an allocation with capacity; bytes in [0, min(old, new)) stay. Throws kInvalid, kAsleep, kOutOfMemory.
   void resize(uint64_t address, size_t size);
-  // Bytes that the allocation or block at `address` was asked for.
-  size_t size_of(uint64_t address) const;
   bool is_asleep(uint64_t address) const;
 
   // Copies between an awake allocation and host memory, to its end (a block's, where it is cut into blocks). Callbacks of a wake may, too.

@@ -102,6 +102,12 @@ std::unique_ptr<Allocation> remains(const Chunk& chunk, size_t size) {
 
 bool is_source(const Piece& piece) { return piece.kind == Piece::Kind::kFile || piece.kind == Piece::Kind::kRebuild; }
 
+// The range, and where it ends with a block, what lies between that and the next one: nobody's bytes, which nothing has to hold.
+Range with_gap(const Allocation& allocation, Range range) {
+  if (!allocation.blocks || allocation.blocks->containing(range.end() - 1).end() != range.end()) return range;
+  return {range.start, round_up(range.end(), Blocks::kAlignment) - range.start};
+}
+
 // Where the bytes of an allocation will be, without the places yet.
 std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& allocation, const Live& wanted, Tier tier, uint64_t generation) {
   const std::vector<Range>& live = wanted.ranges;
@@ -120,7 +126,7 @@ std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& alloc
           backup->pieces.push_back(std::move(piece));
         });
       }
-      to_copy = without(to_copy, source.range);
+      to_copy = without(to_copy, with_gap(allocation, source.range));
     }
   } else if (tier == Tier::kDisk) {
     for (Range& range : to_copy) {

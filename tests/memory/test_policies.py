@@ -107,6 +107,22 @@ def test_zero_means_zero_where_pages_come_back_stale(pool: TrackedPool) -> None:
         assert pool.read(scratch, 2 * pool.unit + 5) == bytes(2 * pool.unit + 5)
 
 
+def test_small_blocks_of_odd_sizes_are_rebuilt_and_nothing_between_them_is_kept(pool: TrackedPool) -> None:
+    sizes = (100, 513, 700, 1)
+    tables = {pool.allocate(size, "buffers", Policy.REBUILD, shared=True): content(size, size) for size in sizes}
+
+    def rebuild() -> None:
+        for address, data in tables.items():
+            pool.write(address, data)
+
+    for address, data in tables.items():
+        pool.declare_source(address, len(data), rebuild)
+    pool.sleep(SleepPlan())
+    assert pool.books().host_used == 0
+    pool.wake()
+    assert all(pool.read(address, len(data)) == data for address, data in tables.items())
+
+
 def test_a_rebuild_that_fails_leaves_everything_asleep_and_is_tried_again(pool: TrackedPool) -> None:
     data = content(pool.unit)
     kept, table = pool.filled(data), pool.allocate(pool.unit, "buffers", Policy.REBUILD)
