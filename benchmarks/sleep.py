@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import os
 import subprocess
 import tempfile
@@ -33,6 +32,7 @@ from hardpoint.memory import DriverTable, VirtualPool
 
 GIB = 1 << 30
 TENSOR = 64 << 20
+DISK_PAUSE = 1.0  # seconds
 KEEP = frozenset({WEIGHTS})
 NATIVE = Path(__file__).with_name("native")
 
@@ -146,33 +146,55 @@ def measure_copies(limits: Limits, weights: Weights, rounds: int, threads: int) 
 
 
 def measure_disk(limits: Limits, weights: Weights, rounds: int, directory: Path) -> dict[str, Any]:
-    """Sleep to the disk and wake, in turn with direct I/O by the number of threads that is best for it."""
+    """Sleep to the disk and wake, in turn with direct I/O by the number of threads that is best for it.
+
+    Who goes first changes from round to round, and each write waits until the disk is quiet: what one wrote and removed slows the
+    next. Reads follow their write at once: a pause would give the free pages back to a virtual machine's host.
+    """
     size = weights.size
     data = limits.memory(size)
     ctypes.memset(data, 1, size)
     path = str(directory / "limit.bin").encode()
     plan = SleepPlan(tier=SleepTier.DISK, disk_directory=str(directory))
     samples: dict[str, Any] = {name: [] for name in ("sleep", "wake", "write", "read")}
-    direct = True
-    for round_ in range(rounds + 1):
-        turn: dict[str, float] = {}
-        for name in ("write", "read"):
-            for threads in (1, 2, 3):
-                limits.warm_free_pages(size)
-                arguments = (path, pointer(data), ctypes.c_size_t(size), ctypes.c_int(threads))
-                turn[name] = min(turn.get(name, math.inf), limits.seconds(name, *arguments))
+    samples["direct_io"] = True
+
+    def settle() -> None:
+        os.sync()
+        time.sleep(DISK_PAUSE)
+
+    def limit(name: str, threads: int) -> float:
+        if name == "write":
+            settle()
+        limits.warm_free_pages(size)
+        return limits.seconds(name, path, pointer(data), ctypes.c_size_t(size), ctypes.c_int(threads))
+
+    def best(name: str) -> int:
+        return min((1, 2, 3), key=lambda threads: median([limit(name, threads) for _ in range(3)]))
+
+    def write_and_read() -> None:
+        samples["write"].append(limit("write", writers))
+        samples["read"].append(limit("read", readers))
         os.unlink(path)
+
+    def sleep_and_wake() -> None:
+        settle()
         start = time.perf_counter()
         report = weights.pool.sleep(plan)
-        turn["sleep"] = time.perf_counter() - start
-        direct = direct and report.direct_io
+        samples["sleep"].append(time.perf_counter() - start)
+        samples["direct_io"] = samples["direct_io"] and report.direct_io
         limits.warm_free_pages(size)
-        turn["wake"] = timed(weights.pool.wake)
-        if round_:
-            for name, seconds in turn.items():
-                samples[name].append(seconds)
+        samples["wake"].append(timed(weights.pool.wake))
+
+    writers, readers = best("write"), best("read")
+    samples["threads"] = {"write": writers, "read": readers}
+    os.unlink(path)
+    weights.pool.sleep(plan)
+    weights.pool.wake()
+    for round_ in range(2 * rounds):
+        for turn in (write_and_read, sleep_and_wake)[:: 1 if round_ % 2 else -1]:
+            turn()
     limits.free(data, size)
-    samples["direct_io"] = direct
     return samples
 
 

@@ -66,9 +66,14 @@ void PoolOperation::run(const std::vector<Group>& groups, size_t threads, const 
   }
 }
 
-std::vector<PoolOperation::Group> PoolOperation::group(const std::vector<size_t>& order) const {
+std::vector<PoolOperation::Group> PoolOperation::group(const std::vector<size_t>& order, bool whole_chunks) const {
   std::vector<Group> groups;
   uint64_t bytes = 0;
+  const uint64_t limit = whole_chunks ? kGroupBytes : kStaging;
+  const auto begin_group = [&] {
+    groups.emplace_back();
+    bytes = 0;
+  };
   for (const size_t index : order) {
     const Entry& entry = entries_[index];
     const Allocation& allocation = *entry.allocation;
@@ -76,13 +81,17 @@ std::vector<PoolOperation::Group> PoolOperation::group(const std::vector<size_t>
     const std::vector<Piece>& pieces = entry.moves ? entry.backup->pieces : none;
     uint32_t piece = 0;
     for (uint32_t chunk = 0; chunk < allocation.num_chunks(); ++chunk) {
-      if (groups.empty() || bytes >= kGroupBytes || groups.back().size() >= kGroupUnits) {
-        groups.emplace_back();
-        bytes = 0;
-      }
+      if (groups.empty() || bytes >= limit || groups.back().size() >= kGroupUnits) begin_group();
       Unit unit{index, chunk, piece, 0};
       const uint64_t end = allocation.chunk_range(chunk).end();
-      for (; piece < pieces.size() && pieces[piece].range.start < end; ++piece, ++unit.num_pieces) bytes += pieces[piece].range.size;
+      for (; piece < pieces.size() && pieces[piece].range.start < end; ++piece, ++unit.num_pieces) {
+        if (!whole_chunks && bytes >= limit) {
+          groups.back().push_back(unit);
+          begin_group();
+          unit = {index, chunk, piece, 0};
+        }
+        bytes += pieces[piece].range.size;
+      }
       groups.back().push_back(unit);
     }
   }

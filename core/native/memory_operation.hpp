@@ -50,8 +50,9 @@ class PoolOperation : public Operation {
   void lap(const char* phase);  // ends a phase of the report's times
   void finish_times();
   size_t threads(bool files) const;
-  // Cuts the entries' chunks into groups; pieces of an entry are ordered and none crosses a chunk's end.
-  std::vector<Group> group(const std::vector<size_t>& order) const;
+  // Cuts the entries' chunks into groups; pieces of an entry are ordered and none crosses a chunk's end. Where chunks need not stay whole, groups
+  // are small, so that the threads end together.
+  std::vector<Group> group(const std::vector<size_t>& order, bool whole_chunks) const;
   // What a worker needs to move bytes, made when it first needs it.
   struct Mover {
     std::unique_ptr<Driver::Stream> stream;
@@ -101,6 +102,8 @@ class Sleep final : public PoolOperation {
   bool is_same(const Entry& entry, const Piece& piece, Mover& mover) const;
   void work();
   void copy_out(const Group& group, Mover& mover);
+  bool unmaps_last() const;
+  void unmap(const Group& units);
   void release_all();
   void release_recoverable();
   std::vector<DiskPiece> disk_pieces() const;

@@ -88,7 +88,7 @@ void Wake::work() {
   for (size_t index = 0; index < order.size(); ++index) order[index] = index;
   std::stable_partition(order.begin(), order.end(), [&](size_t index) { return entries_[index].moves; });
   const bool files = report_.tiers[static_cast<int>(Tier::kDisk)] + report_.tiers[static_cast<int>(Tier::kSource)] > 0;
-  run(group(order), bytes_in_all_ >= kParallelBytes ? threads(files) : 1,
+  run(group(order, true), bytes_in_all_ >= kParallelBytes ? threads(files) : 1,
       [this](const Group& units, Mover& mover) { fill_in(units, mover); });
 }
 
