@@ -36,8 +36,8 @@ lint: $(STAMP)  ## Formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-typecheck: $(STAMP)  ## mypy --strict on the core and the simulators
-	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators
+typecheck: $(STAMP)  ## mypy --strict on the core, the simulators and the conformance suite
+	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators conformance_tests/src/hardpoint_conformance
 
 test: $(STAMP) lint typecheck  ## Run every test
 	$(BIN)/python -m pytest

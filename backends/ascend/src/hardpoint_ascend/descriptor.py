@@ -34,6 +34,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=attention.attention,
         worker=worker.worker,
+        driver=allocator.driver,
         priority=100,
         install_hint="Install CANN and source its set_env.sh, or give the path of libascendcl.so in HARDPOINT_ASCEND_DRIVER",
     )

@@ -12,6 +12,7 @@ from hardpoint_cpu.capabilities import capabilities
 from hardpoint_cpu.host import cpu_name, total_memory
 
 if TYPE_CHECKING:
+    from hardpoint.memory import DriverTable
     from hardpoint_cpu.allocator import CpuAllocator
     from hardpoint_cpu.attention import CpuAttention
     from hardpoint_cpu.kernels import CpuKernels
@@ -56,6 +57,12 @@ def _kernels() -> type[CpuKernels]:
     return CpuKernels
 
 
+def _driver(device: Device) -> DriverTable:
+    from hardpoint_cpu.driver import driver_table
+
+    return driver_table(device.index)
+
+
 @hookimpl
 def hardpoint_backend() -> BackendDescriptor:
     """Describe the CPU backend."""
@@ -69,6 +76,7 @@ def hardpoint_backend() -> BackendDescriptor:
         attention=_attention,
         worker=_worker,
         kernels=_kernels,
+        driver=_driver,
         priority=0,
         accelerator=False,
     )

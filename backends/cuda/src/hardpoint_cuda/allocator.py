@@ -57,3 +57,8 @@ def driver_table(device: int, options: Mapping[str, object] | None = None) -> Dr
         DriverError: a vendor call failed, or an option is not one of those above.
     """
     return DriverTable(driver_file("hardpoint_cuda"), device=device, options=options)
+
+
+def driver(device: Device) -> DriverTable:
+    """Open the memory driver of a device as its probe found it; raises as `driver_table` does."""
+    return driver_table(device.index)

@@ -34,6 +34,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=attention.attention,
         worker=worker.worker,
+        driver=allocator.driver,
         priority=100,
         install_hint="Install NVIDIA's driver (libcuda.so.1), or give the path of a driver library in HARDPOINT_CUDA_DRIVER",
     )

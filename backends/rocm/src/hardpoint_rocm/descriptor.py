@@ -34,6 +34,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=attention.attention,
         worker=worker.worker,
+        driver=allocator.driver,
         priority=100,
         install_hint="Install ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in HARDPOINT_ROCM_DRIVER",
     )

@@ -82,6 +82,8 @@ class BackendDescriptor:
         capabilities: what the backend claims for one device.
         allocator, attention, worker: return the class that implements the contract; each may import what it needs.
         kernels, graph_runner, collectives: the same for the optional contracts.
+        driver: opens the memory driver of a device (a `hardpoint.memory.DriverTable`), for tools and tests; None for a backend
+            whose allocator is all its own.
         install_hint: what to do when the backend is unavailable.
     """
 
@@ -96,6 +98,7 @@ class BackendDescriptor:
     kernels: Callable[[], type[KernelSet]] | None = None
     graph_runner: Callable[[], type[GraphRunner]] | None = None
     collectives: Callable[[], type[Collectives]] | None = None
+    driver: Callable[[Device], Any] | None = None
     priority: int = 0
     accelerator: bool = True
     install_hint: str = ""

@@ -1,0 +1,288 @@
+"""The pytest plugin: options, the backend under test, and a line of data for every result.
+
+It is loaded wherever the suite is installed, and does nothing unless tests of the suite are collected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hardpoint.interfaces import AttentionBackend, Capabilities, DeviceAllocator
+    from hardpoint_conformance.clauses import Clause
+    from hardpoint_conformance.target import Target
+
+MARK = "conformance"
+PROVES = "proves"
+OVER = "over"
+
+_TARGET: pytest.StashKey[Target] = pytest.StashKey()
+_CLAIMS: pytest.StashKey[Capabilities] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the suite's options."""
+    group = parser.getgroup("hardpoint", "Hardpoint conformance")
+    group.addoption("--backend", help="name of the backend to test")
+    group.addoption("--device", type=int, default=0, help="index of its device")
+    group.addoption("--seed", type=int, default=0, help="of all random inputs; 0 is the core seed")
+    group.addoption("--explore", type=int, default=0, help="further seeds that each seeded test is run with")
+    group.addoption("--levels", default="", help="levels to run, for example L0,L1; all by default")
+    group.addoption("--clauses", default="", help="ids of the only clauses to run, separated by commas")
+    group.addoption("--claims", type=Path, help="collect for the claims in this JSON file, without any backend")
+    group.addoption("--results", type=Path, help="write a line of JSON for the start and the end of every test here")
+    group.addoption("--listing", type=Path, help="write the collected tests as JSON here")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the suite's marks."""
+    config.addinivalue_line("markers", f"{MARK}(clause): the clause that a test proves")
+    config.addinivalue_line("markers", f"{PROVES}(capability): a further capability that a case proves")
+    config.addinivalue_line("markers", f"{OVER}(name=function of the claims): the values that a parameter takes")
+
+
+def target_of(config: pytest.Config) -> Target:
+    """Return the backend under test, found at the first use; raises pytest.UsageError without --backend."""
+    if _TARGET not in config.stash:
+        from hardpoint_conformance.target import Target
+
+        name = config.getoption("backend")
+        if not name:
+            raise pytest.UsageError("the conformance suite needs --backend NAME")
+        config.stash[_TARGET] = Target.find(name, config.getoption("device"))
+    return config.stash[_TARGET]
+
+
+def claims_of(config: pytest.Config) -> Capabilities:
+    """Return the claims to collect for: those of --claims, else the backend's."""
+    if _CLAIMS not in config.stash:
+        from hardpoint_conformance.claims import from_json
+
+        file = config.getoption("claims")
+        claims = from_json(json.loads(file.read_text())) if file else target_of(config).claims
+        config.stash[_CLAIMS] = claims
+    return config.stash[_CLAIMS]
+
+
+def clause_of(item: pytest.Item) -> Clause | None:
+    """Return the clause that a test proves; None for a test that is not the suite's."""
+    mark = item.get_closest_marker(MARK)
+    return None if mark is None else mark.kwargs["clause"]
+
+
+def capabilities_of(item: pytest.Item, clause: Clause) -> tuple[str, ...]:
+    """Return the capabilities that a case proves, the clause's own first; () for the core."""
+    further = [mark.args[0] for mark in item.iter_markers(PROVES)]
+    return tuple(dict.fromkeys(name for name in (clause.capability, *further) if name))
+
+
+def test_id(item: pytest.Item, clause: Clause) -> str:
+    """Return the id of a case: its clause's, and its parameters' in brackets."""
+    _, bracket, parameters = item.name.partition("[")
+    return clause.id + bracket + parameters
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give parameters their values from the claims, and repeat tests with random inputs: for the run's seed, and for exploration."""
+    if not metafunc.definition.get_closest_marker(MARK):
+        return
+    for mark in metafunc.definition.iter_markers(OVER):
+        for name, values_of in mark.kwargs.items():
+            values = list(values_of(claims_of(metafunc.config)))
+            metafunc.parametrize(name, values or [pytest.param(None, id="none")])
+    if "draw" in metafunc.fixturenames:
+        draws = ["core", *(f"explore{index}" for index in range(metafunc.config.getoption("explore")))]
+        metafunc.parametrize("draw", draws)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what --levels and --clauses ask for and what the claims call for; list what is left."""
+    ours = [(item, clause) for item in items if (clause := clause_of(item)) is not None]
+    if not ours:
+        return
+    from hardpoint_conformance.levels import Level
+
+    levels = {Level.of(text) for text in config.getoption("levels").split(",") if text}
+    wanted = {text for text in config.getoption("clauses").split(",") if text}
+    dropped = [
+        item for item, clause in ours if (levels and clause.level not in levels) or (wanted and clause.id not in wanted)
+    ]
+    # Everything is a result: a case whose capability is not claimed is not deselected here; the report has it as such.
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]
+    listing = config.getoption("listing")
+    if listing:
+        listing.write_text(json.dumps([_entry(item, clause, config) for item, clause in ours if item in items]))
+
+
+def _entry(item: pytest.Item, clause: Clause, config: pytest.Config) -> dict[str, Any]:
+    return {
+        "id": test_id(item, clause),
+        "clause": clause.id,
+        "level": int(clause.level),
+        "node": item.nodeid,
+        "capabilities": list(capabilities_of(item, clause)),
+        "refusal": clause.refusal,
+        "applies": applies(item, clause, claims_of(config)),
+    }
+
+
+def applies(item: pytest.Item, clause: Clause, claims: Capabilities) -> bool:
+    """Return whether a case is to be run: all that it proves is claimed, or for a refusal, what it names is not."""
+    from hardpoint_conformance.claims import claimed
+
+    needed = [claimed(name, claims) for name in capabilities_of(item, clause)]
+    return not all(needed) if clause.refusal else all(needed)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what the claims do not call for; the reason is the result's."""
+    clause = clause_of(item)
+    if clause is not None and not applies(item, clause, claims_of(item.config)):
+        names = ", ".join(capabilities_of(item, clause))
+        pytest.skip(f"claimed: {names}" if clause.refusal else f"not claimed: {names}")
+
+
+def seed_of(config: pytest.Config, test: str, draw: str) -> int:
+    """Return the seed of one test: from the run's seed, the draw, and the test's id."""
+    text = f"{config.getoption('seed')}/{draw}/{test}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+@pytest.fixture
+def draw() -> str:
+    """Which draw of random inputs this is; `core` for tests that are not repeated."""
+    return "core"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest, draw: str) -> int:
+    """The seed of this test's random inputs."""
+    number = seed_of(request.config, request.node.name, draw)
+    request.node.user_properties.append(("seed", number))
+    return number
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Random numbers that depend on --seed and the test's id."""
+    import numpy as np
+
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> Target:
+    """The backend under test."""
+    return target_of(request.config)
+
+
+@pytest.fixture
+def claims(request: pytest.FixtureRequest) -> Capabilities:
+    """What the backend under test claims."""
+    return claims_of(request.config)
+
+
+@pytest.fixture
+def attention(target: Target) -> AttentionBackend:
+    """An attention backend of the target."""
+    return target.attention()
+
+
+@pytest.fixture
+def allocator(target: Target) -> Generator[DeviceAllocator]:
+    """An allocator of the target, closed at the end."""
+    made = target.allocator()
+    yield made
+    made.close()
+
+
+class Quality:
+    """The errors that a test measured, as shares of their bounds; the worst one is in the report."""
+
+    def __init__(self) -> None:
+        self.worst: float | None = None
+
+    def note(self, ratio: float) -> None:
+        """Note an error divided by its bound; above 1 the test must fail."""
+        self.worst = ratio if self.worst is None else max(self.worst, ratio)
+
+
+@pytest.fixture
+def quality(request: pytest.FixtureRequest) -> Generator[Quality]:
+    """Where a numeric test notes its error ratios."""
+    found = Quality()
+    yield found
+    if found.worst is not None:
+        request.node.user_properties.append(("error_ratio", found.worst))
+
+
+# Results
+
+
+def _write(config: pytest.Config, data: dict[str, Any]) -> None:
+    file = config.getoption("results")
+    if file:
+        with file.open("a") as stream:
+            stream.write(json.dumps(data) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Write that a test begins, and how it ended."""
+    clause = clause_of(item)
+    if clause is None or not item.config.getoption("results"):
+        return (yield)
+    _write(item.config, {"event": "start", "id": test_id(item, clause), "node": item.nodeid})
+    item.stash[_REPORTS] = []
+    start = time.perf_counter()
+    result = yield
+    ended = outcome_of(item.stash[_REPORTS])
+    properties = dict(item.user_properties)
+    _write(
+        item.config,
+        {
+            "event": "end",
+            **_entry(item, clause, item.config),
+            **ended,
+            "seconds": round(time.perf_counter() - start, 4),
+            "seed": properties.get("seed"),
+            "error_ratio": properties.get("error_ratio"),
+        },
+    )
+    return result
+
+
+_REPORTS: pytest.StashKey[list[pytest.TestReport]] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep a test's reports for its result."""
+    report = yield
+    if _REPORTS in item.stash:
+        item.stash[_REPORTS].append(report)
+    return report
+
+
+def outcome_of(reports: list[pytest.TestReport]) -> dict[str, str]:
+    """Return outcome and message of a test: passed, failed, error (in set-up or tear-down), or skipped with its reason."""
+    for report in reports:
+        if report.failed:
+            outcome = "failed" if report.when == "call" else "error"
+            return {"outcome": outcome, "message": str(report.longrepr)}
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            return {"outcome": "skipped", "message": str(reason).removeprefix("Skipped: ")}
+    return {"outcome": "passed", "message": ""}
