@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MARK = "conformance"
 PROVES = "proves"
 OVER = "over"
+_NO_BACKEND = "the conformance suite needs --backend NAME"
 
 _TARGET: pytest.StashKey[Target] = pytest.StashKey()
 _CLAIMS: pytest.StashKey[Capabilities] = pytest.StashKey()
@@ -50,6 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{OVER}(name=function of the claims): the values that a parameter takes")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the suite's tests out of runs that name no backend, such as those of a repository that has the suite in it."""
+    if (
+        config.getoption("backend")
+        or config.getoption("claims")
+        or Path(__file__).with_name("suite")
+        not in (
+            collection_path,
+            *collection_path.parents,
+        )
+    ):
+        return None
+    if config.getoption("pyargs"):
+        raise pytest.UsageError(_NO_BACKEND)
+    return True
+
+
 def target_of(config: pytest.Config) -> Target:
     """Return the backend under test, found at the first use; raises pytest.UsageError without --backend."""
     if _TARGET not in config.stash:
@@ -57,7 +75,7 @@ def target_of(config: pytest.Config) -> Target:
 
         name = config.getoption("backend")
         if not name:
-            raise pytest.UsageError("the conformance suite needs --backend NAME")
+            raise pytest.UsageError(_NO_BACKEND)
         config.stash[_TARGET] = Target.find(name, config.getoption("device"))
     return config.stash[_TARGET]
 
