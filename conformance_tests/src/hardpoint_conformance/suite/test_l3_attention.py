@@ -22,9 +22,9 @@ from hardpoint.interfaces import (
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.batches import (
     Bench,
-    Case,
     Span,
     check,
+    check_steps,
     dtypes_claimed,
     make_case,
     plain_layer,
@@ -63,21 +63,6 @@ def layer_with(claims: Capabilities, features: tuple[AttentionFeature, ...]) -> 
     for feature in features:
         numbers |= LAYER_FEATURES[feature]
     return plain_layer(claims, **numbers)
-
-
-def steps(case: Case, claims: Capabilities) -> list[list[Span]]:
-    """Return steps over a case: prefill, decode, and chunks with context where they are claimed."""
-    found = [case.whole(), case.last()]
-    if AttentionFeature.CHUNKED_PREFILL in claims.attention.features:
-        found.append([Span(seq, length // 3, length) for seq, length in enumerate(case.lengths) if length > 2])
-    return found
-
-
-def check_steps(target: Target, case: Case, rng: np.random.Generator, quality: Quality) -> None:
-    """Run prefill, decode and chunks of a case and compare with the oracle."""
-    bench = Bench(target, case, rng=rng)
-    for spans in steps(case, target.claims):
-        check(case, spans, bench.run(spans), quality)
 
 
 # Sliding window: the number of visible keys, the query's own included
@@ -268,7 +253,7 @@ def test_layers_differ(
     dtype = dtypes_claimed(claims)[0]
     cases = [make_case(rng, kind, dtype, [50, 64]) for kind in kinds]
     bench = Bench(target, *cases, rng=rng)
-    for spans in steps(cases[0], claims):
+    for spans in cases[0].steps(claims):
         bench.load(bench.image(bench.before(spans)))
         step = bench.step(spans)
         bench.execute(step)
@@ -291,30 +276,31 @@ def test_narrow_cache(
         case = make_case(rng, plain_layer(claims), dtype, [1, 20, 75], kv_dtype=kv_dtype)
         bench = Bench(target, case, rng=rng)
         assert bench.spec.dtype is kv_dtype
-        for spans in steps(case, claims):
+        for spans in case.steps(claims):
             check(case, spans, bench.run(spans), quality)
-        bench.run(case.whole())
-        held = bench.canonical(bench.cache.cpu())
-        for seq, length in enumerate(case.lengths):
-            block, offset = bench.slots(seq, 0, length)
-            assert same_bits(held[0, 0, block, :, offset], case.k[seq].to(held.dtype))
-            assert same_bits(held[0, 1, block, :, offset], case.v[seq].to(held.dtype))
+        bench.load(image := bench.image([0] * len(case.lengths)))
+        bench.proceed(case.whole())
+        assert same_bits(bench.cache, bench.written(image, case.whole()))
 
 
 # Refusals
 
 
-def _assert_refused(target: Target, request: AttentionRequest, word: str) -> None:
-    """Assert that a request is refused with a reason that names what is not claimed; having no attention at all is a reason for all."""
+def _answer(target: Target, request: AttentionRequest) -> AttentionPlan | Refusal:
     try:
         attention = target.attention()
     except CapabilityRefused as refused:
-        assert not target.claims_to("attention")
-        assert refused.reasons
-        return
-    answer = attention.plan(request)
+        return Refusal(refused.reasons)
+    return attention.plan(request)
+
+
+def _assert_refused(target: Target, request: AttentionRequest, word: str) -> None:
+    """Assert that a request is refused with a reason that names what is not claimed; having no attention is a reason for everything."""
+    answer = _answer(target, request)
     assert isinstance(answer, Refusal), f"what is not claimed was planned: {word}"
-    assert any(word in reason for reason in answer.reasons), f"no reason names {word}: {answer.reasons}"
+    assert answer.reasons
+    if target.claims_to("attention"):
+        assert any(word in reason for reason in answer.reasons), f"no reason names {word}: {answer.reasons}"
 
 
 def _dtypes(claims: Capabilities) -> list[DType]:
