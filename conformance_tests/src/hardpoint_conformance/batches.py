@@ -2,7 +2,7 @@
 
 A `Case` is numbers only: whole sequences of queries, keys and values on the host. A `Placement` says which blocks hold which
 sequence. A `Bench` puts both on the target's device, runs steps over any positions of the sequences through the backend (`prepare`,
-`write_kv`, `forward`), and brings the results back. All of the cache that no sequence owns has a filling, finite or NaN.
+`write_kv`, `forward`), and brings the results back. What no sequence owns of the cache holds numbers too, as leftovers of others.
 
     case = make_case(rng, layer(heads=4, kv_heads=2, head_dim=64), DType.BFLOAT16, [17, 40])
     bench = Bench(target, case)
@@ -305,8 +305,6 @@ class Bench:
         cases: one for each layer; they have the same lengths, dtypes, KV heads and head dimension.
         block_size: tokens per block; None for the backend's choice.
         placement: of the sequences; scattered by `rng` if None.
-        fill: what the cache holds where no sequence has a token; None for numbers like those of sequences.
-        attention: the backend to run; a new one if None.
         cache: the memory to use, in the plan's shape; None for a new one between guards.
     """
 
@@ -317,13 +315,11 @@ class Bench:
         rng: np.random.Generator | None = None,
         block_size: int | None = None,
         placement: Placement | None = None,
-        fill: float | None = None,
-        attention: AttentionBackend | None = None,
         cache: Tensor | None = None,
     ) -> None:
         self.cases = cases
         self.device = torch.device(target.device.torch_device)
-        self.attention = attention or target.attention()
+        self.attention = target.attention()
         request = request_of(
             [case.layer for case in cases],
             cases[0].dtype,
@@ -334,7 +330,6 @@ class Bench:
         self.plan = planned(self.attention, request)
         self._rng = rng or np.random.default_rng(0)
         self.placement = placement or place(self._rng, cases[0].lengths, self.plan.block_size)
-        self._fill = fill
         self._guarded: Buffer | None = None
         if cache is None:
             shape = self.spec.shape(self.placement.num_blocks)
@@ -356,12 +351,9 @@ class Bench:
         return cache.permute(self._canonical)
 
     def image(self, held: Sequence[int]) -> Tensor:
-        """Return a cache on the host that holds the first `held[s]` tokens of each sequence s, and the filling elsewhere."""
+        """Return a cache on the host that holds the first `held[s]` tokens of each sequence s, and other numbers elsewhere."""
         shape, dtype = self.spec.shape(self.placement.num_blocks), self.spec.dtype.to_torch()
-        if self._fill is None:
-            filling = torch.from_numpy(self._rng.integers(-8, 9, shape).astype(np.float32)).to(dtype)
-        else:
-            filling = torch.full(shape, self._fill).to(dtype)
+        filling = torch.from_numpy(self._rng.integers(-8, 9, shape).astype(np.float32)).to(dtype)
         return self.written(filling, [Span(seq, 0, length) for seq, length in enumerate(held)])
 
     def written(self, image: Tensor, spans: Sequence[Span]) -> Tensor:

@@ -114,14 +114,14 @@ def test_window_in_a_long_context(
 ) -> None:
     """A window far behind which many blocks lie shows its keys alone, even where all others would outweigh them."""
     window = 100
-    case = make_case(rng, plain_layer(claims, window=window), dtype, [1200])
+    case = make_case(rng, plain_layer(claims, window=window), dtype, [1000])
     length = case.lengths[0]
     # Keys before every window of the queries below: alike to all queries and with large values.
     case.v[0][: length - 30 - window] = 100.0
     case.k[0][: length - 30 - window] *= 4.0
     bench = Bench(target, case, rng=rng)
     check(case, case.last(), bench.run(case.last()), quality)
-    if AttentionFeature.CHUNKED_PREFILL in claims.attention.features:
+    if target.claims_to("attention.chunked_prefill"):
         check(case, case.last(30), bench.run(case.last(30)), quality)
 
 
@@ -190,6 +190,7 @@ def test_alibi(target: Target, claims: Capabilities, rng: np.random.Generator, q
         feature_cases(AttentionFeature.SLIDING_WINDOW, AttentionFeature.ALIBI),
         feature_cases(AttentionFeature.SOFT_CAP, AttentionFeature.SINKS),
         feature_cases(AttentionFeature.SOFT_CAP, AttentionFeature.ALIBI),
+        feature_cases(AttentionFeature.SINKS, AttentionFeature.ALIBI),
         feature_cases(*LAYER_FEATURES),
     ],
 )
@@ -217,7 +218,7 @@ def test_mixed_batch(
     """Decodes and prompts, and chunks with context where they are claimed, in one step each give what the oracle gives for them."""
     case = make_case(rng, plain_layer(claims), dtype, [40, 33, 1, 300, 90, 17])
     spans = [Span(0, 39, 40), Span(1, 0, 33), Span(2, 0, 1), Span(3, 299, 300)]
-    if AttentionFeature.CHUNKED_PREFILL in claims.attention.features:
+    if target.claims_to("attention.chunked_prefill"):
         spans += [Span(4, 50, 90), Span(5, 15, 17)]
     check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
 
