@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from hardpoint.interfaces import (
     Refusal,
     StepBatch,
 )
+from hardpoint_conformance.clauses import proves
 from hardpoint_conformance.oracle import Expected, Numbers, expected
 
 if TYPE_CHECKING:
@@ -44,6 +46,14 @@ GUARD_BYTES = 4096
 _GUARD = 0xA5
 UNWRITTEN = 7.0
 """What outputs hold before a step."""
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, id=dtype.value, marks=proves(f"attention.dtype.{dtype.value}"))
+        for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+    ],
+)
+"""Parameter of tests that are run in each dtype of queries, and prove it."""
 _AXES = ("kv", "block", "head", "token", "dim")
 
 

@@ -17,6 +17,7 @@ from hardpoint.interfaces import (
     Refusal,
 )
 from hardpoint_conformance.batches import (
+    DTYPES,
     UNWRITTEN,
     Bench,
     Layout,
@@ -33,19 +34,12 @@ from hardpoint_conformance.batches import (
     synchronise,
 )
 from hardpoint_conformance.claims import members
-from hardpoint_conformance.clauses import clause, over, proves
+from hardpoint_conformance.clauses import clause, over
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
 from hardpoint_conformance.target import Target
 
 LEVEL = Level.ATTENTION_CORE
-DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(dtype, id=dtype.value, marks=proves(f"attention.dtype.{dtype.value}"))
-        for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-    ],
-)
 ARRAYS = ("query_start", "context_lens", "block_table", "rows", "slot_mapping", "positions")
 LARGEST_HEAD_DIM = 1024
 LARGEST_BLOCK = 1024

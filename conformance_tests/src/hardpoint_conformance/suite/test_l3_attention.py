@@ -21,6 +21,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.batches import (
+    DTYPES,
     Bench,
     Span,
     check,
@@ -34,7 +35,6 @@ from hardpoint_conformance.batches import (
 from hardpoint_conformance.clauses import clause, proves
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
-from hardpoint_conformance.suite.test_l2_attention import DTYPES
 from hardpoint_conformance.target import Target
 
 LEVEL = Level.ATTENTION_EXTENDED

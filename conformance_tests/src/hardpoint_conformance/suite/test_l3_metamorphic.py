@@ -18,6 +18,7 @@ from hardpoint.interfaces import (
     StepBatch,
 )
 from hardpoint_conformance.batches import (
+    DTYPES,
     UNWRITTEN,
     Bench,
     Layout,
@@ -39,7 +40,6 @@ from hardpoint_conformance.claims import members
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
-from hardpoint_conformance.suite.test_l2_attention import DTYPES
 from hardpoint_conformance.target import Target
 
 LEVEL = Level.ATTENTION_EXTENDED

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from hardpoint.interfaces import Capabilities, DType
-from hardpoint_conformance.batches import Bench, Case, Span, check, make_case, plain_layer, same_bits
+from hardpoint_conformance.batches import DTYPES, Bench, Case, Span, check, make_case, plain_layer, same_bits
 from hardpoint_conformance.clauses import clause, proves
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
-from hardpoint_conformance.suite.test_l2_attention import DTYPES
-from hardpoint_conformance.suite.test_l3_metamorphic import LENGTHS
 from hardpoint_conformance.target import Target
 
 LEVEL = Level.STRESS
+LENGTHS = (37, 70, 1, 140, 64)
 LONG = (1020, 700, 5, 1, 64, 90)
 REPEATS = 5
 
