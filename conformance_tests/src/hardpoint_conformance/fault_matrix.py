@@ -99,7 +99,12 @@ class InterposedTarget(FaultTarget):
 
     def held(self) -> Mapping[str, int]:
         # A pool keeps streams and pinned memory for its next operation.
-        return {name: count for name, count in self._driver.held().items() if name not in ("streams", "registered")}
+        held = self._driver.held()
+        counts = {name: held[name] for name in ("handles", "reservations", "mappings")}
+        return {"used": held["bytes"], "address_space": held["address_bytes"], **counts}
+
+    def violations(self) -> list[str]:
+        return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
 
     def finish(self) -> None:
         # Memory that the driver refused to unpin stays, since the device may still use it.
