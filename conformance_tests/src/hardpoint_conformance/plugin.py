@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces import AttentionBackend, Capabilities, DeviceAllocator
     from hardpoint_conformance.clauses import Clause
+    from hardpoint_conformance.interposed import InterposedDriver
+    from hardpoint_conformance.memory import Memory
     from hardpoint_conformance.target import Target
 
 MARK = "conformance"
@@ -224,6 +226,46 @@ def allocator(target: Target) -> Generator[DeviceAllocator]:
     made = target.allocator()
     yield made
     made.close()
+
+
+@pytest.fixture(params=["tensors", "pool"])
+def memory(request: pytest.FixtureRequest, target: Target) -> Generator[Memory]:
+    """The backend's memory, in every way in which it can be reached here."""
+    yield from _memory(target, request.param)
+
+
+@pytest.fixture
+def pool_memory(target: Target) -> Generator[Memory]:
+    """The backend's memory driver under the core's engine; every call is seen and can fail."""
+    yield from _memory(target, "pool")
+
+
+@pytest.fixture
+def tensor_memory(target: Target) -> Generator[Memory]:
+    """Tensors of the backend's allocator."""
+    yield from _memory(target, "tensors")
+
+
+def _memory(target: Target, way: str) -> Generator[Memory]:
+    from hardpoint_conformance.memory import open_memory, require
+
+    require(target, way)
+    made = open_memory(target, way)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def driver(target: Target) -> Generator[InterposedDriver]:
+    """The backend's memory driver, open; afterwards nothing of it is held."""
+    from hardpoint_conformance.interposed import InterposedDriver
+    from hardpoint_conformance.memory import assert_holds_nothing, driver_of
+
+    made = InterposedDriver(driver_of(target))
+    made.open()
+    yield made
+    made.close()
+    assert_holds_nothing(made)
 
 
 class Quality:
