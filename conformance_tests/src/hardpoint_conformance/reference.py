@@ -99,7 +99,19 @@ def judge(model: Model, text: Sequence[int], prompt_len: int, dtype: DType) -> J
 
 @torch.inference_mode()
 def logits(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return float64[tokens, vocab], computed in `dtype`, with norms, rotary angles and softmax in no less than float32."""
+    """Return float64[tokens, vocab], computed in `dtype`."""
+    head = model.weights["model.embed_tokens.weight" if model.shape.tied else "lm_head.weight"].to(dtype)
+    return (_hidden(model, text, dtype) @ head.T).double()
+
+
+@torch.inference_mode()
+def hidden_states(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return float64[tokens, hidden], after the last norm, computed in `dtype`."""
+    return _hidden(model, text, dtype).double()
+
+
+def _hidden(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Run the decoder in `dtype`, with norms, rotary angles and softmax in no less than float32."""
     shape = model.shape
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -128,8 +140,7 @@ def logits(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
         x = norm(hidden, f"{layer}.post_attention_layernorm")
         gate = functional.silu(x @ weight(f"{layer}.mlp.gate_proj").T)
         hidden = hidden + (gate * (x @ weight(f"{layer}.mlp.up_proj").T)) @ weight(f"{layer}.mlp.down_proj").T
-    head = weight("model.embed_tokens" if shape.tied else "lm_head")
-    return (norm(hidden, "model.norm") @ head.T).double()
+    return norm(hidden, "model.norm")
 
 
 def _visible(length: int, window: int | None) -> Tensor:
