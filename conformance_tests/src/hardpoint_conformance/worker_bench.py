@@ -134,7 +134,7 @@ class Bench:
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         width = -(-self.info.max_model_len // self.block_size)
         self._table = np.zeros((config.max_num_seqs, width), np.int32)
-        self._next_id = 1
+        self.next_id = 1
         self._finished: list[int] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -147,8 +147,8 @@ class Bench:
     ) -> Served:
         """Return a new sequence, of which nothing is computed."""
         row = self._free_rows.pop()
-        sequence = Served(self._next_id, len(prompt), list(prompt), row, logprobs, sampling, pooling)
-        self._next_id += 1
+        sequence = Served(self.next_id, len(prompt), list(prompt), row, logprobs, sampling, pooling)
+        self.next_id += 1
         self.sequences[sequence.seq_id] = sequence
         return sequence
 

@@ -306,6 +306,23 @@ def test_abort_in_the_middle(bench: Bench, model: Model, rng: np.random.Generato
     check_tokens(model, [stays, *late], bench.info.dtype, quality)
 
 
+@clause("worker.execute.id-reuse@1", Level.WORKER)
+def test_finished_sequences_are_forgotten(bench: Bench, model: Model, quality: Quality) -> None:
+    """Once a worker was told that a sequence is finished, the same id is a new sequence, sampled as that one asks."""
+    first = bench.begin(PROMPT, temperature=3.0, seed=7, allowed_token_ids=(3, 4))
+    bench.run([first], 3)
+    bench.finish(first)
+    half = bench.begin(PROMPT, pooling=Pooling.MEAN)
+    bench.step({half.seq_id: 9})
+    bench.finish(half)
+    bench.step({})
+    for seq_id in (first.seq_id, half.seq_id):
+        bench.next_id = seq_id
+        again = bench.begin(PROMPT, 2)
+        bench.run([again], 4)
+        check_tokens(model, [again], bench.info.dtype, quality)
+
+
 @clause("worker.execute.failure@1", Level.WORKER, facts="6.3 failing rank")
 def test_a_failing_step_is_reported(target: Target, model: Model, quality: Quality) -> None:
     """An error inside a step comes out of execute, and the next step works."""
