@@ -413,7 +413,7 @@ def test_top_k(bench: Bench, model: Model, quality: Quality) -> None:
         judged = judge(model, sequence.tokens, sequence.prompt_len, bench.info.dtype)
         fourth = judged.exact.topk(4, dim=-1).values[:, 3]
         chosen = judged.exact.gather(1, judged.tokens[:, None])[:, 0]
-        assert bool((fourth - chosen <= 2 * judged.error).all())
+        assert bool((fourth - chosen <= 2 * judged.margin).all())
     assert len({tuple(sequence.tokens) for sequence in drawn}) > 1, "at a temperature of 5 not all draws are the same"
 
 
