@@ -22,7 +22,7 @@ class Mutant:
         fault: what is wrong, one sentence.
         killed_by: ids of the clauses meant for it; at least one of them must fail.
         apply: puts the fault into a correct target.
-        harmless: it is no fault: no clause may fail. For the proof of the proof.
+        harmless: there is no fault, and none of these clauses may fail: a control of how mutants are made.
     """
 
     name: str

@@ -114,7 +114,9 @@ def next_up(values: Tensor) -> None:
 
 @fault("A sliding window of w shows w + 1 keys.", "attn.window.edge@1")
 def window_one_wider(base: Any) -> Methods:
-    return other_layers(base, lambda layer: replace(layer, sliding_window=layer.sliding_window and layer.sliding_window + 1))
+    return other_layers(
+        base, lambda layer: replace(layer, sliding_window=layer.sliding_window and layer.sliding_window + 1)
+    )
 
 
 @fault("A sliding window of w shows w - 1 keys.", "attn.window.edge@1")
@@ -291,7 +293,10 @@ def float32_computed_in_bfloat16(base: Any) -> Methods:
 # Reading the cache
 
 
-@fault("Values are read to the end of the last block with weights of zero: a NaN there spoils the sum.", "attn.poison.tail@1")
+@fault(
+    "Values are read to the end of the last block with weights of zero: a NaN there spoils the sum.",
+    "attn.poison.tail@1",
+)
 def values_read_past_end(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
@@ -325,7 +330,9 @@ def mask_by_multiplication(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("One block more than the context has is read from the table, with weights of zero.", "attn.poison.unused-blocks@1")
+@fault(
+    "One block more than the context has is read from the table, with weights of zero.", "attn.poison.unused-blocks@1"
+)
 def null_block_read(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
@@ -413,7 +420,10 @@ def shared_block_read_once(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("Metadata are kept by the sizes of the batch, and used again for another batch of these sizes.", "attn.metadata.fresh@1")
+@fault(
+    "Metadata are kept by the sizes of the batch, and used again for another batch of these sizes.",
+    "attn.metadata.fresh@1",
+)
 def metadata_stale(base: Any) -> Methods:
     def prepare(self: Any, plan: AttentionPlan, batch: StepBatch) -> Any:
         kept = vars(self).setdefault("_kept_metadata", {})
@@ -519,7 +529,9 @@ def output_written_beyond_rows(base: Any) -> Methods:
     def change(self: Any, batch: StepBatch, out: Tensor) -> None:
         end = out.storage_offset() + (out.shape[0] + 1) * out.stride(0)
         if out.stride(0) and end <= out.untyped_storage().nbytes() // out.element_size():
-            out.as_strided((1, *out.shape[1:]), out.stride(), out.storage_offset() + out.shape[0] * out.stride(0)).zero_()
+            out.as_strided(
+                (1, *out.shape[1:]), out.stride(), out.storage_offset() + out.shape[0] * out.stride(0)
+            ).zero_()
 
     return other_output(base, change)
 
@@ -573,9 +585,7 @@ def _without_claim(target: Target, feature: AttentionFeature, methods: Callable[
 
     def capabilities(device: Device) -> Capabilities:
         claims = target.descriptor.capabilities(device)
-        return replace(
-            claims, attention=replace(claims.attention, features=claims.attention.features - {feature})
-        )
+        return replace(claims, attention=replace(claims.attention, features=claims.attention.features - {feature}))
 
     def attention() -> Any:
         base = target.descriptor.attention()
@@ -585,12 +595,14 @@ def _without_claim(target: Target, feature: AttentionFeature, methods: Callable[
     return target.with_descriptor(capabilities=capabilities, attention=attention)
 
 
-@_FAULTS.target_fault("The soft cap is not claimed; a request for it is accepted, and the cap ignored.", "attn.refuse.soft-cap@1")
+@_FAULTS.target_fault(
+    "The soft cap is not claimed; a request for it is accepted, and the cap ignored.", "attn.refuse.soft-cap@1"
+)
 def unclaimed_soft_cap_ignored(target: Target) -> Target:
     def methods(base: Any) -> Methods:
         def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
             plain_layers = tuple(replace(layer, soft_cap=None) for layer in request.layers)
-            made = base.plan(self, replace(request, layers=plain_layers))
+            made: AttentionPlan | Refusal = base.plan(self, replace(request, layers=plain_layers))
             return made if isinstance(made, Refusal) else replace(made, request=request)
 
         return {**other_layers(base, lambda layer: replace(layer, soft_cap=None)), "plan": plan}
@@ -598,7 +610,9 @@ def unclaimed_soft_cap_ignored(target: Target) -> Target:
     return _without_claim(target, AttentionFeature.SOFT_CAP, methods)
 
 
-@_FAULTS.target_fault("The soft cap is not claimed; it is refused with an exception in `plan`.", "attn.refuse.soft-cap@1")
+@_FAULTS.target_fault(
+    "The soft cap is not claimed; it is refused with an exception in `plan`.", "attn.refuse.soft-cap@1"
+)
 def unclaimed_soft_cap_crashes(target: Target) -> Target:
     def methods(base: Any) -> Methods:
         def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
@@ -616,7 +630,9 @@ def unclaimed_soft_cap_crashes(target: Target) -> Target:
 def unclaimed_head_dim_accepted(base: Any) -> Methods:
     def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
         dim = members(self.capabilities().head_dims, 1024)[0]
-        made = base.plan(self, replace(request, layers=tuple(replace(layer, head_dim=dim) for layer in request.layers)))
+        made: AttentionPlan | Refusal = base.plan(
+            self, replace(request, layers=tuple(replace(layer, head_dim=dim) for layer in request.layers))
+        )
         if isinstance(made, Refusal):
             return made
         spec = replace(made.kv_cache, head_dim=request.layers[0].head_dim)
@@ -648,6 +664,10 @@ def block_size_replaced(base: Any) -> Methods:
 # No fault
 
 
-@fault("No fault: attention is computed in plain torch, as a second correct backend.", harmless=True)
+@fault(
+    "No fault: attention is computed in plain torch, as a second correct backend.",
+    *dict.fromkeys(clause for mutant in MUTANTS for clause in mutant.killed_by),
+    harmless=True,
+)
 def plain_torch_attention(base: Any) -> Methods:
     return plain(PlainAttention)

@@ -17,7 +17,9 @@ MethodsOf = Callable[[Any], Methods]
 
 def derived(base: type[Contract], methods: Methods) -> type[Contract]:
     """Return a subclass of `base` in which these methods replace its own."""
-    return type(base)(f"Faulty{base.__name__}", (base,), dict(methods))
+    metaclass: Any = type(base)
+    made: type[Contract] = metaclass(f"Faulty{base.__name__}", (base,), dict(methods))
+    return made
 
 
 class Faults:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hardpoint.interfaces import API_VERSION, AttentionBackend, Capabilities, Device, IntSet, ProbeResult
 from hardpoint_conformance.claims import members
-from hardpoint_conformance.mutants.derived import Faults
+from hardpoint_conformance.mutants.derived import Faults, derived
 from hardpoint_conformance.target import Target
 
 _FAULTS = Faults("descriptor")
@@ -30,9 +30,8 @@ def later_contract_only(target: Target) -> Target:
 
 @fault("The attention backend lacks a method of the contract, which its import finds.", CONTRACT)
 def contract_method_missing(target: Target) -> Target:
-    def attention() -> type[AttentionBackend]:
-        base = target.descriptor.attention()
-        return type(base)("Incomplete", (base,), {"forward": None})
+    def attention() -> Any:
+        return derived(target.descriptor.attention(), {"forward": AttentionBackend.forward})
 
     return described(target, attention=attention)
 
@@ -40,12 +39,10 @@ def contract_method_missing(target: Target) -> Target:
 @fault("A method of the worker has another signature than the contract.", CONTRACT)
 def contract_signature_wrong(target: Target) -> Target:
     def worker() -> Any:
-        base = target.descriptor.worker()
-
         def execute(self: Any, batch: Any, stream: Any) -> Any:
             return None
 
-        return type(base)("Different", (base,), {"execute": execute})
+        return derived(target.descriptor.worker(), {"execute": execute})
 
     return described(target, worker=worker)
 
