@@ -63,7 +63,7 @@ def _check_name(name: str) -> None:
 def _template_files(folder: Traversable, relative: PurePosixPath) -> Iterator[tuple[PurePosixPath, Traversable]]:
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_dir():
-            if entry.name != "__pycache__":
+            if not entry.name.endswith(("_cache", "__pycache__")):  # tools leave them in a checkout
                 yield from _template_files(entry, relative / entry.name)
         else:
             yield relative / entry.name, entry

@@ -19,19 +19,14 @@ static const size_t granularity = (size_t)2 << 20, max_chunk = (size_t)64 << 20;
 static const uint64_t total = (uint64_t)1 << 30; /* bytes of the device's memory */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all below */
-static int file = -1;      /* the device's memory; open from the first hp_driver_open to the end of the process */
-static uint64_t used, end; /* bytes created and not released; end of the file. No range of it is used twice. */
+static int file = -1;      /* the device's memory, without an end; open from the first hp_driver_open on */
+static uint64_t used, end; /* bytes created and not released; end of the last range of the file, none of which is used twice */
 
 static hp_status fail(hp_error *error, hp_status status, int64_t code, const char *call, const char *text) {
   error->code = code;
   snprintf(error->call, sizeof error->call, "%s", call);
   snprintf(error->text, sizeof error->text, "%s", text);
   return status;
-}
-
-static hp_status fail_system(hp_error *error, const char *call) {
-  int code = errno;
-  return fail(error, code == ENOMEM ? HP_OUT_OF_MEMORY : HP_FAILED, code, call, strerror(code));
 }
 
 static hp_status unlock(hp_status status) {
@@ -78,7 +73,7 @@ static hp_status driver_version(void *context, char *version, size_t size, hp_er
 
 static hp_status reserve(void *context, size_t size, uint64_t hint, uint64_t *address, hp_error *error) {
   char *wide = take(hint, size + granularity, 0); /* more than asked, to cut an aligned range out of it */
-  if (wide == MAP_FAILED) return fail_system(error, "mmap");
+  if (wide == MAP_FAILED) return fail(error, HP_FAILED, errno, "mmap", strerror(errno));
   size_t before = -(uintptr_t)wide % granularity;
   if (before) munmap(wide, before);
   munmap(wide + before + size, granularity - before);
@@ -87,13 +82,12 @@ static hp_status reserve(void *context, size_t size, uint64_t hint, uint64_t *ad
 }
 
 static hp_status release_address(void *context, uint64_t address, size_t size, hp_error *error) {
-  return munmap(pointer(address), size) ? fail_system(error, "munmap") : HP_OK;
+  return munmap(pointer(address), size) ? fail(error, HP_FAILED, errno, "munmap", strerror(errno)) : HP_OK;
 }
 
 static hp_status create(void *context, size_t size, uint64_t *handle, hp_error *error) {
   pthread_mutex_lock(&lock);
   if (size > total - used) return unlock(fail(error, HP_OUT_OF_MEMORY, 0, "create", "the device's memory is used up"));
-  if (ftruncate(file, (off_t)(end + size))) return unlock(fail_system(error, "ftruncate"));
   used += size;
   *handle = end += size;
   return unlock(HP_OK);
@@ -102,7 +96,7 @@ static hp_status create(void *context, size_t size, uint64_t *handle, hp_error *
 static hp_status release(void *context, uint64_t handle, size_t size, hp_error *error) {
   pthread_mutex_lock(&lock);
   if (fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(handle - size), (off_t)size))
-    return unlock(fail_system(error, "fallocate"));
+    return unlock(fail(error, HP_FAILED, errno, "fallocate", strerror(errno)));
   used -= size;
   return unlock(HP_OK);
 }
@@ -110,11 +104,11 @@ static hp_status release(void *context, uint64_t handle, size_t size, hp_error *
 static hp_status map(void *context, uint64_t address, size_t size, uint64_t handle, hp_error *error) {
   off_t offset = (off_t)(handle - size);
   void *mapped = mmap(pointer(address), size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, offset);
-  return mapped == MAP_FAILED ? fail_system(error, "mmap") : HP_OK;
+  return mapped == MAP_FAILED ? fail(error, HP_FAILED, errno, "mmap", strerror(errno)) : HP_OK;
 }
 
 static hp_status unmap(void *context, uint64_t address, size_t size, hp_error *error) {
-  return take(address, size, MAP_FIXED) == MAP_FAILED ? fail_system(error, "mmap") : HP_OK;
+  return take(address, size, MAP_FIXED) == MAP_FAILED ? fail(error, HP_FAILED, errno, "mmap", strerror(errno)) : HP_OK;
 }
 
 static hp_status stream_create(void *context, uint64_t *stream, hp_error *error) {
@@ -143,13 +137,12 @@ static hp_status fill(void *context, uint64_t address, uint8_t value, size_t siz
 static const hp_driver table = {
     .struct_size = sizeof(hp_driver), .abi = HP_DRIVER_ABI,
     .flags = HP_HOST_ACCESSIBLE | HP_FRESH_ZERO | HP_COPIES_BLOCK | HP_SIMULATED,
-    .open = nothing, .close = nothing, .device_synchronize = nothing,
-    .geometry = geometry, .memory_info = memory_info,
+    .open = nothing, .close = nothing, .geometry = geometry, .memory_info = memory_info,
     .device_count = device_count, .device_name = device_name, .driver_version = driver_version,
     .reserve = reserve, .release_address = release_address,
     .create = create, .release = release, .map = map, .unmap = unmap,
     .stream_create = stream_create, .stream_destroy = stream_nothing, .stream_synchronize = stream_nothing,
-    .copy_to_host = copy_to_host, .copy_to_device = copy_to_device, .fill = fill,
+    .copy_to_host = copy_to_host, .copy_to_device = copy_to_device, .fill = fill, .device_synchronize = nothing,
 };
 
 hp_status hp_driver_open(const hp_open_request *request, const hp_driver **driver, hp_error *error) {
@@ -157,7 +150,7 @@ hp_status hp_driver_open(const hp_open_request *request, const hp_driver **drive
   if (request->options && *request->options) return fail(error, HP_INVALID, 0, "hp_driver_open", "there are no options");
   pthread_mutex_lock(&lock);
   if (file < 0) file = memfd_create("acme", MFD_CLOEXEC);
-  if (file < 0) return unlock(fail_system(error, "memfd_create"));
+  if (file < 0 || ftruncate(file, (off_t)1 << 60)) return unlock(fail(error, HP_FAILED, errno, "memfd", strerror(errno)));
   *driver = &table;
   return unlock(HP_OK);
 }

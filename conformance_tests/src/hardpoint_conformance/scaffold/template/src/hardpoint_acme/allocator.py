@@ -1,7 +1,5 @@
 """The device's memory: the core's engine over the driver in `native/driver.c`."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 from hardpoint.interfaces import Device, Policy
@@ -20,11 +18,6 @@ class AcmeAllocator(VirtualAllocator):
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
         """Put what torch's factory calls of this thread make into this memory."""
         return factory_call_pool(self, tag, policy)
-
-
-def allocator() -> type[AcmeAllocator]:
-    """Return the class that implements the contract."""
-    return AcmeAllocator
 
 
 def driver_table(device: int) -> DriverTable:

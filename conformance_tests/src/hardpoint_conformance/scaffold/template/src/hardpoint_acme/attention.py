@@ -3,22 +3,17 @@
 The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values. Sums are float32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from hardpoint.interfaces import AttentionBackend, AttentionCapabilities, AttentionPlan, Device, KVCacheSpec, Refusal
+from hardpoint.interfaces import AttentionCapabilities, Device
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, AttentionRequest, KVCacheSpec, Refusal
+from hardpoint.interfaces.batch import Int32Array, StepBatch
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_acme.capabilities import capabilities
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hardpoint.interfaces import AttentionRequest
-    from hardpoint.interfaces.batch import Int32Array, StepBatch
 
 
 @dataclass(frozen=True)
@@ -58,18 +53,15 @@ class AcmeAttention(AttentionBackend):
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Step:
         """Return the step's slots on the device."""
-        size, device = plan.block_size, self._device.torch_device
-        sequences = []
-        for index, row in enumerate(batch.rows):
-            first, last = batch.query_start[index : index + 2].tolist()
-            context = int(batch.context_lens[index])
+        size, device, ends, sequences = plan.block_size, self._device.torch_device, batch.query_start.tolist(), []
+        for row, context, first, last in zip(batch.rows, batch.context_lens, ends[:-1], ends[1:], strict=True):
             if first < last:
-                blocks = torch.tensor(batch.block_table[row, : -(-context // size)], dtype=torch.int64)
-                slots = (blocks[:, None] * size + torch.arange(size)).flatten()[:context]
-                sequences.append((first, last, slots.to(device)))
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64)
-        tokens = (slots >= 0).nonzero().flatten()
-        return Step(plan, tokens.to(device), slots[tokens].to(device), tuple(sequences))
+                positions = np.arange(context)
+                slots = batch.block_table[row, positions // size] * size + positions % size
+                sequences.append((first, last, torch.from_numpy(slots).to(device)))
+        written = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device)
+        tokens = (written >= 0).nonzero().flatten()
+        return Step(plan, tokens, written[tokens], tuple(sequences))
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Step) -> None:
         """Write the step's keys and values to their slots."""
@@ -78,24 +70,16 @@ class AcmeAttention(AttentionBackend):
         cache[1, metadata.slots] = v[metadata.tokens]
 
     def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        metadata: Step,
-        out: Tensor,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-    ) -> None:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Step, out: Tensor,
+        sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Compute attention of the step's queries over their sequences' caches into `out`."""
         if sinks is not None or alibi_slopes is not None:
             raise CapabilityRefused("attention was asked for", ["sinks and alibi are not supported"])
         facts, cache = metadata.plan.request.layers[layer], _by_slot(kv_cache)
         for first, last, slots in metadata.sequences:
             keys, values = cache[:, slots].float()
-            queries = q[first:last].float().unflatten(1, (facts.num_kv_heads, -1))
+            queries = q[first:last].float().reshape(last - first, facts.num_kv_heads, -1, facts.head_dim)
             logits = torch.einsum("qhgd,khd->hgqk", queries, keys) * facts.scale
             positions = torch.arange(len(slots), device=q.device)
             hidden = positions > positions[first - last :, None]

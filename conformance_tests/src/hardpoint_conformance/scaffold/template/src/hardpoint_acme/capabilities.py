@@ -1,9 +1,7 @@
 """What the backend claims for a device. The suite proves every claim, and that everything else is refused."""
 
-from __future__ import annotations
-
-from hardpoint.interfaces import AttentionCapabilities, AttentionFeature, Capabilities, Device, DType, IntSet
-from hardpoint.interfaces import MemoryCapabilities, SleepTier, TorchPoolScope
+from hardpoint.interfaces import Capabilities, Device, DType, IntSet, SleepTier, TorchPoolScope
+from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionFeature, MemoryCapabilities
 
 DTYPES = frozenset({DType.FLOAT32, DType.BFLOAT16})
 

@@ -1,12 +1,10 @@
 """What the backend says of itself: found through the entry point `acme`, imported without torch and without a driver."""
 
-from __future__ import annotations
-
 import pluggy
 
 from hardpoint.interfaces import AttentionBackend, BackendDescriptor, Device, ProbeResult, Worker
 from hardpoint.interfaces.errors import BackendUnavailable
-from hardpoint_acme.allocator import allocator, driver_table
+from hardpoint_acme.allocator import AcmeAllocator, driver_table
 from hardpoint_acme.capabilities import capabilities
 
 hookimpl = pluggy.HookimplMarker("hardpoint")
@@ -40,14 +38,6 @@ def worker() -> type[Worker]:
 def hardpoint_backend() -> BackendDescriptor:
     """Return the descriptor."""
     return BackendDescriptor(
-        name="acme",
-        vendor="Acme",
-        api=(2, 2),
-        probe=probe,
-        capabilities=capabilities,
-        allocator=allocator,
-        attention=attention,
-        worker=worker,
-        driver=lambda device: driver_table(device.index),
-        priority=50,
-    )
+        name="acme", vendor="Acme", api=(2, 2), priority=50, probe=probe, capabilities=capabilities,
+        allocator=lambda: AcmeAllocator, attention=attention, worker=worker, driver=lambda device: driver_table(device.index),
+    )  # fmt: skip

@@ -1,7 +1,5 @@
 """One rank on the device: the core's worker, with what differs on the device."""
 
-from __future__ import annotations
-
 from hardpoint.worker import TorchWorker
 
 
