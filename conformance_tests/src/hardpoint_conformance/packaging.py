@@ -7,21 +7,31 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
+from typing import Any
 
 from hardpoint.interfaces import (
     API_VERSION,
     AttentionBackend,
+    AttentionCapabilities,
+    AttentionFeature,
     BackendDescriptor,
     Capabilities,
     Collectives,
     Contract,
+    Determinism,
     Device,
     DeviceAllocator,
+    DType,
+    GraphLevel,
     GraphRunner,
+    IntSet,
     KernelSet,
+    MemoryCapabilities,
     ProbeResult,
+    SleepTier,
+    TorchPoolScope,
     Worker,
 )
 from hardpoint.interfaces.errors import CapabilityRefused
@@ -95,6 +105,64 @@ def check_descriptor_imports_light(entry_point: EntryPoint, time_limit: float = 
     problems += [f"it loads {name}" for name in DRIVER_LIBRARIES if name in memory_map]
     if problems:
         raise NotConformant(subject, problems)
+
+
+def claims_problems(claims: object) -> list[str]:
+    """Return what makes claims unreadable: other types than the contract's, or names that it does not know; [] when they are sound."""
+    if type(claims) is not Capabilities:
+        return [f"capabilities must be Capabilities, not {type(claims).__name__}"]
+    attention, memory = claims.attention, claims.memory
+    if type(attention) is not AttentionCapabilities or type(memory) is not MemoryCapabilities:
+        return ["attention and memory must be AttentionCapabilities and MemoryCapabilities"]
+    if not isinstance(attention.kv_dtypes, Mapping):
+        return [f"attention.kv_dtypes must be a mapping, not {_kind(attention.kv_dtypes)}"]
+    kv_dtypes = {f"attention.kv_dtypes[{key}]": (frozenset, DType, value) for key, value in attention.kv_dtypes.items()}
+    sets: dict[str, tuple[type, type, Any]] = {
+        "attention.dtypes": (frozenset, DType, attention.dtypes),
+        "attention.kv_dtypes": (tuple, DType, tuple(attention.kv_dtypes)),
+        **kv_dtypes,
+        "attention.features": (frozenset, AttentionFeature, attention.features),
+        "memory.sleep_levels": (frozenset, int, memory.sleep_levels),
+        "memory.tiers": (frozenset, SleepTier, memory.tiers),
+        "quantisation": (frozenset, str, claims.quantisation),
+        "collectives": (tuple, str, claims.collectives),
+    }
+    single: dict[str, tuple[type, Any]] = {
+        "attention.default_block_size": (int, attention.default_block_size),
+        "attention.max_context": (int, attention.max_context),
+        "attention.graph_level": (GraphLevel, attention.graph_level),
+        "attention.determinism": (Determinism, attention.determinism),
+        "memory.elastic": (bool, memory.elastic),
+        "memory.torch_pool": (TorchPoolScope, memory.torch_pool),
+        "attention.head_dims": (IntSet, attention.head_dims),
+        "attention.block_sizes": (IntSet, attention.block_sizes),
+        "attention.group_sizes": (IntSet, attention.group_sizes),
+        "tensor_parallel": (IntSet, claims.tensor_parallel),
+    }
+    problems: list[str] = []
+    for name, (collection, kind, values) in sets.items():
+        if not isinstance(values, collection):
+            problems.append(f"{name} must be a {collection.__name__}, not {_kind(values)}")
+        else:
+            problems += _unknown(name, kind, values)
+    for name, (kind, value) in single.items():
+        problems += _unknown(name, kind, (value,))
+        if kind is IntSet and type(value) is IntSet:
+            limits = [limit for limit in (value.minimum, value.maximum) if limit is not None]
+            problems += _unknown(name, int, (*value.values, *limits, value.multiple_of))
+    if not problems and not memory.sleep_levels <= {0, 1, 2}:
+        problems.append(f"memory.sleep_levels holds {sorted(memory.sleep_levels)}; the contract knows 0, 1 and 2")
+    return problems
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _unknown(name: str, kind: type, values: Iterable[object]) -> Iterator[str]:
+    unknown = sorted(repr(value) for value in values if type(value) is not kind)
+    if unknown:
+        yield f"{name} holds {', '.join(unknown)}, which is no {kind.__name__} of the contract"
 
 
 def check_contract(descriptor: BackendDescriptor) -> None:

@@ -1,0 +1,142 @@
+"""The verdict: what the results of a run say of the backend, recomputed by whoever reads a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from hardpoint_conformance.claims import CLAIMS, claimed, from_json
+from hardpoint_conformance.levels import Level
+from hardpoint_conformance.outcomes import Outcome, Verdict
+from hardpoint_conformance.waivers import expired
+
+CORE = "attention"
+"""What a backend cannot leave out in a run with the levels that need it."""
+
+CORE_LEVELS = frozenset({Level.ATTENTION_CORE, Level.WORKER})
+
+
+class Standing(StrEnum):
+    """What a run shows of one capability.
+
+    PROVED: claimed, and all that was to be run passed. FAILED: claimed, and something failed. WAIVED: claimed, and what failed is waived.
+    UNPROVED: claimed, and nothing that proves it was run and passed. REFUSED: not claimed, and its refusal passed. NOT_REFUSED: not
+    claimed, and the clauses that are to prove a clean refusal did not pass. NOT_CLAIMED: not claimed, and no clause asks for its refusal.
+    OUT_OF_SCOPE: no test of the levels that were run is about it.
+    """
+
+    PROVED = "proved"
+    FAILED = "failed"
+    WAIVED = "waived"
+    UNPROVED = "unproved"
+    REFUSED = "refused"
+    NOT_REFUSED = "not refused"
+    NOT_CLAIMED = "not claimed"
+    OUT_OF_SCOPE = "out of scope"
+
+
+def judge(report: Mapping[str, Any]) -> tuple[Verdict, list[str]]:
+    """Return the verdict on a report's results, and the reasons against conformance, one sentence each."""
+    results: Sequence[Mapping[str, Any]] = report["results"]
+    reasons = [*_unconditional(results), *_waivers(report)]
+    if report["selection"]["clauses"]:
+        return (Verdict.NOT_CONFORMANT if reasons else Verdict.PARTIAL), reasons
+    there = {result["level"] for result in results}
+    reasons += [
+        f"the suite has no test of level L{level}" for level in report["selection"]["levels"] if level not in there
+    ]
+    reasons += _untestable(results)
+    if report["claims"] is None:
+        reasons.append("what the backend claims is not known")
+    else:
+        reasons += _capabilities(report)
+    if reasons:
+        return Verdict.NOT_CONFORMANT, reasons
+    waived = any(result["outcome"] == Outcome.WAIVED for result in results)
+    return (Verdict.WITH_WAIVERS if waived else Verdict.CONFORMANT), []
+
+
+def _unconditional(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    counts = Counter(Outcome(result["outcome"]) for result in results)
+    if not counts[Outcome.PASSED] + counts[Outcome.WAIVED] + sum(n for o, n in counts.items() if o.is_failure):
+        yield "no test was run"
+    for outcome in (Outcome.FAILED, Outcome.ERROR, Outcome.CRASHED, Outcome.HUNG, Outcome.NOT_RUN):
+        if counts[outcome]:
+            found = dict.fromkeys(result["clause"] for result in results if result["outcome"] == outcome)
+            shown = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+            label = {
+                Outcome.ERROR: "ended with an error outside of the test itself",
+                Outcome.NOT_RUN: "not run",
+            }.get(outcome, outcome.value)
+            yield f"{_tests(counts[outcome])} {label} ({shown})"
+
+
+def _tests(count: int) -> str:
+    return "1 test" if count == 1 else f"{count} tests"
+
+
+def _waivers(report: Mapping[str, Any]) -> Iterator[str]:
+    listed = {name for result in report["results"] for name in (result["id"], result["clause"])}
+    used = {result["waiver"] for result in report["results"] if result["outcome"] == Outcome.WAIVED}
+    for waiver in report["waivers"]:
+        if expired(waiver, report["backend"]["version"]):
+            yield f"the waiver of {waiver['id']} ended with version {waiver['until']}"
+        elif waiver["id"] in listed and waiver["id"] not in used:
+            yield f"the waiver of {waiver['id']} is not needed, or is for what cannot be waived"
+
+
+def _untestable(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    outcomes: dict[str, set[Outcome]] = {}
+    for result in results:
+        outcome = Outcome(result["outcome"])
+        if outcome.applies:
+            outcomes.setdefault(result["clause"], set()).add(outcome)
+    for clause, found in outcomes.items():
+        if found == {Outcome.NOT_TESTABLE}:
+            yield f"{clause} could not be tested in any case"
+
+
+def _capabilities(report: Mapping[str, Any]) -> Iterator[str]:
+    levels = {Level(level) for level in report["selection"]["levels"]}
+    found = standings(report)
+    if levels & CORE_LEVELS and not claimed(CORE, from_json(report["claims"])):
+        yield f"'{CORE}' is the core, which cannot be left out, and is not claimed"
+    for capability, standing in found.items():
+        if standing is Standing.UNPROVED:
+            yield f"'{capability}' is claimed, and no test that proves it was run and passed"
+        elif standing is Standing.NOT_REFUSED:
+            yield f"'{capability}' is not claimed, and no test showed that it is refused cleanly"
+
+
+def standings(report: Mapping[str, Any]) -> dict[str, Standing]:
+    """Return what a report shows of every capability, by name."""
+    claims = from_json(report["claims"])
+    return {
+        name: _standing(
+            name, claimed(name, claims), report["results"], len(report["selection"]["levels"]) == len(Level)
+        )
+        for name in CLAIMS
+    }
+
+
+def _standing(name: str, is_claimed: bool, results: Iterable[Mapping[str, Any]], is_full: bool) -> Standing:
+    about = [result for result in results if name in result["capabilities"] and result["refusal"] != is_claimed]
+    outcomes = {outcome for result in about if (outcome := Outcome(result["outcome"])).applies}
+    if not is_claimed:
+        if not about:
+            return Standing.NOT_CLAIMED if is_full else Standing.OUT_OF_SCOPE
+        return Standing.REFUSED if Outcome.PASSED in outcomes else Standing.NOT_REFUSED
+    if not about and not is_full:
+        return Standing.OUT_OF_SCOPE
+    if any(outcome.is_failure for outcome in outcomes):
+        return Standing.FAILED
+    if Outcome.WAIVED in outcomes:
+        return Standing.WAIVED
+    return Standing.PROVED if Outcome.PASSED in outcomes else Standing.UNPROVED
+
+
+def exit_status(verdict: Verdict, reasons: Sequence[str]) -> int:
+    """Return what `run` ends with: 0 for a conformant backend, with waivers too, and for chosen clauses that all pass."""
+    return 1 if reasons or verdict is Verdict.NOT_CONFORMANT else 0
