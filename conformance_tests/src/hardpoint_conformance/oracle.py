@@ -1,0 +1,167 @@
+"""The judge of attention's numbers: an oracle in float64, and a bound on the error that comes from a plain implementation.
+
+The oracle computes attention by its definition (`hardpoint.interfaces.attention`) from the inputs as the backend gets them: queries
+in the case's dtype, keys and values after their rounding to the cache's dtype. So the rounding of inputs is nobody's error.
+
+A row is one query of one head. Its error, the largest over its elements, must keep to
+
+    |out - oracle| <= c * max(|plain - oracle|, floor)
+
+- `plain` is attention as one would write it in the case's dtype without care: products and sums accumulate in float32, as matrix units
+  do, and every intermediate result (logits, capped and sloped logits, weights, output) is rounded to the dtype. It adapts the bound to
+  dtype, length and data, which a constant cannot.
+- `c` is 2, and 3 with a soft cap, which adds roundings whose order is free: the factors of FlashAttention's own tests (Dao et al.).
+  A row's error is a random quantity, and two correct implementations differ by about such a factor.
+- `floor` is what a fused kernel cannot avoid, for rows in which `plain` happens to have no error (with u half the dtype's eps, sums over
+  the visible keys j with weights p):
+    u * |oracle|                             the output is rounded once;
+    u * sum p|v|                             the weights are rounded once, to be operands of a matrix unit;
+    2^-24 * (4 + 2A + sqrt(n)) * sum p|v|    float32 underneath: the absolute error of a logit is a relative one of its weight; A is the
+                                             largest sum of |q * k| * scale (and |ALiBi|) of a logit, or the size of the denominator's
+                                             logarithm, which is taken off; n is the number of keys that are summed;
+    half the smallest float16, or the smallest normal bfloat16 or float32: results below may be rounded or flushed.
+
+Sums kept in half precision exceed this as soon as their partial sums grow: see the clauses `attn.accumulate.*`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hardpoint.interfaces import AttentionLayer
+
+FACTOR = 2.0
+FACTOR_SOFT_CAP = 3.0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Attention of one sequence's consecutive queries.
+
+    Attributes:
+        q: [queries, num_heads, head_dim], of the last positions of the context.
+        k, v: [context, num_kv_heads, head_dim].
+        sinks, alibi: float32[num_heads], where the layer has them.
+    """
+
+    layer: AttentionLayer
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Attention with what led to it.
+
+    Attributes:
+        out: [queries, num_heads, head_dim].
+        weights: [num_heads, queries, context], without a sink's.
+        log_sum: [num_heads, queries], logarithm of the softmax's denominator.
+    """
+
+    out: Tensor
+    weights: Tensor
+    log_sum: Tensor
+
+
+def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | None = None) -> Weighted:
+    """Compute attention by its definition.
+
+    Args:
+        arithmetic: of all products and sums.
+        rounded: dtype that each intermediate result is rounded to; None for none.
+    """
+
+    def r(x: Tensor) -> Tensor:
+        return x if rounded is None else x.to(rounded).to(arithmetic)
+
+    layer = numbers.layer
+    q, k, v = _operands(numbers, arithmetic)
+    logits = r(torch.einsum("qhd,khd->hqk", q, k) * layer.scale)
+    if layer.soft_cap is not None:
+        logits = r(r(torch.tanh(r(logits / layer.soft_cap))) * layer.soft_cap)
+    distance = _distances(numbers)
+    if numbers.alibi is not None:
+        logits = r(logits + numbers.alibi.to(arithmetic)[:, None, None] * distance.to(arithmetic))
+    logits = logits.masked_fill(~visible(layer, distance), float("-inf"))
+    if numbers.sinks is not None:
+        column = numbers.sinks.to(arithmetic)[:, None, None].expand(-1, len(q), 1)
+        logits = torch.cat([logits, column], -1)
+    weights = r(torch.softmax(logits, -1))[..., : len(k)]
+    return Weighted(r(torch.einsum("hqk,khd->qhd", weights, v)), weights, torch.logsumexp(logits, -1))
+
+
+def visible(layer: AttentionLayer, distance: Tensor) -> Tensor:
+    """Return which keys are seen, by key position minus query position: none ahead, and of a window's only its number of keys."""
+    seen = distance <= 0
+    return seen if layer.sliding_window is None else seen & (distance > -layer.sliding_window)
+
+
+def _operands(numbers: Numbers, arithmetic: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    group = numbers.layer.num_heads // numbers.layer.num_kv_heads
+    k, v = (x.to(arithmetic).repeat_interleave(group, 1) for x in (numbers.k, numbers.v))
+    return numbers.q.to(arithmetic), k, v
+
+
+def _distances(numbers: Numbers) -> Tensor:
+    queries, keys = len(numbers.q), len(numbers.k)
+    return torch.arange(keys)[None, :] - torch.arange(keys - queries, keys)[:, None]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a backend must compute.
+
+    Attributes:
+        out: float64[queries, num_heads, head_dim], the oracle's.
+        bound: float64[queries, num_heads], the largest error of a row.
+    """
+
+    out: Tensor
+    bound: Tensor
+
+    def ratio(self, out: Tensor) -> float:
+        """Return the largest error as a share of its bound; infinite where a result is not finite."""
+        if out.shape != self.out.shape:
+            raise ValueError(f"a result of shape {tuple(out.shape)} was to be {tuple(self.out.shape)}")
+        error = (out.double() - self.out).abs().amax(-1)
+        return float((error / self.bound).nan_to_num(nan=torch.inf).max()) if error.numel() else 0.0
+
+
+def expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
+    """Return the oracle's result for a case in `dtype`, with the bound on the error."""
+    exact = attend(numbers, torch.float64)
+    plain = attend(numbers, torch.float32, dtype).out.double()
+    # Where the plain implementation overflows it says nothing about the error.
+    plain_error = (plain - exact.out).abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1)
+    factor = FACTOR if numbers.layer.soft_cap is None else FACTOR_SOFT_CAP
+    return Expected(exact.out, factor * torch.maximum(plain_error, _floor(numbers, exact, dtype)))
+
+
+def _floor(numbers: Numbers, exact: Weighted, dtype: torch.dtype) -> Tensor:
+    """Return the unavoidable error of each row, float64[queries, num_heads] (see the module)."""
+    q, k, v = _operands(numbers, torch.float64)
+    distance = _distances(numbers)
+    size = torch.einsum("qhd,khd->hqk", q.abs(), k.abs()) * abs(numbers.layer.scale)
+    if numbers.alibi is not None:
+        size = size + (numbers.alibi.double()[:, None, None] * distance).abs()
+    seen = visible(numbers.layer, distance)
+    # Keys whose share of the result is next to nothing add no error to it, however large their logits are.
+    share = exact.weights / exact.weights.sum(-1, keepdim=True)
+    largest = torch.maximum(size.masked_fill(~(share > 1e-12), 0.0).amax(-1), exact.log_sum.abs()).T
+    count = seen.sum(-1).double()[:, None]
+    values = torch.einsum("hqk,khd->qhd", exact.weights, v.abs()).amax(-1)
+    unit = torch.finfo(dtype).eps / 2
+    single = 2.0**-24 * (4 + 2 * largest + count.sqrt())
+    return unit * (exact.out.abs().amax(-1) + values) + single * values + _smallest(dtype)
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    kind = torch.finfo(dtype)
+    return kind.tiny * kind.eps / 2 if dtype is torch.float16 else kind.tiny

@@ -1,0 +1,147 @@
+"""The oracle of whole models: a decoder in plain torch on the CPU, in float64, and the same one in the element type of the case.
+
+Greedy tokens are judged by the logit-margin rule. The oracle runs over the text that the backend wrote, so that every token is
+judged after the same tokens before it. A token other than the oracle's is right only where the oracle prefers its own by
+no more than rounding explains: with an error of at most e in each logit, two logits change their order only when they are within
+2·e. The plain decoder in the case's type gives the size of that error, measured on the same text; a correct backend sums in other
+orders and keeps other intermediate results in that type, so its error is another draw of the same size: e is twice the largest
+error of the plain run. Nothing else is a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hardpoint.interfaces import DType
+from hardpoint_conformance.tiny_model import Model, Shape
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces import TokenLogprobs
+
+FACTOR = 2.0
+"""A backend's error by that of the plain run; FlashAttention's own tests use the same."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the oracle says of a text.
+
+    Attributes:
+        exact: float64[positions, vocab], logits at the positions before each judged token.
+        error: bound of the error of one logit.
+        tokens: the judged tokens.
+    """
+
+    exact: Tensor
+    error: float
+    tokens: Tensor
+
+    @property
+    def ratios(self) -> Tensor:
+        """The oracle's margin of its token over the one judged, by its bound; above 1 the token is wrong."""
+        margin = self.exact.max(dim=-1).values - self.exact.gather(1, self.tokens[:, None])[:, 0]
+        return margin / (2 * self.error)
+
+    @property
+    def decided(self) -> float:
+        """Share of the positions at which only the oracle's token is right."""
+        best = self.exact.topk(2, dim=-1).values
+        return float((best[:, 0] - best[:, 1] > 2 * self.error).double().mean())
+
+    def check(self) -> float:
+        """Raise AssertionError that names the first wrong token; return the largest ratio."""
+        ratios = self.ratios
+        wrong = torch.nonzero(ratios > 1)
+        if len(wrong):
+            at = int(wrong[0])
+            best = int(self.exact[at].argmax())
+            margin = float(self.exact[at, best] - self.exact[at, self.tokens[at]])
+            raise AssertionError(
+                f"token {at} is {int(self.tokens[at])}; the oracle has {best}, by a margin of {margin:.3g} "
+                f"where rounding explains {2 * self.error:.3g}; {len(wrong)} of {len(ratios)} tokens are wrong"
+            )
+        return float(ratios.max())
+
+    def check_logprobs(self, given: Sequence[TokenLogprobs]) -> float:
+        """Raise AssertionError where log probabilities differ from the oracle's by more than their bound; return the largest ratio.
+
+        A log probability is a logit less the logarithm of a sum of exponentials, which is off by no more than one logit is.
+        """
+        exact = self.exact.log_softmax(dim=-1)
+        worst = 0.0
+        for at, found in enumerate(given):
+            values = torch.from_numpy(found.logprobs).double()
+            assert bool(torch.isfinite(values).all()), f"token {at} has log probabilities {found.logprobs}"
+            assert int(found.token_ids[0]) == int(self.tokens[at]), "the sampled token comes first"
+            difference = (values - exact[at, torch.from_numpy(found.token_ids).long()]).abs().max()
+            worst = max(worst, float(difference) / (2 * self.error))
+        assert worst <= 1, f"log probabilities are off by {worst:.3g} times what rounding explains"
+        return worst
+
+
+def judge(model: Model, text: Sequence[int], prompt_len: int, dtype: DType) -> Judgement:
+    """Return what the oracle says of the tokens from `prompt_len` on, for a backend that computes in `dtype`."""
+    tokens = torch.tensor(text[prompt_len:], dtype=torch.int64)
+    vocab = model.shape.vocab
+    assert bool(((tokens >= 0) & (tokens < vocab)).all()), f"tokens {tokens.tolist()} of a vocabulary of {vocab}"
+    exact = logits(model, text[:-1], torch.float64)[prompt_len - 1 :]
+    plain = logits(model, text[:-1], dtype.to_torch())[prompt_len - 1 :]
+    # Logits are returned in float32, and so rounded once more.
+    floor = torch.finfo(torch.float32).eps * float(exact.abs().max())
+    return Judgement(exact, FACTOR * float((plain - exact).abs().max()) + floor, tokens)
+
+
+@torch.inference_mode()
+def logits(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return float64[tokens, vocab], computed in `dtype`, with norms, rotary angles and softmax in no less than float32."""
+    shape = model.shape
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def weight(name: str) -> Tensor:
+        return model.weights[f"{name}.weight"].to(dtype)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        spread = x.to(wide).square().mean(dim=-1, keepdim=True) + shape.norm_eps
+        return (x.to(wide) * spread.rsqrt()).to(dtype) * weight(name)
+
+    visible = _visible(len(text), shape.window)
+    hidden = weight("model.embed_tokens")[torch.tensor(text)]
+    for index in range(shape.layers):
+        layer = f"model.layers.{index}"
+        x = norm(hidden, f"{layer}.input_layernorm")
+        q, k, v = (
+            (x @ weight(f"{layer}.self_attn.{part}_proj").T).unflatten(-1, (-1, shape.head_dim)).transpose(0, 1)
+            for part in "qkv"
+        )
+        q, k = _rotated(q, shape, wide), _rotated(k, shape, wide)
+        group = shape.heads // shape.kv_heads
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).to(wide).masked_fill(~visible, float("-inf"))
+        mixed = (scores.softmax(dim=-1).to(dtype) @ v).transpose(0, 1).flatten(1)
+        hidden = hidden + mixed @ weight(f"{layer}.self_attn.o_proj").T
+        x = norm(hidden, f"{layer}.post_attention_layernorm")
+        gate = functional.silu(x @ weight(f"{layer}.mlp.gate_proj").T)
+        hidden = hidden + (gate * (x @ weight(f"{layer}.mlp.up_proj").T)) @ weight(f"{layer}.mlp.down_proj").T
+    head = weight("model.embed_tokens" if shape.tied else "lm_head")
+    return (norm(hidden, "model.norm") @ head.T).double()
+
+
+def _visible(length: int, window: int | None) -> Tensor:
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return (distance >= 0) & (distance < (window or length))
+
+
+def _rotated(x: Tensor, shape: Shape, wide: torch.dtype) -> Tensor:
+    """Return heads [heads, tokens, head_dim] after rotary embedding by halves (arXiv:2104.09864, Hugging Face's order)."""
+    half = shape.head_dim // 2
+    frequencies = shape.rope_theta ** (-torch.arange(half, dtype=wide) / half)
+    angles = torch.arange(x.shape[1], dtype=wide)[:, None] * frequencies
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,361 @@
+"""Level 3: what some models need of attention: each feature is correct where it is claimed, and refused where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hardpoint.interfaces import (
+    AttentionBackend,
+    AttentionFeature,
+    AttentionLayer,
+    AttentionPlan,
+    AttentionRequest,
+    Capabilities,
+    DType,
+    Refusal,
+)
+from hardpoint_conformance.batches import (
+    Bench,
+    Case,
+    Layout,
+    Span,
+    check,
+    dtypes_claimed,
+    make_case,
+    plain_layer,
+    same_bits,
+)
+from hardpoint_conformance.clauses import clause, proves
+from hardpoint_conformance.levels import Level
+from hardpoint_conformance.plugin import Quality
+from hardpoint_conformance.suite.test_l2_attention import DTYPES
+from hardpoint_conformance.target import Target
+
+LEVEL = Level.ATTENTION_EXTENDED
+LAYER_FEATURES = {
+    AttentionFeature.SLIDING_WINDOW: {"window": 21},
+    AttentionFeature.SOFT_CAP: {"soft_cap": 4.0},
+    AttentionFeature.SINKS: {"sinks": True},
+    AttentionFeature.ALIBI: {"alibi": True},
+}
+"""How a layer asks for each feature that a layer can have."""
+
+
+def feature_cases(*features: AttentionFeature) -> object:
+    """Return a parameter for features, each case of which proves its own."""
+    marks = [proves(f"attention.{feature.value}") for feature in features]
+    return pytest.param(features, id="+".join(feature.value for feature in features), marks=marks)
+
+
+def layer_with(claims: Capabilities, features: tuple[AttentionFeature, ...]) -> AttentionLayer:
+    """Return a small layer with features."""
+    numbers: dict[str, object] = {}
+    for feature in features:
+        numbers |= LAYER_FEATURES[feature]
+    return plain_layer(claims, **numbers)
+
+
+def steps(case: Case, claims: Capabilities) -> list[list[Span]]:
+    """Return steps over a case: prefill, decode, and chunks with context where they are claimed."""
+    found = [case.whole(), case.last()]
+    if AttentionFeature.CHUNKED_PREFILL in claims.attention.features:
+        found.append([Span(seq, length // 3, length) for seq, length in enumerate(case.lengths) if length > 2])
+    return found
+
+
+def check_steps(target: Target, case: Case, rng: np.random.Generator, quality: Quality) -> None:
+    """Run prefill, decode and chunks of a case and compare with the oracle."""
+    bench = Bench(target, case, rng=rng)
+    for spans in steps(case, target.claims):
+        check(case, spans, bench.run(spans), quality)
+
+
+# Sliding window: the number of visible keys, the query's own included
+
+
+@clause("attn.window.edge@1", LEVEL, capability="attention.sliding_window", facts="attention test D")
+@DTYPES
+@pytest.mark.parametrize("window", [2, 16, 33, 128])
+def test_window_edges(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType, window: int
+) -> None:
+    """With a sliding window of w a query at position p sees exactly the w keys at p - w + 1 to p, its own included: contexts of w - 1, w,
+    w + 1 and several windows."""
+    lengths = [max(1, window - 1), window, window + 1, 2 * window + 3]
+    case = make_case(rng, plain_layer(claims, window=window), dtype, lengths)
+    # The two keys at the edge, on either side of it, decide the result.
+    for k, v in zip(case.k, case.v, strict=True):
+        if len(k) >= window:
+            v[len(v) - window] = 30.0
+        if len(k) > window:
+            v[len(v) - window - 1] = -30.0
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.window.one@1", LEVEL, capability="attention.sliding_window", facts="attention test D")
+@DTYPES
+def test_window_of_one(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
+) -> None:
+    """With a window of one a query sees its own key alone: the output is the value at its position."""
+    case = make_case(rng, plain_layer(claims, window=1), dtype, [1, 2, 40])
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.window.wide@1", LEVEL, capability="attention.sliding_window", facts="attention test D")
+@DTYPES
+def test_wide_window(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
+) -> None:
+    """A window that is wider than the context hides nothing."""
+    case = make_case(rng, plain_layer(claims, window=1000), dtype, [1, 50, 130])
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.window.long@1", LEVEL, capability="attention.sliding_window", facts="attention test D")
+@DTYPES
+def test_window_in_a_long_context(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
+) -> None:
+    """A window far behind which many blocks lie shows its keys alone, even where all others would outweigh them."""
+    window = 100
+    case = make_case(rng, plain_layer(claims, window=window), dtype, [1200])
+    length = case.lengths[0]
+    # Keys before every window of the queries below: alike to all queries and with large values.
+    case.v[0][: length - 30 - window] = 100.0
+    case.k[0][: length - 30 - window] *= 4.0
+    bench = Bench(target, case, rng=rng)
+    check(case, case.last(), bench.run(case.last()), quality)
+    if AttentionFeature.CHUNKED_PREFILL in claims.attention.features:
+        check(case, case.last(30), bench.run(case.last(30)), quality)
+
+
+# Soft cap, sinks, ALiBi
+
+
+@clause("attn.softcap.value@1", LEVEL, capability="attention.soft_cap", facts="attention test E")
+@DTYPES
+@pytest.mark.parametrize("cap", [0.5, 5.0, 50.0])
+def test_soft_cap(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType, cap: float
+) -> None:
+    """A soft cap replaces each scaled logit by `cap * tanh(logit / cap)` before the mask and the softmax, at logits below, about and
+    above the cap."""
+    numbers = plain_layer(claims, soft_cap=cap)
+    case = make_case(rng, replace(numbers, scale=numbers.scale * min(cap, 8.0)), dtype, [7, 60])
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.softcap.saturated@1", LEVEL, capability="attention.soft_cap", facts="attention test E")
+@DTYPES
+def test_saturated_soft_cap(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
+) -> None:
+    """Logits far beyond the cap are all the cap: they neither overflow nor differ."""
+    case = make_case(rng, plain_layer(claims, soft_cap=2.0, scale=30.0), dtype, [5, 50])
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.sinks.value@1", LEVEL, capability="attention.sinks", facts="attention test E")
+@DTYPES
+def test_sinks(target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType) -> None:
+    """A sink adds `exp(sink)` of its head to the softmax's denominator and nothing to the output, unscaled and uncapped."""
+    case = make_case(rng, plain_layer(claims, sinks=True), dtype, [1, 9, 80])
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.sinks.range@1", LEVEL, capability="attention.sinks", facts="attention test E")
+@DTYPES
+@pytest.mark.parametrize("sink", [-1e4, -20.0, 12.0, 30.0])
+def test_sink_range(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType, sink: float
+) -> None:
+    """A sink far below all logits changes nothing; one above them takes the weight, and nothing overflows."""
+    case = make_case(rng, plain_layer(claims, sinks=True), dtype, [3, 70])
+    case = replace(case, sinks=torch.full((case.layer.num_heads,), sink))
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.alibi.value@1", LEVEL, capability="attention.alibi", facts="attention test E")
+@DTYPES
+def test_alibi(target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType) -> None:
+    """ALiBi adds `slope * (key position - query position)` of the head to each scaled logit, by positions in the sequence and not in
+    the chunk."""
+    case = make_case(rng, plain_layer(claims, alibi=True), dtype, [1, 9, 80, 300])
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.features.combined@1", LEVEL, facts="attention test D, attention test E")
+@DTYPES
+@pytest.mark.parametrize(
+    "features",
+    [
+        feature_cases(AttentionFeature.SLIDING_WINDOW, AttentionFeature.SOFT_CAP),
+        feature_cases(AttentionFeature.SLIDING_WINDOW, AttentionFeature.SINKS),
+        feature_cases(AttentionFeature.SLIDING_WINDOW, AttentionFeature.ALIBI),
+        feature_cases(AttentionFeature.SOFT_CAP, AttentionFeature.SINKS),
+        feature_cases(AttentionFeature.SOFT_CAP, AttentionFeature.ALIBI),
+        feature_cases(*LAYER_FEATURES),
+    ],
+)
+def test_combined_features(
+    target: Target,
+    claims: Capabilities,
+    rng: np.random.Generator,
+    quality: Quality,
+    dtype: DType,
+    features: tuple[AttentionFeature, ...],
+) -> None:
+    """Features of one layer act together: scale, soft cap, ALiBi, mask and window, then a softmax with the sink."""
+    case = make_case(rng, layer_with(claims, features), dtype, [6, 21, 22, 95])
+    check_steps(target, case, rng, quality)
+
+
+# Batches and layers
+
+
+@clause("attn.batch.mixed@1", LEVEL, capability="attention.mixed_batch", facts="attention test A4")
+@DTYPES
+def test_mixed_batch(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
+) -> None:
+    """Decodes and prompts, and chunks with context where they are claimed, in one step each give what the oracle gives for them."""
+    case = make_case(rng, plain_layer(claims), dtype, [40, 33, 1, 300, 90, 17])
+    spans = [Span(0, 39, 40), Span(1, 0, 33), Span(2, 0, 1), Span(3, 299, 300)]
+    if AttentionFeature.CHUNKED_PREFILL in claims.attention.features:
+        spans += [Span(4, 50, 90), Span(5, 15, 17)]
+    check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+
+
+@clause("attn.batch.mixed-features@1", LEVEL, capability="attention.mixed_batch", facts="attention test A4")
+@pytest.mark.parametrize("features", [feature_cases(feature) for feature in LAYER_FEATURES])
+def test_mixed_batch_with_features(
+    target: Target,
+    claims: Capabilities,
+    rng: np.random.Generator,
+    quality: Quality,
+    features: tuple[AttentionFeature, ...],
+) -> None:
+    """A layer's features hold for the decodes of a mixed batch and for its prompts."""
+    for dtype in dtypes_claimed(claims):
+        case = make_case(rng, layer_with(claims, features), dtype, [40, 33, 1, 300])
+        spans = [Span(0, 39, 40), Span(1, 0, 33), Span(2, 0, 1), Span(3, 299, 300)]
+        check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+
+
+@clause("attn.layers.differ@1", LEVEL, facts="attention test D, attention test E")
+@pytest.mark.parametrize("features", [feature_cases(feature) for feature in LAYER_FEATURES])
+def test_layers_differ(
+    target: Target,
+    claims: Capabilities,
+    rng: np.random.Generator,
+    quality: Quality,
+    features: tuple[AttentionFeature, ...],
+) -> None:
+    """Layers of one plan that differ, as in models that alternate windows, each keep to their own numbers within one step."""
+    plain = plain_layer(claims)
+    kinds = [layer_with(claims, features), plain, replace(plain, scale=plain.scale / 2), layer_with(claims, features)]
+    dtype = dtypes_claimed(claims)[0]
+    cases = [make_case(rng, kind, dtype, [50, 64]) for kind in kinds]
+    bench = Bench(target, *cases, rng=rng)
+    for spans in steps(cases[0], claims):
+        held = {span.seq: span.begin for span in spans}
+        bench.load(bench.image([held.get(seq, 0) for seq in range(2)]))
+        step = bench.step(spans)
+        bench.execute(step)
+        for index, case in enumerate(cases):
+            check(case, spans, bench.outputs(step, index), quality)
+
+
+# KV dtypes
+
+
+@clause("attn.kv.narrow@1", LEVEL, facts="attention test F")
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [
+        pytest.param(kind, id=kind.value, marks=proves(f"attention.kv_dtype.{kind.value}"))
+        for kind in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8)
+    ],
+)
+def test_narrow_cache(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, kv_dtype: DType
+) -> None:
+    """A cache of a narrower dtype holds what that dtype can represent exactly, and attention over it is that of the numbers held."""
+    for dtype in dtypes_claimed(claims):
+        if kv_dtype not in claims.attention.kv_dtypes[dtype]:
+            continue
+        case = make_case(rng, plain_layer(claims), dtype, [1, 20, 75], kv_dtype=kv_dtype)
+        bench = Bench(target, case, rng=rng)
+        assert bench.spec.dtype is kv_dtype
+        for spans in steps(case, claims):
+            check(case, spans, bench.run(spans), quality)
+        bench.run(case.whole())
+        held = bench.canonical(bench.cache.cpu())
+        for seq, length in enumerate(case.lengths):
+            block, offset = bench.slots(seq, 0, length)
+            assert same_bits(held[0, 0, block, :, offset], case.k[seq].to(held.dtype))
+            assert same_bits(held[0, 1, block, :, offset], case.v[seq].to(held.dtype))
+
+
+# Refusals
+
+
+def _request(claims: Capabilities, dtype: DType, kv_dtype: DType, numbers: AttentionLayer) -> AttentionRequest:
+    return AttentionRequest((numbers,), dtype, kv_dtype, None, 128)
+
+
+def _assert_refused(attention: AttentionBackend, request: AttentionRequest, word: str) -> None:
+    answer = attention.plan(request)
+    assert isinstance(answer, Refusal), f"what is not claimed was planned: {word}"
+    assert any(word in reason for reason in answer.reasons), f"no reason names {word}: {answer.reasons}"
+
+
+@clause("attn.feature.refused@1", LEVEL, refusal=True, facts="attention test E")
+@pytest.mark.parametrize("features", [feature_cases(feature) for feature in AttentionFeature])
+def test_unclaimed_feature(
+    attention: AttentionBackend, claims: Capabilities, features: tuple[AttentionFeature, ...]
+) -> None:
+    """A feature that is not claimed is refused by `plan`, with a reason that names it, whether a layer needs it or the engine does; it
+    is never ignored."""
+    (feature,) = features
+    dtype = next(iter(dtypes_claimed(claims)), DType.FLOAT32)
+    plain = _request(claims, dtype, dtype, plain_layer(claims))
+    _assert_refused(attention, replace(plain, features=frozenset(features)), feature.value)
+    if feature in LAYER_FEATURES:
+        _assert_refused(attention, replace(plain, layers=(layer_with(claims, features),)), feature.value)
+
+
+@clause("attn.dtype.refused@1", LEVEL, refusal=True, facts="attention test F")
+@DTYPES
+def test_unclaimed_dtype(attention: AttentionBackend, claims: Capabilities, dtype: DType) -> None:
+    """A dtype of queries that is not claimed is refused by `plan`, with a reason that names it."""
+    _assert_refused(attention, _request(claims, dtype, dtype, plain_layer(claims)), dtype.value)
+
+
+@clause("attn.kv-dtype.refused@1", LEVEL, refusal=True, facts="attention test F")
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [
+        pytest.param(kind, id=kind.value, marks=proves(f"attention.kv_dtype.{kind.value}"))
+        for kind in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8)
+    ],
+)
+def test_unclaimed_kv_dtype(attention: AttentionBackend, claims: Capabilities, kv_dtype: DType) -> None:
+    """A dtype of the cache that is not claimed is refused by `plan`, with a reason that names it."""
+    for dtype in dtypes_claimed(claims):
+        _assert_refused(attention, _request(claims, dtype, kv_dtype, plain_layer(claims)), kv_dtype.value)
+
+
+@clause("attn.kv-dtype.pairs@1", LEVEL, capability="attention", facts="attention test F")
+def test_pairs_of_dtypes(attention: AttentionBackend, claims: Capabilities) -> None:
+    """Every pair of a claimed dtype of queries and a dtype of the cache is planned where it is claimed, and refused where it is not."""
+    for dtype in dtypes_claimed(claims):
+        for kv_dtype in DType:
+            answer = attention.plan(_request(claims, dtype, kv_dtype, plain_layer(claims)))
+            wanted = kv_dtype in claims.attention.kv_dtypes[dtype]
+            assert isinstance(answer, AttentionPlan if wanted else Refusal), f"{dtype} with a cache of {kv_dtype}: {answer}"

@@ -1,0 +1,295 @@
+"""A worker driven through its contract alone: what the engine does with it, built by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hardpoint.interfaces import (
+    KV_CACHE,
+    WEIGHTS,
+    DeviceAllocator,
+    ModelInfo,
+    Policy,
+    SequenceSampling,
+    SleepPlan,
+    SleepTier,
+    StepBatch,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+    Worker,
+    WorkerConfig,
+)
+from hardpoint_conformance.target import Target
+from hardpoint_conformance.tiny_model import Model
+
+MAX_SEQS = 8
+MAX_TOKENS = 256
+BLOCKS = 64
+
+
+@dataclass
+class Sequence_:
+    """One sequence.
+
+    Attributes:
+        tokens: the prompt, and what was generated.
+        computed: tokens whose keys and values are in the cache.
+        blocks: device blocks, in order.
+        logprobs: of generated tokens, where they were asked for.
+    """
+
+    seq_id: int
+    prompt_len: int
+    tokens: list[int]
+    row: int
+    wanted: int | None = None
+    computed: int = 0
+    sampled: bool = False
+    blocks: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.prompt_len :]
+
+
+def config_for(model: Model, **changes: Any) -> WorkerConfig:
+    """Return the configuration of a small worker for a model."""
+    config = WorkerConfig(
+        model=model.path,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=min(model.shape.max_len, 160),
+        swap_space=1 << 20,
+        threads=1,
+    )
+    return replace(config, **changes)
+
+
+def level_plan(level: int, tier: SleepTier = SleepTier.HOST, directory: str | None = None, **parts: Any) -> SleepPlan:
+    """Return the plan of a sleep level: 1 preserves the weights, 2 discards them; the KV cache is discarded."""
+    weights = Policy.PRESERVE if level == 1 else Policy.DISCARD
+    policies = {WEIGHTS: weights, KV_CACHE: Policy.DISCARD}
+    return SleepPlan(policies=policies, tier=tier, disk_directory=directory, **parts)
+
+
+class Bench:
+    """A worker with a model and a KV cache, and the sequences that it serves.
+
+    A sequence's blocks are taken in a shuffled order, so that neither neighbours in a table nor tables of neighbours are in order.
+    What a step's arrays hold is overwritten as soon as the step is done.
+    """
+
+    def __init__(self, worker: Worker, config: WorkerConfig, blocks: int = BLOCKS, host_blocks: int = 0) -> None:
+        self.worker, self.config = worker, config
+        worker.init_device()
+        self.info: ModelInfo = worker.load_model()
+        self.profile = worker.profile()
+        worker.initialize_kv(blocks, host_blocks)
+        worker.warm_up()
+        self.block_size = self.info.attention.block_size
+        self.sequences: dict[int, Sequence_] = {}
+        self._free = [int(block) for block in np.random.default_rng(blocks).permutation(blocks)]
+        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        width = -(-self.info.max_model_len // self.block_size)
+        self._table = np.zeros((config.max_num_seqs, width), np.int32)
+        self._next_id = 1
+        self._finished: list[int] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+
+    # Sequences
+
+    def begin(self, prompt: Sequence[int], logprobs: int | None = None) -> Sequence_:
+        """Return a new sequence, of which nothing is computed."""
+        sequence = Sequence_(self._next_id, len(prompt), list(prompt), self._free_rows.pop(), logprobs)
+        self._next_id += 1
+        self.sequences[sequence.seq_id] = sequence
+        return sequence
+
+    def take_blocks(self, sequence: Sequence_, count: int) -> None:
+        """Give a sequence blocks until it has `count`."""
+        while len(sequence.blocks) < count:
+            sequence.blocks.append(self._free.pop())
+        self._table[sequence.row, : len(sequence.blocks)] = sequence.blocks
+
+    def give_blocks(self, sequence: Sequence_) -> list[int]:
+        """Take a sequence's blocks away, to be the next that are taken; return them."""
+        blocks, sequence.blocks = sequence.blocks, []
+        self._free += blocks[::-1]
+        return blocks
+
+    def finish(self, sequence: Sequence_) -> None:
+        """End a sequence; the worker hears of it with the next step."""
+        self.give_blocks(sequence)
+        self._free_rows.append(sequence.row)
+        del self.sequences[sequence.seq_id]
+        if sequence.sampled:
+            self._finished.append(sequence.seq_id)
+
+    def forget_kv(self) -> None:
+        """Have all that was computed computed again, for a cache that was discarded."""
+        for sequence in self.sequences.values():
+            sequence.computed = 0
+
+    # Steps
+
+    def step(self, work: Mapping[int, int] | None = None) -> StepOutput:
+        """Compute tokens of sequences, by id: as many as are given, else all pending ones of all sequences.
+
+        A sequence of which nothing is pending after the step is sampled, and its token appended.
+        """
+        if work is None:
+            work = {seq_id: sequence.pending for seq_id, sequence in self.sequences.items()}
+        parts = [(self.sequences[seq_id], count) for seq_id, count in work.items() if count]
+        parts.sort(key=lambda part: not (part[0].computed and part[1] == 1))
+        step = self._input(parts)
+        output = self.worker.execute(step)
+        for sequence, count in parts:
+            sequence.computed += count
+        for index, seq_id in enumerate(step.batch.sample_seq_ids.tolist()):
+            sequence = self.sequences[seq_id]
+            sequence.tokens.append(int(output.token_ids[index]))
+            sequence.sampled = True
+            if sequence.wanted is not None:
+                sequence.logprobs.append(output.logprobs[index])
+        assert len(output.token_ids) == len(step.batch.sample_rows), "one token for each sample"
+        _overwrite(step.batch)
+        return output
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = MAX_TOKENS, logprobs: int | None = None
+    ) -> list[Sequence_]:
+        """Return sequences of `prompts` that were served together, with `count` tokens generated, and are finished."""
+        sequences = [self.begin(prompt, logprobs) for prompt in prompts]
+        self.run(sequences, count, chunk=chunk)
+        for sequence in sequences:
+            self.finish(sequence)
+        return sequences
+
+    def run(self, sequences: Sequence[Sequence_], count: int, *, chunk: int = MAX_TOKENS) -> None:
+        """Step until `count` tokens are generated of each of these sequences."""
+        while work := {s.seq_id: min(s.pending, chunk) for s in sequences if len(s.generated) < count}:
+            self.step(work)
+
+    def _input(self, parts: Sequence[tuple[Sequence_, int]]) -> StepInput:
+        size = self.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence, count in parts:
+            end = sequence.computed + count
+            self.take_blocks(sequence, -(-end // size))
+            token_ids += sequence.tokens[sequence.computed : end]
+            positions += range(sequence.computed, end)
+            slots += [sequence.blocks[at // size] * size + at % size for at in range(sequence.computed, end)]
+        sampled = [index for index, (sequence, count) in enumerate(parts) if count == sequence.pending]
+        new = [parts[index][0] for index in sampled if not parts[index][0].sampled]
+        batch = StepBatch(
+            token_ids=np.asarray(token_ids, np.int64),
+            positions=np.asarray(positions, np.int64),
+            slot_mapping=np.asarray(slots, np.int32),
+            query_start=np.cumsum([0, *(count for _, count in parts)]).astype(np.int32),
+            context_lens=np.asarray([sequence.computed + count for sequence, count in parts], np.int32),
+            block_table=self._table,
+            rows=np.asarray([sequence.row for sequence, _ in parts], np.int32),
+            seq_ids=np.asarray([sequence.seq_id for sequence, _ in parts], np.int64),
+            num_decodes=sum(count == 1 and sequence.computed > 0 for sequence, count in parts),
+            sample_rows=np.asarray(sampled, np.int32),
+            sample_seq_ids=np.asarray([parts[index][0].seq_id for index in sampled], np.int64),
+            swap_out=_pairs(self.swap_out),
+            swap_in=_pairs(self.swap_in),
+            copies=_pairs(self.copies),
+            preempted=np.empty(0, np.int64),
+        )
+        finished, self._finished = tuple(self._finished), []
+        self.swap_out, self.swap_in, self.copies = [], [], []
+        return StepInput(batch, tuple(_greedy(sequence) for sequence in new), finished)
+
+    # Sleep
+
+    def sleep_and_wake(self, plan: SleepPlan) -> None:
+        """Sleep as planned, wake everything, and have discarded keys and values computed again."""
+        self.worker.sleep(plan)
+        self.worker.wake()
+        if plan.live_blocks is None:
+            self.forget_kv()
+
+
+def _greedy(sequence: Sequence_) -> SequenceSampling:
+    prompt = tuple(sequence.tokens[: sequence.prompt_len])
+    return SequenceSampling(sequence.seq_id, prompt, seed=0, temperature=0.0, logprobs=sequence.wanted)
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> Any:
+    return np.asarray(pairs, np.int32).reshape(-1, 2)
+
+
+def _overwrite(batch: StepBatch) -> None:
+    """Fill the arrays of a step that is done with numbers that would be felt, as the next step would."""
+    for array in (batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start, batch.context_lens):
+        array.fill(1)
+    for array in (batch.rows, batch.seq_ids, batch.sample_rows, batch.sample_seq_ids):
+        array.fill(0)
+
+
+@contextmanager
+def running(
+    target: Target, model: Model, *, blocks: int = BLOCKS, host_blocks: int = 0, **changes: Any
+) -> Iterator[Bench]:
+    """Return a worker of the target that is ready to serve a model; it is shut down at the end."""
+    config = config_for(model, **changes)
+    worker = target.worker(config)
+    try:
+        yield Bench(worker, config, blocks, host_blocks)
+    finally:
+        worker.shutdown()
+
+
+@dataclass
+class Parts:
+    """A target that notes which parts its workers make.
+
+    Attributes:
+        allocators: in the order in which they were made.
+        made: names of all parts made.
+    """
+
+    target: Target
+    allocators: list[DeviceAllocator] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+
+
+def watched(target: Target) -> Parts:
+    """Return the target with factories that note what they are asked for."""
+    found = Parts(target)
+    descriptor = target.descriptor
+
+    def noting(part: str) -> Any:
+        inner = getattr(descriptor, part)
+
+        def make(*args: Any) -> Any:
+            made = inner()(*args)
+            found.made.append(part)
+            if part == "allocator":
+                found.allocators.append(made)
+            return made
+
+        return None if inner is None else lambda: make
+
+    parts = {part: noting(part) for part in ("allocator", "attention", "kernels", "graph_runner", "collectives")}
+    found.target = target.with_descriptor(**parts)
+    return found
