@@ -8,7 +8,6 @@ and its list of broken rules must stay empty.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import shutil
 import subprocess
@@ -22,13 +21,14 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pytest
 
 from hardpoint.interfaces.errors import BackendUnavailable, DeviceOutOfMemory, DriverError
 from hardpoint.memory import driver_file
 from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverTable
+from hardpoint_conformance.device_memory import MAPPED, PREREQUISITES, DeviceMemory, in_fresh_thread
 from hardpoint_simulators import Simulator, SimulatorStats
 
 MIB = 1 << 20
@@ -39,8 +39,6 @@ MAIN_DEVICE, OTHER_DEVICE = 1, 0
 
 UNOPENED_DEVICE, UNUSABLE_DEVICE = 3, 7
 """A table is made once per device and kept: these are for tests of its making that succeed, and that never do."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -97,144 +95,6 @@ class CallerDevice(ABC):
     def call(self, name: str, *arguments: object) -> None:
         """Call a function of the vendor's library that must succeed."""
         assert self.library[name](*arguments) == 0, name
-
-
-class DeviceMemory:
-    """What a test takes of a device through a driver, step by step; `close` gives back what is left."""
-
-    def __init__(self, driver: DriverTable, size: int = SIZE) -> None:
-        self.driver = driver
-        self.size = size
-        self.address = self.handle = self.stream = 0
-        self.mapped = self.registered = False
-        self._host = mmap.mmap(-1, size)
-        self._view = ctypes.c_char.from_buffer(self._host)
-        self.host = ctypes.addressof(self._view)
-
-    def memory_info(self) -> None:
-        self.driver.memory_info()
-
-    def device_count(self) -> None:
-        self.driver.device_count()
-
-    def device_name(self) -> None:
-        self.driver.device_name()
-
-    def driver_version(self) -> None:
-        self.driver.driver_version()
-
-    def reserve(self) -> None:
-        self.address = self.driver.reserve(self.size)
-
-    def release_address(self) -> None:
-        self.driver.release_address(self.address, self.size)
-        self.address = 0
-
-    def create(self) -> None:
-        self.handle = self.driver.create(self.size)
-
-    def release(self) -> None:
-        self.driver.release(self.handle, self.size)
-        self.handle = 0
-
-    def map(self) -> None:
-        self.driver.map(self.address, self.size, self.handle)
-        self.mapped = True
-
-    def unmap(self) -> None:
-        self.driver.unmap(self.address, self.size)
-        self.mapped = False
-
-    def stream_create(self) -> None:
-        self.stream = self.driver.stream_create()
-
-    def stream_destroy(self) -> None:
-        self.driver.stream_destroy(self.stream)
-        self.stream = 0
-
-    def copy_to_host(self) -> None:
-        self.driver.copy_to_host(self.host, self.address, self.size, self.stream)
-
-    def copy_to_device(self) -> None:
-        self.driver.copy_to_device(self.address, self.host, self.size, self.stream)
-
-    def fill(self) -> None:
-        self.driver.fill(self.address, 0x5A, self.size, self.stream)
-
-    def stream_synchronize(self) -> None:
-        self.driver.stream_synchronize(self.stream)
-
-    def device_synchronize(self) -> None:
-        self.driver.device_synchronize()
-
-    def host_register(self) -> None:
-        self.driver.host_register(self.host, self.size)
-        self.registered = True
-
-    def host_unregister(self) -> None:
-        self.driver.host_unregister(self.host, self.size)
-        self.registered = False
-
-    def do(self, *entries: str) -> DeviceMemory:
-        """Call entries in turn."""
-        for entry in entries:
-            getattr(self, entry)()
-        return self
-
-    def write(self, content: bytes) -> None:
-        """Set the bytes of the host memory."""
-        ctypes.memmove(self.host, content, len(content))
-
-    def read(self) -> bytes:
-        """Return the bytes of the host memory."""
-        return ctypes.string_at(self.host, self.size)
-
-    def close(self) -> None:
-        """Give everything back."""
-        self.driver.device_synchronize()
-        for held, entry in (
-            (self.mapped, "unmap"),
-            (self.handle, "release"),
-            (self.address, "release_address"),
-            (self.stream, "stream_destroy"),
-            (self.registered, "host_unregister"),
-        ):
-            if held:
-                self.do(entry)
-        del self._view
-        self._host.close()
-
-
-MAPPED = ("reserve", "create", "map")
-
-PREREQUISITES: dict[str, tuple[str, ...]] = {
-    "memory_info": (),
-    "device_count": (),
-    "device_name": (),
-    "driver_version": (),
-    "reserve": (),
-    "release_address": ("reserve",),
-    "create": (),
-    "release": ("create",),
-    "map": ("reserve", "create"),
-    "unmap": MAPPED,
-    "stream_create": (),
-    "stream_destroy": ("stream_create",),
-    "copy_to_host": (*MAPPED, "stream_create"),
-    "copy_to_device": (*MAPPED, "stream_create"),
-    "fill": (*MAPPED, "stream_create"),
-    "stream_synchronize": (*MAPPED, "stream_create", "fill"),
-    "device_synchronize": (*MAPPED, "stream_create", "fill"),
-    "host_register": (),
-    "host_unregister": ("host_register",),
-}
-"""The entries that reach the vendor's library, and what each needs before it."""
-
-
-def in_fresh_thread(work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on a thread that has never used a device."""
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(work).result()
 
 
 def failure_of(work: Callable[[], object]) -> DriverError | None:
@@ -304,7 +164,7 @@ class DriverSuite:
 
     @pytest.fixture
     def memory(self, driver: DriverTable) -> Iterator[DeviceMemory]:
-        memory = DeviceMemory(driver)
+        memory = DeviceMemory(driver, SIZE)
         yield memory
         in_fresh_thread(memory.close)
 
@@ -408,7 +268,7 @@ class DriverSuite:
     def test_bytes_of_two_devices_do_not_mix(self, memory: DeviceMemory, simulator: Simulator) -> None:
         other = self.table(simulator, OTHER_DEVICE)
         other.open()
-        second = DeviceMemory(other)
+        second = DeviceMemory(other, SIZE)
         memory.do(*MAPPED, "stream_create", "fill")
         second.do(*MAPPED, "stream_create")
         second.write(bytes(range(256)) * (SIZE // 256))
@@ -471,7 +331,7 @@ class DriverSuite:
         barrier = threading.Barrier(4)
 
         def work() -> None:
-            memory = DeviceMemory(driver)
+            memory = DeviceMemory(driver, SIZE)
             barrier.wait()
             for _ in range(25):
                 memory.do(*MAPPED, "stream_create", "fill", "stream_synchronize", "device_synchronize", "unmap")
@@ -497,7 +357,7 @@ class DriverSuite:
     def calls_of(self, entry: str, driver: DriverTable, simulator: Simulator, caller: CallerDevice) -> dict[str, int]:
         """Return the vendor's calls that an entry makes, with their numbers."""
         caller.use(OTHER_DEVICE)
-        memory = DeviceMemory(driver).do(*PREREQUISITES[entry])
+        memory = DeviceMemory(driver, SIZE).do(*PREREQUISITES[entry])
         before = simulator.calls()
         memory.do(entry)
         made = {call: number - before.get(call, 0) for call, number in simulator.calls().items()}
@@ -509,7 +369,7 @@ class DriverSuite:
     ) -> None:
         """Let one call of an entry fail; check what it reports, that nothing changed, and that a retry works."""
         caller.use(OTHER_DEVICE)
-        memory = DeviceMemory(driver).do(*PREREQUISITES[entry])
+        memory = DeviceMemory(driver, SIZE).do(*PREREQUISITES[entry])
         before = held(simulator.stats())
         simulator.fail(call, nth, self.facts.codes["failed"])
         if (call, nth) == (self.facts.restoring, 2) or (entry, call, nth) in self.facts.tolerated:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from backends.testing.driver_suite import MAPPED, PREREQUISITES, DeviceMemory, in_fresh_thread
+from hardpoint_conformance.device_memory import MAPPED, PREREQUISITES, DeviceMemory, in_fresh_thread
 
 from .targets import Target
 

@@ -478,11 +478,18 @@ class Bench:
 
     def run(self, spans: Sequence[Span], layout: Layout = PLAIN) -> list[Tensor]:
         """Load the cache with what precedes the spans, run their step, and return the first layer's outputs."""
-        held = [0] * len(self.placement.blocks)
-        for span in spans:
-            held[span.seq] = span.begin
-        self.load(self.image(held))
+        self.load(self.image(self.before(spans)))
         return self.proceed(spans, layout)
+
+    def before(self, spans: Sequence[Span]) -> list[int]:
+        """Return how many tokens of each sequence precede the spans: what the cache must hold for their step."""
+        held = {span.seq: span.begin for span in spans}
+        return [held.get(seq, 0) for seq in range(len(self.placement.blocks))]
+
+    def spare(self) -> list[int]:
+        """Return the blocks that no sequence owns."""
+        owned = {block for blocks in self.placement.blocks for block in blocks}
+        return sorted(set(range(self.placement.num_blocks)) - owned)
 
     def guards_intact(self) -> bool:
         """Return whether nothing was written beside the cache."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces import AttentionBackend, Capabilities, DeviceAllocator
     from hardpoint_conformance.clauses import Clause
+    from hardpoint_conformance.interposed import InterposedDriver
+    from hardpoint_conformance.memory import Memory
     from hardpoint_conformance.target import Target
 
 MARK = "conformance"
@@ -236,6 +238,53 @@ def allocator(target: Target) -> Generator[DeviceAllocator]:
     made = target.allocator()
     yield made
     made.close()
+
+
+@pytest.fixture(params=["tensors", "pool"])
+def memory(request: pytest.FixtureRequest, target: Target) -> Generator[Memory]:
+    """The backend's memory, in every way in which it can be reached here."""
+    yield from _memory(target, request.param)
+
+
+@pytest.fixture
+def pool_memory(target: Target) -> Generator[Memory]:
+    """The backend's memory driver under the core's engine; every call is seen and can fail."""
+    yield from _memory(target, "pool")
+
+
+@pytest.fixture
+def tensor_memory(target: Target) -> Generator[Memory]:
+    """Tensors of the backend's allocator."""
+    yield from _memory(target, "tensors")
+
+
+def _memory(target: Target, way: str) -> Generator[Memory]:
+    from hardpoint_conformance.memory import WAYS, obstacle, open_memory
+
+    reason = obstacle(target, way)
+    if reason:
+        if all(obstacle(target, other) for other in WAYS):
+            pytest.fail(f"the backend's memory cannot be reached at all: {reason}")
+        pytest.skip(f"not testable here: {reason}")
+    made = open_memory(target, way)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def driver(target: Target) -> Generator[InterposedDriver]:
+    """The backend's memory driver, open; afterwards nothing of it is held."""
+    from hardpoint_conformance.interposed import InterposedDriver
+    from hardpoint_conformance.memory import assert_holds_nothing
+
+    base = target.driver()
+    if base is None:
+        pytest.skip("not testable here: this backend's allocator is its own")
+    made = InterposedDriver(base)
+    made.open()
+    yield made
+    made.close()
+    assert_holds_nothing(made)
 
 
 class Quality:

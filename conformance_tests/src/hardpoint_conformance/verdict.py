@@ -43,10 +43,6 @@ def judge(report: Mapping[str, Any]) -> tuple[Verdict, list[str]]:
     reasons = [*_unconditional(results), *_waivers(report)]
     if report["selection"]["clauses"]:
         return (Verdict.NOT_CONFORMANT if reasons else Verdict.PARTIAL), reasons
-    there = {result["level"] for result in results}
-    reasons += [
-        f"the suite has no test of level L{level}" for level in report["selection"]["levels"] if level not in there
-    ]
     reasons += _untestable(results)
     if report["claims"] is None:
         reasons.append("what the backend claims is not known")
@@ -100,6 +96,8 @@ def _untestable(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _capabilities(report: Mapping[str, Any]) -> Iterator[str]:
     levels = {Level(level) for level in report["selection"]["levels"]}
+    there = {Level(result["level"]) for result in report["results"]}
+    yield from (f"the suite has no test of level {level}" for level in sorted(levels - there))
     found = standings(report)
     if levels & CORE_LEVELS and not claimed(CORE, from_json(report["claims"])):
         yield f"'{CORE}' is the core, which cannot be left out, and is not claimed"

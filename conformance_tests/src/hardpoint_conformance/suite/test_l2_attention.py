@@ -11,7 +11,6 @@ import torch
 
 from hardpoint.interfaces import (
     AttentionBackend,
-    AttentionLayer,
     AttentionPlan,
     AttentionRequest,
     Capabilities,
@@ -142,7 +141,6 @@ def test_plan_refuses(attention: AttentionBackend, claims: Capabilities, what: s
 def test_plan_names_every_obstacle(attention: AttentionBackend, claims: Capabilities) -> None:
     """A refusal names every obstacle of a request, and the values that were asked for, so that one answer is enough."""
     request = AttentionRequest((plain_layer(claims),), *[dtypes_claimed(claims)[0]] * 2, None, 128)
-    asked = {}
     for what in ("head-dim", "block-size", "context"):
         request = _changed(what, request, claims)
     asked = {request.layers[0].head_dim, request.block_size, request.max_context}
@@ -181,9 +179,7 @@ def test_prefill_of_several(
 
 @clause("attn.decode.single@1", LEVEL, capability="attention", facts="attention test A3")
 @DTYPES
-def test_decode(
-    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
-) -> None:
+def test_decode(target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType) -> None:
     """A decode's one query attends to all keys in the cache and its own, at contexts on all sides of a block's end and of several
     hundred keys."""
     block_size = claims.attention.default_block_size
@@ -204,9 +200,7 @@ def test_long_decode(
 
 @clause("attn.prefill.chunk@1", LEVEL, capability="attention.chunked_prefill", facts="attention test A2")
 @DTYPES
-def test_chunk(
-    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
-) -> None:
+def test_chunk(target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType) -> None:
     """A chunk of a prompt attends to the cached context before it and, causally, to itself, wherever in a block it begins."""
     block_size = claims.attention.default_block_size
     case = make_case(rng, plain_layer(claims), dtype, [3 * block_size + 5] * 4)
@@ -215,7 +209,9 @@ def test_chunk(
     check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
 
 
-@clause("attn.decode.several@1", LEVEL, capability="attention.chunked_prefill", facts="attention test A5, attention test A6")
+@clause(
+    "attn.decode.several@1", LEVEL, capability="attention.chunked_prefill", facts="attention test A5, attention test A6"
+)
 @DTYPES
 @pytest.mark.parametrize("queries", [2, 3, 5, 8])
 def test_several_queries(
@@ -267,9 +263,7 @@ def test_block_sizes(
 
 @clause("attn.scale.custom@1", LEVEL, capability="attention", facts="attention test E")
 @pytest.mark.parametrize("scale", [0.02, 0.25, 1.0])
-def test_scale(
-    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, scale: float
-) -> None:
+def test_scale(target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, scale: float) -> None:
     """Logits are multiplied by the layer's scale, whatever the head dimension is."""
     for dtype in dtypes_claimed(claims):
         case = make_case(rng, plain_layer(claims, scale=scale), dtype, [20, 50])
@@ -455,7 +449,7 @@ def test_copy_blocks(target: Target, claims: Capabilities, rng: np.random.Genera
     bench.load(before := bench.image([100]))
     bench.attention.copy_blocks(bench.cache, np.zeros((0, 2), np.int32))
     assert same_bits(bench.cache, before)
-    owned, spare = bench.placement.blocks[0], _spare(bench)
+    owned, spare = bench.placement.blocks[0], bench.spare()
     pairs = [(owned[0], spare[0]), (owned[0], spare[1]), (owned[-1], spare[2])]
     bench.attention.copy_blocks(bench.cache, np.array(pairs, np.int32))
     view = bench.canonical(before)
@@ -475,7 +469,7 @@ def test_swap_blocks(target: Target, claims: Capabilities, rng: np.random.Genera
     bench.load(device := bench.image([100]))
     host = torch.full(bench.spec.shape(2), UNWRITTEN, dtype=dtype.to_torch())
     expected_host = host.clone()
-    owned, spare = bench.placement.blocks[0], _spare(bench)
+    owned, spare = bench.placement.blocks[0], bench.spare()
     out, back = [(owned[-1], 1), (owned[0], 0)], [(0, spare[2]), (1, spare[0])]
     bench.attention.swap_blocks(bench.cache, host, np.array(out, np.int32))
     synchronise(bench.device)
@@ -489,11 +483,6 @@ def test_swap_blocks(target: Target, claims: Capabilities, rng: np.random.Genera
         bench.canonical(device)[:, :, destination] = bench.canonical(host)[:, :, source]
     assert same_bits(bench.cache, device)
     assert same_bits(host, expected_host)
-
-
-def _spare(bench: Bench) -> list[int]:
-    owned = {block for blocks in bench.placement.blocks for block in blocks}
-    return sorted(set(range(bench.placement.num_blocks)) - owned)
 
 
 @clause("attn.batch.empty@1", LEVEL, capability="attention")
@@ -516,7 +505,9 @@ def test_inputs_are_read_only(target: Target, claims: Capabilities, rng: np.rand
     bench.load(bench.image([39, 0]))
     step = bench.step(spans)
     inputs = [x.cpu().clone() for x in (step.q[0], step.k[0], step.v[0])]
-    arrays = {name: getattr(step.batch, name).copy() for name in ("block_table", "slot_mapping", "context_lens", "rows")}
+    arrays = {
+        name: getattr(step.batch, name).copy() for name in ("block_table", "slot_mapping", "context_lens", "rows")
+    }
     metadata = bench.attention.prepare(bench.plan, step.batch)
     bench.write(step, metadata)
     cache = bench.cache.cpu().clone()

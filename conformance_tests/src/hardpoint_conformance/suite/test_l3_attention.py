@@ -21,7 +21,6 @@ from hardpoint.interfaces import (
 from hardpoint_conformance.batches import (
     Bench,
     Case,
-    Layout,
     Span,
     check,
     dtypes_claimed,
@@ -263,8 +262,7 @@ def test_layers_differ(
     cases = [make_case(rng, kind, dtype, [50, 64]) for kind in kinds]
     bench = Bench(target, *cases, rng=rng)
     for spans in steps(cases[0], claims):
-        held = {span.seq: span.begin for span in spans}
-        bench.load(bench.image([held.get(seq, 0) for seq in range(2)]))
+        bench.load(bench.image(bench.before(spans)))
         step = bench.step(spans)
         bench.execute(step)
         for index, case in enumerate(cases):
@@ -358,4 +356,6 @@ def test_pairs_of_dtypes(attention: AttentionBackend, claims: Capabilities) -> N
         for kv_dtype in DType:
             answer = attention.plan(_request(claims, dtype, kv_dtype, plain_layer(claims)))
             wanted = kv_dtype in claims.attention.kv_dtypes[dtype]
-            assert isinstance(answer, AttentionPlan if wanted else Refusal), f"{dtype} with a cache of {kv_dtype}: {answer}"
+            assert isinstance(answer, AttentionPlan if wanted else Refusal), (
+                f"{dtype} with a cache of {kv_dtype}: {answer}"
+            )

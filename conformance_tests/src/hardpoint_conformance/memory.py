@@ -1,0 +1,385 @@
+"""A backend's memory as tests use it: blocks of bytes, by tensors of its allocator or by addresses of its memory driver.
+
+A clause about memory is proved in every way in which a backend's memory can be reached here: `tensors`, where the installed torch can
+address the device, and `pool`, the core's engine over the backend's driver, which needs no torch for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hardpoint.interfaces import (
+    DeviceAllocator,
+    DType,
+    FileExtent,
+    LiveRanges,
+    MemoryInfo,
+    MemoryReport,
+    MemoryStats,
+    Policy,
+    SleepPlan,
+)
+from hardpoint.memory import DriverTable, VirtualPool
+from hardpoint_conformance.interposed import InterposedDriver
+from hardpoint_conformance.target import Target
+
+WAYS = ("tensors", "pool")
+UNIT_WITHOUT_DRIVER = 2 << 20
+
+Ranges = Sequence[tuple[int, int]]
+Source = Sequence[FileExtent] | Callable[[], None]
+
+
+def content(size: int, seed: int = 0) -> bytes:
+    """Return bytes that tell their seed and their place."""
+    words = np.arange(-(-size // 8), dtype=np.uint64)
+    return ((words + np.uint64(seed * 7919 + 1)) * np.uint64(0x9E3779B97F4A7C15)).tobytes()[:size]
+
+
+def obstacle(target: Target, way: str) -> str:
+    """Return why a backend's memory cannot be reached in a way here; "" when it can."""
+    if way == "pool":
+        return "" if target.descriptor.driver is not None else "this backend's allocator is its own"
+    if target.simulated:
+        return "torch cannot address a simulated device"
+    import torch
+
+    try:
+        torch.empty(1, device=target.device.torch_device)
+    except Exception as error:  # torch without the device raises whatever it likes
+        return f"this torch cannot use {target.device.torch_device} ({type(error).__name__})"
+    return ""
+
+
+@dataclass(eq=False)
+class Block:
+    """An allocation."""
+
+    address: int
+    size: int
+    tag: str
+    tensor: Any = field(default=None, repr=False)
+
+
+class Memory(ABC):
+    """A backend's memory. Errors are those of the contract.
+
+    Attributes:
+        unit: bytes in which tests count: the driver's granularity.
+        blocks: those that live.
+    """
+
+    way: str
+    unit: int
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+    @property
+    @abstractmethod
+    def _engine(self) -> DeviceAllocator | VirtualPool:
+        """What keeps the books."""
+
+    @abstractmethod
+    def allocate(self, size: int, tag: str = "weights", policy: Policy = Policy.PRESERVE, capacity: int = 0) -> Block:
+        """Return memory; with a capacity, in bytes, it is elastic."""
+
+    @abstractmethod
+    def free(self, block: Block) -> None:
+        """Give memory back."""
+
+    @abstractmethod
+    def write(self, block: Block, data: bytes, at: int = 0) -> None:
+        """Write as a program on the device does; nobody is told but by `mark_written`."""
+
+    @abstractmethod
+    def read(self, block: Block, size: int | None = None, at: int = 0) -> bytes:
+        """Return bytes of awake memory; without a size, all."""
+
+    @abstractmethod
+    def resize(self, block: Block, size: int) -> None:
+        """Grow or shrink elastic memory."""
+
+    @abstractmethod
+    def declare_source(self, block: Block, source: Source) -> None:
+        """Say where bytes come from."""
+
+    @abstractmethod
+    def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
+        """Put memory to sleep; the default plan copies all that is to be preserved to the host."""
+
+    @abstractmethod
+    def read_backup(self, block: Block) -> bytes:
+        """Return the bytes of sleeping memory."""
+
+    def filled(self, data: bytes, tag: str = "weights", policy: Policy = Policy.PRESERVE, capacity: int = 0) -> Block:
+        """Allocate and write."""
+        block = self.allocate(len(data), tag, policy, capacity)
+        self.write(block, data)
+        return block
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Wake memory; all of it without tags."""
+        return self._engine.wake(tags)
+
+    def mark_written(self, *tags: str) -> None:
+        """Say that memory was written."""
+        self._engine.mark_written(tags)
+
+    def discard_backup(self, *tags: str) -> None:
+        """Drop backups."""
+        self._engine.discard_backup(tags)
+
+    def prepare_sleep(self, plan: SleepPlan) -> None:
+        """Take the host memory for a sleep ahead of it."""
+        self._engine.prepare_sleep(plan)
+
+    def stats(self) -> MemoryStats:
+        """Return the books."""
+        return self._engine.stats()
+
+    def memory_info(self) -> MemoryInfo:
+        """Return the device's memory."""
+        return self._engine.memory_info()
+
+    def mapped(self) -> int:
+        """Return the device bytes that are mapped, all tags together."""
+        return sum(tag.mapped for tag in self.stats().tags.values())
+
+    def close(self) -> None:
+        """Hand out nothing more."""
+        self._engine.close()
+
+    @abstractmethod
+    def end(self) -> None:
+        """Free what a test left, close, and check that nothing stays behind."""
+
+
+class TensorMemory(Memory):
+    """Tensors of the backend's allocator."""
+
+    way = "tensors"
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.allocator = target.allocator()
+        self.unit = granularity(target)
+
+    @property
+    def _engine(self) -> DeviceAllocator:
+        return self.allocator
+
+    def allocate(self, size: int, tag: str = "weights", policy: Policy = Policy.PRESERVE, capacity: int = 0) -> Block:
+        tensor = self.allocator.empty((size,), DType.UINT8, tag, policy, capacity or None)
+        block = Block(tensor.data_ptr(), size, tag, tensor)
+        self.blocks.append(block)
+        return block
+
+    def free(self, block: Block) -> None:
+        self.blocks.remove(block)
+        block.tensor = None
+
+    def write(self, block: Block, data: bytes, at: int = 0) -> None:
+        import torch
+
+        block.tensor[at : at + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def read(self, block: Block, size: int | None = None, at: int = 0) -> bytes:
+        end = block.size if size is None else at + size
+        return bytes(block.tensor[at:end].cpu().numpy().tobytes())
+
+    def resize(self, block: Block, size: int) -> None:
+        block.tensor = self.allocator.resize(block.tensor, size)
+        block.size = size
+
+    def declare_source(self, block: Block, source: Source) -> None:
+        self.allocator.declare_source(block.tensor, source)
+
+    def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
+        given = tuple(LiveRanges(block.tensor, ranges) for block, ranges in (live or {}).items())
+        return self.allocator.sleep(replace(plan or SleepPlan(), live=given))
+
+    def read_backup(self, block: Block) -> bytes:
+        return bytes(self.allocator.read_backup(block.tensor).numpy().tobytes())
+
+    def end(self) -> None:
+        for block in self.blocks:
+            block.tensor = None
+        self.blocks.clear()
+        if self.stats().allocated:
+            gc.collect()
+        assert self.stats().allocated == 0, "memory is left in the books"
+        self.close()
+
+
+class PoolMemory(Memory):
+    """Addresses of the backend's memory driver, by the core's engine; every call of the driver is seen.
+
+    Attributes:
+        driver: the driver.
+    """
+
+    way = "pool"
+
+    def __init__(self, driver: DriverTable) -> None:
+        super().__init__()
+        self.driver = driver if isinstance(driver, InterposedDriver) else InterposedDriver(driver)
+        self.pool = VirtualPool(self.driver)
+        self.unit = self.driver.geometry().granularity
+
+    @property
+    def _engine(self) -> VirtualPool:
+        return self.pool
+
+    def allocate(
+        self,
+        size: int,
+        tag: str = "weights",
+        policy: Policy = Policy.PRESERVE,
+        capacity: int = 0,
+        *,
+        shared: bool = False,
+    ) -> Block:
+        block = Block(self.pool.allocate(size, tag, policy, capacity, shared=shared), size, tag)
+        self.blocks.append(block)
+        return block
+
+    def free(self, block: Block) -> None:
+        self.pool.free(block.address)
+        self.blocks.remove(block)
+
+    def write(self, block: Block, data: bytes, at: int = 0) -> None:
+        with on_stream(self.driver) as stream:
+            self.driver.copy_to_device(block.address + at, address_of(buffer := bytearray(data)), len(data), stream)
+            self.driver.stream_synchronize(stream)
+        del buffer
+
+    def read(self, block: Block, size: int | None = None, at: int = 0) -> bytes:
+        return self.pool.read(block.address + at, block.size - at if size is None else size)
+
+    def resize(self, block: Block, size: int) -> None:
+        self.pool.resize(block.address, size)
+        block.size = size
+
+    def declare_source(self, block: Block, source: Source) -> None:
+        self.pool.declare_source(block.address, block.size, source)
+
+    def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
+        return self.pool.sleep(plan or SleepPlan(), {block.address: ranges for block, ranges in (live or {}).items()})
+
+    def read_backup(self, block: Block) -> bytes:
+        return self.pool.read_backup(block.address, block.size)
+
+    def end(self) -> None:
+        self.driver.disarm()
+        for block in list(self.blocks):
+            self.free(block)
+        assert self.stats().allocated == 0, "memory is left in the books"
+        self.close()
+        del self.pool
+        if any(self.driver.held().values()):
+            gc.collect()
+        assert_holds_nothing(self.driver)
+
+
+def granularity(target: Target) -> int:
+    """Return the granularity of a backend's driver, or what stands for it where there is none."""
+    driver = target.driver()
+    if driver is None:
+        return UNIT_WITHOUT_DRIVER
+    driver.open()
+    try:
+        return driver.geometry().granularity
+    finally:
+        driver.close()
+
+
+def open_memory(target: Target, way: str) -> Memory:
+    """Return a backend's memory; raises AssertionError where it cannot be reached in this way."""
+    if way == "tensors":
+        return TensorMemory(target)
+    driver = target.driver()
+    assert driver is not None, "the backend has no memory driver"
+    return PoolMemory(driver)
+
+
+def assert_holds_nothing(driver: InterposedDriver) -> None:
+    """Assert that nothing of a driver is held, and that nobody broke its rules."""
+    assert driver.errors == []
+    assert driver.broken_rules() == []
+    held = driver.held()
+    assert held == dict.fromkeys(held, 0), "left at the driver"
+
+
+@contextmanager
+def on_stream(driver: DriverTable) -> Iterator[int]:
+    """Make a stream for a while."""
+    stream = driver.stream_create()
+    try:
+        yield stream
+    finally:
+        driver.stream_destroy(stream)
+
+
+def address_of(buffer: bytearray) -> int:
+    """Return where a buffer's bytes are, for as long as it lives and keeps its size."""
+    return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Wait for what happens in the background; return whether it did."""
+    patience = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > patience:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def differences(before: Mapping[str, int], after: Mapping[str, int], but: Sequence[str] = ()) -> dict[str, int]:
+    """Return by how much counts differ, without those named."""
+    names = (before.keys() | after.keys()) - set(but)
+    changed = {name: after.get(name, 0) - before.get(name, 0) for name in sorted(names)}
+    return {name: count for name, count in changed.items() if count}
+
+
+def files_below(directory: Path) -> list[Path]:
+    """Return the files in a folder and those below it, largest first."""
+    return sorted((file for file in directory.rglob("*") if file.is_file()), key=lambda file: -file.stat().st_size)
+
+
+_PRELUDE = """
+import gc, os, sys, threading, time
+from hardpoint.interfaces import Policy, SleepPlan, SleepTier
+from hardpoint.interfaces.errors import *
+from hardpoint_conformance.memory import content, open_memory
+from hardpoint_conformance.target import Target
+target = Target.find(sys.argv[1], int(sys.argv[2]))
+memory = open_memory(target, sys.argv[3])
+directory = sys.argv[4]
+unit = memory.unit
+"""
+
+
+def run_program(
+    target: Target, way: str, program: str, directory: Path, time_limit: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new interpreter, with the backend's `memory` open, its `unit`, and a `directory` for backups."""
+    arguments = [target.record.name, str(target.device.index), way, str(directory)]
+    command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(program), *arguments]
+    environment: dict[str, Any] = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(command, capture_output=True, text=True, timeout=time_limit, env=environment, check=False)

@@ -1,0 +1,465 @@
+"""Level 1: the contract of `hardpoint/driver.h`, entry by entry."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from threading import Barrier
+from typing import TypeVar
+
+import pytest
+
+from hardpoint.interfaces.errors import BackendUnavailable, DeviceOutOfMemory, DriverError
+from hardpoint.memory import DriverFlags, DriverQuirks
+from hardpoint_conformance.clauses import clause
+from hardpoint_conformance.device_memory import MAPPED, PREREQUISITES, DeviceMemory, in_fresh_thread
+from hardpoint_conformance.interposed import InterposedDriver
+from hardpoint_conformance.levels import Level
+from hardpoint_conformance.memory import address_of, assert_holds_nothing, content, on_stream, wait_until
+from hardpoint_conformance.target import Target
+
+OPTIONAL = {"quirks", "host_register", "host_unregister"}
+LARGE = 256 << 20
+Result = TypeVar("Result")
+
+
+@pytest.fixture
+def device(driver: InterposedDriver) -> Iterator[DeviceMemory]:
+    """Two units of the device's memory, that a test takes step by step."""
+    made = DeviceMemory(driver, 2 * driver.geometry().granularity)
+    yield made
+    made.close()
+
+
+def read(device: DeviceMemory) -> bytes:
+    """Return all bytes of the device's memory."""
+    device.write(bytes(device.size))
+    device.do("copy_to_host", "stream_synchronize")
+    return device.read()
+
+
+def chunk_of(driver: InterposedDriver) -> int:
+    """Return a large size that one `create` may be asked for."""
+    geometry = driver.geometry()
+    size = LARGE if geometry.max_chunk == 0 else min(LARGE, geometry.max_chunk)
+    return max(size // geometry.granularity, 1) * geometry.granularity
+
+
+def attempt(work: Callable[[], Result]) -> Result | None:
+    """Return what `work` returns, or None where it fails with an error of the driver."""
+    try:
+        return work()
+    except (DriverError, DeviceOutOfMemory):
+        return None
+
+
+# Geometry and facts
+
+
+@clause("driver.table.complete@1", Level.MEMORY)
+def test_every_entry_that_is_not_optional_is_there(driver: InterposedDriver) -> None:
+    """The table has every entry that driver.h does not call optional, and pinning comes with unpinning."""
+    names = {name for name, *_ in type(driver._table)._fields_} - {"struct_size", "abi", "flags", "context"}
+    assert names - set(driver.entries) <= OPTIONAL
+    assert ("host_register" in driver.entries) is ("host_unregister" in driver.entries)
+
+
+@clause("driver.geometry.sane@1", Level.MEMORY, facts="allocator fact 30")
+def test_geometry_is_sane(driver: InterposedDriver) -> None:
+    """Granularity is a positive multiple of 512; what is recommended, and limits that there are, are multiples of it; at least one
+    thread copies, and the kind of device is one of DLPack's."""
+    geometry = driver.geometry()
+    unit = geometry.granularity
+    assert unit > 0
+    assert unit % 512 == 0
+    assert geometry.recommended >= unit
+    for size in (geometry.recommended, geometry.max_chunk, geometry.max_reservation):
+        assert size % unit == 0
+    assert geometry.copy_threads >= 1
+    assert geometry.dlpack_device > 0
+    assert driver.geometry() == geometry
+
+
+@clause("driver.facts.device@1", Level.MEMORY)
+def test_the_driver_knows_its_device(driver: InterposedDriver, target: Target) -> None:
+    """The driver counts its own device, gives it a name and its library a version, and says whether it is simulated."""
+    assert driver.device_count() > target.device.index
+    assert driver.device_name()
+    assert driver.driver_version()
+    assert driver.simulated is target.simulated
+    free, total = driver.memory_info()
+    assert 0 < free <= total
+
+
+@clause("driver.facts.strings@1", Level.MEMORY)
+@pytest.mark.parametrize("entry", ["device_name", "driver_version"])
+def test_strings_stay_within_their_buffer(driver: InterposedDriver, entry: str) -> None:
+    """Names are cut to the buffer's size, end with a zero, and leave the bytes behind the buffer alone."""
+    buffer = ctypes.create_string_buffer(b"#" * 15, 16)
+    driver._call(entry, buffer, 3)
+    whole: str = getattr(driver, entry)()
+    assert buffer.raw[3:15] == b"#" * 12
+    assert b"\0" in buffer.raw[:3]
+    assert whole.encode().startswith(buffer.value)
+
+
+@clause("driver.quirks.stable@1", Level.MEMORY, facts="allocator fact 28")
+def test_quirks_are_the_same_every_time(driver: InterposedDriver) -> None:
+    """Quirks are known bits, the same at every call while the driver is open, and probing takes nothing."""
+    found = driver.quirks()
+    assert found & ~DriverQuirks(15) == DriverQuirks(0)
+    assert driver.quirks() == in_fresh_thread(driver.quirks) == found
+
+
+@clause("driver.open.no-device@1", Level.MEMORY)
+def test_a_device_that_does_not_exist_is_unavailable(target: Target, driver: InterposedDriver) -> None:
+    """Opening the driver of a device that is not there raises BackendUnavailable."""
+    assert target.descriptor.driver is not None
+    for index in (driver.device_count(), 1 << 20):
+        with pytest.raises(BackendUnavailable):
+            target.descriptor.driver(replace(target.device, index=index))
+
+
+@clause("driver.open.pairs@1", Level.MEMORY, facts="allocator fact 40")
+def test_open_and_close_are_counted(target: Target, driver: InterposedDriver) -> None:
+    """The device stays in use until each `open` had its `close`, and can be opened again after that."""
+    base = target.driver()
+    assert base is not None
+    other = InterposedDriver(base)
+    for _ in range(3):
+        other.open()
+        other.open()
+        other.close()
+        other.release(other.create(other.geometry().granularity), other.geometry().granularity)
+        other.close()
+    assert_holds_nothing(other)
+    driver.memory_info()
+
+
+# Addresses
+
+
+@clause("driver.reserve.aligned@1", Level.MEMORY, facts="allocator fact 30")
+@pytest.mark.parametrize("units", [1, 3, 64])
+def test_reserved_ranges_are_aligned_and_apart(driver: InterposedDriver, units: int) -> None:
+    """Reserved ranges begin at multiples of the granularity and do not overlap; they can be given back in any order."""
+    size = units * driver.geometry().granularity
+    addresses = [driver.reserve(size) for _ in range(5)]
+    try:
+        assert all(address > 0 and address % driver.geometry().granularity == 0 for address in addresses)
+        ordered = sorted(addresses)
+        assert all(high - low >= size for low, high in pairwise(ordered))
+    finally:
+        for address in (*addresses[1:], addresses[0]):
+            driver.release_address(address, size)
+
+
+@clause("driver.reserve.hint@1", Level.MEMORY)
+def test_a_hint_never_gives_what_is_taken(driver: InterposedDriver) -> None:
+    """A hint that names a taken range, or an impossible address, gives another range or an error, and the taken one is unharmed."""
+    size = driver.geometry().granularity
+    taken = driver.reserve(size)
+    for hint in (taken, size, 1 << 62):
+        found = attempt(lambda hint=hint: driver.reserve(size, hint))  # type: ignore[misc]
+        if found is not None:
+            assert abs(found - taken) >= size
+            driver.release_address(found, size)
+    driver.release_address(taken, size)
+
+
+@clause("driver.reserve.no-memory@1", Level.MEMORY)
+def test_addresses_take_no_memory(driver: InterposedDriver) -> None:
+    """Addresses for more memory than the device has can be reserved, within the limit that the geometry states."""
+    geometry = driver.geometry()
+    size = 2 * driver.memory_info()[1] // geometry.granularity * geometry.granularity
+    if geometry.max_reservation:
+        size = min(size, geometry.max_reservation)
+    addresses = [driver.reserve(size) for _ in range(2)]
+    for address in addresses:
+        driver.release_address(address, size)
+
+
+# Memory
+
+
+@clause("driver.copy.exact@1", Level.MEMORY, facts="allocator fact 2, allocator fact 29")
+@pytest.mark.parametrize("size", ["1", "513", "unit-1", "unit", "unit+1", "all"])
+def test_copies_move_exactly_their_bytes(device: DeviceMemory, size: str) -> None:
+    """Bytes copied to the device are read back; a copy of any size to any byte changes no byte before or behind it."""
+    unit = device.size // 2
+    count = {"unit-1": unit - 1, "unit": unit, "unit+1": unit + 1, "all": device.size}.get(size) or int(size)
+    device.do(*MAPPED, "stream_create", "fill")
+    expected = bytearray(b"\x5a" * device.size)
+    for at in {0, (device.size - count) // 2 + 1 if count < device.size else 0, device.size - count}:
+        data = bytearray(content(count, at))
+        device.driver.copy_to_device(device.address + at, address_of(data), count, device.stream)
+        device.do("stream_synchronize")
+        expected[at : at + count] = data
+        back = bytearray(count)
+        device.driver.copy_to_host(address_of(back), device.address + at, count, device.stream)
+        device.do("stream_synchronize")
+        assert back == data
+    assert read(device) == expected
+
+
+@clause("driver.fill.exact@1", Level.MEMORY)
+@pytest.mark.parametrize("value", [0, 1, 0x80, 0xFF])
+def test_fill_sets_its_bytes_and_no_other(device: DeviceMemory, value: int) -> None:
+    """`fill` sets every byte of its range to the value, and no byte before or behind it."""
+    device.do(*MAPPED, "stream_create", "fill")
+    start, size = 1, device.size // 2 + 5
+    device.driver.fill(device.address + start, value, size, device.stream)
+    device.do("stream_synchronize")
+    expected = bytearray(b"\x5a" * device.size)
+    expected[start : start + size] = bytes([value]) * size
+    assert read(device) == expected
+
+
+@clause("driver.unmap.keeps-bytes@1", Level.MEMORY)
+def test_a_handle_keeps_its_bytes_while_unmapped(device: DeviceMemory) -> None:
+    """A handle that is unmapped and mapped again at the same address has its bytes."""
+    data = content(device.size)
+    device.do(*MAPPED, "stream_create")
+    device.write(data)
+    device.do("copy_to_device", "stream_synchronize", "device_synchronize")
+    for _ in range(3):
+        device.do("unmap", "map")
+    assert read(device) == data
+
+
+@clause("driver.map.own-memory@1", Level.MEMORY)
+def test_handles_are_memory_of_their_own(driver: InterposedDriver) -> None:
+    """Several handles mapped side by side in one reservation hold bytes of their own, and each is unmapped without the others."""
+    unit = driver.geometry().granularity
+    address = driver.reserve(3 * unit)
+    handles = [driver.create(unit) for _ in range(3)]
+    assert len(set(handles)) == 3
+    with on_stream(driver) as stream:
+        for index, handle in enumerate(handles):
+            driver.map(address + index * unit, unit, handle)
+            driver.fill(address + index * unit, index + 1, unit, stream)
+        driver.device_synchronize()
+        driver.unmap(address + unit, unit)
+        back = bytearray(unit)
+        for index in (0, 2):
+            driver.copy_to_host(address_of(back), address + index * unit, unit, stream)
+            driver.stream_synchronize(stream)
+            assert back == bytes([index + 1]) * unit
+        driver.map(address + unit, unit, handles[1])
+        driver.copy_to_host(address_of(back), address + unit, unit, stream)
+        driver.stream_synchronize(stream)
+        assert back == b"\x02" * unit
+        driver.device_synchronize()
+    for index, handle in enumerate(handles):
+        driver.unmap(address + index * unit, unit)
+        driver.release(handle, unit)
+    driver.release_address(address, 3 * unit)
+
+
+@clause("driver.map.several-units@1", Level.MEMORY)
+def test_a_handle_of_several_units_is_mapped_whole(driver: InterposedDriver) -> None:
+    """A handle of several units is mapped whole: its first and last bytes are there, in the middle of a larger reservation too."""
+    unit = driver.geometry().granularity
+    address, handle = driver.reserve(5 * unit), driver.create(3 * unit)
+    driver.map(address + unit, 3 * unit, handle)
+    data = bytearray(content(3 * unit))
+    with on_stream(driver) as stream:
+        driver.copy_to_device(address + unit, address_of(data), 3 * unit, stream)
+        driver.stream_synchronize(stream)
+        back = bytearray(3 * unit)
+        driver.copy_to_host(address_of(back), address + unit, 3 * unit, stream)
+        driver.stream_synchronize(stream)
+    assert back == data
+    driver.device_synchronize()
+    driver.unmap(address + unit, 3 * unit)
+    driver.release(handle, 3 * unit)
+    driver.release_address(address, 5 * unit)
+
+
+@clause("driver.create.fresh@1", Level.MEMORY, facts="allocator fact 4")
+def test_new_memory_is_what_the_flags_say(driver: InterposedDriver) -> None:
+    """New memory reads as zero where the driver has the flag for it and no quirk against it, whatever others left on the device."""
+    unit = driver.geometry().granularity
+    clean = DriverFlags.FRESH_ZERO in driver.flags and DriverQuirks.STALE_PAGES not in driver.quirks()
+    for _ in range(4):
+        device = DeviceMemory(driver, 2 * unit).do(*MAPPED, "stream_create")
+        if clean:
+            assert read(device) == bytes(2 * unit)
+        device.do("fill", "stream_synchronize")
+        assert read(device) == b"\x5a" * (2 * unit)
+        device.close()
+
+
+@clause("driver.flags.host-accessible@1", Level.MEMORY)
+def test_flags_about_copies_are_true(device: DeviceMemory) -> None:
+    """Where the flags say so, mapped addresses are memory of this process, and copies and fills are complete when they return."""
+    flags = device.driver.flags
+    device.do(*MAPPED, "stream_create", "fill")
+    if DriverFlags.COPIES_BLOCK in flags:
+        device.do("copy_to_host")
+        assert device.read() == b"\x5a" * device.size
+    device.do("stream_synchronize")
+    if DriverFlags.HOST_ACCESSIBLE in flags:
+        assert ctypes.string_at(device.address, device.size) == b"\x5a" * device.size
+    assert read(device) == b"\x5a" * device.size
+
+
+@clause("driver.memory.counted@1", Level.MEMORY, facts="allocator fact 23")
+def test_free_memory_is_counted(driver: InterposedDriver) -> None:
+    """Free memory falls when memory is taken and used, and rises when it is unmapped and released; the total stays."""
+    size = (
+        max(64 << 20, 2 * driver.geometry().granularity)
+        // driver.geometry().granularity
+        * driver.geometry().granularity
+    )
+    size = min(size, driver.geometry().max_chunk or size)
+
+    def counted() -> bool:
+        before, total = driver.memory_info()
+        device = DeviceMemory(driver, size).do(*MAPPED, "stream_create", "fill", "device_synchronize")
+        fallen = wait_until(lambda: before - driver.memory_info()[0] >= size // 2, 1.0)
+        during = driver.memory_info()[0]
+        device.do("unmap", "release")
+        risen = wait_until(lambda: driver.memory_info()[0] - during >= size // 2, 1.0)
+        device.close()
+        assert driver.memory_info()[1] == total
+        return fallen and risen
+
+    # Others take and give memory of a device too: one clear observation is enough.
+    assert any(counted() for _ in range(6))
+
+
+@clause("driver.memory.out-of-memory@1", Level.MEMORY, facts="allocator fact 21, allocator fact 22")
+def test_an_exhausted_device_is_out_of_memory(driver: InterposedDriver) -> None:
+    """Taking more memory than the device has ends with OUT_OF_MEMORY: it names the vendor's call, takes nothing, is not kept for
+    a later call, and memory given back can be taken again."""
+    size = chunk_of(driver)
+    most = driver.memory_info()[1] // size + 1
+    handles: list[int] = []
+    try:
+        with pytest.raises(DeviceOutOfMemory) as caught:
+            handles += (driver.create(size) for _ in range(most))
+        assert caught.value.found
+        held = driver.held()["bytes"]
+        with pytest.raises(DeviceOutOfMemory):
+            driver.create(size)
+        assert driver.held()["bytes"] == held == len(handles) * size
+        driver.release(handles.pop(), size)
+        handles.append(driver.create(size))
+    finally:
+        for handle, taken in list(driver.ledger.handles.items()):
+            driver.release(handle, taken)
+
+
+@clause("driver.memory.returns@1", Level.MEMORY, facts="allocator fact 25")
+def test_released_memory_can_be_taken_again_without_end(driver: InterposedDriver) -> None:
+    """Memory that is taken, mapped, unmapped and released over and over is never used up."""
+    size = chunk_of(driver)
+    address = driver.reserve(size)
+    renewed = DriverQuirks.ADDRESS_HOLDS_MEMORY in driver.quirks()
+    for _ in range(driver.memory_info()[1] // size + 5):
+        handle = driver.create(size)
+        driver.map(address, size, handle)
+        driver.unmap(address, size)
+        driver.release(handle, size)
+        if renewed:
+            driver.release_address(address, size)
+            address = driver.reserve(size)
+    driver.release_address(address, size)
+
+
+# Threads, streams, host memory
+
+
+@clause("driver.threads.fresh@1", Level.MEMORY, facts="allocator fact 32")
+@pytest.mark.parametrize("entry", PREREQUISITES)
+def test_every_entry_works_on_a_fresh_thread(device: DeviceMemory, entry: str) -> None:
+    """Every entry may be called from a thread that has never used the device, and from another than those before it."""
+    for step in (*PREREQUISITES[entry], entry):
+        in_fresh_thread(lambda step=step: device.do(step))  # type: ignore[misc]
+    if entry == "copy_to_host":
+        device.do("stream_synchronize")
+
+
+@clause("driver.threads.concurrent@1", Level.MEMORY, facts="allocator fact 33")
+def test_threads_use_the_device_at_a_time(driver: InterposedDriver) -> None:
+    """Several threads take, write, read and give back memory at a time, and each finds its own bytes."""
+    unit, threads, rounds = driver.geometry().granularity, 4, 6
+    barrier = Barrier(threads)
+
+    def work(number: int) -> bool:
+        barrier.wait(30)
+        right = True
+        for index in range(rounds):
+            device = DeviceMemory(driver, unit).do(*MAPPED, "stream_create")
+            data = content(unit, number * rounds + index)
+            device.write(data)
+            device.do("copy_to_device", "stream_synchronize")
+            right = right and read(device) == data
+            device.close()
+        return right
+
+    with ThreadPoolExecutor(threads) as executor:
+        assert all(executor.map(work, range(threads)))
+
+
+@clause("driver.streams.order@1", Level.MEMORY, facts="allocator fact 34")
+def test_work_of_a_stream_runs_in_order(device: DeviceMemory) -> None:
+    """Work of one stream runs in the order in which it was given, and is complete once the stream is synchronised."""
+    device.do(*MAPPED, "stream_create")
+    hosts = [bytearray(device.size) for _ in range(4)]
+    for value, host in enumerate(hosts):
+        device.driver.fill(device.address, value + 1, device.size, device.stream)
+        device.driver.copy_to_host(address_of(host), device.address, device.size, device.stream)
+    device.do("stream_synchronize")
+    assert [bytes(host) for host in hosts] == [bytes([value + 1]) * device.size for value in range(4)]
+
+
+@clause("driver.streams.device@1", Level.MEMORY, facts="allocator fact 34")
+def test_device_synchronize_waits_for_all_streams(device: DeviceMemory) -> None:
+    """`device_synchronize` waits for the work of all streams."""
+    driver, part = device.driver, device.size // 4
+    device.do(*MAPPED)
+    streams = [driver.stream_create() for _ in range(4)]
+    assert len(set(streams)) == 4
+    hosts = [bytearray(part) for _ in streams]
+    for index, stream in enumerate(streams):
+        driver.fill(device.address + index * part, index + 1, part, stream)
+        driver.copy_to_host(address_of(hosts[index]), device.address + index * part, part, stream)
+    driver.device_synchronize()
+    assert [bytes(host) for host in hosts] == [bytes([index + 1]) * part for index in range(4)]
+    for stream in reversed(streams):
+        driver.stream_destroy(stream)
+
+
+@clause("driver.host.pinned@1", Level.MEMORY)
+def test_pinned_host_memory_is_copied_alike(device: DeviceMemory) -> None:
+    """Host memory may be pinned where the driver can, is copied alike while it is, keeps its bytes, and may be pinned again."""
+    device.do(*MAPPED, "stream_create")
+    for seed in range(2):
+        data = content(device.size, seed)
+        device.write(data)
+        pinned = attempt(device.host_register) is None and device.registered
+        assert device.read() == data
+        device.do("copy_to_device", "stream_synchronize")
+        assert read(device) == data
+        if pinned:
+            device.do("host_unregister")
+        assert device.read() == data
+
+
+@clause("driver.errors.nothing-changed@1", Level.MEMORY, facts="allocator fact 18, allocator fact 21")
+@pytest.mark.parametrize("entry", ["create", "reserve"])
+def test_an_impossible_size_is_an_error_that_says_so(driver: InterposedDriver, entry: str) -> None:
+    """A size that no device has is an error with the vendor's call and a text; nothing is taken, and the next call works."""
+    geometry = driver.geometry()
+    size = (1 << 62) // geometry.granularity * geometry.granularity
+    with pytest.raises((DriverError, DeviceOutOfMemory)) as caught:
+        getattr(driver, entry)(size)
+    assert caught.value.found
+    device = DeviceMemory(driver, geometry.granularity).do(*MAPPED, "stream_create", "fill")
+    assert read(device) == b"\x5a" * geometry.granularity
+    device.close()
