@@ -21,6 +21,7 @@ static const uint64_t total = (uint64_t)1 << 30; /* bytes of the device's memory
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all below */
 static int file = -1;      /* the device's memory, without an end; open from the first hp_driver_open on */
 static uint64_t used, end; /* bytes created and not released; end of the last range of the file, none of which is used twice */
+static _Atomic uint64_t streams;
 
 static hp_status fail(hp_error *error, hp_status status, int64_t code, const char *call, const char *text) {
   error->code = code;
@@ -73,7 +74,7 @@ static hp_status driver_version(void *context, char *version, size_t size, hp_er
 
 static hp_status reserve(void *context, size_t size, uint64_t hint, uint64_t *address, hp_error *error) {
   char *wide = take(hint, size + granularity, 0); /* more than asked, to cut an aligned range out of it */
-  if (wide == MAP_FAILED) return fail(error, HP_FAILED, errno, "mmap", strerror(errno));
+  if (wide == MAP_FAILED) return fail(error, HP_OUT_OF_MEMORY, errno, "mmap", strerror(errno));
   size_t before = -(uintptr_t)wide % granularity;
   if (before) munmap(wide, before);
   munmap(wide + before + size, granularity - before);
@@ -112,7 +113,7 @@ static hp_status unmap(void *context, uint64_t address, size_t size, hp_error *e
 }
 
 static hp_status stream_create(void *context, uint64_t *stream, hp_error *error) {
-  *stream = 1;
+  *stream = ++streams;
   return HP_OK;
 }
 
