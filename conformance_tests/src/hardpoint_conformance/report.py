@@ -50,6 +50,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "unavailable": _TEXT,
         "claims": (dict, NoneType),
         "selection": _OBJECT,
+        "rules": _OBJECT,
         "results": (list,),
         "waivers": (list,),
         "environment": _OBJECT,
@@ -294,7 +295,7 @@ def _selection_problems(selection: Mapping[str, Any]) -> Iterator[str]:
 def _list_problems(report: Mapping[str, Any]) -> Iterator[str]:
     results, selection = report["results"], report["selection"]
     if report["claims"] is None:
-        if [result["id"] for result in results] != [FOUND] or results[0]["outcome"] == Outcome.PASSED:
+        if len(results) != 1 or results[0]["id"] != FOUND or not Outcome(results[0]["outcome"]).is_failure:
             yield "without claims a report can only say that the backend cannot be tested"
         return
     with tempfile.TemporaryDirectory(prefix="hardpoint-") as scratch:
@@ -306,6 +307,8 @@ def _list_problems(report: Mapping[str, Any]) -> Iterator[str]:
     tests = select(everything, selection["levels"], selection["clauses"])
     listed = {test["id"]: {key: test[key] for key in _LISTED} for test in tests}
     reported = {result["id"]: {key: result[key] for key in _LISTED} for result in results}
+    if {test["clause"]: test["rule"] for test in tests} != report["rules"]:
+        yield "the texts of its rules are not those of this suite"
     if len(reported) < len(results):
         yield "a test has two results"
     for text, ids in (
