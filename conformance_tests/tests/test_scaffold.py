@@ -11,9 +11,11 @@ import tokenize
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.memory import include_dir
+from hardpoint_conformance.cli import app
 from hardpoint_conformance.scaffold import create
 
 PARTS = ("__init__", "descriptor", "capabilities", "allocator", "attention", "worker")
@@ -131,3 +133,14 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be written"):
         create("orbit", tmp_path / "file" / "new")
+
+
+def test_command_writes_or_says_what_is_wrong(tmp_path: Path) -> None:
+    runner = CliRunner()
+    folder = tmp_path / "new"
+    written = runner.invoke(app, ["init", "orbit", "--path", str(folder)])
+    assert written.exit_code == 0
+    assert str(folder) in written.output
+    refused = runner.invoke(app, ["init", "orbit", "--path", str(folder)])
+    assert refused.exit_code == 2
+    assert "not an empty folder" in " ".join(refused.output.replace("│", " ").split())

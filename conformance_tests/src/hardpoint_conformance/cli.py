@@ -170,6 +170,26 @@ def verify_command(
         raise typer.Exit(1)
 
 
+@app.command("init")
+def init_command(
+    name: Annotated[str, typer.Argument(help="Of the new backend: a lower-case identifier.")],
+    path: Annotated[Path | None, typer.Option(help="Folder to write; hardpoint-NAME by default.")] = None,
+) -> None:
+    """Write a new backend: a package for a pretend device, which passes the profile inference-core as it is.
+
+    Exit codes: 0 written, 2 an impossible name, or a folder that cannot be used.
+    """
+    from hardpoint.interfaces.errors import ConfigError
+    from hardpoint_conformance.scaffold import create
+
+    try:
+        written = create(name, Path(f"hardpoint-{name}") if path is None else path)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"written: {written}")
+    typer.echo(f"next: pip install --no-build-isolation {written}; its README.md has what follows")
+
+
 def main() -> None:
     """Run the command line on its own, as `hardpoint-conformance`."""
     app(prog_name="hardpoint-conformance")
