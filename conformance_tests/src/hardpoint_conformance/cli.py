@@ -274,8 +274,8 @@ def table_command(
 def selftest_command(
     mutant: Annotated[list[str] | None, typer.Option(help="Only this known-bad backend; can be repeated.")] = None,
     seeds: Annotated[int, typer.Option(min=0, help="Seeds with which the correct backend must pass.")] = 20,
-    jobs: Annotated[int, typer.Option(min=1, help="Known-bad backends side by side.")] = 2,
-    report: Annotated[Path | None, typer.Option(help="Write the kill matrix as JSON or HTML here.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Known-bad backends side by side.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for selftest.json and selftest.html.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the kill matrix in Markdown here.")] = None,
 ) -> None:
     """Prove the suite itself: every known-bad backend must be caught by a clause meant for it, and the correct one pass."""
@@ -286,16 +286,22 @@ def selftest_command(
 
 @app.command("init")
 def init_command(
-    name: Annotated[str, typer.Argument(help="Of the backend: a lower-case identifier.")],
-    path: Annotated[Path, typer.Option(help="Folder to write the package into.")] = Path(),
+    name: Annotated[str, typer.Argument(help="Of the new backend: a lower-case identifier.")],
+    path: Annotated[Path | None, typer.Option(help="Folder to write; hardpoint-NAME by default.")] = None,
 ) -> None:
-    """Write the package of a new backend, for a pretend device, that passes the suite: a start to change from."""
+    """Write a new backend: a package for a pretend device, which passes the profile inference-core as it is.
+
+    Exit codes: 0 written, 2 an impossible name, or a folder that cannot be used.
+    """
+    from hardpoint.interfaces.errors import ConfigError
     from hardpoint_conformance.scaffold import create
 
     try:
-        typer.echo(create(name, path))
-    except (ValueError, FileExistsError) as error:
+        written = create(name, Path(f"hardpoint-{name}") if path is None else path)
+    except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
+    typer.echo(f"written: {written}")
+    typer.echo(f"next: pip install --no-build-isolation {written}; its README.md has what follows")
 
 
 def main() -> None:

@@ -115,7 +115,7 @@ def show_report(report: Mapping[str, Any], console: Console) -> None:
         if outcome.is_failure:
             console.print(Text.assemble((f"{outcome} ", "bold red"), result["id"]))
             console.print(Text("  " + result["reproduction"]), soft_wrap=True)
-    untestable: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     for result in report["results"]:
         if result["outcome"] == Outcome.NOT_TESTABLE:
             skipped.setdefault(result["message"], []).append(result["id"])
