@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--explore", type=int, default=0, help="further seeds that each seeded test is run with")
     group.addoption("--levels", default="", help="levels to run, for example L0,L1; all by default")
     group.addoption("--clauses", default="", help="ids of the only clauses to run, separated by commas")
+    group.addoption("--tests", type=Path, help="run only the tests whose ids this JSON file lists")
     group.addoption("--claims", type=Path, help="collect for the claims in this JSON file, without any backend")
     group.addoption("--results", type=Path, help="write a line of JSON for the start and the end of every test here")
     group.addoption("--listing", type=Path, help="write the collected tests as JSON here")
@@ -133,8 +134,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     levels = {Level.of(text) for text in config.getoption("levels").split(",") if text}
     wanted = {text for text in config.getoption("clauses").split(",") if text}
+    file = config.getoption("tests")
+    chosen = None if file is None else frozenset(json.loads(file.read_text()))
+    ids = [test_id(item, clause) for item, clause in ours]
+    if len(set(ids)) < len(ids):
+        twice = sorted({name for name in ids if ids.count(name) > 1})
+        raise pytest.UsageError(f"several tests have the same id: {', '.join(twice)}")
     dropped = [
-        item for item, clause in ours if (levels and clause.level not in levels) or (wanted and clause.id not in wanted)
+        item
+        for (item, clause), name in zip(ours, ids, strict=True)
+        if (levels and clause.level not in levels)
+        or (wanted and clause.id not in wanted)
+        or (chosen is not None and name not in chosen)
     ]
     # Everything is a result: a case whose capability is not claimed is not deselected here; the report has it as such.
     if dropped:
@@ -143,13 +154,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
     listing = config.getoption("listing")
     if listing:
-        listing.write_text(json.dumps([_entry(item, clause, config) for item, clause in ours if item in items]))
+        kept = set(items)
+        listing.write_text(json.dumps([_entry(item, clause, config) for item, clause in ours if item in kept]))
 
 
 def _entry(item: pytest.Item, clause: Clause, config: pytest.Config) -> dict[str, Any]:
     return {
         "id": test_id(item, clause),
         "clause": clause.id,
+        "rule": clause.text,
         "level": int(clause.level),
         "node": item.nodeid,
         "capabilities": list(capabilities_of(item, clause)),

@@ -46,4 +46,5 @@ COMMANDS = (
     Command("sleep-demo", "hardpoint.cli.sleep_demo", "sleep_demo", "Put an engine to sleep and wake it, measured."),
     Command("models", "hardpoint.cli.models", "models", "Show which models can be run."),
     Command("doctor", "hardpoint.cli.doctor", "doctor", "Show backends, devices and what is wrong with them."),
+    Command("conformance", "hardpoint.cli.conformance", "app", "Prove a backend with the conformance suite."),
 )
