@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.memory import VirtualPool
-from tests.fault_matrix.matrix import World
+from hardpoint_conformance.fault_matrix import World
 
 from .targets import DEVICE, SIMULATION_EXPECTED, Target, asked_for, without_hardware
 

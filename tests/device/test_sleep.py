@@ -14,7 +14,7 @@ import pytest
 from hardpoint.interfaces import MemoryReport, Policy, SleepTier
 from hardpoint.interfaces.errors import BackupStale, DeviceOutOfMemory, InvalidAllocation, MemoryAsleep
 from hardpoint.memory import DriverQuirks, VirtualPool
-from tests.fault_matrix.matrix import World
+from hardpoint_conformance.fault_matrix import World
 
 from .targets import DEVICE, Target
 

@@ -8,7 +8,8 @@ from collections import defaultdict
 from rich.console import Console
 from rich.table import Table
 
-from .matrix import Row, run_target
+from hardpoint_conformance.fault_matrix import Row, run_target
+
 from .targets import all_targets
 
 

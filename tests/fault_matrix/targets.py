@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from hardpoint.memory import DriverTable
+from hardpoint_conformance.fault_matrix import FaultTarget
 
 CAPACITY = 1 << 30
 GRANULARITY = 1 << 16
@@ -14,47 +14,7 @@ CODES = {"cuda": (2, 700), "rocm": (2, 700), "ascend": (207001, 507015)}
 """By vendor: the codes of out of memory, and of a failure of another kind."""
 
 
-class Target(ABC):
-    """One driver under test.
-
-    Attributes:
-        name: for people; says `simulated` where the vendor's library is one.
-        elastic: memory of an allocation can be given back while its addresses stay.
-    """
-
-    name: str
-    elastic: bool = True
-
-    @abstractmethod
-    def table(self) -> DriverTable:
-        """Return the driver, with nothing allocated and no fault armed."""
-
-    @abstractmethod
-    def calls(self) -> dict[str, int]:
-        """Return how often each call that can fail has been made."""
-
-    @abstractmethod
-    def fail(self, call: str, nth: int) -> None:
-        """Make the nth call from now on fail once."""
-
-    @abstractmethod
-    def disarm(self) -> bool:
-        """Let no more calls fail; returns whether an armed one has failed."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """End the use of the driver."""
-
-    def violations(self) -> list[str]:
-        """Return the vendor's rules that were broken since `table`; a driver that checks none has none."""
-        return []
-
-    @abstractmethod
-    def held(self) -> Mapping[str, int]:
-        """Return what the driver counts as taken: memory, and where it counts them handles, mappings, addresses, streams."""
-
-
-class CpuTarget(Target):
+class CpuTarget(FaultTarget):
     """The CPU's driver, which makes its own entries fail."""
 
     name = "cpu"
@@ -105,7 +65,7 @@ class CpuTarget(Target):
         self._armed = None
 
 
-class SimulatedTarget(Target):
+class SimulatedTarget(FaultTarget):
     """A vendor's driver over its simulated library.
 
     Args:
@@ -171,7 +131,7 @@ class SimulatedTarget(Target):
             self._table = None
 
 
-def all_targets() -> list[Target]:
+def all_targets() -> list[FaultTarget]:
     """Return every driver of the workspace."""
     return [
         CpuTarget(),

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fault_matrix.targets import CpuTarget, Target, all_targets
+from hardpoint_conformance.fault_matrix import FaultTarget
+from tests.fault_matrix.targets import CpuTarget, all_targets
 
 from .support import TrackedPool
 
 
 @pytest.fixture(scope="module", params=all_targets(), ids=lambda target: target.name)
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+def target(request: pytest.FixtureRequest) -> Iterator[FaultTarget]:
     """Every driver; the vendors' libraries are simulated. Chunks are small where their size can be chosen."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HARDPOINT_ROCM_CHUNK_MB", "1")
@@ -28,7 +29,7 @@ def cpu_target() -> CpuTarget:
     return CpuTarget()
 
 
-def tracked_pool(target: Target) -> Iterator[TrackedPool]:
+def tracked_pool(target: FaultTarget) -> Iterator[TrackedPool]:
     """Yield a pool; afterwards everything has gone back to the driver and no rule was broken."""
     table = target.table()
     nothing = dict(target.held())
@@ -41,7 +42,7 @@ def tracked_pool(target: Target) -> Iterator[TrackedPool]:
 
 
 @pytest.fixture
-def pool(target: Target) -> Iterator[TrackedPool]:
+def pool(target: FaultTarget) -> Iterator[TrackedPool]:
     """A pool on every driver in turn."""
     yield from tracked_pool(target)
 

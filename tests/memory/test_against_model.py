@@ -26,7 +26,7 @@ from hardpoint.interfaces.errors import (
     MemoryAsleep,
     MemoryFault,
 )
-from tests.fault_matrix.targets import Target
+from hardpoint_conformance.fault_matrix import FaultTarget
 
 from .support import TrackedPool, content
 
@@ -79,7 +79,7 @@ class Block:
 class Machine(RuleBasedStateMachine):
     """A pool beside its model."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: FaultTarget) -> None:
         super().__init__()
         self.target = target
         self.directory = tempfile.TemporaryDirectory()
@@ -362,7 +362,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(max(120, EXAMPLES))
-def test_any_sequence_does_what_the_model_says(target: Target) -> None:
+def test_any_sequence_does_what_the_model_says(target: FaultTarget) -> None:
     run_state_machine_as_test(
         lambda: Machine(target),
         settings=settings(

@@ -15,7 +15,8 @@ from hardpoint.interfaces.errors import (
     MemoryBusy,
     MemoryFault,
 )
-from tests.fault_matrix.targets import CAPACITY, Target
+from hardpoint_conformance.fault_matrix import FaultTarget
+from tests.fault_matrix.targets import CAPACITY
 
 from .support import TrackedPool, content, differences
 
@@ -30,7 +31,7 @@ def test_no_bytes_are_refused(pool: TrackedPool, size: int) -> None:
 
 @pytest.mark.parametrize("size", [CAPACITY + 1, 1 << 47, (1 << 63) - 1, (1 << 64) - 1, 1 << 64, 1 << 80])
 @pytest.mark.parametrize("how", ["own", "shared", "capacity"])
-def test_huge_sizes_are_out_of_memory(pool: TrackedPool, target: Target, size: int, how: str) -> None:
+def test_huge_sizes_are_out_of_memory(pool: TrackedPool, target: FaultTarget, size: int, how: str) -> None:
     held = dict(target.held())
     if how == "capacity" and (not target.elastic or size <= 1 << 47):
         return
@@ -47,7 +48,7 @@ def test_a_capacity_below_the_size_is_refused(pool: TrackedPool) -> None:
         pool.allocate(2 * pool.unit, capacity=pool.unit)
 
 
-def test_the_last_bytes_of_a_device_serve_small_blocks(pool: TrackedPool, target: Target) -> None:
+def test_the_last_bytes_of_a_device_serve_small_blocks(pool: TrackedPool, target: FaultTarget) -> None:
     """Where there is no room for a shared allocation, a block gets one of its own."""
     unit = pool.unit
     pool.allocate(CAPACITY - unit, policy=Policy.RESIDENT)
@@ -96,7 +97,7 @@ def test_transfers_end_where_their_memory_ends(pool: TrackedPool) -> None:
     assert pool.read(neighbour, 5000) == content(5000, 2)
 
 
-def test_memory_is_freed_while_asleep_without_touching_it(pool: TrackedPool, target: Target) -> None:
+def test_memory_is_freed_while_asleep_without_touching_it(pool: TrackedPool, target: FaultTarget) -> None:
     """Fact 14: the backup and the addresses go, and no dead handle is touched."""
     data = content(3 * pool.unit)
     address, block = pool.filled(data), pool.filled(content(5000), shared=True)
@@ -128,7 +129,7 @@ def test_memory_allocated_while_its_tag_sleeps_is_awake_and_joins_the_next_sleep
     assert pool.read(block, 5000) == content(5000)
 
 
-def test_an_operation_within_an_operation_is_busy(pool: TrackedPool, target: Target) -> None:
+def test_an_operation_within_an_operation_is_busy(pool: TrackedPool, target: FaultTarget) -> None:
     data = content(4 * pool.unit)
     address = pool.filled(data)
     met: list[type] = []
@@ -196,7 +197,7 @@ def test_an_operation_ends_once(pool: TrackedPool) -> None:
     assert pool.read(address, pool.unit) == content(pool.unit)
 
 
-def test_an_operation_dropped_before_its_end_is_undone(pool: TrackedPool, target: Target) -> None:
+def test_an_operation_dropped_before_its_end_is_undone(pool: TrackedPool, target: FaultTarget) -> None:
     address = pool.filled(content(pool.unit))
     held = dict(target.held())
     prepared = pool.native.begin_sleep(pool._native_plan(SleepPlan(), {}))
@@ -210,7 +211,7 @@ def test_an_operation_dropped_before_its_end_is_undone(pool: TrackedPool, target
 FAILURES_OF_COPIES = {"cuda": "cuMemcpyDtoHAsync_v2", "rocm": "hipMemcpyAsync", "ascend": "aclrtMemcpyAsync"}
 
 
-def test_copies_under_way_are_waited_for_when_one_fails(pool: TrackedPool, target: Target) -> None:
+def test_copies_under_way_are_waited_for_when_one_fails(pool: TrackedPool, target: FaultTarget) -> None:
     """Host memory of copies that were begun goes back to the arena, where the next backup takes it."""
     simulator = getattr(target, "_simulator", None)
     if simulator is None:
@@ -233,7 +234,7 @@ def test_copies_under_way_are_waited_for_when_one_fails(pool: TrackedPool, targe
         simulator.set("deferred", 0)
 
 
-def test_a_second_failure_while_undoing_loses_nothing(pool: TrackedPool, target: Target) -> None:
+def test_a_second_failure_while_undoing_loses_nothing(pool: TrackedPool, target: FaultTarget) -> None:
     """The sleep fails at its copy, mapping back fails too, and so does the first wake: the bytes are there at the next."""
     simulator = getattr(target, "_simulator", None)
     if simulator is None:

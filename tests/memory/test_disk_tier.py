@@ -11,7 +11,7 @@ import pytest
 
 from hardpoint.interfaces import SleepPlan, SleepTier
 from hardpoint.interfaces.errors import BackupCorrupt, HostBudgetExceeded
-from tests.fault_matrix.targets import Target
+from hardpoint_conformance.fault_matrix import FaultTarget
 
 from .support import TrackedPool, content, differences, run_program, runs_cleanly, wait_until
 
@@ -40,7 +40,7 @@ def test_a_backup_on_disk_takes_no_host_memory_and_is_removed_after_wake(pool: T
 
 
 def test_a_backup_beyond_the_disk_budget_is_refused_before_any_driver_call(
-    pool: TrackedPool, target: Target, tmp_path: Path
+    pool: TrackedPool, target: FaultTarget, tmp_path: Path
 ) -> None:
     data = content(4 * pool.unit)
     address = pool.filled(data)
@@ -118,7 +118,7 @@ def exchange(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip_a_byte, flip_a_byte_of_the_header, truncate, Path.unlink, exchange])
 def test_a_damaged_backup_is_found_and_not_served(
-    damage: Callable[[Path], None], pool: TrackedPool, target: Target, tmp_path: Path
+    damage: Callable[[Path], None], pool: TrackedPool, target: FaultTarget, tmp_path: Path
 ) -> None:
     data, other = content(3 * pool.unit), content(pool.unit, 1)
     damaged, whole = pool.filled(data), pool.filled(other, "buffers")

@@ -9,7 +9,7 @@ import pytest
 
 from hardpoint.interfaces import SleepPlan, SleepTier
 from hardpoint.interfaces.errors import BackupStale, HostBudgetExceeded
-from tests.fault_matrix.targets import Target
+from hardpoint_conformance.fault_matrix import FaultTarget
 
 from .support import TrackedPool, content, differences, wait_until
 
@@ -23,12 +23,12 @@ def copies(before: dict[str, int], after: dict[str, int]) -> int:
     return sum(count for call, count in changed.items() if call.startswith(names))
 
 
-def registrations(target: Target) -> int:
+def registrations(target: FaultTarget) -> int:
     """Return how many calls pinned host memory."""
     return sum(count for call, count in target.calls().items() if call.endswith("HostRegister"))
 
 
-def test_a_backup_beyond_the_budget_is_refused_before_any_driver_call(pool: TrackedPool, target: Target) -> None:
+def test_a_backup_beyond_the_budget_is_refused_before_any_driver_call(pool: TrackedPool, target: FaultTarget) -> None:
     """Fact 20."""
     data = content(4 * pool.unit)
     address = pool.filled(data)
@@ -105,7 +105,7 @@ def test_memory_freed_in_pieces_serves_the_next_backups(pool: TrackedPool) -> No
         assert pool.read(address, 1 + 777 * n) == content(1 + 777 * n, n)
 
 
-def test_a_second_sleep_of_unchanged_weights_copies_nothing(pool: TrackedPool, target: Target) -> None:
+def test_a_second_sleep_of_unchanged_weights_copies_nothing(pool: TrackedPool, target: FaultTarget) -> None:
     data, cache = content(4 * pool.unit), content(pool.unit, 1)
     weights, other = pool.filled(data), pool.filled(cache, "kv_cache")
     first = pool.sleep(KEEP)
@@ -231,7 +231,7 @@ def test_a_block_in_a_shared_allocation_voids_its_kept_backup(pool: TrackedPool)
     assert pool.read(second, 6000) == content(6000, 2)
 
 
-def test_a_prepared_sleep_pins_nothing_more(pool: TrackedPool, target: Target) -> None:
+def test_a_prepared_sleep_pins_nothing_more(pool: TrackedPool, target: FaultTarget) -> None:
     """Sizes that do not fill their last page, just below the size of a slab: what is prepared is what is needed."""
     sizes = [10_001] * 32
     rest = (2 << 20) - sum(-(-size // 512) * 512 for size in sizes)

@@ -16,7 +16,7 @@ from hardpoint.interfaces.errors import (
     MemoryFault,
     UnknownTag,
 )
-from tests.fault_matrix.targets import Target
+from hardpoint_conformance.fault_matrix import FaultTarget
 
 from .support import TrackedPool, content, differences
 
@@ -43,7 +43,7 @@ def test_addresses_and_bytes_survive_cycles_of_every_size(pool: TrackedPool, tie
         assert all(pool.read(address, len(data)) == data for address, data in blocks.items())
 
 
-def test_sleep_gives_the_drivers_memory_back(pool: TrackedPool, target: Target) -> None:
+def test_sleep_gives_the_drivers_memory_back(pool: TrackedPool, target: FaultTarget) -> None:
     """Fact 23: the driver's own counter falls by what the report says."""
     used = target.held()["used"]
     for tag in ("weights", "kv_cache"):
@@ -179,7 +179,7 @@ def test_one_callback_for_several_tensors_runs_once_per_wake(pool: TrackedPool) 
         assert len(calls) == cycle
 
 
-def test_rebuild_without_a_callback_is_refused_with_nothing_done(pool: TrackedPool, target: Target) -> None:
+def test_rebuild_without_a_callback_is_refused_with_nothing_done(pool: TrackedPool, target: FaultTarget) -> None:
     other = pool.filled(content(pool.unit), "other")
     pool.allocate(pool.unit, "buffers", Policy.REBUILD)
     before = target.calls()
@@ -214,7 +214,7 @@ def test_tags_sleep_and_wake_apart(pool: TrackedPool) -> None:
     assert pool.read(blocks["buffers"], len(data)) == data
 
 
-def test_a_second_sleep_or_wake_does_nothing_and_says_so(pool: TrackedPool, target: Target) -> None:
+def test_a_second_sleep_or_wake_does_nothing_and_says_so(pool: TrackedPool, target: FaultTarget) -> None:
     """Fact 9."""
     data = content(pool.unit)
     address = pool.filled(data)
@@ -243,7 +243,7 @@ def test_a_second_sleep_or_wake_does_nothing_and_says_so(pool: TrackedPool, targ
     ],
     ids=["sleep", "policies", "keep", "prepare_sleep", "wake", "mark_written", "discard_backup"],
 )
-def test_an_unknown_tag_is_an_error_and_nothing_is_done(call, pool: TrackedPool, target: Target) -> None:  # type: ignore[no-untyped-def]
+def test_an_unknown_tag_is_an_error_and_nothing_is_done(call, pool: TrackedPool, target: FaultTarget) -> None:  # type: ignore[no-untyped-def]
     """Fact 12."""
     data = content(pool.unit)
     address, sleeping = pool.filled(data), pool.filled(data, "kv_cache")
@@ -256,7 +256,7 @@ def test_an_unknown_tag_is_an_error_and_nothing_is_done(call, pool: TrackedPool,
     assert pool.read_backup(sleeping, len(data)) == data
 
 
-def test_a_backup_is_read_without_the_device(pool: TrackedPool, target: Target, tmp_path: Path) -> None:
+def test_a_backup_is_read_without_the_device(pool: TrackedPool, target: FaultTarget, tmp_path: Path) -> None:
     """Fact 6: any part of it, from every tier."""
     data = content(3 * pool.unit + 100)
     for tier in (SleepTier.HOST, SleepTier.DISK):
@@ -349,7 +349,7 @@ def test_live_ranges_of_foreign_memory_are_refused(pool: TrackedPool) -> None:
     assert not pool.is_asleep(block)
 
 
-def test_elastic_memory_keeps_its_bytes_through_growth_and_sleep(pool: TrackedPool, target: Target) -> None:
+def test_elastic_memory_keeps_its_bytes_through_growth_and_sleep(pool: TrackedPool, target: FaultTarget) -> None:
     if not target.elastic:
         with pytest.raises(CapabilityRefused, match="elastic"):
             pool.allocate(pool.unit, capacity=pool.unit)
@@ -378,7 +378,7 @@ def test_elastic_memory_keeps_its_bytes_through_growth_and_sleep(pool: TrackedPo
             pool.resize(address, size)
 
 
-def test_memory_at_its_capacity_is_elastic(pool: TrackedPool, target: Target) -> None:
+def test_memory_at_its_capacity_is_elastic(pool: TrackedPool, target: FaultTarget) -> None:
     """A KV cache is made at its full size and shrunk later."""
     if not target.elastic:
         pytest.skip("no elastic memory here")
@@ -387,7 +387,7 @@ def test_memory_at_its_capacity_is_elastic(pool: TrackedPool, target: Target) ->
     assert pool.stats().tags["weights"].mapped == pool.unit
 
 
-def test_elastic_memory_is_not_read_or_written_beyond_what_is_mapped(pool: TrackedPool, target: Target) -> None:
+def test_elastic_memory_is_not_read_or_written_beyond_what_is_mapped(pool: TrackedPool, target: FaultTarget) -> None:
     if not target.elastic:
         pytest.skip("no elastic memory here")
     address = pool.allocate(pool.unit, capacity=8 * pool.unit)
@@ -409,7 +409,7 @@ def test_progress_is_told_to_the_end_and_never_falls(pool: TrackedPool) -> None:
     assert told[-1] == (size, size)
 
 
-def test_a_progress_callback_that_raises_cancels_with_everything_undone(pool: TrackedPool, target: Target) -> None:
+def test_a_progress_callback_that_raises_cancels_with_everything_undone(pool: TrackedPool, target: FaultTarget) -> None:
     data = content(4 * pool.unit)
     address = pool.filled(data)
     held = dict(target.held())
@@ -444,7 +444,7 @@ def test_zeros_do_not_come_back_as_what_a_source_held(pool: TrackedPool, tmp_pat
     assert pool.read(address, len(data)) == bytes(len(data))
 
 
-def test_a_failed_sleep_of_some_bytes_leaves_all(pool: TrackedPool, target: Target) -> None:
+def test_a_failed_sleep_of_some_bytes_leaves_all(pool: TrackedPool, target: FaultTarget) -> None:
     """The last release fails, when memory of which only live ranges have a backup is the driver's already, or not yet."""
     data = content(2 * pool.unit)
     address = pool.filled(data)

@@ -10,7 +10,7 @@ import pytest
 
 from hardpoint.interfaces import Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import ForkedProcess
-from tests.fault_matrix.targets import Target
+from hardpoint_conformance.fault_matrix import FaultTarget
 
 from .support import TrackedPool, content, run_program, runs_cleanly, wait_until
 from .test_disk_tier import backup_files
@@ -187,7 +187,7 @@ def address_space() -> int:
 
 
 @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK], ids=str)
-def test_many_cycles_grow_nothing(pool: TrackedPool, target: Target, tier: SleepTier, tmp_path: Path) -> None:
+def test_many_cycles_grow_nothing(pool: TrackedPool, target: FaultTarget, tier: SleepTier, tmp_path: Path) -> None:
     """Fact 25."""
     plan = SleepPlan(tier=tier, disk_directory=str(tmp_path))
     blocks = [pool.filled(content(pool.unit // 2 + 5, seed), shared=seed % 2 == 0) for seed in range(8)]

@@ -10,7 +10,7 @@ import pytest
 
 from hardpoint.interfaces import FileExtent, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import BackupCorrupt, BackupStale, ForeignMemory, InvalidAllocation
-from tests.fault_matrix.targets import Target
+from hardpoint_conformance.fault_matrix import FaultTarget
 
 from .support import TrackedPool, content, differences
 from .test_host_tier import copies, write_unannounced
@@ -37,7 +37,7 @@ def loaded(pool: TrackedPool, file: Path, size: int, at: int = 1234, *, shared: 
 
 
 def test_declared_bytes_are_read_again_and_nothing_is_copied(
-    pool: TrackedPool, target: Target, checkpoint: Path
+    pool: TrackedPool, target: FaultTarget, checkpoint: Path
 ) -> None:
     size = 3 * pool.unit + 77
     address = loaded(pool, checkpoint, size)
@@ -98,7 +98,7 @@ def truncate(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [change_in_place, truncate])
 def test_a_changed_source_is_found_on_wake_and_not_served(
-    damage: Callable[[Path], None], pool: TrackedPool, target: Target, checkpoint: Path
+    damage: Callable[[Path], None], pool: TrackedPool, target: FaultTarget, checkpoint: Path
 ) -> None:
     size = 2 * pool.unit
     address, other = loaded(pool, checkpoint, size), pool.filled(content(pool.unit, 2), "buffers")
@@ -121,7 +121,7 @@ def test_a_changed_source_is_found_on_wake_and_not_served(
 
 @pytest.mark.parametrize("damage", [change_in_place, truncate])
 def test_a_source_that_changed_before_the_sleep_loses_nothing(
-    damage: Callable[[Path], None], pool: TrackedPool, target: Target, checkpoint: Path
+    damage: Callable[[Path], None], pool: TrackedPool, target: FaultTarget, checkpoint: Path
 ) -> None:
     """The device still has the bytes: they are not given up for a file that has others."""
     size = 2 * pool.unit

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hardpoint.interfaces import (
     AttentionBackend,
-    AttentionFeature,
     AttentionLayer,
     AttentionPlan,
     AttentionRequest,
@@ -207,18 +206,23 @@ def placed(rng: np.random.Generator, blocks: Sequence[Sequence[int]], num_blocks
     return Placement(tuple(map(tuple, blocks)), num_blocks, tuple(map(int, rows)), table)
 
 
-def plan_of(
-    attention: AttentionBackend,
+def request_of(
     layers: Sequence[AttentionLayer],
     dtype: DType,
     *,
     kv_dtype: DType | None = None,
     block_size: int | None = None,
-    max_context: int = 4096,
-    features: frozenset[AttentionFeature] = frozenset(),
-) -> AttentionPlan | Refusal:
-    """Ask a backend for a plan."""
-    return attention.plan(AttentionRequest(tuple(layers), dtype, kv_dtype or dtype, block_size, max_context, features))
+    max_context: int = 128,
+) -> AttentionRequest:
+    """Return a request; the cache has the queries' dtype unless another is given."""
+    return AttentionRequest(tuple(layers), dtype, kv_dtype or dtype, block_size, max_context)
+
+
+def planned(attention: AttentionBackend, request: AttentionRequest) -> AttentionPlan:
+    """Return a backend's plan for a request within its claims; asserts that it is not refused."""
+    plan = attention.plan(request)
+    assert not isinstance(plan, Refusal), f"a request within the claims was refused: {'; '.join(plan.reasons)}"
+    return plan
 
 
 class Buffer:
@@ -309,7 +313,14 @@ class Bench:
         self.cases = cases
         self.device = torch.device(target.device.torch_device)
         self.attention = attention or target.attention()
-        self.plan = self._planned(block_size)
+        request = request_of(
+            [case.layer for case in cases],
+            cases[0].dtype,
+            kv_dtype=cases[0].kv_dtype,
+            block_size=block_size,
+            max_context=max(cases[0].lengths),
+        )
+        self.plan = planned(self.attention, request)
         self._rng = rng or np.random.default_rng(0)
         self.placement = placement or place(self._rng, cases[0].lengths, self.plan.block_size)
         self._fill = fill
@@ -319,20 +330,6 @@ class Bench:
             self._guarded = Buffer(shape, self.spec.dtype.to_torch(), self.device)
             cache = self._guarded.tensor
         self.cache = cache
-
-    def _planned(self, block_size: int | None) -> AttentionPlan:
-        case = self.cases[0]
-        longest = max(case.lengths, default=1)
-        plan = plan_of(
-            self.attention,
-            [each.layer for each in self.cases],
-            case.dtype,
-            kv_dtype=case.kv_dtype,
-            block_size=block_size,
-            max_context=longest,
-        )
-        assert isinstance(plan, AttentionPlan), f"a request within the claims was refused: {'; '.join(plan.reasons)}"
-        return plan
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -534,7 +531,7 @@ def _fused(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     tokens, _, dim = parts[0].shape
     whole = torch.full((tokens + 1, sum(heads) + 1, dim), UNWRITTEN, dtype=parts[0].dtype)
     whole[1:, 1:] = torch.cat(list(parts), 1)
-    return list(whole.to(device)[1:, 1:].split(heads, 1))
+    return list(torch.split(whole.to(device)[1:, 1:], heads, 1))
 
 
 def _joined(parts: Sequence[np.ndarray[Any, Any]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:

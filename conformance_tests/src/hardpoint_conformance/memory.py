@@ -54,7 +54,7 @@ def obstacle(target: Target, way: str) -> str:
     """Return why a backend's memory cannot be reached in a way here; "" when it can."""
     if way == "pool":
         return "" if target.descriptor.driver is not None else "this backend's allocator is its own"
-    if target.simulated:
+    if target.simulated and target.device.torch_device != "cpu":  # torch addresses the host's memory, whoever gives it
         return "torch cannot address a simulated device"
     import torch
 

@@ -162,6 +162,7 @@ def _entry(item: pytest.Item, clause: Clause, config: pytest.Config) -> dict[str
     return {
         "id": test_id(item, clause),
         "clause": clause.id,
+        "rule": clause.text,
         "level": int(clause.level),
         "node": item.nodeid,
         "capabilities": list(capabilities_of(item, clause)),

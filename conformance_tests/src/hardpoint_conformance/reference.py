@@ -116,7 +116,7 @@ def logits(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
         layer = f"model.layers.{index}"
         x = norm(hidden, f"{layer}.input_layernorm")
         q, k, v = (
-            (x @ weight(f"{layer}.self_attn.{part}_proj").T).unflatten(-1, (-1, shape.head_dim)).transpose(0, 1)
+            (x @ weight(f"{layer}.self_attn.{part}_proj").T).view(len(text), -1, shape.head_dim).transpose(0, 1)
             for part in "qkv"
         )
         q, k = _rotated(q, shape, wide), _rotated(k, shape, wide)

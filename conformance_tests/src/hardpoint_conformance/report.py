@@ -15,7 +15,7 @@ from typing import Any
 from hardpoint_conformance.levels import PROFILES, Level
 from hardpoint_conformance.outcomes import Outcome, Verdict
 from hardpoint_conformance.processes import run_process
-from hardpoint_conformance.verdict import judge
+from hardpoint_conformance.verdict import Judgement, judge
 from hardpoint_conformance.waivers import can_waive, expired, names
 
 SCHEMA = 1
@@ -50,6 +50,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "unavailable": _TEXT,
         "claims": (dict, NoneType),
         "selection": _OBJECT,
+        "rules": _OBJECT,
         "results": (list,),
         "waivers": (list,),
         "environment": _OBJECT,
@@ -78,7 +79,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "explore": (int,),
     },
     "environment": {"python": _TEXT, "platform": _TEXT, "cpu": _TEXT, "cpu_count": (int,), "packages": _OBJECT},
-    "verdict": {"outcome": _TEXT, "reasons": (list,)},
+    "verdict": {"outcome": _TEXT, "reasons": (list,), "notes": (list,)},
 }
 """Fields and types of the report and of its parts."""
 
@@ -274,12 +275,16 @@ def verify(report: Mapping[str, Any]) -> list[str]:
     if device is not None and device["simulated"] != report["simulated"]:
         problems.append("the device and the report do not agree on whether it is simulated")
     try:
-        verdict, reasons = judge(report)
+        judgement = judge(report)
     except (KeyError, ValueError, TypeError) as error:
         return [*problems, f"what the backend claims cannot be read: {error!r}"]
-    stated = report["verdict"]
-    if (stated["outcome"], stated["reasons"]) != (verdict.value, reasons):
-        problems.append(f"its verdict is '{stated['outcome']}', and its results say '{verdict.value}'")
+    if report["verdict"] != _stated(judgement):
+        stated, found = report["verdict"]["outcome"], judgement.verdict.value
+        problems.append(
+            f"its verdict is '{stated}', and its results say '{found}'"
+            if stated != found
+            else "its reasons or notes are not those that its results give"
+        )
     return problems
 
 
@@ -294,7 +299,7 @@ def _selection_problems(selection: Mapping[str, Any]) -> Iterator[str]:
 def _list_problems(report: Mapping[str, Any]) -> Iterator[str]:
     results, selection = report["results"], report["selection"]
     if report["claims"] is None:
-        if [result["id"] for result in results] != [FOUND] or results[0]["outcome"] == Outcome.PASSED:
+        if len(results) != 1 or results[0]["id"] != FOUND or not Outcome(results[0]["outcome"]).is_failure:
             yield "without claims a report can only say that the backend cannot be tested"
         return
     with tempfile.TemporaryDirectory(prefix="hardpoint-") as scratch:
@@ -306,6 +311,8 @@ def _list_problems(report: Mapping[str, Any]) -> Iterator[str]:
     tests = select(everything, selection["levels"], selection["clauses"])
     listed = {test["id"]: {key: test[key] for key in _LISTED} for test in tests}
     reported = {result["id"]: {key: result[key] for key in _LISTED} for result in results}
+    if {test["clause"]: test["rule"] for test in tests} != report["rules"]:
+        yield "the texts of its rules are not those of this suite"
     if len(reported) < len(results):
         yield "a test has two results"
     for text, ids in (
@@ -345,9 +352,12 @@ def _result_problems(result: Mapping[str, Any], report: Mapping[str, Any]) -> It
 
 def finish(report: dict[str, Any]) -> dict[str, Any]:
     """Return a report with its verdict and its digest."""
-    verdict, reasons = judge(report)
-    report = report | {"verdict": {"outcome": verdict.value, "reasons": reasons}}
+    report = report | {"verdict": _stated(judge(report))}
     return report | {"digest": digest_of(report)}
+
+
+def _stated(judgement: Judgement) -> dict[str, Any]:
+    return {"outcome": judgement.verdict.value, "reasons": judgement.reasons, "notes": judgement.notes}
 
 
 def verdict_of(report: Mapping[str, Any]) -> Verdict:

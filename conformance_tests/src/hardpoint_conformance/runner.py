@@ -115,6 +115,7 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
                 "seed": settings.seed,
                 "explore": settings.explore,
             },
+            "rules": {test["clause"]: test["rule"] for test in tests},
             "results": results,
             "waivers": [dict(waiver) for waiver in settings.waivers],
             "environment": environment_of(),
@@ -141,6 +142,7 @@ def _found_test() -> dict[str, Any]:
     return {
         "id": FOUND,
         "clause": FOUND,
+        "rule": "The backend is found, and its import, hook, probe and claims end without an error.",
         "level": int(Level.PACKAGING),
         "node": "examination",
         "capabilities": [],
@@ -154,7 +156,7 @@ def _failed_examination(test: Mapping[str, Any], problem: str, settings: Setting
         f"python -m hardpoint_conformance.examine {shlex.quote(settings.backend)} {settings.device} /dev/stdout"
     )
     told = {"outcome": Outcome.FAILED.value, "message": problem, "seconds": 0.0, "seed": None, "error_ratio": None}
-    return {**test, **told, "reproduction": reproduction}
+    return _result(test, told, reproduction)
 
 
 def _chosen(everything: Sequence[Mapping[str, Any]], settings: Settings) -> list[dict[str, Any]]:
@@ -201,7 +203,12 @@ def _results(
         by_id = {test["id"]: test for test in tests}
         jobs = settings.jobs or (1 if examination.backend["accelerator"] else 2)
         _run_groups(_group_runner(settings, examination, scratch, jobs), pending, jobs, done)
-    return [{**test, **found[test["id"]], "reproduction": reproduction(test["id"], settings)} for test in tests]
+    return [_result(test, found[test["id"]], reproduction(test["id"], settings)) for test in tests]
+
+
+def _result(test: Mapping[str, Any], told: Mapping[str, Any], reproduction: str) -> dict[str, Any]:
+    listed = {name: value for name, value in test.items() if name != "rule"}
+    return {**listed, **told, "reproduction": reproduction}
 
 
 def _not_called_for(test: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,9 @@ def shape_for(claims: Capabilities, **changes: Any) -> Shape:
     """Return a tiny shape that the claims cover: 16 elements per head and two query heads per KV head, or what is nearest."""
     even = IntSet.of(*(n for n in members(claims.attention.head_dims, 256) if n % 2 == 0))
     group = nearest(claims.attention.group_sizes, 2)
-    return replace(Shape(head_dim=nearest(even, 16), heads=2 * group, kv_heads=2), **changes)
+    shape = replace(Shape(head_dim=nearest(even, 16), heads=2 * group, kv_heads=2), **changes)
+    # Configurations are refused where the heads do not divide the hidden size, whatever a head's own size is.
+    return shape if shape.hidden % shape.heads == 0 else replace(shape, hidden=16 * shape.heads)
 
 
 @cache

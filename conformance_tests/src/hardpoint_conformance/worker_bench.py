@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from hardpoint.interfaces import (
     KV_CACHE,
     WEIGHTS,
+    Capabilities,
     DeviceAllocator,
+    DType,
     ModelInfo,
     Policy,
     SequenceSampling,
@@ -25,20 +28,29 @@ from hardpoint.interfaces import (
     Worker,
     WorkerConfig,
 )
+from hardpoint.interfaces.errors import HardpointError
+from hardpoint_conformance.reference import judge
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model
 
+if TYPE_CHECKING:
+    from hardpoint_conformance.plugin import Quality
+
+FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 MAX_SEQS = 8
 MAX_TOKENS = 256
-BLOCKS = 64
+_LEAST_BLOCKS = 16
+_TOKENS = 2048
+_DECIDED = 0.2
 
 
 @dataclass
-class Sequence_:
-    """One sequence.
+class Served:
+    """One sequence that is served.
 
     Attributes:
         tokens: the prompt, and what was generated.
+        wanted: number of best log probabilities asked for; None for none.
         computed: tokens whose keys and values are in the cache.
         blocks: device blocks, in order.
         logprobs: of generated tokens, where they were asked for.
@@ -65,10 +77,16 @@ class Sequence_:
         return self.tokens[self.prompt_len :]
 
 
-def config_for(model: Model, **changes: Any) -> WorkerConfig:
+def usual_dtype(claims: Capabilities) -> DType:
+    """Return the element type that cases are run in which are not about types: the one whose results say most."""
+    return next(dtype for dtype in FLOATS if dtype in claims.attention.dtypes)
+
+
+def config_for(claims: Capabilities, model: Model, **changes: Any) -> WorkerConfig:
     """Return the configuration of a small worker for a model."""
     config = WorkerConfig(
         model=model.path,
+        dtype=usual_dtype(claims),
         max_num_batched_tokens=MAX_TOKENS,
         max_num_seqs=MAX_SEQS,
         max_model_len=min(model.shape.max_len, 160),
@@ -86,21 +104,23 @@ def level_plan(level: int, tier: SleepTier = SleepTier.HOST, directory: str | No
 
 
 class Bench:
-    """A worker with a model and a KV cache, and the sequences that it serves.
+    """A worker with a model and a KV cache of `blocks` blocks, by default enough, and the sequences that it serves.
 
-    A sequence's blocks are taken in a shuffled order, so that neither neighbours in a table nor tables of neighbours are in order.
-    What a step's arrays hold is overwritten as soon as the step is done.
+    Its swap space holds `swapped` tokens. A sequence's blocks are taken in a shuffled order, so that neither neighbours in a table
+    nor tables of neighbours are in order. What a step's arrays hold is overwritten as soon as the step is done.
     """
 
-    def __init__(self, worker: Worker, config: WorkerConfig, blocks: int = BLOCKS, host_blocks: int = 0) -> None:
+    def __init__(self, worker: Worker, config: WorkerConfig, blocks: int | None = None, swapped: int = 0) -> None:
         self.worker, self.config = worker, config
         worker.init_device()
         self.info: ModelInfo = worker.load_model()
         self.profile = worker.profile()
-        worker.initialize_kv(blocks, host_blocks)
-        worker.warm_up()
         self.block_size = self.info.attention.block_size
-        self.sequences: dict[int, Sequence_] = {}
+        blocks = blocks or max(_LEAST_BLOCKS, _TOKENS // self.block_size)
+        self.host_blocks = -(-swapped // self.block_size)
+        worker.initialize_kv(blocks, self.host_blocks)
+        worker.warm_up()
+        self.sequences: dict[int, Served] = {}
         self._free = [int(block) for block in np.random.default_rng(blocks).permutation(blocks)]
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         width = -(-self.info.max_model_len // self.block_size)
@@ -113,26 +133,26 @@ class Bench:
 
     # Sequences
 
-    def begin(self, prompt: Sequence[int], logprobs: int | None = None) -> Sequence_:
+    def begin(self, prompt: Sequence[int], logprobs: int | None = None) -> Served:
         """Return a new sequence, of which nothing is computed."""
-        sequence = Sequence_(self._next_id, len(prompt), list(prompt), self._free_rows.pop(), logprobs)
+        sequence = Served(self._next_id, len(prompt), list(prompt), self._free_rows.pop(), logprobs)
         self._next_id += 1
         self.sequences[sequence.seq_id] = sequence
         return sequence
 
-    def take_blocks(self, sequence: Sequence_, count: int) -> None:
+    def take_blocks(self, sequence: Served, count: int) -> None:
         """Give a sequence blocks until it has `count`."""
         while len(sequence.blocks) < count:
             sequence.blocks.append(self._free.pop())
         self._table[sequence.row, : len(sequence.blocks)] = sequence.blocks
 
-    def give_blocks(self, sequence: Sequence_) -> list[int]:
+    def give_blocks(self, sequence: Served) -> list[int]:
         """Take a sequence's blocks away, to be the next that are taken; return them."""
         blocks, sequence.blocks = sequence.blocks, []
         self._free += blocks[::-1]
         return blocks
 
-    def finish(self, sequence: Sequence_) -> None:
+    def finish(self, sequence: Served) -> None:
         """End a sequence; the worker hears of it with the next step."""
         self.give_blocks(sequence)
         self._free_rows.append(sequence.row)
@@ -156,7 +176,7 @@ class Bench:
             work = {seq_id: sequence.pending for seq_id, sequence in self.sequences.items()}
         parts = [(self.sequences[seq_id], count) for seq_id, count in work.items() if count]
         parts.sort(key=lambda part: not (part[0].computed and part[1] == 1))
-        step = self._input(parts)
+        step = self.input_of(parts)
         output = self.worker.execute(step)
         for sequence, count in parts:
             sequence.computed += count
@@ -172,7 +192,7 @@ class Bench:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = MAX_TOKENS, logprobs: int | None = None
-    ) -> list[Sequence_]:
+    ) -> list[Served]:
         """Return sequences of `prompts` that were served together, with `count` tokens generated, and are finished."""
         sequences = [self.begin(prompt, logprobs) for prompt in prompts]
         self.run(sequences, count, chunk=chunk)
@@ -180,12 +200,18 @@ class Bench:
             self.finish(sequence)
         return sequences
 
-    def run(self, sequences: Sequence[Sequence_], count: int, *, chunk: int = MAX_TOKENS) -> None:
+    def run(self, sequences: Sequence[Served], count: int, *, chunk: int = MAX_TOKENS) -> None:
         """Step until `count` tokens are generated of each of these sequences."""
-        while work := {s.seq_id: min(s.pending, chunk) for s in sequences if len(s.generated) < count}:
+        while any(len(sequence.generated) < count for sequence in sequences):
+            work, left = {}, self.config.max_num_batched_tokens
+            for sequence in sequences:
+                if len(sequence.generated) < count:
+                    work[sequence.seq_id] = min(sequence.pending, chunk, left)
+                    left -= work[sequence.seq_id]
             self.step(work)
 
-    def _input(self, parts: Sequence[tuple[Sequence_, int]]) -> StepInput:
+    def input_of(self, parts: Sequence[tuple[Served, int]]) -> StepInput:
+        """Return the step that computes so many further tokens of these sequences, with the moves that are waiting."""
         size = self.block_size
         token_ids: list[int] = []
         positions: list[int] = []
@@ -229,7 +255,7 @@ class Bench:
             self.forget_kv()
 
 
-def _greedy(sequence: Sequence_) -> SequenceSampling:
+def _greedy(sequence: Served) -> SequenceSampling:
     prompt = tuple(sequence.tokens[: sequence.prompt_len])
     return SequenceSampling(sequence.seq_id, prompt, seed=0, temperature=0.0, logprobs=sequence.wanted)
 
@@ -248,15 +274,56 @@ def _overwrite(batch: StepBatch) -> None:
 
 @contextmanager
 def running(
-    target: Target, model: Model, *, blocks: int = BLOCKS, host_blocks: int = 0, **changes: Any
+    target: Target, model: Model, *, blocks: int | None = None, swapped: int = 0, **changes: Any
 ) -> Iterator[Bench]:
     """Return a worker of the target that is ready to serve a model; it is shut down at the end."""
-    config = config_for(model, **changes)
+    config = config_for(target.claims, model, **changes)
     worker = target.worker(config)
     try:
-        yield Bench(worker, config, blocks, host_blocks)
+        yield Bench(worker, config, blocks, swapped)
     finally:
         worker.shutdown()
+
+
+def refused_load(
+    target: Target, config: WorkerConfig, errors: type[HardpointError] | tuple[type[HardpointError], ...]
+) -> Any:
+    """Check that a worker refuses to load with one of these errors, before any device memory is taken; return the error."""
+    worker = target.worker(config)
+    try:
+        worker.init_device()
+        before = worker.memory_stats().peak_allocated
+        with pytest.raises(errors) as caught:
+            worker.load_model()
+        assert worker.memory_stats().peak_allocated == before, "memory was taken before the refusal"
+    finally:
+        worker.shutdown()
+    return caught.value
+
+
+def random_prompts(rng: np.random.Generator, model: Model, lengths: Sequence[int]) -> list[list[int]]:
+    """Return prompts of random tokens."""
+    return [rng.integers(0, model.shape.vocab, length).tolist() for length in lengths]
+
+
+def edge_lengths(bench: Bench, count: int) -> list[int]:
+    """Return lengths of prompts around the borders of blocks that leave room for `count` tokens."""
+    size, longest = bench.block_size, bench.info.max_model_len - count
+    return [length for length in (1, size - 1, size, size + 1, 2 * size + 1) if 0 < length <= longest]
+
+
+def check_tokens(model: Model, sequences: Sequence[Served], dtype: DType, quality: Quality) -> None:
+    """Judge generated tokens, and log probabilities where there are any, by the oracle.
+
+    In all, the oracle must decide a fifth of the tokens at least: where it allows almost any token, nothing is proved.
+    """
+    judged = [judge(model, sequence.tokens, sequence.prompt_len, dtype) for sequence in sequences]
+    for sequence, judgement in zip(sequences, judged, strict=True):
+        quality.note(judgement.check())
+        if sequence.wanted is not None:
+            quality.note(judgement.check_logprobs(sequence.logprobs))
+    decided = sum(judgement.decided * len(judgement.tokens) for judgement in judged)
+    assert decided >= _DECIDED * sum(len(judgement.tokens) for judgement in judged), "the case proves too little"
 
 
 @dataclass

@@ -11,7 +11,6 @@ import torch
 
 from hardpoint.interfaces import (
     AttentionBackend,
-    AttentionPlan,
     AttentionRequest,
     Capabilities,
     DType,
@@ -27,7 +26,8 @@ from hardpoint_conformance.batches import (
     layer,
     make_case,
     plain_layer,
-    plan_of,
+    planned,
+    request_of,
     same_bits,
     synchronise,
 )
@@ -70,14 +70,14 @@ def test_plan_keeps_to_the_request(attention: AttentionBackend, claims: Capabili
     claimed one where none was asked for; the cache's axes are the five of a layer in some order."""
     dtype, numbers = dtypes_claimed(claims)[0], plain_layer(claims)
     asked = None if isinstance(block_size, str) else block_size
-    plan = plan_of(attention, [numbers] * 3, dtype, block_size=asked, max_context=claims.attention.max_context)
-    assert isinstance(plan, AttentionPlan), plan
+    request = request_of([numbers] * 3, dtype, block_size=asked, max_context=claims.attention.max_context)
+    plan = planned(attention, request)
     spec = plan.kv_cache
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (3, numbers.num_kv_heads, numbers.head_dim)
     assert spec.dtype is dtype
     assert spec.block_size == asked or (asked is None and spec.block_size in claims.attention.block_sizes)
     assert sorted(spec.axes) == sorted(("kv", "block", "head", "token", "dim"))
-    assert plan.request.layers == (numbers,) * 3
+    assert plan.request == request
     assert plan.graph_level <= claims.attention.graph_level
 
 
@@ -129,8 +129,8 @@ REFUSED = (
 @pytest.mark.parametrize("what", REFUSED)
 def test_plan_refuses(attention: AttentionBackend, claims: Capabilities, what: str) -> None:
     """A request outside the claims gets a `Refusal` with its reasons, from `plan`: not an exception, and not a plan."""
-    request = AttentionRequest((plain_layer(claims),), *[dtypes_claimed(claims)[0]] * 2, None, 128)
-    assert isinstance(attention.plan(request), AttentionPlan)
+    request = request_of([plain_layer(claims)], dtypes_claimed(claims)[0])
+    planned(attention, request)
     answer = attention.plan(_changed(what, request, claims))
     assert isinstance(answer, Refusal), f"{what}: {answer}"
     assert answer.reasons
@@ -140,7 +140,7 @@ def test_plan_refuses(attention: AttentionBackend, claims: Capabilities, what: s
 @clause("attn.plan.reasons@1", LEVEL, capability="attention")
 def test_plan_names_every_obstacle(attention: AttentionBackend, claims: Capabilities) -> None:
     """A refusal names every obstacle of a request, and the values that were asked for, so that one answer is enough."""
-    request = AttentionRequest((plain_layer(claims),), *[dtypes_claimed(claims)[0]] * 2, None, 128)
+    request = request_of([plain_layer(claims)], dtypes_claimed(claims)[0])
     for what in ("head-dim", "block-size", "context"):
         request = _changed(what, request, claims)
     asked = {request.layers[0].head_dim, request.block_size, request.max_context}

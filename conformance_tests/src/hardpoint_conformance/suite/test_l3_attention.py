@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from hardpoint_conformance.batches import (
     dtypes_claimed,
     make_case,
     plain_layer,
+    request_of,
     same_bits,
 )
 from hardpoint_conformance.clauses import clause, proves
@@ -35,7 +37,7 @@ from hardpoint_conformance.suite.test_l2_attention import DTYPES
 from hardpoint_conformance.target import Target
 
 LEVEL = Level.ATTENTION_EXTENDED
-LAYER_FEATURES = {
+LAYER_FEATURES: dict[AttentionFeature, dict[str, Any]] = {
     AttentionFeature.SLIDING_WINDOW: {"window": 21},
     AttentionFeature.SOFT_CAP: {"soft_cap": 4.0},
     AttentionFeature.SINKS: {"sinks": True},
@@ -52,7 +54,7 @@ def feature_cases(*features: AttentionFeature) -> object:
 
 def layer_with(claims: Capabilities, features: tuple[AttentionFeature, ...]) -> AttentionLayer:
     """Return a small layer with features."""
-    numbers: dict[str, object] = {}
+    numbers: dict[str, Any] = {}
     for feature in features:
         numbers |= LAYER_FEATURES[feature]
     return plain_layer(claims, **numbers)
@@ -155,7 +157,7 @@ def test_saturated_soft_cap(
     target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
 ) -> None:
     """Logits far beyond the cap are all the cap: they neither overflow nor differ."""
-    case = make_case(rng, plain_layer(claims, soft_cap=2.0, scale=30.0), dtype, [5, 50])
+    case = make_case(rng, plain_layer(claims, soft_cap=2.0, scale=32.0), dtype, [5, 50])
     check_steps(target, case, rng, quality)
 
 
@@ -303,10 +305,6 @@ def test_narrow_cache(
 # Refusals
 
 
-def _request(claims: Capabilities, dtype: DType, kv_dtype: DType, numbers: AttentionLayer) -> AttentionRequest:
-    return AttentionRequest((numbers,), dtype, kv_dtype, None, 128)
-
-
 def _assert_refused(attention: AttentionBackend, request: AttentionRequest, word: str) -> None:
     answer = attention.plan(request)
     assert isinstance(answer, Refusal), f"what is not claimed was planned: {word}"
@@ -322,7 +320,7 @@ def test_unclaimed_feature(
     is never ignored."""
     (feature,) = features
     dtype = next(iter(dtypes_claimed(claims)), DType.FLOAT32)
-    plain = _request(claims, dtype, dtype, plain_layer(claims))
+    plain = request_of([plain_layer(claims)], dtype)
     _assert_refused(attention, replace(plain, features=frozenset(features)), feature.value)
     if feature in LAYER_FEATURES:
         _assert_refused(attention, replace(plain, layers=(layer_with(claims, features),)), feature.value)
@@ -332,7 +330,7 @@ def test_unclaimed_feature(
 @DTYPES
 def test_unclaimed_dtype(attention: AttentionBackend, claims: Capabilities, dtype: DType) -> None:
     """A dtype of queries that is not claimed is refused by `plan`, with a reason that names it."""
-    _assert_refused(attention, _request(claims, dtype, dtype, plain_layer(claims)), dtype.value)
+    _assert_refused(attention, request_of([plain_layer(claims)], dtype), dtype.value)
 
 
 @clause("attn.kv-dtype.refused@1", LEVEL, refusal=True, facts="attention test F")
@@ -346,7 +344,7 @@ def test_unclaimed_dtype(attention: AttentionBackend, claims: Capabilities, dtyp
 def test_unclaimed_kv_dtype(attention: AttentionBackend, claims: Capabilities, kv_dtype: DType) -> None:
     """A dtype of the cache that is not claimed is refused by `plan`, with a reason that names it."""
     for dtype in dtypes_claimed(claims):
-        _assert_refused(attention, _request(claims, dtype, kv_dtype, plain_layer(claims)), kv_dtype.value)
+        _assert_refused(attention, request_of([plain_layer(claims)], dtype, kv_dtype=kv_dtype), kv_dtype.value)
 
 
 @clause("attn.kv-dtype.pairs@1", LEVEL, capability="attention", facts="attention test F")
@@ -354,7 +352,7 @@ def test_pairs_of_dtypes(attention: AttentionBackend, claims: Capabilities) -> N
     """Every pair of a claimed dtype of queries and a dtype of the cache is planned where it is claimed, and refused where it is not."""
     for dtype in dtypes_claimed(claims):
         for kv_dtype in DType:
-            answer = attention.plan(_request(claims, dtype, kv_dtype, plain_layer(claims)))
+            answer = attention.plan(request_of([plain_layer(claims)], dtype, kv_dtype=kv_dtype))
             wanted = kv_dtype in claims.attention.kv_dtypes[dtype]
             assert isinstance(answer, AttentionPlan if wanted else Refusal), (
                 f"{dtype} with a cache of {kv_dtype}: {answer}"

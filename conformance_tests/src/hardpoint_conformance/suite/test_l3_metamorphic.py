@@ -32,7 +32,8 @@ from hardpoint_conformance.batches import (
     place,
     placed,
     plain_layer,
-    plan_of,
+    planned,
+    request_of,
     same_bits,
     synchronise,
 )
@@ -177,7 +178,7 @@ def test_large_offsets(
     head_dim = members(claims.attention.head_dims, 256)[-1]
     block_size = members(claims.attention.block_sizes, 256)[-1]
     case = make_case(rng, layer(8, 8, head_dim), dtype, [block_size + 3, 2 * block_size, 5])
-    plan = plan_of(target.attention(), [case.layer], dtype, block_size=block_size)
+    plan = planned(target.attention(), request_of([case.layer], dtype, block_size=block_size))
     bytes_per_block = plan.kv_cache.block_bytes
     wanted = 2**31 // (8 * head_dim * block_size) + 8
     num_blocks = min(wanted, int(allocator.memory_info().free * 0.8) // bytes_per_block)

@@ -12,15 +12,93 @@ from __future__ import annotations
 
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Thread
 
 from hardpoint.interfaces import Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded
-from hardpoint.memory import VirtualPool
+from hardpoint.memory import DriverQuirks, DriverTable, VirtualPool
+from hardpoint_conformance.interposed import InterposedDriver
+from hardpoint_conformance.target import Target
 
-from .targets import Target
+
+class FaultTarget(ABC):
+    """One driver under test.
+
+    Attributes:
+        name: for people; says `simulated` where the vendor's library is one.
+        elastic: memory of an allocation can be given back while its addresses stay.
+    """
+
+    name: str
+    elastic: bool = True
+
+    @abstractmethod
+    def table(self) -> DriverTable:
+        """Return the driver, with nothing allocated and no fault armed."""
+
+    @abstractmethod
+    def calls(self) -> dict[str, int]:
+        """Return how often each call that can fail has been made."""
+
+    @abstractmethod
+    def fail(self, call: str, nth: int) -> None:
+        """Make the nth call from now on fail once."""
+
+    @abstractmethod
+    def disarm(self) -> bool:
+        """Let no more calls fail; returns whether an armed one has failed."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End the use of the driver."""
+
+    def violations(self) -> list[str]:
+        """Return the vendor's rules that were broken since `table`; a driver that checks none has none."""
+        return []
+
+    @abstractmethod
+    def held(self) -> Mapping[str, int]:
+        """Return what the driver counts as taken: memory, and where it counts them handles, mappings, addresses, streams."""
+
+
+class InterposedTarget(FaultTarget):
+    """Any backend's driver, whose entries fail between it and the core."""
+
+    _never = ("open", "close", "geometry", "quirks")  # called when a pool is made, and by tests
+
+    def __init__(self, target: Target) -> None:
+        base = target.driver()
+        assert base is not None, "the backend has no memory driver"
+        self.name = target.name
+        self._driver = InterposedDriver(base)
+        self._driver.open()  # a driver remembers what it found by probing as long as it is open
+        self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self._driver.quirks()
+
+    def table(self) -> DriverTable:
+        return self._driver
+
+    def calls(self) -> dict[str, int]:
+        return {entry: count for entry, count in self._driver.calls().items() if entry not in self._never}
+
+    def fail(self, call: str, nth: int) -> None:
+        self._driver.fail(call, nth)
+
+    def disarm(self) -> bool:
+        return self._driver.disarm()
+
+    def held(self) -> Mapping[str, int]:
+        # An operation's streams stay for the next one, until the pool is closed.
+        return {name: count for name, count in self._driver.held().items() if name != "streams"}
+
+    def violations(self) -> list[str]:
+        return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
+
+    def finish(self) -> None:
+        self._driver.close()
+        assert self._driver.held()["streams"] == 0, "streams are left"
 
 
 @dataclass
@@ -124,7 +202,7 @@ _MAY_BE_TOLERATED = (
 )
 """Ends of names (lower case, without underscores) of calls whose failure an operation may survive."""
 
-Step = Callable[[World], None]
+Step = Callable[[World], object]
 
 
 @dataclass(frozen=True)
@@ -216,7 +294,7 @@ class Row:
     failures: list[str] = field(default_factory=list)
 
 
-def _world(target: Target, directory: str) -> World:
+def _world(target: FaultTarget, directory: str) -> World:
     world = World(VirtualPool(target.table()), directory)
     unit = world.unit
     world.add(5 * unit, "weights")
@@ -231,40 +309,45 @@ def _world(target: Target, directory: str) -> World:
     return world
 
 
-def run_target(target: Target, operations: tuple[Operation, ...] = OPERATIONS) -> Iterator[Row]:
+def run_target(target: FaultTarget, operations: tuple[Operation, ...] = OPERATIONS) -> Iterator[Row]:
     """Yield a row for every call that an operation makes on a driver."""
     with tempfile.TemporaryDirectory() as directory:
         for operation in operations:
             if operation.elastic and not target.elastic:
                 continue
-            world = _world(target, directory)
-            operation.prepare(world)
-            before = target.calls()
-            operation.run(world)
-            counts = {call: count - before.get(call, 0) for call, count in target.calls().items()}
-            world.close()
-            for call, count in sorted(counts.items()):
-                if count <= 0:
-                    continue
-                row = Row(target.name, operation.name, call)
-                for k in range(1, count + 1):
-                    row.cases += 1
-                    # A thread of its own: a call that gives the thread's device back may be the one that fails.
-                    thread = Thread(target=_case_in_thread, args=(target, operation, call, k, directory, row))
-                    thread.start()
-                    thread.join()
-                yield row
+            yield from run_operation(target, operation, directory)
         target.finish()
 
 
-def _case_in_thread(target: Target, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
+def run_operation(target: FaultTarget, operation: Operation, directory: str) -> Iterator[Row]:
+    """Yield a row for every call that an operation makes on a driver; backups on disk go to the directory."""
+    world = _world(target, directory)
+    operation.prepare(world)
+    before = target.calls()
+    operation.run(world)
+    counts = {call: count - before.get(call, 0) for call, count in target.calls().items()}
+    world.close()
+    for call, count in sorted(counts.items()):
+        if count <= 0:
+            continue
+        row = Row(target.name, operation.name, call)
+        for k in range(1, count + 1):
+            row.cases += 1
+            # A thread of its own: a call that gives the thread's device back may be the one that fails.
+            thread = Thread(target=_case_in_thread, args=(target, operation, call, k, directory, row))
+            thread.start()
+            thread.join()
+        yield row
+
+
+def _case_in_thread(target: FaultTarget, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
     try:
         _case(target, operation, call, k, directory, row)
     except Exception as error:
         row.failures.append(f"k={k}: {type(error).__name__}: {error}")
 
 
-def _case(target: Target, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
+def _case(target: FaultTarget, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
     world = _world(target, directory)
     operation.prepare(world)
     asleep, held = world.asleep(), dict(target.held())

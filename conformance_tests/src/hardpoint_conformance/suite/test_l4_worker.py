@@ -1,0 +1,912 @@
+"""Level 4: the worker's life cycle, its steps, its refusals, its weights and its sleep."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hardpoint.interfaces import (
+    KV_CACHE,
+    WEIGHTS,
+    Capabilities,
+    DType,
+    SleepTier,
+    StepInput,
+)
+from hardpoint.interfaces.errors import (
+    CapabilityRefused,
+    ConfigError,
+    CorruptWeights,
+    DeviceOutOfMemory,
+    HardpointError,
+    MemoryAsleep,
+    ModelError,
+    ModelNotFound,
+    UnknownTag,
+    UnsupportedArchitecture,
+    WeightsMissing,
+)
+from hardpoint_conformance.clauses import clause, over, proves
+from hardpoint_conformance.levels import Level
+from hardpoint_conformance.plugin import Quality
+from hardpoint_conformance.reference import judge
+from hardpoint_conformance.target import Target
+from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model, write_checkpoint
+from hardpoint_conformance.worker_bench import (
+    Bench,
+    Parts,
+    check_tokens,
+    config_for,
+    level_plan,
+    random_prompts,
+    refused_load,
+    running,
+    usual_dtype,
+    watched,
+)
+
+PROMPT = (5, 99, 42, 7, 81, 3, 200, 18, 18, 64, 150, 11, 0, 255, 31, 77, 90, 4, 120, 33)
+
+
+@pytest.fixture
+def model(target: Target) -> Model:
+    """A tiny model that the claims cover."""
+    return tiny_model(shape_for(target.claims))
+
+
+@pytest.fixture
+def other_model(target: Target) -> Model:
+    """Other weights of the same shape."""
+    return tiny_model(shape_for(target.claims, seed=1))
+
+
+@pytest.fixture
+def bench(target: Target, model: Model) -> Iterator[Bench]:
+    """A worker that is ready, with swap space."""
+    with running(target, model, swapped=160) as bench:
+        yield bench
+
+
+@pytest.fixture
+def parts(target: Target) -> Parts:
+    """The target, with notes of what its workers make."""
+    return watched(target)
+
+
+def _serves(bench: Bench, model: Model, quality: Quality, count: int = 4) -> None:
+    """Check that the worker gives the oracle's tokens of a model."""
+    (sequence,) = bench.generate([PROMPT], count, logprobs=2)
+    check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
+def _pairs_of(model: Model) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.clone()) for name, tensor in model.weights.items()]
+
+
+# Life cycle
+
+
+@clause("worker.construct.no-device@1", Level.WORKER, facts="6.3 worker")
+def test_constructor_touches_nothing(parts: Parts, model: Model) -> None:
+    """A worker's constructor touches neither the device nor the model: it makes no part, and a model that is not there is no error."""
+    worker = parts.target.worker(config_for(parts.target.claims, replace(model, path="/nowhere/at/all")))
+    assert parts.made == []
+    worker.shutdown()
+
+
+@clause("worker.lifecycle.parts@1", Level.WORKER, facts="6.3 worker")
+def test_parts_come_from_the_context(parts: Parts, model: Model, quality: Quality) -> None:
+    """A worker makes its allocator and its attention once, in init_device, from the descriptor in its context."""
+    worker = parts.target.worker(config_for(parts.target.claims, model))
+    try:
+        worker.init_device()
+        assert sorted(set(parts.made) & {"allocator", "attention"}) == ["allocator", "attention"]
+        worker.load_model()
+        assert parts.made.count("allocator") == parts.made.count("attention") == 1
+        assert parts.allocators[0].stats().tags[WEIGHTS].allocated > 0, "the weights are in the allocator's memory"
+        assert worker.memory_stats().tags == parts.allocators[0].stats().tags
+    finally:
+        worker.shutdown()
+
+
+@pytest.mark.parametrize("call", ["load_model", "profile", "initialize_kv", "warm_up", "execute", "sleep", "wake"])
+@clause("worker.lifecycle.order@1", Level.WORKER, facts="6.3 worker")
+def test_a_call_before_its_time(target: Target, model: Model, call: str, quality: Quality) -> None:
+    """A call before those that it builds on is a typed error, and the worker can still be started in the right order."""
+    config = config_for(target.claims, model)
+    worker = target.worker(config)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "initialize_kv": (4, 0),
+        "execute": (_one_step(target, model),),
+        "sleep": (level_plan(1),),
+    }
+    try:
+        with pytest.raises(HardpointError):
+            getattr(worker, call)(*arguments.get(call, ()))
+        _serves(Bench(worker, config), model, quality, count=2)
+    finally:
+        worker.shutdown()
+
+
+def _one_step(target: Target, model: Model) -> StepInput:
+    with running(target, model) as bench:
+        sequence = bench.begin(PROMPT)
+        return bench.input_of([(sequence, len(PROMPT))])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@clause("worker.load.model-info@1", Level.WORKER)
+def test_model_info(target: Target, tied: bool) -> None:
+    """What load_model says of the model is true of it: its sizes, its type, its context, and the bytes of its weights."""
+    model = tiny_model(shape_for(target.claims, tied=tied))
+    with running(target, model, max_model_len=100) as bench:
+        info, shape = bench.info, model.shape
+        assert (info.architecture, info.vocab_size, info.num_layers) == ("LlamaForCausalLM", shape.vocab, shape.layers)
+        assert (info.dtype, info.max_model_len, info.is_generative) == (usual_dtype(target.claims), 100, True)
+        elements = sum(tensor.numel() for tensor in model.weights.values())
+        assert info.weight_bytes >= elements * info.dtype.itemsize
+        assert info.weight_bytes <= bench.worker.memory_stats().tags[WEIGHTS].allocated
+        cache = info.attention.kv_cache
+        assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (shape.layers, shape.kv_heads, shape.head_dim)
+        assert info.attention.block_size in target.claims.attention.block_sizes
+
+
+@clause("worker.load.dummy@1", Level.WORKER)
+def test_dummy_weights(target: Target, model: Model) -> None:
+    """Dummy weights depend on the seed alone: the same seed gives the same log probabilities in another worker, another seed others."""
+    found = []
+    for seed in (1, 1, 2):
+        with running(target, model, load_format="dummy", seed=seed) as bench:
+            (sequence,) = bench.generate([PROMPT], 1, logprobs=8)
+            found.append(dict(zip(sequence.logprobs[0].token_ids.tolist(), sequence.logprobs[0].logprobs, strict=True)))
+    assert found[0].keys() == found[1].keys()
+    assert all(abs(found[0][token] - found[1][token]) < 1e-2 for token in found[0])
+    assert found[0].keys() != found[2].keys()
+
+
+# Profile and sizes
+
+
+@clause("worker.profile.within-total@1", Level.WORKER, facts="6.3 worker")
+def test_profile_is_within_the_device(bench: Bench) -> None:
+    """The profile counts the weights as used, its peak is no less than what is in use after it, and all is within the device's memory."""
+    profile = bench.profile
+    assert 0 < profile.used <= profile.total
+    assert profile.used >= bench.info.weight_bytes
+    assert 0 <= profile.current <= profile.peak <= profile.total
+    assert profile.kv_bytes <= profile.total - profile.used
+    assert profile.seconds_per_token > 0
+    assert profile.seconds_per_swapped_block >= 0
+
+
+@clause("worker.profile.monotone@1", Level.WORKER, facts="6.3 worker")
+def test_profile_grows_with_the_step(target: Target, model: Model) -> None:
+    """A worker whose largest step has more tokens leaves no more memory for the KV cache, and one with more samples leaves less."""
+    taken = []
+    # The first of all workers also pays for what a process does once.
+    for tokens, seqs in ((16, 1), (16, 1), (8192, 1), (8192, 4096)):
+        with running(target, model, max_num_batched_tokens=tokens, max_num_seqs=seqs) as bench:
+            taken.append(bench.profile.used + bench.profile.peak - bench.profile.current)
+    _, small, long, wide = taken
+    assert small <= long
+    # Each of the samples has a row of logits, of two bytes at least.
+    assert wide - long >= 2 * 4000 * model.shape.vocab
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@clause("worker.profile.utilization@1", Level.WORKER, facts="6.3 worker")
+def test_utilization_as_asked(target: Target, model: Model, share: float) -> None:
+    """The KV cache gets the asked share of the device's memory, less what is used and what the largest step takes."""
+    with running(target, model, memory_utilization=share) as bench:
+        profile = bench.profile
+        assert profile.utilization == share
+        assert profile.kv_limit is None, "no further limit where a share was asked for"
+        left = int(profile.total * share) - profile.used - (profile.peak - profile.current)
+        assert profile.kv_bytes == left
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 64])
+@clause("worker.kv.books@1", Level.WORKER, facts="allocator fact 24")
+def test_cache_takes_what_its_blocks_take(target: Target, model: Model, blocks: int) -> None:
+    """A KV cache of n blocks takes n times the plan's bytes of a block."""
+    with running(target, model, blocks=blocks) as bench:
+        stats = bench.worker.memory_stats()
+        assert stats.tags[KV_CACHE].allocated == blocks * bench.info.attention.kv_cache.block_bytes
+
+
+@clause("worker.kv.too-large@1", Level.WORKER, facts="allocator fact 22")
+def test_cache_larger_than_the_device(target: Target, model: Model) -> None:
+    """A KV cache larger than the device is DeviceOutOfMemory; nothing of it stays behind, and a smaller one can be had."""
+    config = config_for(target.claims, model)
+    worker = target.worker(config)
+    try:
+        worker.init_device()
+        info = worker.load_model()
+        total = worker.profile().total
+        before = worker.memory_stats().allocated
+        with pytest.raises(DeviceOutOfMemory):
+            worker.initialize_kv(8 * total // info.attention.kv_cache.block_bytes + 1, 0)
+        assert worker.memory_stats().allocated == before
+        worker.initialize_kv(4, 0)
+        worker.warm_up()
+        assert worker.memory_stats().tags[KV_CACHE].allocated == 4 * info.attention.kv_cache.block_bytes
+    finally:
+        worker.shutdown()
+
+
+# Steps
+
+
+@clause("worker.execute.empty@1", Level.WORKER, facts="6.3 worker")
+def test_step_without_sequences(bench: Bench, model: Model, quality: Quality) -> None:
+    """A step of no sequences gives no tokens and changes nothing."""
+    output = bench.step({})
+    assert output.token_ids.shape == (0,)
+    assert output.token_ids.dtype == np.int64
+    assert not output.logprobs
+    assert not output.embeddings
+    sequence = bench.begin(PROMPT, 2)
+    bench.run([sequence], 2)
+    bench.step({})
+    bench.run([sequence], 4)
+    check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
+@clause("worker.execute.samples@1", Level.WORKER)
+def test_one_token_for_each_sample(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+    """A step gives one int64 token for each of its samples, in their order, and none for chunks that do not end their prompt."""
+    first, second, third = (bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [12, 30, 5]))
+    output = bench.step({first.seq_id: 12, second.seq_id: 20, third.seq_id: 5})
+    assert output.token_ids.dtype == np.int64
+    assert output.token_ids.tolist() == [*first.generated, *third.generated]
+    assert sorted(output.logprobs) == [0, 1]
+    output = bench.step({second.seq_id: 4})
+    assert len(output.token_ids) == 0
+    assert not output.logprobs
+    bench.run([first, second, third], 3)
+    check_tokens(model, [first, second, third], bench.info.dtype, quality)
+
+
+@clause("worker.execute.forks@1", Level.WORKER)
+def test_forks_sample_the_same_row(bench: Bench, model: Model, quality: Quality) -> None:
+    """A prompt that ends with n forks is computed once and sampled n times."""
+    parent = bench.begin(PROMPT)
+    step = bench.input_of([(parent, len(PROMPT))])
+    sampling = step.new_sequences[0]
+    forks = np.asarray([parent.seq_id, 1001, 1002], np.int64)
+    batch = replace(step.batch, sample_rows=np.zeros(3, np.int32), sample_seq_ids=forks)
+    new = tuple(replace(sampling, seq_id=int(seq_id)) for seq_id in forks)
+    output = bench.worker.execute(replace(step, batch=batch, new_sequences=new))
+    assert len(output.token_ids) == 3
+    assert len(set(output.token_ids.tolist())) == 1
+    quality.note(judge(model, [*PROMPT, int(output.token_ids[0])], len(PROMPT), bench.info.dtype).check())
+
+
+@clause("worker.execute.abort@1", Level.WORKER, facts="6.3 worker")
+def test_abort_in_the_middle(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+    """Sequences that end in the middle, computed or half computed, leave the others as they are; their blocks serve new ones."""
+    stays, goes, half = (bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [40, 33, 60]))
+    bench.step({stays.seq_id: 40, goes.seq_id: 33, half.seq_id: 20})
+    bench.run([stays, goes], 3)
+    bench.finish(goes)
+    bench.finish(half)
+    bench.run([stays], 5)
+    late = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [70, 9])]
+    bench.run([stays, *late], 8)
+    check_tokens(model, [stays, *late], bench.info.dtype, quality)
+
+
+@clause("worker.execute.failure@1", Level.WORKER, facts="6.3 failing rank")
+def test_a_failing_step_is_reported(target: Target, model: Model, quality: Quality) -> None:
+    """An error inside a step comes out of execute, and the next step works."""
+    fault = _Fault()
+    with running(fault.put_into(target), model) as bench:
+        sequence = bench.begin(PROMPT, 2)
+        bench.run([sequence], 2)
+        fault.on = True
+        with pytest.raises(Exception, match=_Fault.TEXT):
+            bench.step()
+        fault.on = False
+        bench.run([sequence], 5)
+        check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
+class _Fault:
+    """Makes a target's attention fail in `prepare` while it is on."""
+
+    TEXT = "a fault of the device, put in by the conformance suite"
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def put_into(self, target: Target) -> Target:
+        """Return the target with this fault."""
+        inner = target.descriptor.attention
+
+        def make(device: Any) -> Any:
+            attention = inner()(device)  # type: ignore[call-arg]
+            prepare = attention.prepare
+
+            def failing(*args: Any, **kwargs: Any) -> Any:
+                if self.on:
+                    raise RuntimeError(self.TEXT)
+                return prepare(*args, **kwargs)
+
+            attention.prepare = failing  # type: ignore[method-assign]
+            return attention
+
+        return target.with_descriptor(attention=lambda: make)
+
+
+# Blocks
+
+
+def _overwrite_blocks(bench: Bench, model: Model, rng: np.random.Generator) -> None:
+    """Serve others in all blocks that are free."""
+    bench.generate(random_prompts(rng, model, [100, 100]), 2)
+
+
+@clause("worker.kv.swap@1", Level.WORKER)
+def test_swapped_blocks_come_back(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+    """A sequence whose blocks went to the host and came back to other blocks goes on with the oracle's tokens."""
+    (prompt,) = random_prompts(rng, model, [70])
+    sequence = bench.begin(prompt, 2)
+    bench.run([sequence], 3)
+    blocks = bench.give_blocks(sequence)
+    places = range(bench.host_blocks)[::-1]
+    bench.swap_out = list(zip(blocks, places, strict=False))
+    _overwrite_blocks(bench, model, rng)
+    bench.take_blocks(bench.begin([1]), 1)
+    bench.take_blocks(sequence, len(blocks))
+    bench.swap_in = list(zip(places, sequence.blocks, strict=False))
+    bench.run([sequence], 6)
+    check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
+@clause("worker.kv.copy@1", Level.WORKER)
+def test_copied_blocks_serve(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+    """A sequence over copies of another's blocks goes on with the oracle's tokens when the other's are overwritten."""
+    (prompt,) = random_prompts(rng, model, [50])
+    first, second = bench.begin(prompt, 2), bench.begin(prompt, 2)
+    bench.run([first], 1)
+    bench.take_blocks(second, len(first.blocks))
+    bench.copies = list(zip(first.blocks, second.blocks, strict=True))
+    second.computed = len(prompt) - 1
+    bench.run([second], 1)
+    bench.finish(first)
+    _overwrite_blocks(bench, model, rng)
+    bench.run([second], 5)
+    check_tokens(model, [second], bench.info.dtype, quality)
+
+
+@clause("worker.kv.moves-in-order@1", Level.WORKER)
+def test_moves_are_made_in_order(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+    """Within a step, blocks are swapped out, then in, then copied, and all before the step's tokens are computed.
+
+    One device block is saved, filled from the host and copied from in the same step, and its first owner still finds what was saved.
+    """
+    length = min(bench.block_size, 20)
+    a, b, c = (bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [length, length, length]))
+    c.tokens[:] = b.tokens
+    bench.run([a, b], 1)
+    for sequence in (a, b):
+        del sequence.tokens[length:]
+        sequence.logprobs.clear()
+        sequence.computed = length - 1
+    (block_a,), (block_b,) = a.blocks[:1], b.blocks[:1]
+    bench.swap_out = [(block_b, 0)]
+    bench.step({})
+    bench.take_blocks(c, 1)
+    # The block of a goes to the host, that of b comes into it, and is copied to the one of c.
+    bench.swap_out, bench.swap_in, bench.copies = [(block_a, 1)], [(0, block_a)], [(block_a, c.blocks[0])]
+    c.computed = length - 1
+    bench.run([c], 1)
+    bench.swap_in = [(1, block_a)]
+    bench.run([a, b, c], 4)
+    check_tokens(model, [a, b, c], bench.info.dtype, quality)
+
+
+# Refusals
+
+
+@clause("worker.refuse.model@1", Level.WORKER, facts="6.3 worker")
+def test_unknown_models_are_refused(target: Target, model: Model, tmp_path: Path) -> None:
+    """A model that is not there, or whose architecture nobody knows, is refused with a typed error before memory is taken."""
+    config = config_for(target.claims, model)
+    refused_load(target, replace(config, model=str(tmp_path / "nothing")), ModelNotFound)
+    folder = tmp_path / "unknown"
+    write_checkpoint(folder, model.shape, model.weights)
+    strange = model.shape.config | {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}
+    (folder / "config.json").write_text(json.dumps(strange))
+    error = refused_load(target, replace(config, model=str(folder)), UnsupportedArchitecture)
+    assert "NobodyForCausalLM" in str(error), "the error names what was found"
+
+
+def _check_reasons(error: CapabilityRefused, *words: str) -> None:
+    assert error.reasons, "a refusal has reasons"
+    assert any(all(word in reason for word in words) for reason in error.reasons), f"{words} in {error.reasons}"
+
+
+@over(
+    dtype=lambda claims: [
+        dtype
+        for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.INT8, DType.INT64)
+        if dtype not in claims.attention.dtypes
+    ]
+)
+@clause("worker.refuse.dtype@1", Level.WORKER, facts="6.3 worker")
+def test_unclaimed_types_are_refused(target: Target, model: Model, dtype: DType) -> None:
+    """A type of weights and activations that is not claimed is refused with reasons before the weights are loaded."""
+    config = config_for(target.claims, model, dtype=dtype)
+    _check_reasons(refused_load(target, config, CapabilityRefused), dtype)
+
+
+@over(
+    kv_dtype=lambda claims: [
+        dtype
+        for dtype in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8, DType.INT64)
+        if dtype not in claims.attention.kv_dtypes.get(usual_dtype(claims), ())
+    ]
+)
+@clause("worker.refuse.kv-dtype@1", Level.WORKER)
+def test_unclaimed_cache_types_are_refused(target: Target, model: Model, kv_dtype: DType) -> None:
+    """A type of the KV cache that is not claimed is refused with reasons before the weights are loaded."""
+    config = config_for(target.claims, model, kv_dtype=kv_dtype)
+    _check_reasons(refused_load(target, config, CapabilityRefused), kv_dtype)
+
+
+@over(block_size=lambda claims: [size for size in (0, 3, 7, 24, 1000) if size not in claims.attention.block_sizes])
+@clause("worker.refuse.block-size@1", Level.WORKER, facts="6.3 worker")
+def test_unclaimed_block_sizes_are_refused(target: Target, model: Model, block_size: int) -> None:
+    """A block size that is not claimed is refused with reasons before the weights are loaded, and never replaced by another."""
+    config = config_for(target.claims, model, block_size=block_size)
+    _check_reasons(refused_load(target, config, CapabilityRefused), str(block_size))
+
+
+def _unclaimed_head_dims(claims: Capabilities) -> list[int]:
+    return [size for size in (10, 12, 36, 100, 264, 1024) if size not in claims.attention.head_dims][:3]
+
+
+@over(head_dim=_unclaimed_head_dims)
+@clause("worker.refuse.head-dim@1", Level.WORKER)
+def test_unclaimed_head_dims_are_refused(target: Target, head_dim: int | None) -> None:
+    """A model whose heads have a size that is not claimed is refused with reasons before the weights are loaded."""
+    if head_dim is None:
+        return  # the claims cover every size that is tried
+    model = tiny_model(shape_for(target.claims, head_dim=head_dim))
+    _check_reasons(refused_load(target, config_for(target.claims, model), CapabilityRefused), str(head_dim))
+
+
+@clause("worker.refuse.window@1", Level.WORKER, capability="attention.sliding_window", refusal=True)
+def test_windows_are_refused(target: Target) -> None:
+    """A model with a sliding window is refused with reasons where windows are not claimed; it is never run without one."""
+    model = tiny_model(shape_for(target.claims, window=7))
+    _check_reasons(refused_load(target, config_for(target.claims, model), CapabilityRefused), "sliding_window")
+
+
+@clause("worker.refuse.context@1", Level.WORKER)
+def test_contexts_beyond_the_model_are_refused(target: Target, model: Model) -> None:
+    """A context longer than the model's is refused before the weights are loaded."""
+    config = config_for(target.claims, model, max_model_len=model.shape.max_len + 1)
+    error = refused_load(target, config, (ConfigError, CapabilityRefused))
+    assert str(model.shape.max_len) in str(error), "the error says what is possible"
+
+
+# Weights
+
+
+def _truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+
+
+def _with_bad_header(file: Path) -> None:
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+
+
+def _emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _without_a_tensor(file: Path) -> None:
+    _resave(file, lambda weights: weights.pop("model.layers.1.mlp.down_proj.weight"))
+
+
+def _with_a_wrong_shape(file: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    _resave(file, lambda weights: weights.update({name: weights[name][:-1].clone()}))
+
+
+def _resave(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    from safetensors.torch import load, save_file
+
+    weights = load(file.read_bytes())
+    change(weights)
+    save_file(weights, str(file), metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(_truncated, id="truncated"),
+        pytest.param(_with_bad_header, id="header"),
+        pytest.param(_emptied, id="empty"),
+        pytest.param(_without_a_tensor, id="missing-tensor"),
+        pytest.param(_with_a_wrong_shape, id="shape"),
+    ],
+)
+@clause("worker.weights.corrupt@1", Level.WORKER)
+def test_corrupt_weights(target: Target, model: Model, damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """Weights that are cut off, damaged, or not those of the configuration are CorruptWeights, and no memory of them stays."""
+    folder = tmp_path / "model"
+    write_checkpoint(folder, model.shape, model.weights)
+    damage(folder / "model.safetensors")
+    worker = target.worker(config_for(target.claims, replace(model, path=str(folder))))
+    try:
+        worker.init_device()
+        with pytest.raises(CorruptWeights):
+            worker.load_model()
+        gc.collect()
+        assert worker.memory_stats().allocated == 0
+    finally:
+        worker.shutdown()
+
+
+@clause("worker.weights.update@1", Level.WORKER)
+def test_updated_weights_serve(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+    """Weights that are replaced in place give the tokens of the new ones, and the number of those used is returned."""
+    _serves(bench, model, quality)
+    assert bench.worker.update_weights(_pairs_of(other_model)) == len(other_model.weights)
+    _serves(bench, other_model, quality)
+    name = "model.norm.weight"
+    changed = Model(model.shape, "", dict(other_model.weights) | {name: model.weights[name] * 2})
+    assert bench.worker.update_weights([(name, changed.weights[name])]) == 1
+    _serves(bench, changed, quality)
+
+
+@clause("worker.weights.reload@1", Level.WORKER)
+def test_reloaded_weights_serve(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+    """A reload from another checkpoint of the same model serves that one, and a further reload reads it again."""
+    assert bench.worker.reload_weights(other_model.path) == len(model.weights)
+    _serves(bench, other_model, quality)
+    bench.worker.update_weights(_pairs_of(model))
+    _serves(bench, model, quality)
+    assert bench.worker.reload_weights() == len(model.weights)
+    _serves(bench, other_model, quality)
+
+
+@clause("worker.weights.reload-refused@1", Level.WORKER)
+def test_reload_of_another_model_is_refused(
+    target: Target, bench: Bench, model: Model, tmp_path: Path, quality: Quality
+) -> None:
+    """A reload from a checkpoint that is not there or of another shape is a typed error, and the weights stay as they were."""
+    wider = tiny_model(shape_for(target.claims, intermediate=128))
+    for path, error in ((wider.path, ModelError), (str(tmp_path / "nothing"), ModelNotFound)):
+        with pytest.raises(error):
+            bench.worker.reload_weights(path)
+        assert bench.worker.missing_weights() == frozenset()
+    _serves(bench, model, quality)
+
+
+def _unknown_name(model: Model) -> tuple[str, torch.Tensor]:
+    return "model.layers.99.nobody.weight", torch.zeros(2, 2)
+
+
+def _wrong_shape(model: Model) -> tuple[str, torch.Tensor]:
+    return "model.norm.weight", torch.zeros(model.shape.hidden + 1)
+
+
+@pytest.mark.parametrize(
+    "bad", [pytest.param(_unknown_name, id="unknown-name"), pytest.param(_wrong_shape, id="wrong-shape")]
+)
+@clause("worker.weights.update-refused@1", Level.WORKER)
+def test_wrong_update_is_refused(
+    bench: Bench, model: Model, bad: Callable[[Model], tuple[str, torch.Tensor]], quality: Quality
+) -> None:
+    """An update that begins with a tensor that is not the model's is CorruptWeights, and the weights stay as they were."""
+    with pytest.raises(CorruptWeights):
+        bench.worker.update_weights([bad(model)])
+    assert bench.worker.missing_weights() == frozenset()
+    _serves(bench, model, quality)
+
+
+@clause("worker.weights.update-failure@1", Level.WORKER, facts="allocator fact 43")
+def test_update_that_breaks_off(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+    """When an update fails after its first tensor, its error comes out and all weights are missing until they are loaded again."""
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _pairs_of(other_model)[:3]
+        raise ConnectionError("the sender is gone")
+
+    with pytest.raises(ConnectionError, match="the sender is gone"):
+        bench.worker.update_weights(failing())
+    assert bench.worker.missing_weights() == set(model.weights)
+    sequence = bench.begin(PROMPT, 2)
+    with pytest.raises(WeightsMissing):
+        bench.step()
+    bench.worker.reload_weights()
+    bench.run([sequence], 3)
+    check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
+# Several workers, and the end of one
+
+
+@clause("worker.shutdown.gives-back@1", Level.WORKER, facts="6.3 worker")
+def test_shutdown_gives_everything_back(parts: Parts, model: Model) -> None:
+    """After shutdown nothing of the allocator's memory is handed out or mapped, also where it was asleep."""
+    for asleep in (False, *([True] if 1 in parts.target.claims.memory.sleep_levels else [])):
+        with running(parts.target, model, swapped=40) as bench:
+            bench.begin(PROMPT)
+            bench.step()
+            if asleep:
+                bench.worker.sleep(level_plan(1))
+        del bench
+        gc.collect()
+        (allocator,) = parts.allocators
+        stats = allocator.stats()
+        assert stats.allocated == 0, "bytes are still handed out"
+        assert sum(tag.mapped for tag in stats.tags.values()) == 0, "memory is still mapped"
+        assert sum(tag.backed_up for tag in stats.tags.values()) == 0, "backups are still held"
+        parts.allocators.clear()
+
+
+@pytest.mark.parametrize("state", ["made", "started", "loaded", "served", "failed"])
+@clause("worker.shutdown.twice@1", Level.WORKER, facts="6.3 worker")
+def test_shutdown_in_any_state(target: Target, model: Model, state: str) -> None:
+    """Shutdown is legal in any state, and a second one does nothing."""
+    config = config_for(target.claims, model)
+    worker = target.worker(replace(config, model="/nowhere/at/all") if state == "failed" else config)
+    if state == "served":
+        Bench(worker, config).generate([PROMPT], 1)
+    elif state != "made":
+        worker.init_device()
+        if state == "loaded":
+            worker.load_model()
+        elif state == "failed":
+            with pytest.raises(ModelNotFound):
+                worker.load_model()
+    worker.shutdown()
+    worker.shutdown()
+
+
+@clause("worker.process.second@1", Level.WORKER, facts="6.3 worker")
+def test_a_second_worker_in_the_process(target: Target, model: Model, other_model: Model, quality: Quality) -> None:
+    """After one worker's shutdown another one in the same process serves its own model."""
+    for each in (model, other_model, model):
+        with running(target, each) as bench:
+            _serves(bench, each, quality)
+
+
+@clause("worker.process.side-by-side@1", Level.WORKER, facts="allocator fact 40")
+def test_two_workers_side_by_side(
+    target: Target, model: Model, other_model: Model, rng: np.random.Generator, quality: Quality
+) -> None:
+    """Two workers in one process that step in turns serve each their own model, and one's sleep or end leaves the other as it is."""
+    with running(target, model) as first:
+        (prompt,) = random_prompts(rng, model, [37])
+        ours = first.begin(prompt, 2)
+        with running(target, other_model) as second:
+            theirs = second.begin(prompt, 2)
+            for count in (1, 2, 3):
+                first.run([ours], count)
+                second.run([theirs], count)
+            if 1 in target.claims.memory.sleep_levels:
+                first.worker.sleep(level_plan(1))
+                second.run([theirs], 5)
+                assert second.worker.memory_stats().asleep == frozenset()
+                first.worker.wake()
+                first.forget_kv()
+            first.run([ours], 5)
+            second.run([theirs], 6)
+        first.run([ours], 7)
+        check_tokens(model, [ours], first.info.dtype, quality)
+        check_tokens(other_model, [theirs], first.info.dtype, quality)
+
+
+# Sleep
+
+
+@pytest.mark.parametrize("tags", [(WEIGHTS,), (KV_CACHE,), (WEIGHTS, KV_CACHE)], ids=["weights", "kv", "both"])
+@clause("worker.sleep.asleep@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 47")
+def test_nothing_runs_while_asleep(bench: Bench, model: Model, tags: tuple[str, ...], quality: Quality) -> None:
+    """While weights or KV cache are asleep a step is MemoryAsleep; while the weights are, so is every way to write them."""
+    sequence = bench.begin(PROMPT, 2)
+    bench.run([sequence], 2)
+    bench.worker.sleep(replace(level_plan(1), tags=frozenset(tags)))
+    worker = bench.worker
+    assert worker.memory_stats().asleep == set(tags)
+    writers: list[Callable[[], object]] = [
+        lambda: worker.update_weights(_pairs_of(model)),
+        worker.reload_weights,
+        worker.declare_weights_valid,
+    ]
+    for call in [bench.step, *(writers if WEIGHTS in tags else [])]:
+        with pytest.raises(MemoryAsleep):
+            call()
+    worker.wake()
+    bench.forget_kv()
+    bench.run([sequence], 5)
+    check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
+@clause("worker.sleep.books@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 1, allocator fact 24")
+def test_books_around_a_sleep(bench: Bench) -> None:
+    """A sleep gives back what weights and KV cache had mapped, and wake takes the same again; the reports agree with the books."""
+    before = bench.worker.memory_stats()
+    slept = bench.worker.sleep(level_plan(1))
+    during = bench.worker.memory_stats()
+    assert during.asleep >= {WEIGHTS, KV_CACHE}
+    assert during.tags[WEIGHTS].mapped == during.tags[KV_CACHE].mapped == 0
+    gone = sum(before.tags[tag].mapped - during.tags[tag].mapped for tag in before.tags)
+    assert slept.unmapped == gone > 0
+    assert slept.preserved + slept.skipped >= before.tags[WEIGHTS].allocated
+    assert slept.discarded >= before.tags[KV_CACHE].allocated
+    assert slept.still_asleep == during.asleep
+    woken = bench.worker.wake()
+    after = bench.worker.memory_stats()
+    assert woken.unmapped == gone
+    assert woken.still_asleep == after.asleep == frozenset()
+    for tag, books in before.tags.items():
+        assert (after.tags[tag].allocated, after.tags[tag].mapped) == (books.allocated, books.mapped), tag
+
+
+@clause("worker.sleep.repeated@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 9")
+def test_repeated_sleep_and_wake(bench: Bench, model: Model, quality: Quality) -> None:
+    """A second sleep and a second wake do nothing, and their reports say so."""
+    bench.worker.sleep(level_plan(1))
+    again = bench.worker.sleep(level_plan(1))
+    assert (again.preserved, again.discarded, again.unmapped) == (0, 0, 0)
+    bench.worker.wake()
+    idle = bench.worker.wake()
+    assert (idle.preserved, idle.unmapped) == (0, 0)
+    _serves(bench, model, quality)
+
+
+@clause("worker.sleep.unknown-tag@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 12")
+def test_unknown_tags(bench: Bench, model: Model, quality: Quality) -> None:
+    """A sleep or wake that names an unknown tag is UnknownTag, and nothing is done, not even for the tags that are known."""
+    with pytest.raises(UnknownTag):
+        bench.worker.sleep(replace(level_plan(1), tags=frozenset({WEIGHTS, "nobody"})))
+    assert bench.worker.memory_stats().asleep == frozenset()
+    bench.worker.sleep(level_plan(1))
+    asleep = bench.worker.memory_stats().asleep
+    with pytest.raises(UnknownTag):
+        bench.worker.wake([WEIGHTS, "nobody"])
+    assert bench.worker.memory_stats().asleep == asleep
+    bench.worker.wake()
+    _serves(bench, model, quality)
+
+
+@clause("worker.sleep.partial-wake@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 11")
+def test_partial_wake(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+    """The weights can be woken alone and written while the KV cache is still asleep; the new ones serve when it is woken too."""
+    bench.worker.sleep(level_plan(1))
+    report = bench.worker.wake([WEIGHTS])
+    assert KV_CACHE in report.still_asleep
+    assert WEIGHTS not in report.still_asleep
+    assert bench.worker.memory_stats().tags[KV_CACHE].mapped == 0
+    bench.worker.update_weights(_pairs_of(other_model))
+    bench.worker.wake()
+    _serves(bench, other_model, quality)
+
+
+@clause("worker.sleep.level2-missing@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
+def test_discarded_weights_never_serve(bench: Bench, model: Model) -> None:
+    """After a sleep of level 2 all weights are missing and a step is WeightsMissing, awake or not."""
+    bench.begin(PROMPT)
+    bench.worker.sleep(level_plan(2))
+    assert bench.worker.missing_weights() == set(model.weights)
+    with pytest.raises((MemoryAsleep, WeightsMissing)):
+        bench.step()
+    bench.worker.wake()
+    assert bench.worker.missing_weights() == set(model.weights)
+    with pytest.raises(WeightsMissing):
+        bench.step()
+
+
+@pytest.mark.parametrize("way", ["reload", "update", "update-in-two", "declare"])
+@clause("worker.sleep.level2-return@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
+def test_ways_back_from_level_2(bench: Bench, model: Model, other_model: Model, way: str, quality: Quality) -> None:
+    """After level 2, a reload, an update with all weights, or a declaration makes the worker serve again; a part of them does not."""
+    bench.worker.sleep(level_plan(2))
+    bench.worker.wake()
+    if way == "reload":
+        bench.worker.reload_weights()
+    elif way == "declare":
+        bench.worker.declare_weights_valid()
+        assert bench.worker.missing_weights() == frozenset()
+        # The content is undefined: that the step is taken is all that can be asked for.
+        assert len(bench.generate([PROMPT], 1)[0].generated) == 1
+        bench.worker.reload_weights()
+    else:
+        pairs = _pairs_of(other_model)
+        if way == "update-in-two":
+            bench.worker.update_weights(pairs[:5])
+            assert bench.worker.missing_weights() == {name for name, _ in pairs[5:]}
+            waiting = bench.begin(PROMPT)
+            with pytest.raises(WeightsMissing):
+                bench.step()
+            bench.finish(waiting)
+            pairs = pairs[5:]
+        bench.worker.update_weights(pairs)
+    assert bench.worker.missing_weights() == frozenset()
+    _serves(bench, other_model if way.startswith("update") else model, quality)
+
+
+@pytest.mark.parametrize(
+    "tier", [pytest.param(tier, id=tier.value, marks=proves(f"memory.tier.{tier.value}")) for tier in SleepTier]
+)
+@clause("worker.sleep.update-survives@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 8")
+def test_updates_survive_the_next_sleep(
+    bench: Bench, model: Model, other_model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
+) -> None:
+    """Weights that were updated between two sleeps are the new ones after the second: no kept backup and no source hides a write."""
+    bench.worker.sleep(level_plan(1, tier, str(tmp_path)))
+    bench.worker.wake()
+    _serves(bench, model, quality)
+    bench.worker.update_weights(_pairs_of(other_model))
+    # What was updated is in no checkpoint, so its source cannot be asked for until it is loaded again.
+    bench.worker.sleep(level_plan(1, SleepTier.HOST if tier is SleepTier.SOURCE else tier, str(tmp_path)))
+    bench.worker.wake()
+    _serves(bench, other_model, quality)
+
+
+@clause("worker.sleep.source-void@1", Level.WORKER, capability="memory.tier.source", facts="allocator fact 8")
+def test_updated_weights_have_no_source(bench: Bench, other_model: Model, model: Model, quality: Quality) -> None:
+    """A sleep to the tier source is refused with reasons for updated weights, and possible again after a reload."""
+    plan = level_plan(1, SleepTier.SOURCE)
+    bench.worker.update_weights(_pairs_of(other_model))
+    with pytest.raises(CapabilityRefused) as caught:
+        bench.worker.sleep(plan)
+    assert caught.value.reasons
+    assert bench.worker.memory_stats().asleep == frozenset()
+    _serves(bench, other_model, quality)
+    bench.worker.reload_weights(other_model.path)
+    bench.worker.sleep(plan)
+    bench.worker.wake()
+    _serves(bench, other_model, quality)
+
+
+@clause("worker.sleep.backup-clean@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 8")
+def test_clean_backups_are_not_copied_again(bench: Bench, model: Model, quality: Quality) -> None:
+    """A second sleep of weights that nobody wrote may keep the first one's backup; with `verify` it is compared, and holds."""
+    bench.worker.sleep(level_plan(1))
+    bench.worker.wake()
+    bench.generate([PROMPT], 2)
+    report = bench.worker.sleep(level_plan(1, verify=True))
+    weights = bench.worker.memory_stats().tags[WEIGHTS]
+    assert report.preserved + report.skipped >= weights.allocated
+    bench.worker.wake()
+    _serves(bench, model, quality)
+
+
+@pytest.mark.parametrize("level", [pytest.param(level, marks=proves(f"memory.sleep.{level}")) for level in (1, 2)])
+@clause("worker.sleep.level-refused@1", Level.WORKER, refusal=True)
+def test_unclaimed_levels_are_refused(bench: Bench, model: Model, level: int, quality: Quality) -> None:
+    """A sleep of a level that is not claimed is a typed error, nothing is put to sleep, and the worker goes on."""
+    with pytest.raises(HardpointError):
+        bench.worker.sleep(level_plan(level))
+    assert bench.worker.memory_stats().asleep == frozenset()
+    _serves(bench, model, quality)
+
+
+@pytest.mark.parametrize(
+    "tier", [pytest.param(tier, id=tier.value, marks=proves(f"memory.tier.{tier.value}")) for tier in SleepTier]
+)
+@clause("worker.sleep.tier-refused@1", Level.WORKER, refusal=True)
+def test_unclaimed_tiers_are_refused(
+    bench: Bench, model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
+) -> None:
+    """A sleep to a tier that is not claimed is a typed error, nothing is put to sleep, and the worker goes on."""
+    with pytest.raises(HardpointError):
+        bench.worker.sleep(level_plan(1, tier, str(tmp_path)))
+    assert bench.worker.memory_stats().asleep == frozenset()
+    _serves(bench, model, quality)
