@@ -117,10 +117,10 @@ def layer(
 
 
 def plain_layer(claims: Capabilities, **features: Any) -> AttentionLayer:
-    """Return a small layer that the claims allow: four heads over two KV heads if possible, and a common head dimension."""
+    """Return a small layer within the claims: two KV heads with two query heads each, and a head dimension of 64, if possible."""
     attention = claims.attention
-    group = next(group for group in (2, 1, 4, 8, *range(3, 129)) if group in attention.group_sizes)
-    head_dim = next(dim for dim in (64, 128, 32, *range(1, 1025)) if dim in attention.head_dims)
+    group = next((group for group in (2, 1, *range(3, 129)) if group in attention.group_sizes), 2)
+    head_dim = next((dim for dim in (64, 128, 32, *range(1, 1025)) if dim in attention.head_dims), 64)
     return layer(2 * group, 2, head_dim, **features)
 
 

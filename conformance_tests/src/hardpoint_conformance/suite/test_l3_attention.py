@@ -19,6 +19,7 @@ from hardpoint.interfaces import (
     DType,
     Refusal,
 )
+from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.batches import (
     Bench,
     Case,
@@ -44,6 +45,10 @@ LAYER_FEATURES: dict[AttentionFeature, dict[str, Any]] = {
     AttentionFeature.ALIBI: {"alibi": True},
 }
 """How a layer asks for each feature that a layer can have."""
+NARROW = [
+    pytest.param(kind, id=kind.value, marks=proves(f"attention.kv_dtype.{kind.value}"))
+    for kind in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8)
+]
 
 
 def feature_cases(*features: AttentionFeature) -> object:
@@ -275,13 +280,7 @@ def test_layers_differ(
 
 
 @clause("attn.kv.narrow@1", LEVEL, facts="attention test F")
-@pytest.mark.parametrize(
-    "kv_dtype",
-    [
-        pytest.param(kind, id=kind.value, marks=proves(f"attention.kv_dtype.{kind.value}"))
-        for kind in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8)
-    ],
-)
+@pytest.mark.parametrize("kv_dtype", NARROW)
 def test_narrow_cache(
     target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, kv_dtype: DType
 ) -> None:
@@ -305,46 +304,48 @@ def test_narrow_cache(
 # Refusals
 
 
-def _assert_refused(attention: AttentionBackend, request: AttentionRequest, word: str) -> None:
+def _assert_refused(target: Target, request: AttentionRequest, word: str) -> None:
+    """Assert that a request is refused with a reason that names what is not claimed; having no attention at all is a reason for all."""
+    try:
+        attention = target.attention()
+    except CapabilityRefused as refused:
+        assert not target.claims_to("attention")
+        assert refused.reasons
+        return
     answer = attention.plan(request)
     assert isinstance(answer, Refusal), f"what is not claimed was planned: {word}"
     assert any(word in reason for reason in answer.reasons), f"no reason names {word}: {answer.reasons}"
 
 
+def _dtypes(claims: Capabilities) -> list[DType]:
+    return dtypes_claimed(claims) or [DType.FLOAT32]
+
+
 @clause("attn.feature.refused@1", LEVEL, refusal=True, facts="attention test E")
 @pytest.mark.parametrize("features", [feature_cases(feature) for feature in AttentionFeature])
-def test_unclaimed_feature(
-    attention: AttentionBackend, claims: Capabilities, features: tuple[AttentionFeature, ...]
-) -> None:
+def test_unclaimed_feature(target: Target, claims: Capabilities, features: tuple[AttentionFeature, ...]) -> None:
     """A feature that is not claimed is refused by `plan`, with a reason that names it, whether a layer needs it or the engine does; it
     is never ignored."""
     (feature,) = features
-    dtype = next(iter(dtypes_claimed(claims)), DType.FLOAT32)
-    plain = request_of([plain_layer(claims)], dtype)
-    _assert_refused(attention, replace(plain, features=frozenset(features)), feature.value)
+    plain = request_of([plain_layer(claims)], _dtypes(claims)[0])
+    _assert_refused(target, replace(plain, features=frozenset(features)), feature.value)
     if feature in LAYER_FEATURES:
-        _assert_refused(attention, replace(plain, layers=(layer_with(claims, features),)), feature.value)
+        _assert_refused(target, replace(plain, layers=(layer_with(claims, features),)), feature.value)
 
 
 @clause("attn.dtype.refused@1", LEVEL, refusal=True, facts="attention test F")
 @DTYPES
-def test_unclaimed_dtype(attention: AttentionBackend, claims: Capabilities, dtype: DType) -> None:
+def test_unclaimed_dtype(target: Target, claims: Capabilities, dtype: DType) -> None:
     """A dtype of queries that is not claimed is refused by `plan`, with a reason that names it."""
-    _assert_refused(attention, request_of([plain_layer(claims)], dtype), dtype.value)
+    _assert_refused(target, request_of([plain_layer(claims)], dtype), dtype.value)
 
 
 @clause("attn.kv-dtype.refused@1", LEVEL, refusal=True, facts="attention test F")
-@pytest.mark.parametrize(
-    "kv_dtype",
-    [
-        pytest.param(kind, id=kind.value, marks=proves(f"attention.kv_dtype.{kind.value}"))
-        for kind in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8)
-    ],
-)
-def test_unclaimed_kv_dtype(attention: AttentionBackend, claims: Capabilities, kv_dtype: DType) -> None:
+@pytest.mark.parametrize("kv_dtype", NARROW)
+def test_unclaimed_kv_dtype(target: Target, claims: Capabilities, kv_dtype: DType) -> None:
     """A dtype of the cache that is not claimed is refused by `plan`, with a reason that names it."""
-    for dtype in dtypes_claimed(claims):
-        _assert_refused(attention, request_of([plain_layer(claims)], dtype, kv_dtype=kv_dtype), kv_dtype.value)
+    for dtype in _dtypes(claims):
+        _assert_refused(target, request_of([plain_layer(claims)], dtype, kv_dtype=kv_dtype), kv_dtype.value)
 
 
 @clause("attn.kv-dtype.pairs@1", LEVEL, capability="attention", facts="attention test F")
