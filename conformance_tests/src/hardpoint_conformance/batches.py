@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hardpoint.interfaces import (
     AttentionBackend,
+    AttentionFeature,
     AttentionLayer,
     AttentionPlan,
     AttentionRequest,
@@ -88,8 +89,18 @@ class Case:
         return [Span(seq, 0, length) for seq, length in enumerate(self.lengths)]
 
     def last(self, queries: int = 1) -> list[Span]:
-        """Return the spans of the last tokens of every sequence: with one each, a step of decodes."""
-        return [Span(seq, max(0, length - queries), length) for seq, length in enumerate(self.lengths)]
+        """Return the spans of the last tokens of all sequences that are longer: with one token each, a step of decodes."""
+        return [Span(seq, length - queries, length) for seq, length in enumerate(self.lengths) if length > queries]
+
+    def steps(self, claims: Capabilities) -> list[list[Span]]:
+        """Return one step of each kind that is claimed: prompts, decodes, chunks with context, and a mixture."""
+        features = claims.attention.features
+        found = [self.whole(), self.last()]
+        if AttentionFeature.CHUNKED_PREFILL in features:
+            found.append([Span(seq, n // 3, n) for seq, n in enumerate(self.lengths) if n > 2])
+        if {AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH} <= features:
+            found.append([Span(seq, (n - 1, n // 2)[seq % 2], n) for seq, n in enumerate(self.lengths)])
+        return [spans for spans in found if spans]
 
     def numbers(self, span: Span) -> Numbers:
         """Return what the oracle needs for a span."""
@@ -117,10 +128,10 @@ def layer(
 
 
 def plain_layer(claims: Capabilities, **features: Any) -> AttentionLayer:
-    """Return a small layer that the claims allow: four heads over two KV heads if possible, and a common head dimension."""
+    """Return a small layer within the claims: two KV heads with two query heads each, and a head dimension of 64, if possible."""
     attention = claims.attention
-    group = next(group for group in (2, 1, 4, 8, *range(3, 129)) if group in attention.group_sizes)
-    head_dim = next(dim for dim in (64, 128, 32, *range(1, 1025)) if dim in attention.head_dims)
+    group = next((group for group in (2, 1, *range(3, 129)) if group in attention.group_sizes), 2)
+    head_dim = next((dim for dim in (64, 128, 32, *range(1, 1025)) if dim in attention.head_dims), 64)
     return layer(2 * group, 2, head_dim, **features)
 
 
@@ -351,13 +362,18 @@ class Bench:
             filling = torch.from_numpy(self._rng.integers(-8, 9, shape).astype(np.float32)).to(dtype)
         else:
             filling = torch.full(shape, self._fill).to(dtype)
-        view = self.canonical(filling)
+        return self.written(filling, [Span(seq, 0, length) for seq, length in enumerate(held)])
+
+    def written(self, image: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Return a cache's image after the keys and values of spans were written to it."""
+        after = image.clone()
+        view = self.canonical(after)
         for index, case in enumerate(self.cases):
-            for seq, length in enumerate(held):
-                block, offset = self.slots(seq, 0, length)
-                view[index, 0, block, :, offset] = case.k[seq][:length].to(dtype)
-                view[index, 1, block, :, offset] = case.v[seq][:length].to(dtype)
-        return filling
+            for span in spans:
+                block, offset = self.slots(span.seq, span.begin, span.end)
+                view[index, 0, block, :, offset] = case.k[span.seq][span.begin : span.end].to(after.dtype)
+                view[index, 1, block, :, offset] = case.v[span.seq][span.begin : span.end].to(after.dtype)
+        return after
 
     def load(self, image: Tensor) -> None:
         """Put a cache's image onto the device."""
@@ -500,6 +516,15 @@ def check(case: Case, spans: Sequence[Span], outs: Sequence[Tensor], quality: _N
         quality.note(ratio)
         context = f"{span.end - span.begin} queries over {span.end} keys, {case.layer}, {case.dtype}"
         assert ratio <= 1, f"the error is {ratio:.3g} times its bound: {context}"
+
+
+def check_steps(
+    target: Target, case: Case, rng: np.random.Generator, quality: _Notes, *, block_size: int | None = None
+) -> None:
+    """Run one step of each kind over a case, and assert that all keep to the oracle's bounds."""
+    bench = Bench(target, case, rng=rng, block_size=block_size)
+    for spans in case.steps(target.claims):
+        check(case, spans, bench.run(spans), quality)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

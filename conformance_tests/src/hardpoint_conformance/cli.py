@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 
 from hardpoint_conformance.levels import PROFILES, Level
-from hardpoint_conformance.report import CollectionFailed, ReportError, read_report, verify, write_report
+from hardpoint_conformance.report import CollectionFailed, ReportError, read_report, verdict_of, verify, write_report
 from hardpoint_conformance.verdict import exit_status
 
 app = typer.Typer(name="conformance", no_args_is_help=True, add_completion=False)
@@ -90,7 +91,6 @@ def run_command(
     Exit codes: 0 conformant (with waivers, too), 1 not conformant, 2 wrong options or no such backend.
     """
     from hardpoint_conformance.console import LiveProgress, show_report
-    from hardpoint_conformance.outcomes import Verdict
     from hardpoint_conformance.runner import Settings, UsageError, run
     from hardpoint_conformance.waivers import read_waivers
 
@@ -128,27 +128,25 @@ def run_command(
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
     except CollectionFailed as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise _failed(str(error)) from error
     show_report(made, _console())
     if report is not None:
         typer.echo(f"report: {write_report(made, report)}")
-    raise typer.Exit(exit_status(Verdict(made["verdict"]["outcome"]), made["verdict"]["reasons"]))
+    raise typer.Exit(exit_status(verdict_of(made), made["verdict"]["reasons"]))
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         return read_report(file)
     except ReportError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise _failed(str(error)) from error
 
 
 @app.command("verify")
 def verify_command(
     file: _Report,
     conformant: Annotated[
-        bool, typer.Option("--conformant", help="Also fail where the verdict is not 'conformant'.")
+        bool, typer.Option("--conformant", help="Also fail where it is not conformant, waivers or simulation apart.")
     ] = False,
 ) -> None:
     """Check a report without hardware: its digest, that it is complete, and that its verdict follows from its results.
@@ -156,6 +154,7 @@ def verify_command(
     Exit codes: 0 whole, 1 not (each problem is named), 2 wrong options.
     """
     from hardpoint_conformance.console import verdict_line
+    from hardpoint_conformance.outcomes import Verdict
 
     report = _read(file)
     problems = verify(report)
@@ -166,8 +165,123 @@ def verify_command(
     console = _console()
     console.print(f"{file}: whole; suite {report['suite']['version']}, {len(report['results'])} results", markup=False)
     console.print(verdict_line(report))
-    if conformant and report["verdict"]["outcome"] != "conformant":
+    if conformant and (verdict_of(report) in (Verdict.NOT_CONFORMANT, Verdict.PARTIAL)):
         raise typer.Exit(1)
+
+
+@app.command("list")
+def list_command(
+    level: Annotated[list[str] | None, typer.Option(help="L0 to L6; can be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the specification, docs/spec.md.")] = False,
+) -> None:
+    """Show the clauses of the specification by level."""
+    from hardpoint_conformance.specification import all_clauses, to_json, to_markdown, to_text
+
+    if as_json and markdown:
+        raise typer.BadParameter("choose one of --json and --markdown")
+    _, levels = _levels(level or [], None)
+    try:
+        clauses = [clause for clause in all_clauses() if clause.level in levels]
+    except CollectionFailed as error:
+        raise _failed(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(to_json(clauses), indent=1))
+    else:
+        typer.echo(to_markdown(clauses) if markdown else to_text(clauses), nl=False)
+
+
+def _failed(text: str) -> typer.Exit:
+    typer.echo(f"error: {text}", err=True)
+    return typer.Exit(1)
+
+
+@app.command("report")
+def report_command(
+    file: _Report,
+    html: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary in Markdown here.")] = None,
+) -> None:
+    """Show a report, or write it in another form. Exit codes: 0 done, 1 the file is no report, 2 wrong options."""
+    from hardpoint_conformance.compare import summary_markdown
+    from hardpoint_conformance.console import show_report
+    from hardpoint_conformance.html import to_html
+    from hardpoint_conformance.junit import to_junit
+
+    report = _read(file)
+    for target, make in ((html, to_html), (junit, to_junit), (markdown, summary_markdown)):
+        if target is not None:
+            target.write_text(make(report), "utf-8")
+    if not (html or junit or markdown):
+        show_report(report, _console())
+
+
+@app.command("compare")
+def compare_command(
+    files: _Reports,
+    by: Annotated[str, typer.Option(help="capabilities, clauses or levels.")] = "capabilities",
+    html: Annotated[Path | None, typer.Option(help="Write a page here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a table in Markdown here.")] = None,
+) -> None:
+    """Show several reports beside one another. Exit codes: 0 done, 1 a file is no report, 2 wrong options."""
+    from rich.table import Table
+
+    from hardpoint_conformance.compare import SUBJECTS, compare
+
+    if by not in SUBJECTS:
+        raise typer.BadParameter(f"{by!r} is not one of {', '.join(SUBJECTS)}", param_hint="--by")
+    matrix = compare([_read(file) for file in files], by)
+    if html is not None:
+        html.write_text(matrix.to_html(), "utf-8")
+    if markdown is not None:
+        markdown.write_text(matrix.to_markdown(), "utf-8")
+    if html is None and markdown is None:
+        table = Table(matrix.subject, *matrix.columns, box=None)
+        for row in matrix.rows:
+            table.add_row(*row)
+        _console().print(table, markup=False)
+
+
+@app.command("table")
+def table_command(
+    files: _Reports,
+    write: Annotated[Path | None, typer.Option(help="Put the table between the marks in this Markdown file.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Fail unless this Markdown file has the table.")] = None,
+) -> None:
+    """Print the table of backends of a README from reports. Exit codes: 0 done, 1 the file differs, 2 wrong options."""
+    from hardpoint_conformance.compare import backend_table, replaced
+
+    if write and check:
+        raise typer.BadParameter("choose one of --write and --check")
+    file = write or check
+    table = backend_table([(name, _read(name)) for name in files], Path.cwd() if file is None else file.parent)
+    if file is None:
+        typer.echo(table, nl=False)
+        return
+    try:
+        before = file.read_text("utf-8")
+        after = replaced(before, table)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{file}: {error}") from error
+    if write is not None:
+        write.write_text(after, "utf-8")
+    elif before != after:
+        raise _failed(f"the table of backends in {file} is not that of the reports; write it with --write {file}")
+
+
+@app.command("selftest")
+def selftest_command(
+    mutant: Annotated[list[str] | None, typer.Option(help="Only this known-bad backend; can be repeated.")] = None,
+    seeds: Annotated[int, typer.Option(min=0, help="Seeds with which the correct backend must pass.")] = 20,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Known-bad backends side by side.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for selftest.json and selftest.html.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the kill matrix in Markdown here.")] = None,
+) -> None:
+    """Prove the suite itself: every known-bad backend must be caught by a clause meant for it, and the correct one pass."""
+    from hardpoint_conformance.selftest import selftest
+
+    raise typer.Exit(selftest(mutant, seeds, jobs, report, markdown))
 
 
 @app.command("init")

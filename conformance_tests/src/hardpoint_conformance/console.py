@@ -19,6 +19,7 @@ from hardpoint_conformance.report import verdict_of
 
 _STYLES = {
     Verdict.CONFORMANT: "bold green",
+    Verdict.SIMULATED: "bold cyan",
     Verdict.WITH_WAIVERS: "bold yellow",
     Verdict.NOT_CONFORMANT: "bold red",
     Verdict.PARTIAL: "bold cyan",
@@ -100,6 +101,8 @@ def show_report(report: Mapping[str, Any], console: Console) -> None:
     """Print levels with counts, failures with reproduction, waivers and the verdict."""
     outcomes = (Outcome.PASSED, Outcome.WAIVED, Outcome.NOT_TESTABLE, Outcome.NOT_CLAIMED)
     table = Table("level", "tests", "passed", "failed", "waived", "not testable", "not called for", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
     for level in report["selection"]["levels"]:
         counts = Counter(Outcome(r["outcome"]) for r in report["results"] if r["level"] == level)
         failed = sum(count for outcome, count in counts.items() if outcome.is_failure or outcome is Outcome.NOT_RUN)
@@ -112,12 +115,18 @@ def show_report(report: Mapping[str, Any], console: Console) -> None:
         if outcome.is_failure:
             console.print(Text.assemble((f"{outcome} ", "bold red"), result["id"]))
             console.print(Text("  " + result["reproduction"]), soft_wrap=True)
-        elif outcome is Outcome.NOT_TESTABLE:
-            console.print(Text.assemble(("not testable ", "bold yellow"), result["id"], f": {result['message']}"))
+    skipped: dict[str, list[str]] = {}
+    for result in report["results"]:
+        if result["outcome"] == Outcome.NOT_TESTABLE:
+            skipped.setdefault(result["message"], []).append(result["id"])
+    for message, ids in skipped.items():
+        console.print(Text.assemble(("not testable ", "bold yellow"), f"{len(ids)} tests: {message}"))
     for waiver in report["waivers"]:
         console.print(
             Text.assemble(("waiver ", "bold yellow"), f"{waiver['id']} until {waiver['until']}: {waiver['reason']}")
         )
+    for note in report["verdict"]["notes"]:
+        console.print(Text(f"note: {note}"))
     for reason in report["verdict"]["reasons"]:
         console.print(Text(f"- {reason}"))
     console.print(verdict_line(report))

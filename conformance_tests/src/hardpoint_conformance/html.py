@@ -35,6 +35,7 @@ _GROUPS = {
 }
 _VERDICT_CLASS = {
     Verdict.CONFORMANT: "good",
+    Verdict.SIMULATED: "note",
     Verdict.WITH_WAIVERS: "warn",
     Verdict.NOT_CONFORMANT: "bad",
     Verdict.PARTIAL: "note",
@@ -46,20 +47,10 @@ _STANDING_CLASS = {
     Standing.FAILED: "bad",
     Standing.UNPROVED: "bad",
     Standing.NOT_REFUSED: "bad",
+    Standing.NOT_TESTABLE: "warn",
     Standing.NOT_CLAIMED: "idle",
     Standing.OUT_OF_SCOPE: "idle",
 }
-_STANDING_TEXT = {
-    Standing.PROVED: "claimed, proved",
-    Standing.REFUSED: "not claimed, refused cleanly",
-    Standing.WAIVED: "claimed, waived",
-    Standing.FAILED: "claimed, failed",
-    Standing.UNPROVED: "claimed, not proved",
-    Standing.NOT_REFUSED: "not claimed, not refused",
-    Standing.NOT_CLAIMED: "not claimed",
-    Standing.OUT_OF_SCOPE: "not in these levels",
-}
-
 Report = Mapping[str, Any]
 
 
@@ -116,6 +107,7 @@ def _head(report: Report) -> str:
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in report["verdict"]["reasons"])
     told = {
         Verdict.CONFORMANT: "Everything that was asked for passed: every claim is proved, and what is not claimed is refused cleanly.",
+        Verdict.SIMULATED: "Everything that a simulated driver can show passed.",
         Verdict.WITH_WAIVERS: "Known failures are accepted for now, each with a reason below; everything else passed.",
         Verdict.NOT_CONFORMANT: "The backend does not do what the specification asks:",
         Verdict.PARTIAL: "Only chosen clauses were run: this says nothing of the backend's conformance.",
@@ -125,12 +117,13 @@ def _head(report: Report) -> str:
         if report["simulated"]
         else ""
     )
+    notes = "".join(f'<p class="small">{escape(text.capitalize())}</p>' for text in report["verdict"]["notes"])
     unavailable = (
         f"<p>The backend cannot compute here: {escape(report['unavailable'])}</p>" if report["unavailable"] else ""
     )
     box = (
         f'<div class="verdict {_VERDICT_CLASS[verdict]}"><strong>{escape(verdict.value.capitalize())}</strong><p>{told}</p>'
-        f"{f'<ul>{reasons}</ul>' if reasons else ''}{note}{unavailable}</div>"
+        f"{f'<ul>{reasons}</ul>' if reasons else ''}{note}{unavailable}{notes}</div>"
     )
     return f"<header>\n{title}\n{lead}\n{box}\n{_facts(report)}\n</header>\n"
 
@@ -237,10 +230,13 @@ def _capabilities(report: Report) -> str:
         tests = [r for r in report["results"] if name in r["capabilities"] and Outcome(r["outcome"]).applies]
         passed = sum(r["outcome"] == Outcome.PASSED for r in tests)
         count = f' <span class="soft small">{passed}/{len(tests)}</span>' if tests else ""
-        badge = _badge(_STANDING_TEXT[standing], _STANDING_CLASS[standing])
+        badge = _badge(standing.value, _STANDING_CLASS[standing])
         cells.append(f'<div class="claim"><span>{_code(name)}{count}</span>{badge}</div>')
     values = _claimed_values(report["claims"])
-    note = "What the backend claims, and what the tests say of it (passed/run). What is not claimed must be refused before any work."
+    note = (
+        "Proved: claimed, and all its tests passed (passed/run). Refused: not claimed, and refused with reasons before any work. "
+        "Not claimed: nothing to refuse."
+    )
     return _section("Capabilities", f'<div class="claims">{"".join(cells)}</div>', values, note=note)
 
 
@@ -274,7 +270,7 @@ def _quality(report: Report) -> str:
         return ""
     everything = [ratio for found in ratios.values() for ratio, _ in found]
     positive = [ratio for ratio in everything if ratio > 0]
-    low = max(min(-1, math.floor(math.log10(min(positive, default=0.1)))), -4)
+    low = max(min(-1, math.floor(math.log10(min(positive, default=0.1)))), -3)
     high = max(math.log10(2.0), math.log10(max(everything)) if max(everything) > 0 else 0.0)
 
     def place(ratio: float) -> float:
@@ -285,7 +281,7 @@ def _quality(report: Report) -> str:
     ticks = [10.0**power for power in range(low, int(high) + 1)]
     labels = "".join(
         f'<text x="{place(tick):.2f}%" y="14" text-anchor="{"start" if tick == ticks[0] else "middle"}"'
-        f'{" class=edge" if tick == 1 else ""}>{"bound" if tick == 1 else f"{tick:g}"}</text>'
+        f"{' class=edge' if tick == 1 else ''}>{'bound' if tick == 1 else f'{tick:g}'}</text>"
         for tick in ticks
     )
     axis = f'<div class="row"><span></span><svg role="img" aria-label="scale">{labels}</svg><span></span></div>'
@@ -308,7 +304,7 @@ def _strip(clause: str, found: Sequence[tuple[float, str]], place: Any) -> str:
         f'<div class="row">{_code(clause)}<svg role="img" aria-label="{escape(clause)}: worst {worst:.3g}">'
         f'<line class="track" x1="0" x2="100%" y1="10" y2="10"/>'
         f'<line class="bound" x1="{bound:.2f}%" x2="{bound:.2f}%" y1="0" y2="20"/>{dots}</svg>'
-        f'<span class="number">{worst:.2g}</span></div>'
+        f'<span class="number">{worst:.2f}</span></div>'
     )
 
 

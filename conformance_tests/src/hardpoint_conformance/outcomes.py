@@ -43,9 +43,14 @@ WAIVABLE = frozenset({Outcome.FAILED, Outcome.ERROR})
 
 
 class Verdict(StrEnum):
-    """What a run says of a backend; a PARTIAL run (of chosen clauses) says nothing of its conformance."""
+    """What a run says of a backend.
+
+    SIMULATED is the best that a run on a simulated driver can say: clauses that need a device which computes are not shown there.
+    A PARTIAL run, of chosen clauses, says nothing of conformance.
+    """
 
     CONFORMANT = "conformant"
+    SIMULATED = "conformant on a simulated driver"
     WITH_WAIVERS = "conformant with waivers"
     NOT_CONFORMANT = "not conformant"
     PARTIAL = "partial"

@@ -15,7 +15,7 @@ from typing import Any
 from hardpoint_conformance.levels import PROFILES, Level
 from hardpoint_conformance.outcomes import Outcome, Verdict
 from hardpoint_conformance.processes import run_process
-from hardpoint_conformance.verdict import judge
+from hardpoint_conformance.verdict import Judgement, judge
 from hardpoint_conformance.waivers import can_waive, expired, names
 
 SCHEMA = 1
@@ -79,7 +79,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "explore": (int,),
     },
     "environment": {"python": _TEXT, "platform": _TEXT, "cpu": _TEXT, "cpu_count": (int,), "packages": _OBJECT},
-    "verdict": {"outcome": _TEXT, "reasons": (list,)},
+    "verdict": {"outcome": _TEXT, "reasons": (list,), "notes": (list,)},
 }
 """Fields and types of the report and of its parts."""
 
@@ -275,12 +275,16 @@ def verify(report: Mapping[str, Any]) -> list[str]:
     if device is not None and device["simulated"] != report["simulated"]:
         problems.append("the device and the report do not agree on whether it is simulated")
     try:
-        verdict, reasons = judge(report)
+        judgement = judge(report)
     except (KeyError, ValueError, TypeError) as error:
         return [*problems, f"what the backend claims cannot be read: {error!r}"]
-    stated = report["verdict"]
-    if (stated["outcome"], stated["reasons"]) != (verdict.value, reasons):
-        problems.append(f"its verdict is '{stated['outcome']}', and its results say '{verdict.value}'")
+    if report["verdict"] != _stated(judgement):
+        stated, found = report["verdict"]["outcome"], judgement.verdict.value
+        problems.append(
+            f"its verdict is '{stated}', and its results say '{found}'"
+            if stated != found
+            else "its reasons or notes are not those that its results give"
+        )
     return problems
 
 
@@ -348,9 +352,12 @@ def _result_problems(result: Mapping[str, Any], report: Mapping[str, Any]) -> It
 
 def finish(report: dict[str, Any]) -> dict[str, Any]:
     """Return a report with its verdict and its digest."""
-    verdict, reasons = judge(report)
-    report = report | {"verdict": {"outcome": verdict.value, "reasons": reasons}}
+    report = report | {"verdict": _stated(judge(report))}
     return report | {"digest": digest_of(report)}
+
+
+def _stated(judgement: Judgement) -> dict[str, Any]:
+    return {"outcome": judgement.verdict.value, "reasons": judgement.reasons, "notes": judgement.notes}
 
 
 def verdict_of(report: Mapping[str, Any]) -> Verdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from hardpoint_conformance.claims import CLAIMS, claimed, from_json
 from hardpoint_conformance.levels import Level
@@ -24,7 +24,8 @@ class Standing(StrEnum):
     PROVED: claimed, and all that was to be run passed. FAILED: claimed, and something failed. WAIVED: claimed, and what failed is waived.
     UNPROVED: claimed, and nothing that proves it was run and passed. REFUSED: not claimed, and its refusal passed. NOT_REFUSED: not
     claimed, and the clauses that are to prove a clean refusal did not pass. NOT_CLAIMED: not claimed, and no clause asks for its refusal.
-    OUT_OF_SCOPE: no test of the levels that were run is about it.
+    NOT_TESTABLE: claimed, and on a simulated driver nothing that proves it could be run. OUT_OF_SCOPE: no test of the levels that
+    were run is about it.
     """
 
     PROVED = "proved"
@@ -34,24 +35,42 @@ class Standing(StrEnum):
     REFUSED = "refused"
     NOT_REFUSED = "not refused"
     NOT_CLAIMED = "not claimed"
+    NOT_TESTABLE = "not testable"
     OUT_OF_SCOPE = "out of scope"
 
 
-def judge(report: Mapping[str, Any]) -> tuple[Verdict, list[str]]:
-    """Return the verdict on a report's results, and the reasons against conformance, one sentence each."""
+class Judgement(NamedTuple):
+    """A verdict, the reasons against conformance, and what it does not cover, one sentence each."""
+
+    verdict: Verdict
+    reasons: list[str]
+    notes: list[str]
+
+
+def judge(report: Mapping[str, Any]) -> Judgement:
+    """Return what a report's results say; a pure function of them, of the claims, the waivers and the levels."""
     results: Sequence[Mapping[str, Any]] = report["results"]
-    reasons = [*_unconditional(results), *_waivers(report)]
+    untestable = _untestable(results)
+    reasons, notes = [*_unconditional(results), *_waivers(report)], []
     if report["selection"]["clauses"]:
-        return (Verdict.NOT_CONFORMANT if reasons else Verdict.PARTIAL), reasons
-    reasons += _untestable(results)
+        return Judgement(Verdict.NOT_CONFORMANT if reasons else Verdict.PARTIAL, reasons, notes)
+    if report["simulated"]:
+        if untestable:
+            notes.append(f"not shown on a simulated driver: {len(untestable)} clauses ({', '.join(untestable)})")
+    else:
+        reasons += [f"{clause} could not be tested in any case" for clause in untestable]
+    some = sum(result["outcome"] == Outcome.NOT_TESTABLE for result in results)
+    if some:
+        notes.append(f"{_tests(some)} not testable here, each shown with its reason")
     if report["claims"] is None:
         reasons.append("what the backend claims is not known")
     else:
         reasons += _capabilities(report)
     if reasons:
-        return Verdict.NOT_CONFORMANT, reasons
-    waived = any(result["outcome"] == Outcome.WAIVED for result in results)
-    return (Verdict.WITH_WAIVERS if waived else Verdict.CONFORMANT), []
+        return Judgement(Verdict.NOT_CONFORMANT, reasons, notes)
+    if any(result["outcome"] == Outcome.WAIVED for result in results):
+        return Judgement(Verdict.WITH_WAIVERS, reasons, notes)
+    return Judgement(Verdict.SIMULATED if report["simulated"] else Verdict.CONFORMANT, reasons, notes)
 
 
 def _unconditional(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -83,21 +102,26 @@ def _waivers(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"the waiver of {waiver['id']} is not needed, or is for what cannot be waived"
 
 
-def _untestable(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _untestable(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the clauses that apply, and of which no case could be run."""
     outcomes: dict[str, set[Outcome]] = {}
     for result in results:
         outcome = Outcome(result["outcome"])
         if outcome.applies:
             outcomes.setdefault(result["clause"], set()).add(outcome)
-    for clause, found in outcomes.items():
-        if found == {Outcome.NOT_TESTABLE}:
-            yield f"{clause} could not be tested in any case"
+    return [clause for clause, found in outcomes.items() if found == {Outcome.NOT_TESTABLE}]
 
 
 def _capabilities(report: Mapping[str, Any]) -> Iterator[str]:
     levels = {Level(level) for level in report["selection"]["levels"]}
     there = {Level(result["level"]) for result in report["results"]}
     yield from (f"the suite has no test of level {level}" for level in sorted(levels - there))
+    yield from (
+        f"no test of level {level} could be run"
+        for level in sorted(there)
+        if {Outcome(r["outcome"]) for r in report["results"] if r["level"] == level and r["applies"]}
+        == {Outcome.NOT_TESTABLE}
+    )
     found = standings(report)
     if levels & CORE_LEVELS and not claimed(CORE, from_json(report["claims"])):
         yield f"'{CORE}' is the core, which cannot be left out, and is not claimed"
@@ -111,16 +135,12 @@ def _capabilities(report: Mapping[str, Any]) -> Iterator[str]:
 def standings(report: Mapping[str, Any]) -> dict[str, Standing]:
     """Return what a report shows of every capability, by name."""
     claims = from_json(report["claims"])
-    return {
-        name: _standing(
-            name, claimed(name, claims), report["results"], len(report["selection"]["levels"]) == len(Level)
-        )
-        for name in CLAIMS
-    }
+    return {name: _standing(name, claimed(name, claims), report) for name in CLAIMS}
 
 
-def _standing(name: str, is_claimed: bool, results: Iterable[Mapping[str, Any]], is_full: bool) -> Standing:
-    about = [result for result in results if name in result["capabilities"] and result["refusal"] != is_claimed]
+def _standing(name: str, is_claimed: bool, report: Mapping[str, Any]) -> Standing:
+    is_full = len(report["selection"]["levels"]) == len(Level)
+    about = [r for r in report["results"] if name in r["capabilities"] and r["refusal"] != is_claimed]
     outcomes = {outcome for result in about if (outcome := Outcome(result["outcome"])).applies}
     if not is_claimed:
         if not about:
@@ -132,6 +152,8 @@ def _standing(name: str, is_claimed: bool, results: Iterable[Mapping[str, Any]],
         return Standing.FAILED
     if Outcome.WAIVED in outcomes:
         return Standing.WAIVED
+    if outcomes == {Outcome.NOT_TESTABLE} and report["simulated"]:
+        return Standing.NOT_TESTABLE
     return Standing.PROVED if Outcome.PASSED in outcomes else Standing.UNPROVED
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from hardpoint.interfaces import (
     KV_CACHE,
@@ -27,6 +28,7 @@ from hardpoint.interfaces import (
     Worker,
     WorkerConfig,
 )
+from hardpoint.interfaces.errors import HardpointError
 from hardpoint_conformance.reference import judge
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model
@@ -281,6 +283,22 @@ def running(
         yield Bench(worker, config, blocks, swapped)
     finally:
         worker.shutdown()
+
+
+def refused_load(
+    target: Target, config: WorkerConfig, errors: type[HardpointError] | tuple[type[HardpointError], ...]
+) -> Any:
+    """Check that a worker refuses to load with one of these errors, before any device memory is taken; return the error."""
+    worker = target.worker(config)
+    try:
+        worker.init_device()
+        before = worker.memory_stats().peak_allocated
+        with pytest.raises(errors) as caught:
+            worker.load_model()
+        assert worker.memory_stats().peak_allocated == before, "memory was taken before the refusal"
+    finally:
+        worker.shutdown()
+    return caught.value
 
 
 def random_prompts(rng: np.random.Generator, model: Model, lengths: Sequence[int]) -> list[list[int]]:

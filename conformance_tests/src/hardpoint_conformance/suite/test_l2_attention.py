@@ -22,6 +22,7 @@ from hardpoint_conformance.batches import (
     Layout,
     Span,
     check,
+    check_steps,
     dtypes_claimed,
     layer,
     make_case,
@@ -45,6 +46,7 @@ DTYPES = pytest.mark.parametrize(
         for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
     ],
 )
+ARRAYS = ("query_start", "context_lens", "block_table", "rows", "slot_mapping", "positions")
 LARGEST_HEAD_DIM = 1024
 LARGEST_BLOCK = 1024
 
@@ -231,9 +233,7 @@ def test_groups(
     """Query head h attends with KV head h // group: multi-head, grouped and multi-query attention of every claimed size."""
     head_dim = plain_layer(claims).head_dim
     for dtype in dtypes_claimed(claims):
-        case = make_case(rng, layer(group * kv_heads, kv_heads, head_dim), dtype, [9, 40])
-        spans = [Span(0, 0, 9), Span(1, 39, 40)]
-        check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+        check_steps(target, make_case(rng, layer(group * kv_heads, kv_heads, head_dim), dtype, [9, 40]), rng, quality)
 
 
 @clause("attn.heads.dim@1", LEVEL, capability="attention", facts="attention test B")
@@ -243,9 +243,8 @@ def test_head_dims(
     target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType, head_dim: int
 ) -> None:
     """Every claimed head dimension gives the oracle's result, in prefill and decode."""
-    case = make_case(rng, replace(plain_layer(claims), head_dim=head_dim, scale=head_dim**-0.5), dtype, [11, 21])
-    spans = [Span(0, 0, 11), Span(1, 20, 21)]
-    check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+    numbers = replace(plain_layer(claims), head_dim=head_dim, scale=head_dim**-0.5)
+    check_steps(target, make_case(rng, numbers, dtype, [11, 21]), rng, quality)
 
 
 @clause("attn.block.size@1", LEVEL, capability="attention", facts="attention test C")
@@ -256,9 +255,7 @@ def test_block_sizes(
 ) -> None:
     """Every claimed block size gives the oracle's result at the lengths where a block begins and ends."""
     case = make_case(rng, layer(2, 2, plain_layer(claims).head_dim), dtype, edges(block_size))
-    bench = Bench(target, case, rng=rng, block_size=block_size)
-    check(case, case.whole(), bench.run(case.whole()), quality)
-    check(case, case.last(), bench.run(case.last()), quality)
+    check_steps(target, case, rng, quality, block_size=block_size)
 
 
 @clause("attn.scale.custom@1", LEVEL, capability="attention", facts="attention test E")
@@ -266,18 +263,10 @@ def test_block_sizes(
 def test_scale(target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, scale: float) -> None:
     """Logits are multiplied by the layer's scale, whatever the head dimension is."""
     for dtype in dtypes_claimed(claims):
-        case = make_case(rng, plain_layer(claims, scale=scale), dtype, [20, 50])
-        spans = [Span(0, 0, 20), Span(1, 49, 50)]
-        check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+        check_steps(target, make_case(rng, plain_layer(claims, scale=scale), dtype, [20, 50]), rng, quality)
 
 
 # Numbers that are hard
-
-
-def _run_everything(target: Target, case: Any, rng: np.random.Generator, quality: Quality) -> None:
-    bench = Bench(target, case, rng=rng)
-    for spans in (case.whole(), case.last()):
-        check(case, spans, bench.run(spans), quality)
 
 
 @clause("attn.data.large-logits@1", LEVEL, capability="attention", facts="attention test G")
@@ -299,7 +288,7 @@ def test_large_logits(
         level = torch.from_numpy(rng.integers(-4, 5, (tokens, numbers.num_kv_heads, 1)) / 4).to(dtype.to_torch())
         q.append(unit * sign)
         k.append(unit * level)
-    _run_everything(target, replace(case, q=tuple(q), k=tuple(k)), rng, quality)
+    check_steps(target, replace(case, q=tuple(q), k=tuple(k)), rng, quality)
 
 
 @clause("attn.data.extreme@1", LEVEL, capability="attention", facts="attention test G")
@@ -330,7 +319,7 @@ def test_extreme_data(
     else:
         for x in (*case.q, *case.k, *case.v):
             x[x < 0.5] = -0.0
-    _run_everything(target, case, rng, quality)
+    check_steps(target, case, rng, quality)
 
 
 @clause("attn.accumulate.values@1", LEVEL, capability="attention", facts="attention test F")
@@ -367,7 +356,7 @@ def test_sums_of_products(
         # What is left of the product: an eighth of a small whole number.
         q[..., -1], q[..., half - 1] = 1.0, 0.0
         k[..., -1] = k[..., -1].mul(2.0).round().div(2.0)
-    _run_everything(target, case, rng, quality)
+    check_steps(target, case, rng, quality)
 
 
 # The cache
@@ -375,22 +364,17 @@ def test_sums_of_products(
 
 @clause("attn.kv.write@1", LEVEL, capability="attention", facts="attention test O")
 @DTYPES
-@pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_write_kv(target: Target, claims: Capabilities, rng: np.random.Generator, dtype: DType, tokens: int) -> None:
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_write_kv(target: Target, claims: Capabilities, rng: np.random.Generator, dtype: DType, step: str) -> None:
     """`write_kv` puts each token's key and value, bit by bit, into the slot that the mapping names, and changes nothing else in the
     cache."""
-    case = make_case(rng, plain_layer(claims), dtype, [tokens + 5, 40])
+    case = make_case(rng, plain_layer(claims), dtype, [300, 40, 2])
     bench = Bench(target, case, rng=rng)
-    spans = [Span(1, 39, 40), Span(0, 5, tokens + 5)]
-    bench.load(before := bench.image([5, 39]))
-    step = bench.step(spans)
-    bench.write(step, bench.attention.prepare(bench.plan, step.batch))
-    view = bench.canonical(before)
-    for seq, begin, end in ((1, 39, 40), (0, 5, tokens + 5)):
-        block, offset = bench.slots(seq, begin, end)
-        view[0, 0, block, :, offset] = case.k[seq][begin:end]
-        view[0, 1, block, :, offset] = case.v[seq][begin:end]
-    assert same_bits(bench.cache, before)
+    spans = case.whole() if step == "prefill" else case.last()
+    bench.load(before := bench.image(bench.before(spans)))
+    laid_out = bench.step(spans)
+    bench.write(laid_out, bench.attention.prepare(bench.plan, laid_out.batch))
+    assert same_bits(bench.cache, bench.written(before, spans))
     assert bench.guards_intact()
 
 
@@ -415,14 +399,10 @@ def test_slot_of_minus_one(target: Target, claims: Capabilities, rng: np.random.
     """A token whose slot is -1 is not written, whatever stands beside it in the batch."""
     case = make_case(rng, plain_layer(claims), dtype, [20, 20, 20])
     bench = Bench(target, case, rng=rng)
-    spans = [Span(0, 19, 20), Span(1, 0, 20), Span(2, 0, 20)]
-    bench.load(before := bench.image([19, 0, 0]))
-    step = bench.step(spans, Layout(silent=frozenset({0, 2})))
+    bench.load(before := bench.image([0, 0, 0]))
+    step = bench.step(case.whole(), Layout(silent=frozenset({0, 2})))
     bench.write(step, bench.attention.prepare(bench.plan, step.batch))
-    view = bench.canonical(before)
-    block, offset = bench.slots(1, 0, 20)
-    view[0, 0, block, :, offset], view[0, 1, block, :, offset] = case.k[1], case.v[1]
-    assert same_bits(bench.cache, before)
+    assert same_bits(bench.cache, bench.written(before, [case.whole()[1]]))
 
 
 @clause("attn.kv.layers@1", LEVEL, capability="attention")
@@ -431,12 +411,12 @@ def test_layers_apart(target: Target, claims: Capabilities, rng: np.random.Gener
     for dtype in dtypes_claimed(claims):
         cases = [make_case(rng, plain_layer(claims), dtype, [20, 45]) for _ in range(3)]
         bench = Bench(target, *cases, rng=rng)
-        spans = [Span(0, 0, 20), Span(1, 44, 45)]
-        bench.load(bench.image([0, 44]))
-        step = bench.step(spans)
-        bench.execute(step)
-        for index, case in enumerate(cases):
-            check(case, spans, bench.outputs(step, index), quality)
+        for spans in cases[0].steps(claims):
+            bench.load(bench.image(bench.before(spans)))
+            step = bench.step(spans)
+            bench.execute(step)
+            for index, case in enumerate(cases):
+                check(case, spans, bench.outputs(step, index), quality)
 
 
 @clause("attn.kv.copy@1", LEVEL, capability="attention")
@@ -501,17 +481,16 @@ def test_inputs_are_read_only(target: Target, claims: Capabilities, rng: np.rand
     """`forward` writes to its output alone: queries, keys, values, the cache and the batch's arrays keep every bit."""
     case = make_case(rng, plain_layer(claims), dtype, [40, 25])
     bench = Bench(target, case, rng=rng)
-    spans = [Span(0, 39, 40), Span(1, 0, 25)]
-    bench.load(bench.image([39, 0]))
-    step = bench.step(spans)
-    inputs = [x.cpu().clone() for x in (step.q[0], step.k[0], step.v[0])]
-    arrays = {
-        name: getattr(step.batch, name).copy() for name in ("block_table", "slot_mapping", "context_lens", "rows")
-    }
-    metadata = bench.attention.prepare(bench.plan, step.batch)
-    bench.write(step, metadata)
-    cache = bench.cache.cpu().clone()
-    bench.forward(step, metadata)
-    assert same_bits(bench.cache, cache)
-    assert all(map(same_bits, (step.q[0], step.k[0], step.v[0]), inputs))
-    assert all(np.array_equal(getattr(step.batch, name), array) for name, array in arrays.items())
+    for spans in case.steps(claims):
+        bench.load(bench.image(bench.before(spans)))
+        step = bench.step(spans)
+        tensors = (step.q[0], step.k[0], step.v[0])
+        inputs = [x.cpu().clone() for x in tensors]
+        arrays = {name: getattr(step.batch, name).copy() for name in ARRAYS}
+        metadata = bench.attention.prepare(bench.plan, step.batch)
+        bench.write(step, metadata)
+        cache = bench.cache.cpu().clone()
+        bench.forward(step, metadata)
+        assert same_bits(bench.cache, cache)
+        assert all(map(same_bits, tensors, inputs))
+        assert all(np.array_equal(getattr(step.batch, name), array) for name, array in arrays.items())

@@ -20,7 +20,6 @@ from hardpoint.interfaces import (
     DType,
     SleepTier,
     StepInput,
-    WorkerConfig,
 )
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
@@ -48,6 +47,7 @@ from hardpoint_conformance.worker_bench import (
     config_for,
     level_plan,
     random_prompts,
+    refused_load,
     running,
     usual_dtype,
     watched,
@@ -85,22 +85,6 @@ def _serves(bench: Bench, model: Model, quality: Quality, count: int = 4) -> Non
     """Check that the worker gives the oracle's tokens of a model."""
     (sequence,) = bench.generate([PROMPT], count, logprobs=2)
     check_tokens(model, [sequence], bench.info.dtype, quality)
-
-
-def _refused_load(
-    parts: Parts, config: WorkerConfig, errors: type[HardpointError] | tuple[type[HardpointError], ...]
-) -> Any:
-    """Check that loading is refused with one of these errors before any device memory is taken; return the error."""
-    worker = parts.target.worker(config)
-    try:
-        worker.init_device()
-        before = worker.memory_stats().peak_allocated
-        with pytest.raises(errors) as caught:
-            worker.load_model()
-        assert worker.memory_stats().peak_allocated == before, "memory was taken before the refusal"
-    finally:
-        worker.shutdown()
-    return caught.value
 
 
 def _pairs_of(model: Model) -> list[tuple[str, torch.Tensor]]:
@@ -434,15 +418,15 @@ def test_moves_are_made_in_order(bench: Bench, model: Model, rng: np.random.Gene
 
 
 @clause("worker.refuse.model@1", Level.WORKER, facts="6.3 worker")
-def test_unknown_models_are_refused(parts: Parts, model: Model, tmp_path: Path) -> None:
+def test_unknown_models_are_refused(target: Target, model: Model, tmp_path: Path) -> None:
     """A model that is not there, or whose architecture nobody knows, is refused with a typed error before memory is taken."""
-    config = config_for(parts.target.claims, model)
-    _refused_load(parts, replace(config, model=str(tmp_path / "nothing")), ModelNotFound)
+    config = config_for(target.claims, model)
+    refused_load(target, replace(config, model=str(tmp_path / "nothing")), ModelNotFound)
     folder = tmp_path / "unknown"
     write_checkpoint(folder, model.shape, model.weights)
     strange = model.shape.config | {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}
     (folder / "config.json").write_text(json.dumps(strange))
-    error = _refused_load(parts, replace(config, model=str(folder)), UnsupportedArchitecture)
+    error = refused_load(target, replace(config, model=str(folder)), UnsupportedArchitecture)
     assert "NobodyForCausalLM" in str(error), "the error names what was found"
 
 
@@ -459,10 +443,10 @@ def _check_reasons(error: CapabilityRefused, *words: str) -> None:
     ]
 )
 @clause("worker.refuse.dtype@1", Level.WORKER, facts="6.3 worker")
-def test_unclaimed_types_are_refused(parts: Parts, model: Model, dtype: DType) -> None:
+def test_unclaimed_types_are_refused(target: Target, model: Model, dtype: DType) -> None:
     """A type of weights and activations that is not claimed is refused with reasons before the weights are loaded."""
-    config = config_for(parts.target.claims, model, dtype=dtype)
-    _check_reasons(_refused_load(parts, config, CapabilityRefused), dtype)
+    config = config_for(target.claims, model, dtype=dtype)
+    _check_reasons(refused_load(target, config, CapabilityRefused), dtype)
 
 
 @over(
@@ -473,18 +457,18 @@ def test_unclaimed_types_are_refused(parts: Parts, model: Model, dtype: DType) -
     ]
 )
 @clause("worker.refuse.kv-dtype@1", Level.WORKER)
-def test_unclaimed_cache_types_are_refused(parts: Parts, model: Model, kv_dtype: DType) -> None:
+def test_unclaimed_cache_types_are_refused(target: Target, model: Model, kv_dtype: DType) -> None:
     """A type of the KV cache that is not claimed is refused with reasons before the weights are loaded."""
-    config = config_for(parts.target.claims, model, kv_dtype=kv_dtype)
-    _check_reasons(_refused_load(parts, config, CapabilityRefused), kv_dtype)
+    config = config_for(target.claims, model, kv_dtype=kv_dtype)
+    _check_reasons(refused_load(target, config, CapabilityRefused), kv_dtype)
 
 
 @over(block_size=lambda claims: [size for size in (0, 3, 7, 24, 1000) if size not in claims.attention.block_sizes])
 @clause("worker.refuse.block-size@1", Level.WORKER, facts="6.3 worker")
-def test_unclaimed_block_sizes_are_refused(parts: Parts, model: Model, block_size: int) -> None:
+def test_unclaimed_block_sizes_are_refused(target: Target, model: Model, block_size: int) -> None:
     """A block size that is not claimed is refused with reasons before the weights are loaded, and never replaced by another."""
-    config = config_for(parts.target.claims, model, block_size=block_size)
-    _check_reasons(_refused_load(parts, config, CapabilityRefused), str(block_size))
+    config = config_for(target.claims, model, block_size=block_size)
+    _check_reasons(refused_load(target, config, CapabilityRefused), str(block_size))
 
 
 def _unclaimed_head_dims(claims: Capabilities) -> list[int]:
@@ -493,26 +477,26 @@ def _unclaimed_head_dims(claims: Capabilities) -> list[int]:
 
 @over(head_dim=_unclaimed_head_dims)
 @clause("worker.refuse.head-dim@1", Level.WORKER)
-def test_unclaimed_head_dims_are_refused(parts: Parts, head_dim: int | None) -> None:
+def test_unclaimed_head_dims_are_refused(target: Target, head_dim: int | None) -> None:
     """A model whose heads have a size that is not claimed is refused with reasons before the weights are loaded."""
     if head_dim is None:
         return  # the claims cover every size that is tried
-    model = tiny_model(shape_for(parts.target.claims, head_dim=head_dim))
-    _check_reasons(_refused_load(parts, config_for(parts.target.claims, model), CapabilityRefused), str(head_dim))
+    model = tiny_model(shape_for(target.claims, head_dim=head_dim))
+    _check_reasons(refused_load(target, config_for(target.claims, model), CapabilityRefused), str(head_dim))
 
 
 @clause("worker.refuse.window@1", Level.WORKER, capability="attention.sliding_window", refusal=True)
-def test_windows_are_refused(parts: Parts) -> None:
+def test_windows_are_refused(target: Target) -> None:
     """A model with a sliding window is refused with reasons where windows are not claimed; it is never run without one."""
-    model = tiny_model(shape_for(parts.target.claims, window=7))
-    _check_reasons(_refused_load(parts, config_for(parts.target.claims, model), CapabilityRefused), "sliding_window")
+    model = tiny_model(shape_for(target.claims, window=7))
+    _check_reasons(refused_load(target, config_for(target.claims, model), CapabilityRefused), "sliding_window")
 
 
 @clause("worker.refuse.context@1", Level.WORKER)
-def test_contexts_beyond_the_model_are_refused(parts: Parts, model: Model) -> None:
+def test_contexts_beyond_the_model_are_refused(target: Target, model: Model) -> None:
     """A context longer than the model's is refused before the weights are loaded."""
-    config = config_for(parts.target.claims, model, max_model_len=model.shape.max_len + 1)
-    error = _refused_load(parts, config, (ConfigError, CapabilityRefused))
+    config = config_for(target.claims, model, max_model_len=model.shape.max_len + 1)
+    error = refused_load(target, config, (ConfigError, CapabilityRefused))
     assert str(model.shape.max_len) in str(error), "the error says what is possible"
 
 

@@ -1,0 +1,618 @@
+"""Faults of memory: of the driver, and of the allocator above it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.interfaces import (
+    DEFAULT,
+    Capabilities,
+    Device,
+    DType,
+    MemoryReport,
+    MemoryStats,
+    Policy,
+    SleepPlan,
+    SleepTier,
+)
+from hardpoint.interfaces.errors import BackupCorrupt, ForeignMemory, InvalidAllocation, MemoryFault, UnknownTag
+from hardpoint.memory import DriverStatus, DriverTable, VirtualAllocator
+from hardpoint_conformance.interposed import Call, InterposedDriver, Replacement
+from hardpoint_conformance.mutants import Mutant
+from hardpoint_conformance.mutants.derived import Faults, Methods, derived
+from hardpoint_conformance.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FAULTS = Faults("allocator")
+MUTANTS = _FAULTS.mutants
+fault = _FAULTS.fault
+
+Replacements = Mapping[str, Replacement]
+
+
+def driver_fault(sentence: str, *killed_by: str) -> Callable[[Callable[[DriverTable], Replacements]], object]:
+    """Declare a fault of the driver by a function that gives entries for the correct driver; allocators are made over it too."""
+
+    def declare(replacements: Callable[[DriverTable], Replacements]) -> object:
+        def apply(target: Target) -> Target:
+            below = target.descriptor.driver
+            if below is None:
+                raise ValueError(f"the backend {target.name} has no memory driver to put a fault into")
+
+            def driver(device: Device) -> DriverTable:
+                correct = below(device)
+                return InterposedDriver(correct, replacements(correct))
+
+            @cache
+            def allocator() -> Any:
+                def make(self: Any, device: Device) -> None:
+                    memory = target.descriptor.capabilities(device).memory
+                    VirtualAllocator.__init__(
+                        self, driver(device), device=device.index, torch_device=device.torch_device, capabilities=memory
+                    )
+
+                return derived(target.descriptor.allocator(), {"__init__": make})
+
+            return target.with_descriptor(driver=driver, allocator=allocator)
+
+        MUTANTS.append(Mutant(replacements.__name__, sentence, killed_by, apply))
+        return replacements
+
+    return declare
+
+
+# The driver
+
+
+@driver_fault("Released memory is not given back to the device.", "driver.memory.release@1")
+def release_does_nothing(driver: DriverTable) -> Replacements:
+    return {"release": lambda call, handle, size: DriverStatus.OK}
+
+
+@driver_fault("Copies to the device lose their last byte.", "driver.copy.round-trip@1")
+def copy_to_device_loses_tail(driver: DriverTable) -> Replacements:
+    return {"copy_to_device": lambda call, address, host, size, stream: call(address, host, size - 1, stream)}
+
+
+@driver_fault("Copies to the host lose their last 64 bytes.", "driver.copy.round-trip@1")
+def copy_to_host_loses_tail(driver: DriverTable) -> Replacements:
+    return {"copy_to_host": lambda call, host, address, size, stream: call(host, address, max(size - 64, 0), stream)}
+
+
+@driver_fault("A fill sets half of what it was asked to.", "driver.fill@1")
+def fill_sets_half(driver: DriverTable) -> Replacements:
+    return {"fill": lambda call, address, value, size, stream: call(address, value, size // 2, stream)}
+
+
+@driver_fault("A fill sets zeros, whatever the value.", "driver.fill@1")
+def fill_ignores_value(driver: DriverTable) -> Replacements:
+    return {"fill": lambda call, address, value, size, stream: call(address, 0, size, stream)}
+
+
+@driver_fault("Out of memory is answered with a handle of nothing, and OK.", "driver.memory.out-of-memory@1")
+def out_of_memory_returns_handle(driver: DriverTable) -> Replacements:
+    def create(call: Call, size: int, handle: Any) -> int:
+        status = call(size, handle)
+        if status != DriverStatus.OUT_OF_MEMORY:
+            return status
+        handle[0] = 1 << 40
+        return DriverStatus.OK
+
+    return {"create": create}
+
+
+@driver_fault("Too little memory is reported as a failure of unknown kind.", "driver.memory.out-of-memory@1")
+def out_of_memory_has_other_status(driver: DriverTable) -> Replacements:
+    def create(call: Call, size: int, handle: Any) -> int:
+        status = call(size, handle)
+        return DriverStatus.FAILED if status == DriverStatus.OUT_OF_MEMORY else status
+
+    return {"create": create}
+
+
+@driver_fault("After an error, the next creation fails with it once more.", "driver.error.not-kept@1")
+def error_kept_for_next_call(driver: DriverTable) -> Replacements:
+    failed: list[int] = []
+
+    def create(call: Call, size: int, handle: Any) -> int:
+        if failed:
+            return failed.pop()
+        status = call(size, handle)
+        if status:
+            failed.append(status)
+        return status
+
+    return {"create": create}
+
+
+@driver_fault("Memory that is mapped again has lost its bytes.", "driver.map.keeps-bytes@1")
+def remapped_memory_is_empty(driver: DriverTable) -> Replacements:
+    def unmap(call: Call, address: int, size: int) -> int:
+        stream = driver.stream_create()
+        driver.fill(address, 0, size, stream)
+        driver.stream_synchronize(stream)
+        driver.stream_destroy(stream)
+        return call(address, size)
+
+    return {"unmap": unmap}
+
+
+@driver_fault("New memory holds old bytes although the driver says that it is zero.", "driver.memory.fresh-zero@1")
+def fresh_memory_not_zero(driver: DriverTable) -> Replacements:
+    mapped: set[int] = set()
+
+    def map_(call: Call, address: int, size: int, handle: int) -> int:
+        status = call(address, size, handle)
+        if status == DriverStatus.OK and handle not in mapped:
+            mapped.add(handle)
+            stream = driver.stream_create()
+            driver.fill(address, 0xA5, size, stream)
+            driver.stream_synchronize(stream)
+            driver.stream_destroy(stream)
+        return status
+
+    return {"map": map_}
+
+
+@driver_fault("Reserved ranges begin at no multiple of the granularity.", "driver.reserve.aligned@1")
+def reservation_misaligned(driver: DriverTable) -> Replacements:
+    def reserve(call: Call, size: int, hint: int, address: Any) -> int:
+        status = call(2 * size, hint, address)
+        address[0] += 512
+        return status
+
+    return {"reserve": reserve, "release_address": lambda call, address, size: call(address - 512, 2 * size)}
+
+
+@driver_fault("The same range is reserved for everybody.", "driver.reserve.disjoint@1")
+def reservations_overlap(driver: DriverTable) -> Replacements:
+    first: list[int] = []
+
+    def reserve(call: Call, size: int, hint: int, address: Any) -> int:
+        status = call(size, hint, address)
+        if status == DriverStatus.OK:
+            first.append(address[0])
+            address[0] = first[0]
+        return status
+
+    return {"reserve": reserve}
+
+
+@driver_fault("Free memory is what it was at the first question, for ever.", "driver.memory-info@1")
+def memory_info_constant(driver: DriverTable) -> Replacements:
+    seen: list[int] = []
+
+    def memory_info(call: Call, free: Any, total: Any) -> int:
+        status = call(free, total)
+        seen.append(free[0])
+        free[0] = seen[0]
+        return status
+
+    return {"memory_info": memory_info}
+
+
+@driver_fault("More memory is free than there is.", "driver.memory-info@1")
+def more_free_than_total(driver: DriverTable) -> Replacements:
+    def memory_info(call: Call, free: Any, total: Any) -> int:
+        status = call(free, total)
+        free[0] += total[0]
+        return status
+
+    return {"memory_info": memory_info}
+
+
+@driver_fault("The granularity is no power of two, and does not divide the recommended one.", "driver.geometry@1")
+def granularity_odd(driver: DriverTable) -> Replacements:
+    def geometry(call: Call, found: Any) -> int:
+        status = call(found)
+        found[0].granularity = found[0].granularity + 512
+        return status
+
+    return {"geometry": geometry}
+
+
+@driver_fault("The driver has no devices, while one of them is open.", "driver.facts@1")
+def device_count_zero(driver: DriverTable) -> Replacements:
+    def device_count(call: Call, count: Any) -> int:
+        count[0] = 0
+        return DriverStatus.OK
+
+    return {"device_count": device_count}
+
+
+@driver_fault("The driver prints what it does.", "driver.silent@1")
+def driver_prints(driver: DriverTable) -> Replacements:
+    def create(call: Call, size: int, handle: Any) -> int:
+        os.write(2, b"create\n")
+        return call(size, handle)
+
+    return {"create": create}
+
+
+@driver_fault("A failed call changes its result.", "driver.error.no-result@1")
+def failed_call_sets_result(driver: DriverTable) -> Replacements:
+    def create(call: Call, size: int, handle: Any) -> int:
+        status = call(size, handle)
+        if status:
+            handle[0] = 1 << 40
+        return status
+
+    return {"create": create}
+
+
+# Sleep
+
+
+@fault("A sleep gives nothing back, and reports that it did.", "alloc.sleep.frees@1")
+def sleep_frees_nothing(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        policies = dict.fromkeys(self.stats().tags, Policy.RESIDENT)
+        report: MemoryReport = base.sleep(self, replace(plan, policies=policies))
+        return replace(report, unmapped=self.stats().allocated)
+
+    return {"sleep": sleep}
+
+
+@fault("Discarded memory stays on the device during a sleep.", "alloc.sleep.frees@1")
+def discarded_memory_stays(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        changed = {Policy.DISCARD: Policy.RESIDENT}
+        policies = {tag: changed.get(policy, policy) for tag, policy in plan.policies.items()}
+        report: MemoryReport = base.sleep(self, replace(plan, policies=policies))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("A second sleep of what is asleep drops its backups.", "alloc.sleep.idempotent@1")
+def second_sleep_discards(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        asleep = sorted(self.stats().asleep)
+        report: MemoryReport = base.sleep(self, plan)
+        if asleep:
+            self.discard_backup(asleep)
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("A sleep of one tag puts all tags to sleep.", "alloc.sleep.tags@1")
+def sleep_takes_all_tags(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        known = self.stats().tags
+        tags = None if plan.tags is not None and plan.tags <= set(known) else plan.tags
+        report: MemoryReport = base.sleep(self, replace(plan, tags=tags))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("What a sleep says of a tag's policy is taken for the next tag.", "alloc.policy.mixed@1")
+def policies_mixed_up(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        tags = sorted(self.stats().tags)
+        following = dict(zip(tags, tags[1:] + tags[:1], strict=True))
+        policies = {following.get(tag, tag): policy for tag, policy in plan.policies.items()}
+        report: MemoryReport = base.sleep(self, replace(plan, policies=policies))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("With an unknown tag, the known ones are put to sleep before the error.", "alloc.tag.unknown@1")
+def unknown_tag_does_half(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        try:
+            report: MemoryReport = base.sleep(self, plan)
+            return report
+        except UnknownTag:
+            base.sleep(self, replace(plan, tags=(plan.tags or frozenset()) & set(self.stats().tags)))
+            raise
+
+    return {"sleep": sleep}
+
+
+@fault("An unknown tag is ignored.", "alloc.tag.unknown@1")
+def unknown_tag_ignored(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        if plan.tags is not None:
+            plan = replace(plan, tags=plan.tags & set(self.stats().tags))
+        report: MemoryReport = base.sleep(self, plan)
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("The host budget of a sleep is ignored.", "alloc.sleep.host-budget@1")
+def host_budget_ignored(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, replace(plan, host_budget=None))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("Backups that were to go to the disk stay in the host's memory.", "alloc.tier.disk@1")
+def disk_tier_is_host(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, replace(plan, tier=SleepTier.HOST))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("Kept backups are served although their memory was written since.", "alloc.backup.stale@1")
+def backup_stale_after_update(base: Any) -> Methods:
+    return {"mark_written": lambda self, tags: None}
+
+
+@fault("Memory of the policy zero keeps its bytes over a sleep.", "alloc.policy.zero@1")
+def zero_policy_keeps_bytes(base: Any) -> Methods:
+    return _other_policy(base, {Policy.ZERO: Policy.PRESERVE})
+
+
+@fault("Preserved memory wakes with undefined bytes.", "alloc.wake.bytes@1")
+def preserved_memory_lost(base: Any) -> Methods:
+    return _other_policy(base, {Policy.PRESERVE: Policy.DISCARD})
+
+
+@fault("Resident memory is put to sleep like any other.", "alloc.policy.resident@1")
+def resident_memory_sleeps(base: Any) -> Methods:
+    return _other_policy(base, {Policy.RESIDENT: Policy.PRESERVE})
+
+
+def _other_policy(base: Any, changed: Mapping[Policy, Policy]) -> Methods:
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        made: Tensor = base.empty(self, shape, dtype, tag, changed.get(policy, policy), max_rows)
+        return made
+
+    return {"empty": empty}
+
+
+# Wake
+
+
+@fault("A wake restores all but the last bytes of a tensor.", "alloc.wake.bytes@1")
+def wake_loses_tail(base: Any) -> Methods:
+    def change(tensor: Tensor) -> None:
+        tensor.view(-1)[-1:].zero_()
+
+    return _after_wake(base, change)
+
+
+@fault("Memory wakes at another address.", "alloc.wake.address@1")
+def wake_at_another_address(base: Any) -> Methods:
+    def change(tensor: Tensor) -> None:
+        tensor.data = tensor.clone()
+
+    return _after_wake(base, change)
+
+
+def _after_wake(base: Any, change: Callable[[Tensor], None]) -> Methods:
+    """Change every tensor that is alive after a wake."""
+
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        made: Tensor = base.empty(self, shape, dtype, tag, policy, max_rows)
+        vars(self).setdefault("_made", []).append((tag, weakref.ref(made)))
+        return made
+
+    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+        before = self.stats().asleep
+        report: MemoryReport = base.wake(self, tags)
+        woken = before - self.stats().asleep
+        for tag, kept in vars(self).get("_made", []):
+            tensor = kept()
+            if tensor is not None and tag in woken and tensor.numel():
+                change(tensor)
+        return report
+
+    return {"empty": empty, "wake": wake}
+
+
+@fault("A wake of one tag wakes all.", "alloc.wake.tags@1")
+def wake_takes_all_tags(base: Any) -> Methods:
+    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+        if tags is not None and set(tags) <= set(self.stats().tags):
+            tags = None
+        report: MemoryReport = base.wake(self, tags)
+        return report
+
+    return {"wake": wake}
+
+
+@fault("A wake that fails drops the backups of what is asleep.", "alloc.wake.oom-rollback@1")
+def failed_wake_drops_backups(base: Any) -> Methods:
+    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+        try:
+            report: MemoryReport = base.wake(self, tags)
+            return report
+        except MemoryFault:
+            self.discard_backup(sorted(self.stats().asleep))
+            raise
+
+    return {"wake": wake}
+
+
+@fault("A corrupt backup is taken for undefined memory, and the wake succeeds.", "alloc.backup.corrupt@1")
+def corrupt_backup_served(base: Any) -> Methods:
+    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+        try:
+            report: MemoryReport = base.wake(self, tags)
+        except BackupCorrupt:
+            self.discard_backup(sorted(self.stats().asleep))
+            report = base.wake(self, tags)
+        return report
+
+    return {"wake": wake}
+
+
+@fault("A backup is read as zeros.", "alloc.backup.read@1")
+def backup_read_as_zeros(base: Any) -> Methods:
+    def read_backup(self: Any, tensor: Tensor) -> Tensor:
+        found: Tensor = base.read_backup(self, tensor)
+        return found.zero_()
+
+    return {"read_backup": read_backup}
+
+
+# Books and sizes
+
+
+@fault("The books count every allocation twice.", "alloc.books@1")
+def books_count_twice(base: Any) -> Methods:
+    def stats(self: Any) -> MemoryStats:
+        found: MemoryStats = base.stats(self)
+        tags = {name: replace(tag, allocated=2 * tag.allocated) for name, tag in found.tags.items()}
+        return replace(found, tags=tags)
+
+    return {"stats": stats}
+
+
+@fault("The books do not say that a tag is asleep.", "alloc.books@1")
+def books_hide_sleep(base: Any) -> Methods:
+    def stats(self: Any) -> MemoryStats:
+        found: MemoryStats = base.stats(self)
+        return replace(found, asleep=frozenset())
+
+    return {"stats": stats}
+
+
+@fault("Freed memory stays in use: the allocator keeps every tensor.", "alloc.free@1")
+def freed_memory_kept(base: Any) -> Methods:
+    kept: list[Tensor] = []
+
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        kept.append(base.empty(self, shape, dtype, tag, policy, max_rows))
+        return kept[-1].view(kept[-1].shape)
+
+    return {"empty": empty}
+
+
+@fault("Tensors begin at odd addresses.", "alloc.empty.aligned@1")
+def tensors_misaligned(base: Any) -> Methods:
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        if max_rows is not None or not prod(shape):
+            made: Tensor = base.empty(self, shape, dtype, tag, policy, max_rows)
+        else:
+            made = base.empty(self, (prod(shape) + 1,), dtype, tag, policy)[1:].view(tuple(shape))
+        return made
+
+    return {"empty": empty}
+
+
+@fault("New tensors share the memory of the last one of their size.", "alloc.empty.disjoint@1")
+def tensors_overlap(base: Any) -> Methods:
+    made: dict[Any, Tensor] = {}
+
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        key = (id(self), tuple(shape), dtype, tag, policy)
+        if key not in made or max_rows is not None:
+            made[key] = base.empty(self, shape, dtype, tag, policy, max_rows)
+        return made[key].view(made[key].shape)
+
+    return {"empty": empty}
+
+
+@fault("A negative extent gives an empty tensor.", "alloc.empty.sizes@1")
+def negative_extent_accepted(base: Any) -> Methods:
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        made: Tensor = base.empty(self, [max(extent, 0) for extent in shape], dtype, tag, policy, max_rows)
+        return made
+
+    return {"empty": empty}
+
+
+@fault("A resize loses the last of the rows that stay.", "alloc.elastic@1")
+def resize_loses_row(base: Any) -> Methods:
+    def resize(self: Any, tensor: Tensor, rows: int) -> Tensor:
+        stay = min(rows, tensor.shape[0])
+        made: Tensor = base.resize(self, tensor, rows)
+        made[stay - 1].zero_()
+        return made
+
+    return {"resize": resize}
+
+
+@fault("A resize beyond the most rows gives the most rows.", "alloc.elastic@1")
+def resize_clamps(base: Any) -> Methods:
+    def resize(self: Any, tensor: Tensor, rows: int) -> Tensor:
+        while True:
+            try:
+                made: Tensor = base.resize(self, tensor, rows)
+                return made
+            except InvalidAllocation:
+                rows -= 1
+                if rows < 1:
+                    raise
+
+    return {"resize": resize}
+
+
+@fault("A foreign tensor's source is accepted.", "alloc.foreign@1")
+def foreign_memory_accepted(base: Any) -> Methods:
+    def declare_source(self: Any, tensor: Tensor, source: Any) -> None:
+        with suppress(ForeignMemory):
+            base.declare_source(self, tensor, source)
+
+    return {"declare_source": declare_source}
+
+
+@fault("Adopted modules keep their parameters where they were.", "alloc.adopt@1")
+def adopt_does_nothing(base: Any) -> Methods:
+    return {"adopt": lambda self, module, tag="weights": None}
+
+
+@fault("The allocator's claims are not the descriptor's.", "pack.claims.agree@1")
+def allocator_claims_differ(base: Any) -> Methods:
+    return {"capabilities": lambda self: Capabilities.none().memory}

@@ -1,0 +1,338 @@
+"""Faults of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hardpoint.interfaces import (
+    WEIGHTS,
+    MemoryProfile,
+    MemoryReport,
+    ModelInfo,
+    Policy,
+    SleepPlan,
+    StepBatch,
+    StepInput,
+    StepOutput,
+    WorkerContext,
+)
+from hardpoint.interfaces.errors import HardpointError, MemoryAsleep, WeightsMissing
+from hardpoint_conformance.mutants.derived import Faults, Methods
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FAULTS = Faults("worker")
+MUTANTS = _FAULTS.mutants
+fault = _FAULTS.fault
+
+
+def other_step(base: Any, change: Callable[[StepInput], StepInput]) -> Methods:
+    """Execute other steps than those asked for."""
+
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, change(step))
+        return output
+
+    return {"execute": execute}
+
+
+def other_batch(base: Any, change: Callable[[StepBatch], StepBatch]) -> Methods:
+    """Execute steps with other batches than those asked for."""
+    return other_step(base, lambda step: replace(step, batch=change(step.batch)))
+
+
+# Steps
+
+
+@fault("Prompts are sampled after their last token but one.", "tokens.greedy@1")
+def row_before_last_sampled(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        lengths = np.diff(step.batch.query_start)
+        if len(step.batch.sample_rows) and lengths.min() > 1:
+            shorter = replace(step, batch=_without_last_tokens(step.batch), new_sequences=(), finished_seq_ids=())
+            output = base.execute(self, shorter)
+        return output
+
+    return {"execute": execute}
+
+
+def _without_last_tokens(batch: StepBatch) -> StepBatch:
+    kept = np.ones(batch.num_tokens, bool)
+    kept[batch.query_start[1:] - 1] = False
+    return replace(
+        batch,
+        token_ids=batch.token_ids[kept],
+        positions=batch.positions[kept],
+        slot_mapping=batch.slot_mapping[kept],
+        query_start=(batch.query_start - np.arange(len(batch.query_start))).astype(np.int32),
+        context_lens=batch.context_lens - 1,
+    )
+
+
+@fault("Positions are one too large, except the first.", "tokens.greedy@1")
+def positions_shifted(base: Any) -> Methods:
+    return other_batch(base, lambda batch: replace(batch, positions=batch.positions + (batch.positions > 0)))
+
+
+@fault("The tokens of a step come in reverse order.", "tokens.batch@1")
+def tokens_in_reverse(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        return replace(output, token_ids=output.token_ids[::-1].copy())
+
+    return {"execute": execute}
+
+
+@fault("KV blocks are swapped neither out nor in.", "worker.kv.swap@1")
+def swaps_ignored(base: Any) -> Methods:
+    return other_batch(base, lambda batch: replace(batch, swap_out=batch.swap_out[:0], swap_in=batch.swap_in[:0]))
+
+
+@fault("KV blocks are swapped in before others are swapped out to their place.", "worker.kv.swap@1")
+def swap_in_before_out(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        batch = step.batch
+        if len(batch.swap_in) and len(batch.swap_out):
+            nothing = {name: getattr(batch, name)[:0] for name in ("token_ids", "positions", "slot_mapping")}
+            sequences = {name: getattr(batch, name)[:0] for name in ("context_lens", "rows", "seq_ids")}
+            samples = {
+                name: getattr(batch, name)[:0] for name in ("sample_rows", "sample_seq_ids", "swap_out", "copies")
+            }
+            first = replace(batch, **nothing, **sequences, **samples, query_start=batch.query_start[:1], num_decodes=0)
+            base.execute(self, StepInput(first))
+            step = replace(step, batch=replace(batch, swap_in=batch.swap_in[:0]))
+        output: StepOutput = base.execute(self, step)
+        return output
+
+    return {"execute": execute}
+
+
+@fault("Copies of KV blocks are not made.", "worker.kv.copy@1")
+def copies_ignored(base: Any) -> Methods:
+    return other_batch(base, lambda batch: replace(batch, copies=batch.copies[:0]))
+
+
+@fault(
+    "The sampling of finished sequences is kept, and used for new ones of the same id.", "worker.sequences.finished@1"
+)
+def finished_sequences_kept(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        known = vars(self).setdefault("_known_sampling", {})
+        first = tuple(known.setdefault(sampling.seq_id, sampling) for sampling in step.new_sequences)
+        output: StepOutput = base.execute(self, replace(step, new_sequences=first))
+        return output
+
+    return {"execute": execute}
+
+
+@fault("Every sequence is sampled greedily.", "worker.sampling@1")
+def sampling_ignored(base: Any) -> Methods:
+    def change(step: StepInput) -> StepInput:
+        return replace(step, new_sequences=tuple(replace(one, temperature=0.0) for one in step.new_sequences))
+
+    return other_step(base, change)
+
+
+@fault("A sequence's seed is ignored.", "worker.sampling@1")
+def seed_ignored(base: Any) -> Methods:
+    seeds = iter(range(1 << 62))
+
+    def change(step: StepInput) -> StepInput:
+        return replace(step, new_sequences=tuple(replace(one, seed=next(seeds)) for one in step.new_sequences))
+
+    return other_step(base, change)
+
+
+@fault("A step without tokens fails.", "worker.execute.empty@1")
+def empty_step_fails(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        if step.batch.num_tokens == 0:
+            raise IndexError("list index out of range")
+        output: StepOutput = base.execute(self, step)
+        return output
+
+    return {"execute": execute}
+
+
+# Sleep
+
+
+@fault("A step while memory is asleep gives tokens.", "worker.sleep.refuses-steps@1")
+def asleep_step_gives_tokens(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        try:
+            output: StepOutput = base.execute(self, step)
+        except MemoryAsleep:
+            output = StepOutput(token_ids=np.zeros(len(step.batch.sample_rows), np.int64))
+        return output
+
+    return {"execute": execute}
+
+
+@fault("A wake does not restore the weights.", "worker.sleep.tokens@1")
+def weights_not_restored(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, replace(plan, policies={**plan.policies, WEIGHTS: Policy.DISCARD}))
+        return report
+
+    return {"sleep": sleep, **weights_missing_served(base)}
+
+
+@fault("After a sleep that discarded the weights, steps are served without new ones.", "worker.sleep.level-2@1")
+def weights_missing_served(base: Any) -> Methods:
+    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+        report: MemoryReport = base.wake(self, tags)
+        if self.missing_weights() and WEIGHTS not in self.memory_stats().asleep:
+            self.declare_weights_valid()
+        return report
+
+    return {"wake": wake}
+
+
+@fault("Steps with missing weights are refused with an error of no type.", "worker.sleep.level-2@1")
+def weights_missing_untyped(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        try:
+            output: StepOutput = base.execute(self, step)
+        except WeightsMissing as error:
+            raise RuntimeError("CUDA error") from error
+        return output
+
+    return {"execute": execute}
+
+
+@fault("A worker's sleep gives nothing back.", "worker.sleep.frees@1")
+def worker_never_sleeps(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        return MemoryReport(preserved=0, discarded=0, skipped=0, seconds={"total": 0.0}, free_before=0, free_after=0)
+
+    return {"sleep": sleep, "wake": sleep_for_wake}
+
+
+def sleep_for_wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+    """Wake what never slept."""
+    return MemoryReport(preserved=0, discarded=0, skipped=0, seconds={"total": 0.0}, free_before=0, free_after=0)
+
+
+# Weights
+
+
+@fault("New weights are counted and not used.", "worker.weights.update@1")
+def updates_ignored(base: Any) -> Methods:
+    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+        return len(list(weights))
+
+    return {"update_weights": update_weights}
+
+
+@fault("An update of the weights does not void their backups.", "worker.weights.update@1")
+def updates_lost_by_sleep(base: Any) -> Methods:
+    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+        allocator = self._allocator
+        mark, allocator.__class__.mark_written = allocator.__class__.mark_written, lambda *_: None
+        try:
+            count: int = base.update_weights(self, weights)
+            return count
+        finally:
+            allocator.__class__.mark_written = mark
+
+    return {"update_weights": update_weights}
+
+
+@fault("A reload counts the weights and loads none.", "worker.weights.reload@1")
+def reload_does_nothing(base: Any) -> Methods:
+    def reload_weights(self: Any, model: str | None = None) -> int:
+        count = len(self.missing_weights())
+        self.declare_weights_valid()
+        return count
+
+    return {"reload_weights": reload_weights}
+
+
+@fault("No weights are ever missing.", "worker.sleep.level-2@1")
+def missing_weights_hidden(base: Any) -> Methods:
+    return {"missing_weights": lambda self: frozenset()}
+
+
+# Life
+
+
+@fault("The constructor starts the device.", "worker.constructor@1")
+def constructor_starts_device(base: Any) -> Methods:
+    def init(self: Any, context: WorkerContext) -> None:
+        base.__init__(self, context)
+        base.init_device(self)
+
+    return {"__init__": init, "init_device": lambda self: None}
+
+
+@fault("An unknown model fails with an error of no type.", "worker.model.unknown@1")
+def unknown_model_untyped(base: Any) -> Methods:
+    def load_model(self: Any) -> ModelInfo:
+        try:
+            info: ModelInfo = base.load_model(self)
+        except HardpointError as error:
+            raise AttributeError("'NoneType' object has no attribute 'config'") from error
+        return info
+
+    return {"load_model": load_model}
+
+
+@fault("The profile says that a step takes nothing and all memory is free.", "worker.profile@1")
+def profile_reports_nothing(base: Any) -> Methods:
+    def profile(self: Any) -> MemoryProfile:
+        found: MemoryProfile = base.profile(self)
+        return replace(found, used=0, peak=0, current=0)
+
+    return {"profile": profile}
+
+
+@fault("The profile leaves its KV cache behind.", "worker.profile@1")
+def profile_leaks(base: Any) -> Methods:
+    kept: list[Tensor] = []
+
+    def profile(self: Any) -> MemoryProfile:
+        from hardpoint.interfaces import KV_CACHE, DType
+
+        kept.append(self._allocator.empty((1 << 20,), DType.UINT8, KV_CACHE))
+        found: MemoryProfile = base.profile(self)
+        return found
+
+    return {"profile": profile}
+
+
+@fault("A worker that was shut down keeps its memory.", "worker.shutdown@1")
+def shutdown_leaks(base: Any) -> Methods:
+    kept: list[Any] = []
+
+    def shutdown(self: Any) -> None:
+        kept.append(vars(self).copy())
+        base.shutdown(self)
+
+    return {"shutdown": shutdown}
+
+
+@fault("A second shutdown fails.", "worker.shutdown@1")
+def second_shutdown_fails(base: Any) -> Methods:
+    def shutdown(self: Any) -> None:
+        if vars(self).setdefault("_was_shut_down", False):
+            raise RuntimeError("the context is destroyed")
+        self._was_shut_down = True
+        base.shutdown(self)
+
+    return {"shutdown": shutdown}
+
+
+@fault("The vocabulary is reported one token larger than it is.", "worker.model.info@1")
+def vocabulary_size_wrong(base: Any) -> Methods:
+    def load_model(self: Any) -> ModelInfo:
+        info: ModelInfo = base.load_model(self)
+        return replace(info, vocab_size=info.vocab_size + 1)
+
+    return {"load_model": load_model}

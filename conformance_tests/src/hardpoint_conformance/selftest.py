@@ -1,0 +1,189 @@
+"""The proof of the suite: every known-bad backend is found out by a clause meant for it, and a correct one never fails.
+
+Three things are run on the CPU backend: a control (the clauses that are meant for mutants pass without one), the mutants, and the
+tests with random inputs over many seeds, where no failure is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from hardpoint_conformance.forks import Case, Ended, Job, collect, run_forked
+from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict, write_report
+from hardpoint_conformance.mutants import Mutant, mutants
+
+BACKEND = "cpu"
+"""What the mutants are made of, and what must never fail."""
+
+_MUTANT_SECONDS = 60.0
+_RUN_SECONDS = 240.0
+
+
+def selftest(
+    names: Sequence[str] | None = None,
+    seeds: int = 20,
+    jobs: int | None = None,
+    report: Path | None = None,
+    markdown: Path | None = None,
+) -> int:
+    """Run the proof and print it; returns 0 when it holds, 1 when it does not.
+
+    Args:
+        names: the only mutants to run; None for all.
+        seeds: of the tests with random inputs, on the correct backend; 0 for none.
+        jobs: processes at a time; None for one on each usable core.
+        report: folder for `selftest.json` and `selftest.html`.
+        markdown: file for the matrix as markdown.
+
+    Raises:
+        KeyError: no mutant has such a name.
+        RuntimeError: the suite cannot be collected.
+    """
+    console = Console()
+    chosen = _chosen(names)
+    start = time.monotonic()
+    _import_parts()
+    cases = collect(BACKEND)
+    at_a_time = jobs or len(os.sched_getaffinity(0))
+    harmful = [mutant for mutant in chosen if not mutant.harmless]
+    console.print(f"{len(harmful)} mutants, {len(cases)} tests of {len({case.clause.id for case in cases})} clauses")
+
+    verdicts: list[Verdict] = []
+    controls: list[Ended] = []
+    seeded: list[Ended] = []
+    planned = [*_control_jobs(chosen, cases), *_mutant_jobs(chosen, cases), *_seed_jobs(seeds, cases)]
+    by_name = {mutant.name: mutant for mutant in chosen}
+    for ended in run_forked(planned, BACKEND, at_a_time):
+        if ended.job.mutant:
+            verdicts.append(verdict(by_name[ended.job.mutant], ended))
+            _say(console, len(verdicts), len(chosen), verdicts[-1])
+        else:
+            (seeded if ended.job.name.startswith("seed") else controls).append(ended)
+            for line in alarms([ended]):
+                console.print(f"[red]false alarm[/] {line}", highlight=False)
+    verdicts += [
+        Verdict(mutant, (), 0.0, "no clause meant for it is in the suite") for mutant in _unmeant(chosen, cases)
+    ]
+    order = [mutant.name for mutant in chosen]
+    matrix = Matrix(
+        verdicts=tuple(sorted(verdicts, key=lambda one: order.index(one.mutant.name))),
+        clauses=tuple({case.clause.id: case.clause for case in cases}.values()),
+        control_tests=sum(ended.tests for ended in controls),
+        seeds=len(seeded),
+        seeded_tests=sum(ended.tests for ended in seeded),
+        false_alarms=tuple(alarms([*controls, *seeded])),
+        seconds=time.monotonic() - start,
+    )
+    console.print(matrix.table())
+    for line in matrix.summary():
+        console.print(line, highlight=False)
+    if markdown is not None:
+        markdown.write_text(matrix.markdown(), "utf-8")
+    if report is not None:
+        write_report(matrix, report)
+    return 0 if matrix.holds else 1
+
+
+def verdict(mutant: Mutant, ended: Ended) -> Verdict:
+    """Return what became of a mutant, clause by clause.
+
+    A process that dies or hangs proves the clause whose test was running then, and no other.
+    """
+    findings = []
+    for clause in ended.job.clauses:
+        results = [result for result in ended.results if result["clause"] == clause]
+        failed = next((result for result in results if result["outcome"] in ("failed", "error")), None)
+        if failed is not None:
+            findings.append(Finding(clause, "killed", failed["id"], failed["message"]))
+        elif ended.running.partition("[")[0] == clause:
+            findings.append(Finding(clause, "crashed", ended.running, ended.end))
+        elif any(result["outcome"] == "passed" for result in results):
+            findings.append(Finding(clause, "survived"))
+        else:
+            findings.append(Finding(clause, "not run", message=ended.end or "none of its tests applies"))
+    trouble = f"{ended.end} outside of every test: {ended.output[-400:]}" if ended.end and not ended.running else ""
+    return Verdict(mutant, tuple(findings), ended.seconds, trouble)
+
+
+def alarms(runs: Iterable[Ended]) -> Iterator[str]:
+    """Yield what failed although the backend is correct, one line each."""
+    for ended in runs:
+        for failure in ended.failures:
+            yield f"{failure['id']} (--seed {ended.job.seed}): {_last_line(failure['message'])}"
+        if ended.end:
+            yield f"{ended.running or ended.job.name} (--seed {ended.job.seed}): {ended.end}"
+
+
+def _chosen(names: Sequence[str] | None) -> list[Mutant]:
+    known = {mutant.name: mutant for mutant in mutants()}
+    unknown = sorted(set(names or ()) - set(known))
+    if unknown:
+        raise KeyError(f"no mutant is named {', '.join(unknown)}")
+    return [mutant for name, mutant in known.items() if names is None or name in names]
+
+
+def _import_parts() -> None:
+    """Import what every fork needs; starts no device."""
+    from hardpoint_conformance.target import Target
+
+    descriptor = Target.find(BACKEND).descriptor
+    for part in (descriptor.allocator, descriptor.attention, descriptor.worker, descriptor.kernels):
+        if part is not None:
+            part()
+
+
+def _files(cases: Iterable[Case], clauses: Iterable[str]) -> tuple[str, ...]:
+    wanted = set(clauses)
+    return tuple(dict.fromkeys(case.file for case in cases if case.clause.id in wanted))
+
+
+def _present(mutant: Mutant, cases: Iterable[Case]) -> tuple[str, ...]:
+    """Return the clauses to run for a mutant that are in the suite."""
+    there = {case.clause.id for case in cases}
+    return tuple(clause for clause in mutant.killed_by if clause in there)
+
+
+def _unmeant(chosen: Iterable[Mutant], cases: Iterable[Case]) -> list[Mutant]:
+    cases = list(cases)
+    return [mutant for mutant in chosen if not _present(mutant, cases)]
+
+
+def _mutant_jobs(chosen: Iterable[Mutant], cases: Sequence[Case]) -> Iterator[Job]:
+    for mutant in chosen:
+        clauses = _present(mutant, cases)
+        if clauses:
+            yield Job(
+                mutant.name, _files(cases, clauses), clauses, mutant.name, first_failure=True, seconds=_MUTANT_SECONDS
+            )
+
+
+def _control_jobs(chosen: Iterable[Mutant], cases: Sequence[Case]) -> Iterator[Job]:
+    meant = dict.fromkeys(clause for mutant in chosen for clause in _present(mutant, cases))
+    for file in _files(cases, meant):
+        here = {case.clause.id for case in cases if case.file == file}
+        clauses = tuple(clause for clause in meant if clause in here)
+        yield Job(f"control-{Path(file).stem}", (file,), clauses, seconds=_RUN_SECONDS)
+
+
+def _seed_jobs(seeds: int, cases: Sequence[Case]) -> Iterator[Job]:
+    clauses = tuple(dict.fromkeys(case.clause.id for case in cases if case.seeded))
+    if clauses:
+        for seed in range(1, seeds + 1):
+            yield Job(f"seed-{seed}", _files(cases, clauses), clauses, seed=seed, seconds=_RUN_SECONDS)
+
+
+def _say(console: Console, done: int, total: int, found: Verdict) -> None:
+    colour = {"killed": "green", "unharmed": "green"}.get(found.outcome, "red")
+    by = f" by {found.killer.case}" if found.killer else ""
+    line = f"[dim]{done}/{total}[/] {found.mutant.name} [{colour}]{found.outcome}[/]{by} [dim]{found.seconds:.1f} s[/]"
+    console.print(line.replace("[core", r"\[core"), highlight=False, markup=True)
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines() or [""]
+    return lines[0].removeprefix("E").strip()[:200]

@@ -1,0 +1,121 @@
+"""The proof of the suite: faults are found, what is none is not accused, and the forks leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint_conformance.clauses import Clause
+from hardpoint_conformance.forks import Ended, Job
+from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict
+from hardpoint_conformance.levels import Level
+from hardpoint_conformance.mutants import Mutant, mutant_named, mutants
+from hardpoint_conformance.selftest import alarms, verdict
+
+RUN = """
+import json, sys
+from pathlib import Path
+from hardpoint_conformance.selftest import selftest
+names, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+sys.exit(selftest(names, seeds=0, jobs=2, report=folder / "report", markdown=folder / "matrix.md"))
+"""
+MUTANT = Mutant("one_key_more", "It sees one key more.", ("attn.a.b@1", "attn.a.c@1"), lambda target: target)
+CLAUSES = tuple(Clause(id, Level.ATTENTION_CORE, "A rule.") for id in ("attn.a.b@1", "attn.a.c@1", "attn.a.d@1"))
+
+
+def run(tmp_path: Path, *names: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the proof with some mutants in a process of its own; return how it ended, and its report."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(names), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        timeout=100,
+        check=False,
+    )
+    report = tmp_path / "report" / "selftest.json"
+    return ended, json.loads(report.read_text()) if report.exists() else {}
+
+
+def test_faults_are_found_and_the_forks_leave_nothing(tmp_path: Path) -> None:
+    ended, report = run(tmp_path, "window_ignored", "later_contract_only", "copy_to_host_loses_tail")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert {one["name"]: one["verdict"] for one in report["mutants"]} == {
+        "window_ignored": "killed",
+        "later_contract_only": "killed",
+        "copy_to_host_loses_tail": "killed",
+    }
+    assert report["holds"]
+    assert "| `window_ignored` |" in (tmp_path / "matrix.md").read_text()
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_second_correct_backend_is_not_accused(tmp_path: Path) -> None:
+    ended, report = run(tmp_path, "plain_torch_attention")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [one["verdict"] for one in report["mutants"]] == ["unharmed"]
+
+
+def test_every_mutant_is_named_once_and_meant_for_clauses() -> None:
+    names = [mutant.name for mutant in mutants()]
+    assert len(names) == len(set(names))
+    assert sum(not mutant.harmless for mutant in mutants()) >= 45
+    assert all(mutant.killed_by for mutant in mutants())
+    assert mutant_named("window_ignored").name == "window_ignored"
+    with pytest.raises(KeyError):
+        mutant_named("no_such_mutant")
+
+
+def result(clause: str, outcome: str) -> dict[str, Any]:
+    return {"id": f"{clause}[x]", "clause": clause, "outcome": outcome, "message": "E   AssertionError: 1 != 2"}
+
+
+def ended(*results: dict[str, Any], running: str = "", end: str = "") -> Ended:
+    return Ended(Job("one_key_more", (), MUTANT.killed_by, "one_key_more"), results, running, end, 1.0)
+
+
+def test_a_mutant_that_no_clause_finds_survives() -> None:
+    found = verdict(MUTANT, ended(result("attn.a.b@1", "passed"), result("attn.a.c@1", "skipped")))
+    assert [one.outcome for one in found.findings] == ["survived", "not run"]
+    assert found.outcome == "survived"
+    assert not matrix(found).holds
+    assert any("SURVIVED: one_key_more" in line for line in matrix(found).summary())
+
+
+def test_a_crash_counts_for_the_clause_whose_test_was_running() -> None:
+    crash = f"ended by {signal.SIGSEGV.name}"
+    found = verdict(MUTANT, ended(result("attn.a.b@1", "passed"), running="attn.a.c@1[x]", end=crash))
+    assert [one.outcome for one in found.findings] == ["survived", "crashed"]
+    assert found.outcome == "killed"
+    assert verdict(MUTANT, ended(end=crash)).outcome == "survived"
+
+
+def test_a_failure_without_a_fault_is_a_false_alarm() -> None:
+    run = ended(result("attn.a.b@1", "failed"), end="stopped after 60 s")
+    assert list(alarms([run])) == [
+        "attn.a.b@1[x] (--seed 0): AssertionError: 1 != 2",
+        "one_key_more (--seed 0): stopped after 60 s",
+    ]
+
+
+def test_the_matrix_names_the_clauses_that_nothing_proves() -> None:
+    killed = Verdict(MUTANT, (Finding("attn.a.b@1", "killed", "attn.a.b@1[x]"), Finding("attn.a.c@1", "survived")), 1.0)
+    found = matrix(killed)
+    assert found.holds
+    assert [clause.id for clause in found.proved] == ["attn.a.b@1"]
+    assert [clause.id for clause in found.unproved] == ["attn.a.c@1", "attn.a.d@1"]
+    assert "- `attn.a.d@1` (L2)" in found.markdown()
+    assert "attn.a.d@1" in found.html()
+
+
+def matrix(*verdicts: Verdict) -> Matrix:
+    return Matrix(verdicts, CLAUSES, control_tests=1, seeds=0, seeded_tests=0, false_alarms=(), seconds=1.0)
