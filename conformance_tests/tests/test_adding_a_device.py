@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from hardpoint_conformance.outcomes import Outcome, Verdict
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/adding-a-device.md"
 
@@ -118,9 +120,10 @@ def test_guide_works_to_the_letter(wheels: Path, tmp_path: Path) -> None:
         assert ended.returncode == 0, f"$ {command}\n{ended.stdout}"
 
     report = json.loads((environment.work / "report/report.json").read_text("utf-8"))
-    assert report["verdict"]["outcome"] == "conformant"
+    assert report["verdict"]["outcome"] == Verdict.SIMULATED
     assert report["backend"]["name"] == "acme"
     assert report["simulated"]
+    assert {result["outcome"] for result in report["results"]} == {Outcome.PASSED, Outcome.CLAIMED, Outcome.NOT_CLAIMED}
     assert {result["level"] for result in report["results"]} == {0, 1, 2, 4}
 
     code = "import hardpoint, hardpoint_conformance as suite, json, sys; print(json.dumps([hardpoint.__file__, suite.__file__, sys.path]))"
