@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def driver_fault(sentence: str, *killed_by: str) -> Callable[[Callable[[DriverTa
                 correct = below(device)
                 return InterposedDriver(correct, replacements(correct))
 
+            @cache
             def allocator() -> Any:
                 def make(self: Any, device: Device) -> None:
                     memory = target.descriptor.capabilities(device).memory
