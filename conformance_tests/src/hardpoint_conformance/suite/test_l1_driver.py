@@ -321,6 +321,8 @@ def test_free_memory_is_counted(driver: InterposedDriver) -> None:
         fallen = wait_until(lambda: before - driver.memory_info()[0] >= size // 2, 1.0)
         during = driver.memory_info()[0]
         device.do("unmap", "release")
+        if DriverQuirks.ADDRESS_HOLDS_MEMORY in driver.quirks():
+            device.do("release_address")
         risen = wait_until(lambda: driver.memory_info()[0] - during >= size // 2, 1.0)
         device.close()
         assert driver.memory_info()[1] == total
