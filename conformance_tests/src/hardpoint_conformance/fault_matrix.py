@@ -21,6 +21,7 @@ from hardpoint.interfaces import Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded
 from hardpoint.memory import DriverQuirks, DriverTable, VirtualPool
 from hardpoint_conformance.interposed import InterposedDriver
+from hardpoint_conformance.memory import assert_holds_nothing, driver_of
 from hardpoint_conformance.target import Target
 
 
@@ -30,10 +31,12 @@ class FaultTarget(ABC):
     Attributes:
         name: for people; says `simulated` where the vendor's library is one.
         elastic: memory of an allocation can be given back while its addresses stay.
+        units: of its granularity, in the largest allocation.
     """
 
     name: str
     elastic: bool = True
+    units: int = 5
 
     @abstractmethod
     def table(self) -> DriverTable:
@@ -67,13 +70,13 @@ class FaultTarget(ABC):
 class InterposedTarget(FaultTarget):
     """Any backend's driver, whose entries fail between it and the core."""
 
+    units = 2
     _never = ("open", "close", "geometry", "quirks")  # called when a pool is made, and by tests
 
     def __init__(self, target: Target) -> None:
-        base = target.driver()
-        assert base is not None, "the backend has no memory driver"
         self.name = target.name
-        self._driver = InterposedDriver(base)
+        self._armed, self._refused = "", 0
+        self._driver = InterposedDriver(driver_of(target))
         self._driver.open()  # a driver remembers what it found by probing as long as it is open
         self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self._driver.quirks()
 
@@ -85,20 +88,28 @@ class InterposedTarget(FaultTarget):
 
     def fail(self, call: str, nth: int) -> None:
         self._driver.fail(call, nth)
+        self._armed = call
 
     def disarm(self) -> bool:
-        return self._driver.disarm()
+        fired = self._driver.disarm()
+        self._refused += fired and self._armed == "host_unregister"
+        return fired
 
     def held(self) -> Mapping[str, int]:
-        # An operation's streams stay for the next one, until the pool is closed.
-        return {name: count for name, count in self._driver.held().items() if name != "streams"}
+        # A pool keeps streams and pinned memory for its next operation.
+        held = self._driver.held()
+        counts = {name: held[name] for name in ("handles", "reservations", "mappings")}
+        return {"used": held["bytes"], "address_space": held["address_bytes"], **counts}
 
     def violations(self) -> list[str]:
         return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
 
     def finish(self) -> None:
+        # Memory that the driver refused to unpin stays, since the device may still use it.
+        for host, size in list(self._driver.ledger.registered.items())[: self._refused]:
+            self._driver.host_unregister(host, size)
         self._driver.close()
-        assert self._driver.held()["streams"] == 0, "streams are left"
+        assert_holds_nothing(self._driver)
 
 
 @dataclass
@@ -297,7 +308,7 @@ class Row:
 def _world(target: FaultTarget, directory: str) -> World:
     world = World(VirtualPool(target.table()), directory)
     unit = world.unit
-    world.add(5 * unit, "weights")
+    world.add(target.units * unit, "weights")
     world.add(3 * unit // 2, "weights")
     world.add(100_000, "weights", shared=True)
     world.add(20_000, "buffers", shared=True)
