@@ -215,6 +215,7 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         os.chdir(folder)
+        (folder / "sleep").mkdir()
         os.environ |= {"TMPDIR": str(folder), "HARDPOINT_SLEEP_DIR": str(folder / "sleep")}
         tempfile.tempdir = str(folder)
         os.environ.pop(MUTANT_VARIABLE, None)

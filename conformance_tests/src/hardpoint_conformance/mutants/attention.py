@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hardpoint.interfaces import (
     AttentionFeature,
@@ -112,26 +111,26 @@ def next_up(values: Tensor) -> None:
 # Masks
 
 
-@fault("A sliding window of w shows w + 1 keys.", "attn.window.edge@1")
+@fault("A sliding window of w shows w + 1 keys.", "attn.window.edge@1", "attn.window.one@1", "attn.window.long@1")
 def window_one_wider(base: Any) -> Methods:
     return other_layers(
         base, lambda layer: replace(layer, sliding_window=layer.sliding_window and layer.sliding_window + 1)
     )
 
 
-@fault("A sliding window of w shows w - 1 keys.", "attn.window.edge@1")
+@fault("A sliding window of w shows w - 1 keys.", "attn.window.edge@1", "attn.window.long@1")
 def window_one_narrower(base: Any) -> Methods:
     return other_layers(
         base, lambda layer: replace(layer, sliding_window=layer.sliding_window and max(layer.sliding_window - 1, 1))
     )
 
 
-@fault("The sliding window is accepted and ignored.", "attn.window.edge@1")
+@fault("The sliding window is accepted and ignored.", "attn.window.edge@1", "attn.window.long@1")
 def window_ignored(base: Any) -> Methods:
     return other_layers(base, lambda layer: replace(layer, sliding_window=None))
 
 
-@fault("Queries of a prefill see the keys after them.", "attn.prefill.causal@1")
+@fault("Queries of a prefill see the keys after them.", "attn.prefill.whole@1", "attn.prefill.batch@1")
 def causal_mask_missing(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
@@ -140,7 +139,7 @@ def causal_mask_missing(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("A query does not see its own key, unless it is the only one.", "attn.prefill.causal@1")
+@fault("A query does not see its own key, unless it is the only one.", "attn.prefill.whole@1", "attn.decode.single@1")
 def own_key_missing(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
@@ -150,7 +149,7 @@ def own_key_missing(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("All layers are computed with the first layer's numbers.", "attn.layers.own-numbers@1")
+@fault("All layers are computed with the first layer's numbers.", "attn.layers.differ@1")
 def numbers_of_first_layer(base: Any) -> Methods:
     def prepare(self: Any, plan: AttentionPlan, batch: StepBatch) -> Any:
         first = plan.request.layers[0]
@@ -166,32 +165,41 @@ def numbers_of_first_layer(base: Any) -> Methods:
 # Logits
 
 
-@fault("Logits are not scaled.", "attn.scale@1")
+@fault("Logits are not scaled.", "attn.scale.custom@1")
 def scale_dropped(base: Any) -> Methods:
     return other_layers(base, lambda layer: replace(layer, scale=1.0))
 
 
-@fault("The scale is applied to the queries and again to the logits.", "attn.scale@1")
+@fault("The scale is applied to the queries and again to the logits.", "attn.scale.custom@1")
 def scale_applied_twice(base: Any) -> Methods:
     return other_layers(base, lambda layer: replace(layer, scale=layer.scale**2))
 
 
-@fault("The model's scale is replaced by 1 / sqrt(head_dim).", "attn.scale@1")
+@fault("The model's scale is replaced by 1 / sqrt(head_dim).", "attn.scale.custom@1")
 def scale_always_default(base: Any) -> Methods:
     return other_layers(base, lambda layer: replace(layer, scale=layer.head_dim**-0.5))
 
 
-@fault("The soft cap is accepted and ignored.", "attn.soft-cap@1")
+@fault(
+    "The soft cap is accepted and ignored.",
+    "attn.softcap.value@1",
+    "attn.softcap.saturated@1",
+    "attn.features.combined@1",
+)
 def soft_cap_ignored(base: Any) -> Methods:
     return other_layers(base, lambda layer: replace(layer, soft_cap=None))
 
 
-@fault("The soft cap is half of what the model says.", "attn.soft-cap@1")
+@fault("The soft cap is half of what the model says.", "attn.softcap.value@1")
 def soft_cap_halved(base: Any) -> Methods:
     return other_layers(base, lambda layer: replace(layer, soft_cap=layer.soft_cap and layer.soft_cap / 2))
 
 
-@fault("The soft cap is applied after the mask, so that masked keys have logits of -cap.", "attn.soft-cap@1")
+@fault(
+    "The soft cap is applied after the mask, so that masked keys have logits of -cap.",
+    "attn.softcap.value@1",
+    "attn.softcap.saturated@1",
+)
 def soft_cap_after_mask(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def masked(self, logits: Tensor, distance: Tensor, layer: AttentionLayer) -> Tensor:
@@ -201,7 +209,7 @@ def soft_cap_after_mask(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("Attention sinks are accepted and ignored.", "attn.sinks@1")
+@fault("Attention sinks are accepted and ignored.", "attn.sinks.value@1", "attn.sinks.range@1")
 def sinks_ignored(base: Any) -> Methods:
     def change(inputs: dict[str, Any]) -> None:
         if inputs["sinks"] is not None:
@@ -210,7 +218,7 @@ def sinks_ignored(base: Any) -> Methods:
     return other_inputs(base, change)
 
 
-@fault("All heads have the first head's sink.", "attn.sinks@1")
+@fault("All heads have the first head's sink.", "attn.sinks.value@1")
 def sinks_of_first_head(base: Any) -> Methods:
     def change(inputs: dict[str, Any]) -> None:
         if inputs["sinks"] is not None:
@@ -219,7 +227,7 @@ def sinks_of_first_head(base: Any) -> Methods:
     return other_inputs(base, change)
 
 
-@fault("ALiBi slopes are accepted and ignored.", "attn.alibi@1")
+@fault("ALiBi slopes are accepted and ignored.", "attn.alibi.value@1")
 def alibi_ignored(base: Any) -> Methods:
     def change(inputs: dict[str, Any]) -> None:
         if inputs["alibi_slopes"] is not None:
@@ -228,7 +236,7 @@ def alibi_ignored(base: Any) -> Methods:
     return other_inputs(base, change)
 
 
-@fault("ALiBi has the wrong sign: it favours what is far away.", "attn.alibi@1")
+@fault("ALiBi has the wrong sign: it favours what is far away.", "attn.alibi.value@1")
 def alibi_sign_wrong(base: Any) -> Methods:
     def change(inputs: dict[str, Any]) -> None:
         if inputs["alibi_slopes"] is not None:
@@ -237,7 +245,11 @@ def alibi_sign_wrong(base: Any) -> Methods:
     return other_inputs(base, change)
 
 
-@fault("The softmax does not take the largest logit off first, and overflows.", "attn.extreme@1")
+@fault(
+    "The softmax does not take the largest logit off first, and overflows.",
+    "attn.data.large-logits@1",
+    "attn.data.extreme@1",
+)
 def softmax_without_maximum(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def weights(self, logits: Tensor, sinks: Tensor | None) -> Tensor:
@@ -269,7 +281,7 @@ def first_kv_head_only(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("Weighted values are summed up in half precision.", "attn.prefill@1")
+@fault("Weighted values are summed up in half precision.", "attn.accumulate.values@1")
 def half_precision_accumulation(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def mix(self, weights: Tensor, values: Tensor) -> Tensor:
@@ -281,7 +293,7 @@ def half_precision_accumulation(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("float32 is claimed, and computed in bfloat16.", "attn.dtype@1")
+@fault("float32 is claimed, and computed in bfloat16.", "attn.accumulate.products@1", "attn.heads.dim@1")
 def float32_computed_in_bfloat16(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
@@ -300,13 +312,7 @@ def float32_computed_in_bfloat16(base: Any) -> Methods:
 def values_read_past_end(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
-            size = step.plan.block_size
-            return super().gather(pages, step, index, -(-length // size) * size)
-
-        def masked(self, logits: Tensor, distance: Tensor, layer: AttentionLayer) -> Tensor:
-            seen = distance.shape[-1]
-            logits_seen = super().masked(logits[..., :seen], distance, layer)
-            return pad(logits_seen, (0, logits.shape[-1] - seen), value=-torch.inf)
+            return super().gather(pages, step, index, _whole_blocks(step, length))
 
     return plain(Kernel)
 
@@ -315,13 +321,12 @@ def values_read_past_end(base: Any) -> Methods:
 def mask_by_multiplication(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
-            size = step.plan.block_size
-            return super().gather(pages, step, index, -(-length // size) * size)
+            return super().gather(pages, step, index, _whole_blocks(step, length))
 
         def masked(self, logits: Tensor, distance: Tensor, layer: AttentionLayer) -> Tensor:
             if layer.soft_cap is not None:
                 logits = layer.soft_cap * (logits / layer.soft_cap).tanh()
-            seen = pad(self.visible(distance, layer), (0, logits.shape[-1] - distance.shape[-1]))
+            seen = self.visible(distance, layer)
             return logits * seen + ~seen * -1e30
 
         def mix(self, weights: Tensor, values: Tensor) -> Tensor:
@@ -330,8 +335,15 @@ def mask_by_multiplication(base: Any) -> Methods:
     return plain(Kernel)
 
 
+def _whole_blocks(step: PlainStep, length: int) -> int:
+    size = step.plan.block_size
+    return -(-length // size) * size
+
+
 @fault(
-    "One block more than the context has is read from the table, with weights of zero.", "attn.poison.unused-blocks@1"
+    "One block more than the context has is read from the table, with weights of zero.",
+    "attn.poison.null-block@1",
+    "attn.poison.unused-block@1",
 )
 def null_block_read(base: Any) -> Methods:
     class Kernel(PlainAttention):
@@ -344,7 +356,7 @@ def null_block_read(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("Sequence r takes row r of the block table, whatever `rows` says.", "attn.table.rows@1")
+@fault("Sequence r takes row r of the block table, whatever `rows` says.", "attn.prefill.batch@1", "attn.block.size@1")
 def table_rows_ignored(base: Any) -> Methods:
     def change(plan: AttentionPlan, batch: StepBatch) -> StepBatch:
         return replace(batch, rows=np.arange(batch.num_seqs, dtype=np.int32))
@@ -352,7 +364,11 @@ def table_rows_ignored(base: Any) -> Methods:
     return other_batch(base, change)
 
 
-@fault("A sequence's blocks are taken to lie one after the other, from its first.", "attn.table.order@1")
+@fault(
+    "A sequence's blocks are taken to lie one after the other, from its first.",
+    "attn.blocks.order@1",
+    "attn.blocks.permuted@1",
+)
 def blocks_taken_in_a_row(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
@@ -366,7 +382,12 @@ def blocks_taken_in_a_row(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("The newest key of a context is left out.", "attn.decode@1")
+@fault(
+    "The newest key of a context is left out.",
+    "attn.decode.single@1",
+    "attn.decode.long@1",
+    "attn.decode.incremental@1",
+)
 def context_one_shorter(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def context(self, step: PlainStep, index: int) -> int:
@@ -379,7 +400,7 @@ def context_one_shorter(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("A prefill chunk does not see what was computed before it.", "attn.prefill.chunked@1")
+@fault("A prefill chunk does not see what was computed before it.", "attn.prefill.chunk@1", "attn.chunking.invariant@1")
 def chunk_ignores_context(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
@@ -392,7 +413,7 @@ def chunk_ignores_context(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("In a mixed batch only the decodes are computed.", "attn.batch.mixed@1")
+@fault("In a mixed batch only the decodes are computed.", "attn.batch.mixed@1", "attn.batch.mixed-features@1")
 def mixed_batch_decodes_only(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def start(self, step: PlainStep) -> None:
@@ -404,7 +425,7 @@ def mixed_batch_decodes_only(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("A block that two sequences of a batch share is read for the first of them only.", "attn.prefix.shared@1")
+@fault("A block that two sequences of a batch share is read for the first of them only.", "attn.blocks.shared@1")
 def shared_block_read_once(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def start(self, step: PlainStep) -> None:
@@ -423,6 +444,8 @@ def shared_block_read_once(base: Any) -> Methods:
 @fault(
     "Metadata are kept by the sizes of the batch, and used again for another batch of these sizes.",
     "attn.metadata.fresh@1",
+    "attn.metadata.moved@1",
+    "attn.metadata.smaller@1",
 )
 def metadata_stale(base: Any) -> Methods:
     def prepare(self: Any, plan: AttentionPlan, batch: StepBatch) -> Any:
@@ -443,7 +466,11 @@ def _copied(batch: StepBatch) -> StepBatch:
 # Writing the cache
 
 
-@fault("The last token of a block is written one slot too early, over its neighbour.", "attn.write.slots@1")
+@fault(
+    "The last token of a block is written one slot too early, over its neighbour.",
+    "attn.kv.write@1",
+    "attn.block.size@1",
+)
 def slot_off_at_block_border(base: Any) -> Methods:
     def change(plan: AttentionPlan, batch: StepBatch) -> StepBatch:
         slots = batch.slot_mapping
@@ -452,14 +479,19 @@ def slot_off_at_block_border(base: Any) -> Methods:
     return other_batch(base, change)
 
 
-@fault("Padding tokens (slot -1) are written to slot 0.", "attn.write.padding@1")
+@fault(
+    "Padding tokens (slot -1) are written to slot 0.",
+    "attn.kv.no-slot@1",
+    "attn.padding.tokens@1",
+    "attn.poison.padding@1",
+)
 def padding_written(base: Any) -> Methods:
     return other_batch(
         base, lambda plan, batch: replace(batch, slot_mapping=np.maximum(batch.slot_mapping, 0).astype(np.int32))
     )
 
 
-@fault("Keys are written as values and values as keys.", "attn.write.slots@1")
+@fault("Keys are written as values and values as keys.", "attn.kv.write@1")
 def keys_and_values_swapped(base: Any) -> Methods:
     def write_kv(self: Any, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
         base.write_kv(self, layer, v, k, kv_cache, metadata)
@@ -467,7 +499,7 @@ def keys_and_values_swapped(base: Any) -> Methods:
     return {"write_kv": write_kv}
 
 
-@fault("Keys and values lose their last bits when they are written.", "attn.write.slots@1")
+@fault("Keys and values lose their last bits when they are written.", "attn.kv.write@1")
 def written_rounded(base: Any) -> Methods:
     def write_kv(self: Any, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
         k, v = (x.to(torch.float8_e5m2).to(x.dtype) for x in (k, v))
@@ -476,7 +508,7 @@ def written_rounded(base: Any) -> Methods:
     return {"write_kv": write_kv}
 
 
-@fault("A write clears the rest of its block, which a sequence may share.", "attn.write.neighbours@1")
+@fault("A write clears the rest of its block, which a sequence may share.", "attn.kv.write@1")
 def write_clears_rest_of_block(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def write(self, step: PlainStep, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -489,7 +521,7 @@ def write_clears_rest_of_block(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("Only the first pair of blocks is copied.", "attn.blocks.copy@1")
+@fault("Only the first pair of blocks is copied.", "attn.kv.copy@1")
 def copies_first_pair_only(base: Any) -> Methods:
     def copy_blocks(self: Any, kv_cache: Tensor, pairs: Int32Array) -> None:
         base.copy_blocks(self, kv_cache, pairs[:1])
@@ -497,7 +529,7 @@ def copies_first_pair_only(base: Any) -> Methods:
     return {"copy_blocks": copy_blocks}
 
 
-@fault("Blocks are copied in the first layer only.", "attn.blocks.copy@1")
+@fault("Blocks are copied in the first layer only.", "attn.kv.copy@1")
 def copies_first_layer_only(base: Any) -> Methods:
     def copy_blocks(self: Any, kv_cache: Tensor, pairs: Int32Array) -> None:
         base.copy_blocks(self, kv_cache[:1], pairs)
@@ -505,7 +537,7 @@ def copies_first_layer_only(base: Any) -> Methods:
     return {"copy_blocks": copy_blocks}
 
 
-@fault("Swapping blocks copies the wrong way round.", "attn.blocks.swap@1")
+@fault("Swapping blocks copies the wrong way round.", "attn.kv.swap@1")
 def swap_reversed(base: Any) -> Methods:
     def swap_blocks(self: Any, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
         base.swap_blocks(self, destination, source, pairs[:, ::-1])
@@ -513,10 +545,10 @@ def swap_reversed(base: Any) -> Methods:
     return {"swap_blocks": swap_blocks}
 
 
-@fault("Swapped blocks keep their number, whatever the pair says.", "attn.blocks.swap@1")
-def swap_keeps_block_number(base: Any) -> Methods:
+@fault("Swapped blocks arrive in each other's places.", "attn.kv.swap@1")
+def swap_places_mixed_up(base: Any) -> Methods:
     def swap_blocks(self: Any, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
-        base.swap_blocks(self, source, destination, np.repeat(pairs[:, :1], 2, axis=1))
+        base.swap_blocks(self, source, destination, np.stack([pairs[:, 0], pairs[::-1, 1]], axis=1))
 
     return {"swap_blocks": swap_blocks}
 
@@ -524,7 +556,7 @@ def swap_keeps_block_number(base: Any) -> Methods:
 # Tensors
 
 
-@fault("A row beyond the output's last is written.", "attn.out.bounds@1")
+@fault("A row beyond the output's last is written.", "attn.bounds.sentinels@1")
 def output_written_beyond_rows(base: Any) -> Methods:
     def change(self: Any, batch: StepBatch, out: Tensor) -> None:
         end = out.storage_offset() + (out.shape[0] + 1) * out.stride(0)
@@ -536,7 +568,7 @@ def output_written_beyond_rows(base: Any) -> Methods:
     return other_output(base, change)
 
 
-@fault("Queries are taken to lie without gaps, whatever their stride.", "attn.strides@1")
+@fault("Queries are taken to lie without gaps, whatever their stride.", "attn.layout.strides@1")
 def query_stride_ignored(base: Any) -> Methods:
     def change(inputs: dict[str, Any]) -> None:
         q = inputs["q"]
@@ -545,7 +577,9 @@ def query_stride_ignored(base: Any) -> Methods:
     return other_inputs(base, change)
 
 
-@fault("The output is taken to lie without gaps, whatever its stride.", "attn.strides@1")
+@fault(
+    "The output is taken to lie without gaps, whatever its stride.", "attn.layout.strides@1", "attn.bounds.sentinels@1"
+)
 def output_stride_ignored(base: Any) -> Methods:
     def change(inputs: dict[str, Any]) -> None:
         out = inputs["out"]
@@ -557,7 +591,11 @@ def output_stride_ignored(base: Any) -> Methods:
 # Repeatability
 
 
-@fault("The last bit of a sequence's result depends on its place in the batch.", "determinism.batch-invariant@1")
+@fault(
+    "The last bit of a sequence's result depends on its place in the batch.",
+    "determinism.batch.invariant@1",
+    "attn.batch.order@1",
+)
 def place_in_batch_changes_result(base: Any) -> Methods:
     def change(self: Any, batch: StepBatch, out: Tensor) -> None:
         if batch.num_seqs > 1:
@@ -566,7 +604,7 @@ def place_in_batch_changes_result(base: Any) -> Methods:
     return other_output(base, change)
 
 
-@fault("The last bit of the result changes from run to run.", "determinism.run-to-run@1")
+@fault("The last bit of the result changes from run to run.", "determinism.run.repeat@1")
 def last_bit_changes_by_run(base: Any) -> Methods:
     runs = iter(range(1 << 62))
 
@@ -596,7 +634,7 @@ def _without_claim(target: Target, feature: AttentionFeature, methods: Callable[
 
 
 @_FAULTS.target_fault(
-    "The soft cap is not claimed; a request for it is accepted, and the cap ignored.", "attn.refuse.soft-cap@1"
+    "The soft cap is not claimed; a request for it is accepted, and the cap ignored.", "attn.feature.refused@1"
 )
 def unclaimed_soft_cap_ignored(target: Target) -> Target:
     def methods(base: Any) -> Methods:
@@ -611,7 +649,7 @@ def unclaimed_soft_cap_ignored(target: Target) -> Target:
 
 
 @_FAULTS.target_fault(
-    "The soft cap is not claimed; it is refused with an exception in `plan`.", "attn.refuse.soft-cap@1"
+    "The soft cap is not claimed; it is refused with an exception in `plan`.", "attn.feature.refused@1"
 )
 def unclaimed_soft_cap_crashes(target: Target) -> Target:
     def methods(base: Any) -> Methods:
@@ -626,7 +664,7 @@ def unclaimed_soft_cap_crashes(target: Target) -> Target:
     return _without_claim(target, AttentionFeature.SOFT_CAP, methods)
 
 
-@fault("Every head dimension is accepted, claimed or not.", "attn.refuse.head-dim@1")
+@fault("Every head dimension is accepted, claimed or not.", "attn.plan.refusal@1", "attn.plan.reasons@1")
 def unclaimed_head_dim_accepted(base: Any) -> Methods:
     def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
         dim = members(self.capabilities().head_dims, 1024)[0]
@@ -641,7 +679,7 @@ def unclaimed_head_dim_accepted(base: Any) -> Methods:
     return {"plan": plan}
 
 
-@fault("A refusal has no reasons.", "attn.refuse.head-dim@1")
+@fault("A refusal has no reasons.", "attn.plan.refusal@1", "attn.plan.reasons@1", "attn.kv-dtype.refused@1")
 def refusal_without_reasons(base: Any) -> Methods:
     def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
         made: AttentionPlan | Refusal = base.plan(self, request)
@@ -650,7 +688,7 @@ def refusal_without_reasons(base: Any) -> Methods:
     return {"plan": plan}
 
 
-@fault("The plan has another block size than the request asked for.", "attn.plan.block-size@1")
+@fault("The plan has another block size than the request asked for.", "attn.plan.spec@1")
 def block_size_replaced(base: Any) -> Methods:
     def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
         if base.plan(self, request) and request.block_size in self.capabilities().block_sizes:

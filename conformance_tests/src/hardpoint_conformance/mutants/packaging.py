@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from hardpoint.interfaces import API_VERSION, AttentionBackend, Capabilities, Device, IntSet, ProbeResult
@@ -15,29 +16,29 @@ _FAULTS = Faults("descriptor")
 MUTANTS = _FAULTS.mutants
 fault = _FAULTS.target_fault
 
-CONTRACT = "pack.contract.complete@1"
-
 
 def described(target: Target, **parts: Any) -> Target:
     """Return the target with other parts in its descriptor, and the claims that it was collected for."""
     return replace(target, descriptor=replace(target.descriptor, **parts))
 
 
-@fault("The backend is for a later contract than this core's.", CONTRACT)
+@fault("The backend is for a later contract than this core's.", "pack.api.range@1", "pack.contract.complete@1")
 def later_contract_only(target: Target) -> Target:
     return described(target, api=(API_VERSION + 1, API_VERSION + 1))
 
 
-@fault("The attention backend lacks a method of the contract, which its import finds.", CONTRACT)
+@fault("The attention backend lacks a method of the contract, which its import finds.", "pack.contract.complete@1")
 def contract_method_missing(target: Target) -> Target:
+    @cache
     def attention() -> Any:
         return derived(target.descriptor.attention(), {"forward": AttentionBackend.forward})
 
     return described(target, attention=attention)
 
 
-@fault("A method of the worker has another signature than the contract.", CONTRACT)
+@fault("A method of the worker has another signature than the contract.", "pack.contract.complete@1")
 def contract_signature_wrong(target: Target) -> Target:
+    @cache
     def worker() -> Any:
         def execute(self: Any, batch: Any, stream: Any) -> Any:
             return None
@@ -47,17 +48,21 @@ def contract_signature_wrong(target: Target) -> Target:
     return described(target, worker=worker)
 
 
-@fault("The factory of the allocator gives an allocator instead of its class.", CONTRACT)
+@fault(
+    "The factory of the allocator gives an allocator instead of its class.",
+    "pack.contract.complete@1",
+    "pack.part.constructor@1",
+)
 def factory_gives_instance(target: Target) -> Target:
     return described(target, allocator=target.allocator)
 
 
-@fault("The probe returns a list of devices, not a ProbeResult.", CONTRACT)
+@fault("The probe returns a list of devices, not a ProbeResult.", "pack.contract.complete@1")
 def probe_returns_list(target: Target) -> Target:
     return described(target, probe=lambda: [target.device])
 
 
-@fault("The probe finds other devices each time.", "pack.probe.stable@1")
+@fault("The probe finds other devices each time.", "pack.probe.repeatable@1")
 def probe_unstable(target: Target) -> Target:
     counts = iter(range(1, 1 << 30))
 
@@ -67,7 +72,7 @@ def probe_unstable(target: Target) -> Target:
     return described(target, probe=probe)
 
 
-@fault("The claims are a dictionary.", CONTRACT)
+@fault("The claims are a dictionary.", "pack.claims.known@1", "pack.contract.complete@1")
 def claims_of_another_type(target: Target) -> Target:
     return described(target, capabilities=lambda device: target.claims.to_json())
 
@@ -80,18 +85,18 @@ def _claiming(target: Target, **attention: Any) -> Callable[[Device], Capabiliti
     return capabilities
 
 
-@fault("The default block size is not among the block sizes claimed.", CONTRACT)
+@fault("The default block size is not among the block sizes claimed.", "pack.contract.complete@1")
 def default_block_size_not_claimed(target: Target) -> Target:
     sizes = set(members(target.claims.attention.block_sizes, 1024)) - {target.claims.attention.default_block_size}
     return described(target, capabilities=_claiming(target, block_sizes=IntSet.of(*sizes)))
 
 
-@fault("KV dtypes are claimed for queries that are not.", CONTRACT)
+@fault("KV dtypes are claimed for queries that are not.", "pack.contract.complete@1")
 def kv_dtypes_of_unclaimed_queries(target: Target) -> Target:
     dtypes = target.claims.attention.dtypes
     return described(target, capabilities=_claiming(target, dtypes=frozenset(sorted(dtypes)[1:])))
 
 
-@fault("The claims of the attention backend and of the descriptor differ.", "pack.claims.agree@1")
+@fault("The claims of the attention backend and of the descriptor differ.", "pack.claims.one-object@1")
 def claims_differ(target: Target) -> Target:
     return target.with_descriptor(capabilities=_claiming(target, max_context=1 << 10))

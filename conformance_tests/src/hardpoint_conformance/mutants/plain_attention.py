@@ -119,10 +119,10 @@ class PlainAttention:
             if count == 0:
                 continue
             length = self.context(step, index)
-            distance = torch.arange(length) - torch.arange(total - count, total)[:, None]
             k, v = (self.gather(pages, step, index, length)[:, heads] for pages in (keys, values))
+            distance = torch.arange(len(k)) - torch.arange(total - count, total)[:, None]
             logits = torch.einsum("qhd,khd->hqk", q[rows].float() * layer.scale, k)
-            logits = self.masked(logits, distance[:, : len(k)], layer)
+            logits = self.masked(logits, distance, layer)
             if slopes is not None:
                 logits = logits + slopes[:, None, None] * distance
             out[rows] = self.mix(self.weights(logits, sinks), v).to(out.dtype)
