@@ -32,6 +32,7 @@ from hardpoint_conformance.report import (
     collect,
     finish,
     list_sha256,
+    modules_for,
     select,
     suite_version,
 )
@@ -102,7 +103,7 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
         if not examination.problem:
             assert examination.claims is not None
             try:
-                everything = collect(examination.claims, scratch, explore=settings.explore)
+                everything = collect(examination.claims, scratch, _modules(settings), explore=settings.explore)
             except CollectionFailed:
                 if not examination.contradictions:
                     raise
@@ -153,6 +154,12 @@ def _suite(tests: Sequence[Mapping[str, Any]], examination: Examination) -> dict
         "contract": API_VERSION,
         "list_sha256": list_sha256(tests, examination.claims),
     }
+
+
+def _modules(settings: Settings) -> list[Path]:
+    """Return the modules to collect: all of them for waivers, whose ids are checked."""
+    levels = tuple(Level) if settings.waivers else settings.levels
+    return modules_for(levels, () if settings.waivers else settings.clauses)
 
 
 def _found_test() -> dict[str, Any]:
