@@ -361,7 +361,12 @@ bool Sleep::is_same(const Entry& entry, const Piece& piece, Mover& mover) const 
     const uint64_t size = std::min(kStaging, piece.range.size - at);
     const std::byte* held = staging_of(mover).data();
     pool_.driver_.copy_to_host(staging_of(mover).data(), entry.allocation->address + piece.range.start + at, size, stream_of(mover));
-    stream_of(mover).synchronize();
+    try {
+      stream_of(mover).synchronize();
+    } catch (...) {
+      stream_of(mover).drain();  // the copy may be under way, and its host memory is about to be given back
+      throw;
+    }
     if (piece.kind == Piece::Kind::kDisk) {
       hash.update(held, size);
       continue;

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from hardpoint_conformance.fault_matrix import FaultTarget
+from hardpoint_conformance.memory_model import TrackedPool
 from tests.fault_matrix.targets import CpuTarget, all_targets
-
-from .support import TrackedPool
 
 
 @pytest.fixture(scope="module", params=all_targets(), ids=lambda target: target.name)

@@ -16,9 +16,9 @@ from hardpoint.interfaces.errors import (
     MemoryFault,
 )
 from hardpoint_conformance.fault_matrix import FaultTarget
+from hardpoint_conformance.memory import content, differences
+from hardpoint_conformance.memory_model import TrackedPool
 from tests.fault_matrix.targets import CAPACITY
-
-from .support import TrackedPool, content, differences
 
 
 @pytest.mark.parametrize("size", [0, -1])

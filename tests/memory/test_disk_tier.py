@@ -12,8 +12,10 @@ import pytest
 from hardpoint.interfaces import SleepPlan, SleepTier
 from hardpoint.interfaces.errors import BackupCorrupt, HostBudgetExceeded
 from hardpoint_conformance.fault_matrix import FaultTarget
+from hardpoint_conformance.memory import content, differences, wait_until
+from hardpoint_conformance.memory_model import TrackedPool
 
-from .support import TrackedPool, content, differences, run_program, runs_cleanly, wait_until
+from .support import run_program, runs_cleanly
 
 
 def plan(directory: Path, **settings: object) -> SleepPlan:

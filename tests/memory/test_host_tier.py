@@ -10,8 +10,8 @@ import pytest
 from hardpoint.interfaces import SleepPlan, SleepTier
 from hardpoint.interfaces.errors import BackupStale, HostBudgetExceeded
 from hardpoint_conformance.fault_matrix import FaultTarget
-
-from .support import TrackedPool, content, differences, wait_until
+from hardpoint_conformance.memory import content, differences, wait_until
+from hardpoint_conformance.memory_model import TrackedPool
 
 KEEP = SleepPlan(keep=frozenset({"weights"}))
 

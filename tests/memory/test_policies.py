@@ -17,8 +17,8 @@ from hardpoint.interfaces.errors import (
     UnknownTag,
 )
 from hardpoint_conformance.fault_matrix import FaultTarget
-
-from .support import TrackedPool, content, differences
+from hardpoint_conformance.memory import content, differences
+from hardpoint_conformance.memory_model import TrackedPool
 
 
 def sizes_at_the_edges(pool: TrackedPool) -> list[int]:

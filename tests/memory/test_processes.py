@@ -11,8 +11,10 @@ import pytest
 from hardpoint.interfaces import Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import ForkedProcess
 from hardpoint_conformance.fault_matrix import FaultTarget
+from hardpoint_conformance.memory import content, wait_until
+from hardpoint_conformance.memory_model import TrackedPool
 
-from .support import TrackedPool, content, run_program, runs_cleanly, wait_until
+from .support import run_program, runs_cleanly
 from .test_disk_tier import backup_files
 
 FORKED = """

@@ -11,8 +11,9 @@ import pytest
 from hardpoint.interfaces import FileExtent, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import BackupCorrupt, BackupStale, ForeignMemory, InvalidAllocation
 from hardpoint_conformance.fault_matrix import FaultTarget
+from hardpoint_conformance.memory import content, differences
+from hardpoint_conformance.memory_model import TrackedPool
 
-from .support import TrackedPool, content, differences
 from .test_host_tier import copies, write_unannounced
 
 SOURCE = SleepPlan(tier=SleepTier.SOURCE)

@@ -13,9 +13,9 @@ import pytest
 from hardpoint.interfaces import Policy, SleepPlan
 from hardpoint.interfaces.errors import ForeignMemory
 from hardpoint.memory import VirtualPool
+from hardpoint_conformance.memory import content
+from hardpoint_conformance.memory_model import TrackedPool
 from tests.fault_matrix.targets import CpuTarget
-
-from .support import TrackedPool, content
 
 
 class Crew:

@@ -2,7 +2,7 @@
 
 A `Case` is numbers only: whole sequences of queries, keys and values on the host. A `Placement` says which blocks hold which
 sequence. A `Bench` puts both on the target's device, runs steps over any positions of the sequences through the backend (`prepare`,
-`write_kv`, `forward`), and brings the results back. All of the cache that no sequence owns has a filling, finite or NaN.
+`write_kv`, `forward`), and brings the results back. What no sequence owns of the cache holds numbers too, as leftovers of others.
 
     case = make_case(rng, layer(heads=4, kv_heads=2, head_dim=64), DType.BFLOAT16, [17, 40])
     bench = Bench(target, case)
@@ -18,11 +18,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from hardpoint.interfaces import (
     AttentionBackend,
+    AttentionFeature,
     AttentionLayer,
     AttentionPlan,
     AttentionRequest,
@@ -32,6 +34,7 @@ from hardpoint.interfaces import (
     Refusal,
     StepBatch,
 )
+from hardpoint_conformance.clauses import proves
 from hardpoint_conformance.oracle import Expected, Numbers, expected
 
 if TYPE_CHECKING:
@@ -43,6 +46,14 @@ GUARD_BYTES = 4096
 _GUARD = 0xA5
 UNWRITTEN = 7.0
 """What outputs hold before a step."""
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, id=dtype.value, marks=proves(f"attention.dtype.{dtype.value}"))
+        for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+    ],
+)
+"""Parameter of tests that are run in each dtype of queries, and prove it."""
 _AXES = ("kv", "block", "head", "token", "dim")
 
 
@@ -88,8 +99,18 @@ class Case:
         return [Span(seq, 0, length) for seq, length in enumerate(self.lengths)]
 
     def last(self, queries: int = 1) -> list[Span]:
-        """Return the spans of the last tokens of every sequence: with one each, a step of decodes."""
-        return [Span(seq, max(0, length - queries), length) for seq, length in enumerate(self.lengths)]
+        """Return the spans of the last tokens of all sequences that are longer: with one token each, a step of decodes."""
+        return [Span(seq, length - queries, length) for seq, length in enumerate(self.lengths) if length > queries]
+
+    def steps(self, claims: Capabilities) -> list[list[Span]]:
+        """Return one step of each kind that is claimed: prompts, decodes, chunks with context, and a mixture."""
+        features = claims.attention.features
+        found = [self.whole(), self.last()]
+        if AttentionFeature.CHUNKED_PREFILL in features:
+            found.append([Span(seq, n // 3, n) for seq, n in enumerate(self.lengths) if n > 2])
+        if {AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH} <= features:
+            found.append([Span(seq, (n - 1, n // 2)[seq % 2], n) for seq, n in enumerate(self.lengths)])
+        return [spans for spans in found if spans]
 
     def numbers(self, span: Span) -> Numbers:
         """Return what the oracle needs for a span."""
@@ -294,8 +315,6 @@ class Bench:
         cases: one for each layer; they have the same lengths, dtypes, KV heads and head dimension.
         block_size: tokens per block; None for the backend's choice.
         placement: of the sequences; scattered by `rng` if None.
-        fill: what the cache holds where no sequence has a token; None for numbers like those of sequences.
-        attention: the backend to run; a new one if None.
         cache: the memory to use, in the plan's shape; None for a new one between guards.
     """
 
@@ -306,13 +325,11 @@ class Bench:
         rng: np.random.Generator | None = None,
         block_size: int | None = None,
         placement: Placement | None = None,
-        fill: float | None = None,
-        attention: AttentionBackend | None = None,
         cache: Tensor | None = None,
     ) -> None:
         self.cases = cases
         self.device = torch.device(target.device.torch_device)
-        self.attention = attention or target.attention()
+        self.attention = target.attention()
         request = request_of(
             [case.layer for case in cases],
             cases[0].dtype,
@@ -323,7 +340,6 @@ class Bench:
         self.plan = planned(self.attention, request)
         self._rng = rng or np.random.default_rng(0)
         self.placement = placement or place(self._rng, cases[0].lengths, self.plan.block_size)
-        self._fill = fill
         self._guarded: Buffer | None = None
         if cache is None:
             shape = self.spec.shape(self.placement.num_blocks)
@@ -345,19 +361,21 @@ class Bench:
         return cache.permute(self._canonical)
 
     def image(self, held: Sequence[int]) -> Tensor:
-        """Return a cache on the host that holds the first `held[s]` tokens of each sequence s, and the filling elsewhere."""
+        """Return a cache on the host that holds the first `held[s]` tokens of each sequence s, and other numbers elsewhere."""
         shape, dtype = self.spec.shape(self.placement.num_blocks), self.spec.dtype.to_torch()
-        if self._fill is None:
-            filling = torch.from_numpy(self._rng.integers(-8, 9, shape).astype(np.float32)).to(dtype)
-        else:
-            filling = torch.full(shape, self._fill).to(dtype)
-        view = self.canonical(filling)
+        filling = torch.from_numpy(self._rng.integers(-8, 9, shape).astype(np.float32)).to(dtype)
+        return self.written(filling, [Span(seq, 0, length) for seq, length in enumerate(held)])
+
+    def written(self, image: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Return a cache's image after the keys and values of spans were written to it."""
+        after = image.clone()
+        view = self.canonical(after)
         for index, case in enumerate(self.cases):
-            for seq, length in enumerate(held):
-                block, offset = self.slots(seq, 0, length)
-                view[index, 0, block, :, offset] = case.k[seq][:length].to(dtype)
-                view[index, 1, block, :, offset] = case.v[seq][:length].to(dtype)
-        return filling
+            for span in spans:
+                block, offset = self.slots(span.seq, span.begin, span.end)
+                view[index, 0, block, :, offset] = case.k[span.seq][span.begin : span.end].to(after.dtype)
+                view[index, 1, block, :, offset] = case.v[span.seq][span.begin : span.end].to(after.dtype)
+        return after
 
     def load(self, image: Tensor) -> None:
         """Put a cache's image onto the device."""
@@ -500,6 +518,15 @@ def check(case: Case, spans: Sequence[Span], outs: Sequence[Tensor], quality: _N
         quality.note(ratio)
         context = f"{span.end - span.begin} queries over {span.end} keys, {case.layer}, {case.dtype}"
         assert ratio <= 1, f"the error is {ratio:.3g} times its bound: {context}"
+
+
+def check_steps(
+    target: Target, case: Case, rng: np.random.Generator, quality: _Notes, *, block_size: int | None = None
+) -> None:
+    """Run one step of each kind over a case, and assert that all keep to the oracle's bounds."""
+    bench = Bench(target, case, rng=rng, block_size=block_size)
+    for spans in case.steps(target.claims):
+        check(case, spans, bench.run(spans), quality)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -281,7 +281,10 @@ def selftest_command(
     """Prove the suite itself: every known-bad backend must be caught by a clause meant for it, and the correct one pass."""
     from hardpoint_conformance.selftest import selftest
 
-    raise typer.Exit(selftest(mutant, seeds, jobs, report, markdown))
+    try:
+        raise typer.Exit(selftest(mutant, seeds, jobs, report, markdown))
+    except KeyError as error:
+        raise typer.BadParameter(f"there is no known-bad backend {error}", param_hint="--mutant") from error
 
 
 @app.command("init")

@@ -21,7 +21,7 @@ from hardpoint.interfaces import Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded
 from hardpoint.memory import DriverQuirks, DriverTable, VirtualPool
 from hardpoint_conformance.interposed import InterposedDriver
-from hardpoint_conformance.memory import assert_holds_nothing
+from hardpoint_conformance.memory import assert_holds_nothing, driver_of
 from hardpoint_conformance.target import Target
 
 
@@ -74,11 +74,9 @@ class InterposedTarget(FaultTarget):
     _never = ("open", "close", "geometry", "quirks")  # called when a pool is made, and by tests
 
     def __init__(self, target: Target) -> None:
-        base = target.driver()
-        assert base is not None, "the backend has no memory driver"
         self.name = target.name
         self._armed, self._refused = "", 0
-        self._driver = InterposedDriver(base)
+        self._driver = InterposedDriver(driver_of(target))
         self._driver.open()  # a driver remembers what it found by probing as long as it is open
         self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self._driver.quirks()
 
@@ -99,7 +97,12 @@ class InterposedTarget(FaultTarget):
 
     def held(self) -> Mapping[str, int]:
         # A pool keeps streams and pinned memory for its next operation.
-        return {name: count for name, count in self._driver.held().items() if name not in ("streams", "registered")}
+        held = self._driver.held()
+        counts = {name: held[name] for name in ("handles", "reservations", "mappings")}
+        return {"used": held["bytes"], "address_space": held["address_bytes"], **counts}
+
+    def violations(self) -> list[str]:
+        return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
 
     def finish(self) -> None:
         # Memory that the driver refused to unpin stays, since the device may still use it.

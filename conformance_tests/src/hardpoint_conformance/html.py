@@ -99,10 +99,12 @@ def _head(report: Report) -> str:
     source = " ".join(filter(None, (backend["distribution"], backend["version"])))
     where = f"on {escape(device['name'])}" if device else "no device"
     driver = f", driver {escape(device['driver_version'])}" if device and device["driver_version"] else ""
-    title = f"<h1>{escape(backend['name'])} {where}{simulated}</h1>"
+    title = (
+        f'<p class="soft small">Hardpoint conformance report</p><h1>{escape(backend["name"])} {where}{simulated}</h1>'
+    )
     lead = (
         f'<p class="soft">{escape(backend["vendor"] or "unknown vendor")} · {escape(source or "unknown distribution")}{driver} · '
-        f"{escape(_what(report))} · seed {report['selection']['seed']} · Hardpoint conformance {escape(report['suite']['version'])}</p>"
+        f"{escape(_what(report))} · seed {report['selection']['seed']} · suite {escape(report['suite']['version'])}</p>"
     )
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in report["verdict"]["reasons"])
     told = {
@@ -151,18 +153,32 @@ def _duration(seconds: float) -> str:
 
 def _failures(report: Report) -> str:
     failed = [r for r in report["results"] if Outcome(r["outcome"]) in _GROUPS["failed"][1]]
-    return _section(f"Failing tests ({len(failed)})", *(_card(result, report) for result in failed)) if failed else ""
+    if not failed:
+        return ""
+    by_clause: dict[str, list[Mapping[str, Any]]] = {}
+    for result in failed:
+        by_clause.setdefault(result["clause"], []).append(result)
+    cards = [_card(*found, report=report) for found in by_clause.values()]
+    clauses = "clause" if len(by_clause) == 1 else "clauses"
+    return _section(f"Failing tests ({len(failed)}, of {len(by_clause)} {clauses})", *cards)
 
 
-def _card(result: Mapping[str, Any], report: Report, kind: str = "") -> str:
-    outcome = Outcome(result["outcome"])
-    ratio = result["error_ratio"]
+def _card(*results: Mapping[str, Any], report: Report, kind: str = "") -> str:
+    """Return results of one clause: the first in full, the others folded."""
+    rule = escape(report["rules"].get(results[0]["clause"], ""))
+    first, *others = (_case(result) for result in results)
+    more = f"{len(others)} more {'case' if len(others) == 1 else 'cases'} of this clause"
+    folded = f"<details><summary>{more}</summary>{'<hr>'.join(others)}</details>" if others else ""
+    return f'<div class="card {kind}"><p>{rule}</p>{first}{folded}</div>'
+
+
+def _case(result: Mapping[str, Any]) -> str:
+    outcome, ratio = Outcome(result["outcome"]), result["error_ratio"]
     measured = f' <span class="soft small">error {ratio:.3g} times the bound</span>' if ratio is not None else ""
     return (
-        f'<div class="card {kind}">{_badge(outcome.value.replace("_", " "), _OUTCOME_CLASS[outcome])} '
-        f"<b>{_code(result['id'])}</b>{measured}<p>{escape(report['rules'].get(result['clause'], ''))}</p>"
+        f"<p>{_badge(outcome.value.replace('_', ' '), _OUTCOME_CLASS[outcome])} <b>{_code(result['id'])}</b>{measured}</p>"
         f'<pre>{escape(result["message"].strip()) or "no message"}</pre><p class="soft small">Run it again:</p>'
-        f'<pre style="margin-top:2px">{escape(result["reproduction"])}</pre></div>'
+        f"<pre>{escape(result['reproduction'])}</pre>"
     )
 
 
@@ -173,7 +189,11 @@ def _waived(report: Report) -> str:
     for waiver in report["waivers"]:
         found = [r for r in report["results"] if r.get("waiver") == waiver["id"]]
         rows.append((_code(waiver["id"]), escape(waiver["reason"]), escape(waiver["until"]), str(len(found))))
-    cards = [_card(r, report, "warned") for r in report["results"] if r["outcome"] == Outcome.WAIVED]
+    cards = [
+        _card(*found, report=report, kind="warned")
+        for waiver in report["waivers"]
+        if (found := [r for r in report["results"] if r.get("waiver") == waiver["id"]])
+    ]
     table = _table(("waived", "reason", "until version", "failures"), rows, numbers=(3,))
     return _section("Waivers", table, *cards, note="Failures that are known and accepted for a while; none is hidden.")
 
@@ -225,17 +245,21 @@ _SHORT = {
 def _capabilities(report: Report) -> str:
     if report["claims"] is None or report["selection"]["clauses"]:
         return ""
+    found = standings(report)
     cells = []
-    for name, standing in standings(report).items():
-        tests = [r for r in report["results"] if name in r["capabilities"] and Outcome(r["outcome"]).applies]
-        passed = sum(r["outcome"] == Outcome.PASSED for r in tests)
-        count = f' <span class="soft small">{passed}/{len(tests)}</span>' if tests else ""
+    for name, standing in found.items():
+        if standing is Standing.OUT_OF_SCOPE:
+            continue
+        outcomes = Counter(Outcome(r["outcome"]) for r in report["results"] if name in r["capabilities"])
+        run = sum(count for outcome, count in outcomes.items() if outcome.applies) - outcomes[Outcome.NOT_TESTABLE]
+        count = f' <span class="soft small">{outcomes[Outcome.PASSED]}/{run}</span>' if run else ""
         badge = _badge(standing.value, _STANDING_CLASS[standing])
         cells.append(f'<div class="claim"><span>{_code(name)}{count}</span>{badge}</div>')
     values = _claimed_values(report["claims"])
+    hidden = len(found) - len(cells)
     note = (
         "Proved: claimed, and all its tests passed (passed/run). Refused: not claimed, and refused with reasons before any work. "
-        "Not claimed: nothing to refuse."
+        f"Not claimed: nothing to refuse.{f' {hidden} further capabilities are not in these levels.' if hidden else ''}"
     )
     return _section("Capabilities", f'<div class="claims">{"".join(cells)}</div>', values, note=note)
 
@@ -309,13 +333,16 @@ def _strip(clause: str, found: Sequence[tuple[float, str]], place: Any) -> str:
 
 
 def _untestable(report: Report) -> str:
-    rows = [
-        (_code(result["id"]), escape(result["message"]))
-        for result in report["results"]
-        if result["outcome"] == Outcome.NOT_TESTABLE
+    by_reason: dict[str, list[str]] = {}
+    for result in report["results"]:
+        if result["outcome"] == Outcome.NOT_TESTABLE:
+            by_reason.setdefault(result["message"], []).append(result["id"])
+    parts = [
+        f"<details><summary>{escape(reason)} ({len(ids)})</summary><p>{'<br>'.join(map(_code, ids))}</p></details>"
+        for reason, ids in by_reason.items()
     ]
     note = "These cases apply, and could not be run here. A clause of which no case can be run is not proved."
-    return _section(f"Not testable ({len(rows)})", _table(("test", "reason"), rows), note=note) if rows else ""
+    return _section(f"Not testable ({sum(map(len, by_reason.values()))})", *parts, note=note) if parts else ""
 
 
 def _slowest(report: Report) -> str:

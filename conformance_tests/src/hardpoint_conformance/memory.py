@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hardpoint.interfaces import (
     DeviceAllocator,
@@ -63,6 +64,24 @@ def obstacle(target: Target, way: str) -> str:
     except Exception as error:  # torch without the device raises whatever it likes
         return f"this torch cannot use {target.device.torch_device} ({type(error).__name__})"
     return ""
+
+
+def require(target: Target, way: str) -> None:
+    """End a test visibly where a backend's memory cannot be reached in a way here; where it cannot be in any, the test fails."""
+    reason = obstacle(target, way)
+    if not reason:
+        return
+    if all(obstacle(target, other) for other in WAYS):
+        pytest.fail(f"the backend's memory cannot be reached at all: {reason}")
+    pytest.skip(f"not testable here: {reason}")
+
+
+def driver_of(target: Target) -> DriverTable:
+    """Return a backend's memory driver; where it has none, end the test visibly."""
+    require(target, "pool")
+    driver = target.driver()
+    assert driver is not None, "the descriptor has a driver, and gives none"
+    return driver
 
 
 @dataclass(eq=False)
@@ -227,19 +246,25 @@ class TensorMemory(Memory):
 
 
 class PoolMemory(Memory):
-    """Addresses of the backend's memory driver, by the core's engine; every call of the driver is seen.
+    """Addresses of the backend's memory driver, by the core's engine.
 
     Attributes:
-        driver: the driver.
+        table: the driver.
     """
 
     way = "pool"
 
     def __init__(self, driver: DriverTable) -> None:
         super().__init__()
-        self.driver = driver if isinstance(driver, InterposedDriver) else InterposedDriver(driver)
-        self.pool = VirtualPool(self.driver)
-        self.unit = self.driver.geometry().granularity
+        self.table = driver
+        self.pool = VirtualPool(driver)
+        self.unit = driver.geometry().granularity
+
+    @property
+    def driver(self) -> InterposedDriver:
+        """The driver, where its calls are seen."""
+        assert isinstance(self.table, InterposedDriver), "the driver's calls are not seen"
+        return self.table
 
     @property
     def _engine(self) -> VirtualPool:
@@ -263,10 +288,10 @@ class PoolMemory(Memory):
         self.blocks.remove(block)
 
     def write(self, block: Block, data: bytes, at: int = 0) -> None:
-        with on_stream(self.driver) as stream:
-            self.driver.copy_to_device(block.address + at, address_of(buffer := bytearray(data)), len(data), stream)
-            self.driver.stream_synchronize(stream)
-        del buffer
+        buffer = bytearray(data)
+        with on_stream(self.table) as stream:
+            self.table.copy_to_device(block.address + at, address_of(buffer), len(data), stream)
+            self.table.stream_synchronize(stream)
 
     def read(self, block: Block, size: int | None = None, at: int = 0) -> bytes:
         return self.pool.read(block.address + at, block.size - at if size is None else size)
@@ -308,13 +333,16 @@ def granularity(target: Target) -> int:
         driver.close()
 
 
-def open_memory(target: Target, way: str) -> Memory:
-    """Return a backend's memory; raises AssertionError where it cannot be reached in this way."""
+def open_memory(target: Target, way: str, *, seen: bool = True) -> Memory:
+    """Return a backend's memory.
+
+    Args:
+        seen: by driver: its calls are seen, and can be made to fail.
+    """
     if way == "tensors":
         return TensorMemory(target)
-    driver = target.driver()
-    assert driver is not None, "the backend has no memory driver"
-    return PoolMemory(driver)
+    driver = driver_of(target)
+    return PoolMemory(InterposedDriver(driver) if seen else driver)
 
 
 def assert_holds_nothing(driver: InterposedDriver) -> None:
@@ -369,7 +397,7 @@ from hardpoint.interfaces.errors import *
 from hardpoint_conformance.memory import content, open_memory
 from hardpoint_conformance.target import Target
 target = Target.find(sys.argv[1], int(sys.argv[2]))
-memory = open_memory(target, sys.argv[3])
+memory = open_memory(target, sys.argv[3], seen=False)  # calls that outlive the interpreter cannot be
 directory = sys.argv[4]
 unit = memory.unit
 """

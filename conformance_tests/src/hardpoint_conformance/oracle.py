@@ -19,7 +19,8 @@ A row is one query of one head. Its error, the largest over its elements, must k
     2^-24 * (4 + 2A + sqrt(n)) * sum p|v|    float32 underneath: the absolute error of a logit is a relative one of its weight; A is the
                                              largest sum of |q * k| * scale (and |ALiBi|) of a logit, or the size of the denominator's
                                              logarithm, which is taken off; n is the number of keys that are summed;
-    half the smallest float16, or the smallest normal bfloat16 or float32: results below may be rounded or flushed.
+    n times the smallest normal float32       products below it may be flushed to zero, and results in bfloat16 and float32; subnormal
+                                             float16 are numbers: half the smallest for float16, for the rounding of the output.
 
 Sums kept in half precision exceed this as soon as their partial sums grow: see the clauses `attn.accumulate.*`.
 """
@@ -159,9 +160,7 @@ def _floor(numbers: Numbers, exact: Weighted, dtype: torch.dtype) -> Tensor:
     values = torch.einsum("hqk,khd->qhd", exact.weights, v.abs()).amax(-1)
     unit = torch.finfo(dtype).eps / 2
     single = 2.0**-24 * (4 + 2 * largest + count.sqrt())
-    return unit * (exact.out.abs().amax(-1) + values) + single * values + _smallest(dtype)
-
-
-def _smallest(dtype: torch.dtype) -> float:
-    kind = torch.finfo(dtype)
-    return kind.tiny * kind.eps / 2 if dtype is torch.float16 else kind.tiny
+    flushed = count * torch.finfo(torch.float32).tiny
+    if dtype is torch.float16:
+        flushed = flushed + torch.finfo(dtype).tiny * unit
+    return unit * (exact.out.abs().amax(-1) + values) + single * values + flushed

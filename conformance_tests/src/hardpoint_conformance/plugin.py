@@ -260,13 +260,9 @@ def tensor_memory(target: Target) -> Generator[Memory]:
 
 
 def _memory(target: Target, way: str) -> Generator[Memory]:
-    from hardpoint_conformance.memory import WAYS, obstacle, open_memory
+    from hardpoint_conformance.memory import open_memory, require
 
-    reason = obstacle(target, way)
-    if reason:
-        if all(obstacle(target, other) for other in WAYS):
-            pytest.fail(f"the backend's memory cannot be reached at all: {reason}")
-        pytest.skip(f"not testable here: {reason}")
+    require(target, way)
     made = open_memory(target, way)
     yield made
     made.end()
@@ -276,12 +272,9 @@ def _memory(target: Target, way: str) -> Generator[Memory]:
 def driver(target: Target) -> Generator[InterposedDriver]:
     """The backend's memory driver, open; afterwards nothing of it is held."""
     from hardpoint_conformance.interposed import InterposedDriver
-    from hardpoint_conformance.memory import assert_holds_nothing
+    from hardpoint_conformance.memory import assert_holds_nothing, driver_of
 
-    base = target.driver()
-    if base is None:
-        pytest.skip("not testable here: this backend's allocator is its own")
-    made = InterposedDriver(base)
+    made = InterposedDriver(driver_of(target))
     made.open()
     yield made
     made.close()

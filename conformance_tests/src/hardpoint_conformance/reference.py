@@ -1,11 +1,11 @@
 """The oracle of whole models: a decoder in plain torch on the CPU, in float64, and the same one in the element type of the case.
 
 Greedy tokens are judged by the logit-margin rule. The oracle runs over the text that the backend wrote, so that every token is
-judged after the same tokens before it. A token other than the oracle's is right only where the oracle prefers its own by
-no more than rounding explains: with an error of at most e in each logit, two logits change their order only when they are within
-2·e. The plain decoder in the case's type gives the size of that error, measured on the same text; a correct backend sums in other
-orders and keeps other intermediate results in that type, so its error is another draw of the same size: e is twice the largest
-error of the plain run. Nothing else is a tolerance.
+judged after the same tokens before it. A token other than the oracle's is right only where the oracle prefers its own by no more
+than rounding explains. What rounding does is measured on the same text: the plain decoder in the case's type gives the largest error
+of a logit's distance from the oracle's best. A correct backend sums in other orders and keeps other intermediate results in that
+type, so its errors are other draws of the same size: they may be twice as large. Log probabilities are judged by the error of the
+plain decoder's in the same way. Nothing else is a tolerance.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ class Judgement:
 
     Attributes:
         exact: float64[positions, vocab], logits at the positions before each judged token.
-        error: bound of the error of one logit.
+        margin: largest margin of the oracle's best over another token at which rounding may prefer that one.
+        logprob_error: bound of the error of a log probability.
         tokens: the judged tokens.
     """
 
     exact: Tensor
-    error: float
+    margin: float
+    logprob_error: float
     tokens: Tensor
 
     @property
     def ratios(self) -> Tensor:
         """The oracle's margin of its token over the one judged, by its bound; above 1 the token is wrong."""
-        margin = self.exact.max(dim=-1).values - self.exact.gather(1, self.tokens[:, None])[:, 0]
-        return margin / (2 * self.error)
+        return (self.exact.max(dim=-1).values - self.exact.gather(1, self.tokens[:, None])[:, 0]) / self.margin
 
     @property
     def decided(self) -> float:
         """Share of the positions at which only the oracle's token is right."""
         best = self.exact.topk(2, dim=-1).values
-        return float((best[:, 0] - best[:, 1] > 2 * self.error).double().mean())
+        return float((best[:, 0] - best[:, 1] > self.margin).double().mean())
 
     def check(self) -> float:
         """Raise AssertionError that names the first wrong token; return the largest ratio."""
@@ -64,15 +65,12 @@ class Judgement:
             margin = float(self.exact[at, best] - self.exact[at, self.tokens[at]])
             raise AssertionError(
                 f"token {at} is {int(self.tokens[at])}; the oracle has {best}, by a margin of {margin:.3g} "
-                f"where rounding explains {2 * self.error:.3g}; {len(wrong)} of {len(ratios)} tokens are wrong"
+                f"where rounding explains {self.margin:.3g}; {len(wrong)} of {len(ratios)} tokens are wrong"
             )
         return float(ratios.max())
 
     def check_logprobs(self, given: Sequence[TokenLogprobs]) -> float:
-        """Raise AssertionError where log probabilities differ from the oracle's by more than their bound; return the largest ratio.
-
-        A log probability is a logit less the logarithm of a sum of exponentials, which is off by no more than one logit is.
-        """
+        """Raise AssertionError where log probabilities differ from the oracle's by more than their bound; return the largest ratio."""
         exact = self.exact.log_softmax(dim=-1)
         worst = 0.0
         for at, found in enumerate(given):
@@ -80,7 +78,7 @@ class Judgement:
             assert bool(torch.isfinite(values).all()), f"token {at} has log probabilities {found.logprobs}"
             assert int(found.token_ids[0]) == int(self.tokens[at]), "the sampled token comes first"
             difference = (values - exact[at, torch.from_numpy(found.token_ids).long()]).abs().max()
-            worst = max(worst, float(difference) / (2 * self.error))
+            worst = max(worst, float(difference) / self.logprob_error)
         assert worst <= 1, f"log probabilities are off by {worst:.3g} times what rounding explains"
         return worst
 
@@ -92,14 +90,30 @@ def judge(model: Model, text: Sequence[int], prompt_len: int, dtype: DType) -> J
     assert bool(((tokens >= 0) & (tokens < vocab)).all()), f"tokens {tokens.tolist()} of a vocabulary of {vocab}"
     exact = logits(model, text[:-1], torch.float64)[prompt_len - 1 :]
     plain = logits(model, text[:-1], dtype.to_torch())[prompt_len - 1 :]
+    best = exact.argmax(dim=-1, keepdim=True)
+    distances = (plain - plain.gather(1, best)) - (exact - exact.gather(1, best))
+    logprobs = plain.log_softmax(dim=-1) - exact.log_softmax(dim=-1)
     # Logits are returned in float32, and so rounded once more.
     floor = torch.finfo(torch.float32).eps * float(exact.abs().max())
-    return Judgement(exact, FACTOR * float((plain - exact).abs().max()) + floor, tokens)
+    margin, logprob_error = (FACTOR * float(error.abs().max()) + floor for error in (distances, logprobs))
+    return Judgement(exact, margin, logprob_error, tokens)
 
 
 @torch.inference_mode()
 def logits(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return float64[tokens, vocab], computed in `dtype`, with norms, rotary angles and softmax in no less than float32."""
+    """Return float64[tokens, vocab], computed in `dtype`."""
+    head = model.weights["model.embed_tokens.weight" if model.shape.tied else "lm_head.weight"].to(dtype)
+    return (_hidden(model, text, dtype) @ head.T).double()
+
+
+@torch.inference_mode()
+def hidden_states(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return float64[tokens, hidden], after the last norm, computed in `dtype`."""
+    return _hidden(model, text, dtype).double()
+
+
+def _hidden(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Run the decoder in `dtype`, with norms, rotary angles and softmax in no less than float32."""
     shape = model.shape
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -128,8 +142,7 @@ def logits(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
         x = norm(hidden, f"{layer}.post_attention_layernorm")
         gate = functional.silu(x @ weight(f"{layer}.mlp.gate_proj").T)
         hidden = hidden + (gate * (x @ weight(f"{layer}.mlp.up_proj").T)) @ weight(f"{layer}.mlp.down_proj").T
-    head = weight("model.embed_tokens" if shape.tied else "lm_head")
-    return (norm(hidden, "model.norm") @ head.T).double()
+    return norm(hidden, "model.norm")
 
 
 def _visible(length: int, window: int | None) -> Tensor:

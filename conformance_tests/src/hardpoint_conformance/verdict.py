@@ -51,7 +51,8 @@ def judge(report: Mapping[str, Any]) -> Judgement:
     """Return what a report's results say; a pure function of them, of the claims, the waivers and the levels."""
     results: Sequence[Mapping[str, Any]] = report["results"]
     untestable = _untestable(results)
-    reasons, notes = [*_unconditional(results), *_waivers(report)], []
+    reasons = [*_unconditional(results), *_waivers(report)]
+    notes: list[str] = []
     if report["selection"]["clauses"]:
         return Judgement(Verdict.NOT_CONFORMANT if reasons else Verdict.PARTIAL, reasons, notes)
     if report["simulated"]:

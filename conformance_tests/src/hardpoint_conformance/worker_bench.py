@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from hardpoint.interfaces import (
+    DEFAULT,
     KV_CACHE,
     WEIGHTS,
     Capabilities,
@@ -18,6 +21,8 @@ from hardpoint.interfaces import (
     DType,
     ModelInfo,
     Policy,
+    Pooling,
+    SequencePooling,
     SequenceSampling,
     SleepPlan,
     SleepTier,
@@ -51,6 +56,8 @@ class Served:
     Attributes:
         tokens: the prompt, and what was generated.
         wanted: number of best log probabilities asked for; None for none.
+        sampling: parameters of `SequenceSampling` other than those of greedy sampling.
+        pooling: of an embedding request, which is not sampled.
         computed: tokens whose keys and values are in the cache.
         blocks: device blocks, in order.
         logprobs: of generated tokens, where they were asked for.
@@ -61,6 +68,8 @@ class Served:
     tokens: list[int]
     row: int
     wanted: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    pooling: Pooling | None = None
     computed: int = 0
     sampled: bool = False
     blocks: list[int] = field(default_factory=list)
@@ -125,7 +134,7 @@ class Bench:
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         width = -(-self.info.max_model_len // self.block_size)
         self._table = np.zeros((config.max_num_seqs, width), np.int32)
-        self._next_id = 1
+        self.next_id = 1
         self._finished: list[int] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -133,10 +142,13 @@ class Bench:
 
     # Sequences
 
-    def begin(self, prompt: Sequence[int], logprobs: int | None = None) -> Served:
+    def begin(
+        self, prompt: Sequence[int], logprobs: int | None = None, pooling: Pooling | None = None, **sampling: Any
+    ) -> Served:
         """Return a new sequence, of which nothing is computed."""
-        sequence = Served(self._next_id, len(prompt), list(prompt), self._free_rows.pop(), logprobs)
-        self._next_id += 1
+        row = self._free_rows.pop()
+        sequence = Served(self.next_id, len(prompt), list(prompt), row, logprobs, sampling, pooling)
+        self.next_id += 1
         self.sequences[sequence.seq_id] = sequence
         return sequence
 
@@ -157,7 +169,7 @@ class Bench:
         self.give_blocks(sequence)
         self._free_rows.append(sequence.row)
         del self.sequences[sequence.seq_id]
-        if sequence.sampled:
+        if sequence.sampled or sequence.pooling is not None:
             self._finished.append(sequence.seq_id)
 
     def forget_kv(self) -> None:
@@ -222,7 +234,7 @@ class Bench:
             token_ids += sequence.tokens[sequence.computed : end]
             positions += range(sequence.computed, end)
             slots += [sequence.blocks[at // size] * size + at % size for at in range(sequence.computed, end)]
-        sampled = [index for index, (sequence, count) in enumerate(parts) if count == sequence.pending]
+        sampled = [i for i, (sequence, count) in enumerate(parts) if count == sequence.pending and not sequence.pooling]
         new = [parts[index][0] for index in sampled if not parts[index][0].sampled]
         batch = StepBatch(
             token_ids=np.asarray(token_ids, np.int64),
@@ -243,7 +255,8 @@ class Bench:
         )
         finished, self._finished = tuple(self._finished), []
         self.swap_out, self.swap_in, self.copies = [], [], []
-        return StepInput(batch, tuple(_greedy(sequence) for sequence in new), finished)
+        pooled = {s.seq_id: SequencePooling(s.pooling, s.prompt_len) for s, _ in parts if s.pooling is not None}
+        return StepInput(batch, tuple(_sampling(sequence) for sequence in new), finished, pooled)
 
     # Sleep
 
@@ -255,9 +268,10 @@ class Bench:
             self.forget_kv()
 
 
-def _greedy(sequence: Served) -> SequenceSampling:
+def _sampling(sequence: Served) -> SequenceSampling:
     prompt = tuple(sequence.tokens[: sequence.prompt_len])
-    return SequenceSampling(sequence.seq_id, prompt, seed=0, temperature=0.0, logprobs=sequence.wanted)
+    parameters = {"seed": 0, "temperature": 0.0, **sequence.sampling}
+    return SequenceSampling(sequence.seq_id, prompt, logprobs=sequence.wanted, **parameters)
 
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> Any:
@@ -333,11 +347,13 @@ class Parts:
     Attributes:
         allocators: in the order in which they were made.
         made: names of all parts made.
+        caches: KV caches that the allocators handed out; those of workers' profiles, which are gone, among them.
     """
 
     target: Target
     allocators: list[DeviceAllocator] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
+    caches: list[ReferenceType[Tensor]] = field(default_factory=list)
 
 
 def watched(target: Target) -> Parts:
@@ -353,6 +369,7 @@ def watched(target: Target) -> Parts:
             found.made.append(part)
             if part == "allocator":
                 found.allocators.append(made)
+                made.empty = _noting_caches(made.empty, found.caches)
             return made
 
         return None if inner is None else lambda: make
@@ -360,3 +377,13 @@ def watched(target: Target) -> Parts:
     parts = {part: noting(part) for part in ("allocator", "attention", "kernels", "graph_runner", "collectives")}
     found.target = target.with_descriptor(**parts)
     return found
+
+
+def _noting_caches(empty: Callable[..., Tensor], caches: list[ReferenceType[Tensor]]) -> Callable[..., Tensor]:
+    def noting(shape: Sequence[int], dtype: DType, tag: str = DEFAULT, *more: Any, **named: Any) -> Tensor:
+        tensor = empty(shape, dtype, tag, *more, **named)
+        if tag == KV_CACHE:
+            caches.append(ReferenceType(tensor))
+        return tensor
+
+    return noting

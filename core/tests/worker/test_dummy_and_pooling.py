@@ -31,10 +31,13 @@ def test_a_dummy_batch_is_a_prefill_of_whole_sequences_in_distinct_slots(
 
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_an_embedding_does_not_depend_on_chunking(pooling: Pooling) -> None:
+    """Nor on what becomes of a chunk's memory, in which a decoder may put its next result."""
     hidden = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     whole = Pooler().add(1, pooling, hidden, ends=True)
     pooler = Pooler()
-    assert pooler.add(1, pooling, hidden[:3], ends=False) is None
+    reused = hidden[:3].clone()
+    assert pooler.add(1, pooling, reused, ends=False) is None
+    reused.fill_(9.0)
     assert pooler.add(2, pooling, torch.ones(2, 5), ends=False) is None
     in_chunks = pooler.add(1, pooling, hidden[3:], ends=True)
     assert whole is not None

@@ -18,7 +18,7 @@ from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.device_memory import MAPPED, PREREQUISITES, DeviceMemory, in_fresh_thread
 from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.levels import Level
-from hardpoint_conformance.memory import address_of, assert_holds_nothing, content, on_stream, wait_until
+from hardpoint_conformance.memory import address_of, assert_holds_nothing, content, driver_of, on_stream, wait_until
 from hardpoint_conformance.target import Target
 
 OPTIONAL = {"quirks", "host_register", "host_unregister"}
@@ -126,9 +126,7 @@ def test_a_device_that_does_not_exist_is_unavailable(target: Target, driver: Int
 @clause("driver.open.pairs@1", Level.MEMORY, facts="allocator fact 40")
 def test_open_and_close_are_counted(target: Target, driver: InterposedDriver) -> None:
     """The device stays in use until each `open` had its `close`, and can be opened again after that."""
-    base = target.driver()
-    assert base is not None
-    other = InterposedDriver(base)
+    other = InterposedDriver(driver_of(target))
     for _ in range(3):
         other.open()
         other.open()

@@ -14,7 +14,7 @@ from hardpoint_conformance.clauses import clause, proves
 from hardpoint_conformance.fault_matrix import OPERATIONS, InterposedTarget, Operation, run_operation
 from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.levels import Level
-from hardpoint_conformance.memory import Block, PoolMemory, assert_holds_nothing, content, differences
+from hardpoint_conformance.memory import Block, PoolMemory, assert_holds_nothing, content, differences, driver_of
 from hardpoint_conformance.target import Target
 
 
@@ -76,8 +76,6 @@ def test_out_of_memory_on_wake_undoes_it(pool_memory: PoolMemory) -> None:
 def test_any_failing_call_leaves_the_state_before(target: Target, operation: Operation, tmp_path: Path) -> None:
     """Whichever call of the driver fails within an operation: a typed error with the state before, all bytes and nothing leaked, after
     which the operation succeeds; or no error, where the failure costs nothing, and all of the work done."""
-    if target.descriptor.driver is None:
-        pytest.skip("not testable here: this backend's allocator is its own")
     interposed = InterposedTarget(target)
     if operation.elastic and not interposed.elastic:
         interposed.finish()
@@ -153,10 +151,7 @@ def test_memory_that_is_not_taken_back_is_tried_again(pool_memory: PoolMemory, e
 @pytest.mark.parametrize("entry", ["open", "geometry", "quirks"])
 def test_a_device_that_cannot_be_opened_is_not_kept_open(target: Target, entry: str) -> None:
     """Where opening a device fails at any of its calls the error is typed and the device is closed again; the next attempt works."""
-    base = target.driver()
-    if base is None:
-        pytest.skip("not testable here: this backend's allocator is its own")
-    driver = InterposedDriver(base)
+    driver = InterposedDriver(driver_of(target))
     if entry not in driver.entries:
         return  # nothing to fail
     driver.fail(entry)
@@ -211,10 +206,7 @@ def test_a_failure_is_a_typed_error(
 def test_host_memory_that_cannot_be_pinned(target: Target, status: DriverStatus) -> None:
     """Where pinning is unsupported, backups go to ordinary host memory; where the host has no memory to pin, the sleep is refused with
     HostBudgetExceeded and everything stays awake."""
-    base = target.driver()
-    if base is None:
-        pytest.skip("not testable here: this backend's allocator is its own")
-    memory = PoolMemory(base)
+    memory = PoolMemory(InterposedDriver(driver_of(target)))
     block = memory.filled(content(2 * memory.unit))
     memory.driver.fail("host_register", times=-1, status=status)
     if status is DriverStatus.OUT_OF_MEMORY and "host_register" in memory.driver.entries:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hardpoint.interfaces import (
-    AttentionFeature,
     Capabilities,
     Determinism,
     DeviceAllocator,
@@ -19,9 +18,9 @@ from hardpoint.interfaces import (
     StepBatch,
 )
 from hardpoint_conformance.batches import (
+    DTYPES,
     UNWRITTEN,
     Bench,
-    Case,
     Layout,
     Placement,
     Span,
@@ -41,24 +40,11 @@ from hardpoint_conformance.claims import members
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
-from hardpoint_conformance.suite.test_l2_attention import DTYPES
 from hardpoint_conformance.target import Target
 
 LEVEL = Level.ATTENTION_EXTENDED
 NAN = float("nan")
 LENGTHS = (37, 70, 1, 140, 64)
-
-
-def some_spans(case: Case, claims: Capabilities) -> list[list[Span]]:
-    """Return steps over a case: decodes, prompts, and a mixed one with a chunk where that is claimed."""
-    features = claims.attention.features
-    found = [case.last(), case.whole()]
-    if {AttentionFeature.MIXED_BATCH, AttentionFeature.CHUNKED_PREFILL} <= features:
-        mixed = [
-            Span(seq, length - 1 if seq % 2 == 0 else length // 2, length) for seq, length in enumerate(case.lengths)
-        ]
-        found.append(mixed)
-    return found
 
 
 def assert_same(
@@ -83,7 +69,7 @@ def test_permuted_blocks(
     one = Bench(target, case, rng=rng)
     moved = one.placement.moved(rng.permutation(one.placement.num_blocks))
     other = Bench(target, case, rng=rng, placement=moved)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         ones, others = one.run(spans), other.run(spans)
         check(case, spans, ones, quality)
         check(case, spans, others, quality)
@@ -127,7 +113,7 @@ def test_leftover_entries(
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
     one = Bench(target, case, rng=rng)
     other = Bench(target, case, rng=rng, placement=_with_leftovers(one.placement, 0))
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         ones, others = one.run(spans), other.run(spans)
         check(case, spans, others, quality)
         assert_same(claims, ones, others)
@@ -213,7 +199,7 @@ def _poisoned(
     block_size = Bench(target, case).plan.block_size
     scattered = place(rng, case.lengths, block_size, first=1)
     bench = Bench(target, case, rng=rng, placement=_with_leftovers(scattered, 0))
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         clean = bench.image(bench.before(spans))
         bench.load(clean)
         expected = bench.proceed(spans)
@@ -293,7 +279,7 @@ def test_poison_in_padding(
     """Queries, keys and values of padding tokens may be NaN: they change no result and are not written to the cache."""
     case = make_case(rng, plain_layer(claims), dtype, [37, 70, 64])
     bench = Bench(target, case, rng=rng)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         outs = bench.run(spans, Layout(padding_tokens=5, padding=NAN))
         check(case, spans, outs, quality)
         assert not bench.cache.isnan().any()
@@ -312,13 +298,13 @@ def test_padding_tokens(
     output: what was there, or a number."""
     case = make_case(rng, plain_layer(claims), dtype, [37, 70, 64])
     bench = Bench(target, case, rng=rng)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         bench.load(image := bench.image(bench.before(spans)))
         step = bench.step(spans, Layout(padding_tokens=tokens))
         bench.execute(step)
         check(case, spans, bench.outputs(step), quality)
         assert step.out[0][-tokens:].isfinite().all()
-        assert same_bits(bench.cache, _with_new_tokens(bench, image, spans))
+        assert same_bits(bench.cache, bench.written(image, spans))
 
 
 @clause("attn.padding.sequences@1", LEVEL, capability="attention", facts="attention test J")
@@ -331,24 +317,12 @@ def test_padding_sequences(
     tokens."""
     case = make_case(rng, plain_layer(claims), dtype, [37, 70, 64])
     bench = Bench(target, case, rng=rng)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         bench.load(image := bench.image(bench.before(spans)))
         step = bench.step(spans, Layout(padding_tokens=seqs // 2, padding_seqs=seqs))
         bench.execute(step)
         check(case, spans, bench.outputs(step), quality)
-        assert same_bits(bench.cache, _with_new_tokens(bench, image, spans))
-
-
-def _with_new_tokens(bench: Bench, image: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Return a cache's image after a step has written its keys and values."""
-    after = image.clone()
-    view = bench.canonical(after)
-    for span in spans:
-        for index, case in enumerate(bench.cases):
-            block, offset = bench.slots(span.seq, span.begin, span.end)
-            view[index, 0, block, :, offset] = case.k[span.seq][span.begin : span.end].to(after.dtype)
-            view[index, 1, block, :, offset] = case.v[span.seq][span.begin : span.end].to(after.dtype)
-    return after
+        assert same_bits(bench.cache, bench.written(image, spans))
 
 
 @clause("attn.bounds.sentinels@1", LEVEL, capability="attention", facts="attention test K")
@@ -361,14 +335,14 @@ def test_sentinels(
     between the rows of an output with strides, nor elsewhere in the cache."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
     bench = Bench(target, case, rng=rng)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         bench.load(image := bench.image(bench.before(spans)))
         step = bench.step(spans, Layout(strided=strided))
         bench.execute(step)
         check(case, spans, bench.outputs(step), quality)
         assert bench.guards_intact()
         assert step.guards_intact()
-        assert same_bits(bench.cache, _with_new_tokens(bench, image, spans))
+        assert same_bits(bench.cache, bench.written(image, spans))
         if strided:
             whole, heads = step.buffers[0].tensor, case.layer.num_heads
             assert (whole[:, :1] == UNWRITTEN).all()
@@ -384,7 +358,7 @@ def test_strides(
     and outputs inside a wider buffer, give the oracle's result."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
     bench = Bench(target, case, rng=rng)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         check(case, spans, bench.run(spans, Layout(strided=True)), quality)
 
 
@@ -432,7 +406,7 @@ def test_order_of_sequences(
     batch-invariant."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
     bench = Bench(target, case, rng=rng)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         ones = bench.run(spans)
         others = bench.run(spans, Layout(order=tuple(rng.permutation(len(spans)).tolist())))
         check(case, spans, others, quality)
@@ -448,7 +422,7 @@ def test_host_buffers_are_reused(
     has finished, changes no result."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
     bench = Bench(target, case, rng=rng)
-    for spans in some_spans(case, claims):
+    for spans in case.steps(claims):
         bench.load(bench.image(bench.before(spans)))
         step = bench.step(spans)
         starts = step.batch.query_start.copy()

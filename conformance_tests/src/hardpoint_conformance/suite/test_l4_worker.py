@@ -18,9 +18,11 @@ from hardpoint.interfaces import (
     WEIGHTS,
     Capabilities,
     DType,
+    Pooling,
     SleepTier,
     StepInput,
 )
+from hardpoint.interfaces.batch import FloatArray
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
     ConfigError,
@@ -37,7 +39,7 @@ from hardpoint.interfaces.errors import (
 from hardpoint_conformance.clauses import clause, over, proves
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
-from hardpoint_conformance.reference import judge
+from hardpoint_conformance.reference import FACTOR, hidden_states, judge
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model, write_checkpoint
 from hardpoint_conformance.worker_bench import (
@@ -304,6 +306,23 @@ def test_abort_in_the_middle(bench: Bench, model: Model, rng: np.random.Generato
     check_tokens(model, [stays, *late], bench.info.dtype, quality)
 
 
+@clause("worker.execute.id-reuse@1", Level.WORKER)
+def test_finished_sequences_are_forgotten(bench: Bench, model: Model, quality: Quality) -> None:
+    """Once a worker was told that a sequence is finished, the same id is a new sequence, sampled as that one asks."""
+    first = bench.begin(PROMPT, temperature=3.0, seed=7, allowed_token_ids=(3, 4))
+    bench.run([first], 3)
+    bench.finish(first)
+    half = bench.begin(PROMPT, pooling=Pooling.MEAN)
+    bench.step({half.seq_id: 9})
+    bench.finish(half)
+    bench.step({})
+    for seq_id in (first.seq_id, half.seq_id):
+        bench.next_id = seq_id
+        again = bench.begin(PROMPT, 2)
+        bench.run([again], 4)
+        check_tokens(model, [again], bench.info.dtype, quality)
+
+
 @clause("worker.execute.failure@1", Level.WORKER, facts="6.3 failing rank")
 def test_a_failing_step_is_reported(target: Target, model: Model, quality: Quality) -> None:
     """An error inside a step comes out of execute, and the next step works."""
@@ -344,6 +363,83 @@ class _Fault:
             return attention
 
         return target.with_descriptor(attention=lambda: make)
+
+
+# Sampling and embeddings
+
+
+def _sampled(bench: Bench, count: int = 6, **sampling: Any) -> list[int]:
+    sequence = bench.begin(PROMPT, **sampling)
+    bench.run([sequence], count)
+    bench.finish(sequence)
+    return sequence.generated
+
+
+@clause("worker.sampling.limits@1", Level.WORKER)
+def test_limits_of_what_is_sampled(bench: Bench) -> None:
+    """Only allowed tokens are sampled, a large enough bias decides, and stop tokens are masked until there are enough tokens."""
+    allowed = (3, 70, 141)
+    assert set(_sampled(bench, allowed_token_ids=allowed)) <= set(allowed)
+    assert set(_sampled(bench, allowed_token_ids=allowed, temperature=3.0, seed=4)) <= set(allowed)
+    assert _sampled(bench, count=3, logit_bias={77: 1e4}) == [77] * 3
+    stop, *_ = _sampled(bench, count=1)
+    held_back = _sampled(bench, count=4, stop_token_ids=frozenset({stop}), min_tokens=3, logit_bias={stop: 1e4})
+    assert stop not in held_back[:3]
+    assert held_back[3] == stop
+
+
+@clause("worker.sampling.seeded@1", Level.WORKER)
+def test_draws_depend_on_their_seed(bench: Bench, rng: np.random.Generator, model: Model) -> None:
+    """Drawn tokens depend on the sequence's seed and nothing else: not on its id, its company, or how often it was drawn before."""
+    first = _sampled(bench, temperature=2.0, seed=11)
+    assert _sampled(bench, temperature=2.0, seed=11) == first
+    company = [bench.begin(prompt, temperature=1.0, seed=3) for prompt in random_prompts(rng, model, [7, 30])]
+    sequence = bench.begin(PROMPT, temperature=2.0, seed=11)
+    bench.run([*company, sequence], 6)
+    assert sequence.generated == first
+    others = {tuple(_sampled(bench, temperature=2.0, seed=seed)) for seed in range(20, 26)}
+    assert len(others) > 3, "other seeds draw other tokens"
+
+
+@clause("worker.sampling.top-k@1", Level.WORKER)
+def test_top_k(bench: Bench, model: Model, quality: Quality) -> None:
+    """With top_k of 1 a drawn token is the oracle's, at any temperature; with 4 it is one of the oracle's best four."""
+    greedy = bench.begin(PROMPT, temperature=5.0, top_k=1, seed=1)
+    bench.run([greedy], 4)
+    check_tokens(model, [greedy], bench.info.dtype, quality)
+    drawn = [bench.begin(PROMPT, temperature=5.0, top_k=4, seed=seed) for seed in range(6)]
+    bench.run(drawn, 3)
+    for sequence in drawn:
+        judged = judge(model, sequence.tokens, sequence.prompt_len, bench.info.dtype)
+        fourth = judged.exact.topk(4, dim=-1).values[:, 3]
+        chosen = judged.exact.gather(1, judged.tokens[:, None])[:, 0]
+        assert bool((fourth - chosen <= 2 * judged.margin).all())
+    assert len({tuple(sequence.tokens) for sequence in drawn}) > 1, "at a temperature of 5 not all draws are the same"
+
+
+@pytest.mark.parametrize("chunk", [256, 7])
+@pytest.mark.parametrize("pooling", list(Pooling), ids=str)
+@clause("worker.execute.pooling@1", Level.WORKER)
+def test_embeddings(bench: Bench, model: Model, pooling: Pooling, chunk: int, quality: Quality) -> None:
+    """An embedding request's prompt, whole or in chunks, gives its pooled hidden states once, with the step that ends it, and no token."""
+    dtype = bench.info.dtype.to_torch()
+    exact, plain = (hidden_states(model, PROMPT, kind) for kind in (torch.float64, dtype))
+    rows = {Pooling.LAST: exact[-1], Pooling.CLS: exact[0], Pooling.MEAN: exact.mean(dim=0)}
+    sequence = bench.begin(PROMPT, pooling=pooling)
+    found: dict[int, FloatArray] = {}
+    while sequence.pending:
+        assert not found, "before the prompt ends there is no embedding"
+        output = bench.step({sequence.seq_id: min(chunk, sequence.pending)})
+        assert len(output.token_ids) == 0
+        found = dict(output.embeddings)
+    assert found.keys() == {sequence.seq_id}
+    embedding = found[sequence.seq_id]
+    assert embedding.dtype == np.float32
+    assert embedding.shape == (model.shape.hidden,)
+    error = float((torch.from_numpy(embedding).double() - rows[pooling]).abs().max())
+    bound = FACTOR * float((plain - exact).abs().max())
+    quality.note(error / bound)
+    assert error <= bound
 
 
 # Blocks
@@ -756,6 +852,33 @@ def test_books_around_a_sleep(bench: Bench) -> None:
     assert woken.still_asleep == after.asleep == frozenset()
     for tag, books in before.tags.items():
         assert (after.tags[tag].allocated, after.tags[tag].mapped) == (books.allocated, books.mapped), tag
+
+
+@clause(
+    "worker.sleep.addresses@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 1, allocator fact 42"
+)
+def test_the_cache_stays_where_it_is(parts: Parts, model: Model, quality: Quality) -> None:
+    """After sleep and wake the worker's KV cache is at the same address, with the live blocks' bytes, and no other one is made."""
+    with running(parts.target, model) as bench:
+        sequence = bench.begin(PROMPT, 2)
+        bench.run([sequence], 3)
+        (cache,) = [tensor for noted in parts.caches if (tensor := noted()) is not None]
+        address, made = cache.data_ptr(), len(parts.caches)
+        axis = bench.info.attention.kv_cache.axes.index("block") + 1
+        live = torch.tensor(sequence.blocks, device=cache.device)
+        before = cache.index_select(axis, live).cpu()
+        bench.worker.sleep(level_plan(1, live_blocks=sequence.blocks))
+        bench.worker.wake()
+        assert cache.data_ptr() == address
+        assert len(parts.caches) == made
+        held = cache.index_select(axis, live).cpu()
+        assert torch.equal(held.view(torch.uint8), before.view(torch.uint8))
+        cache.zero_()
+        bench.forget_kv()
+        bench.run([sequence], 5)
+        assert int(cache.index_select(axis, live).count_nonzero()) > 0, "the worker uses another cache"
+        check_tokens(model, [sequence], bench.info.dtype, quality)
+        del cache
 
 
 @clause("worker.sleep.repeated@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 9")

@@ -31,7 +31,8 @@ class Pooler:
             return _to_numpy(hidden[-1]) if ends else None
         total, count = self._partial.pop(seq_id, (None, 0))
         if pooling is Pooling.CLS:
-            state, count = (hidden[0] if total is None else total), 1
+            # A decoder may write its next step's result to the same memory.
+            state, count = (hidden[0].clone() if total is None else total), 1
         else:
             chunk = hidden.float().sum(dim=0)
             state, count = (chunk if total is None else total + chunk), count + len(hidden)

@@ -1,0 +1,225 @@
+"""Level 6: steps captured into device graphs and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hardpoint.interfaces import (
+    KV_CACHE,
+    Capabilities,
+    DeviceAllocator,
+    DType,
+    GraphLevel,
+    GraphRunner,
+    Refusal,
+    SleepPlan,
+)
+from hardpoint_conformance.batches import (
+    Bench,
+    Case,
+    Layout,
+    Span,
+    Step,
+    check,
+    dtypes_claimed,
+    make_case,
+    plain_layer,
+    request_of,
+    synchronise,
+)
+from hardpoint_conformance.clauses import clause, proves
+from hardpoint_conformance.levels import Level
+from hardpoint_conformance.plugin import Quality
+from hardpoint_conformance.target import Target
+
+LEVEL = Level.STRESS
+LENGTHS = (40, 75, 9, 130)
+_GRAPHS = "attention.graphs"
+
+
+class Captured:
+    """Attention of decodes, captured for several numbers of sequences and replayed over one cache.
+
+    Args:
+        allocator: whose memory the cache is in.
+        sizes: numbers of sequences to capture, the largest first.
+    """
+
+    def __init__(
+        self, target: Target, claims: Capabilities, rng: np.random.Generator, sizes: Sequence[int] = (len(LENGTHS),)
+    ) -> None:
+        self.case: Case = make_case(rng, plain_layer(claims), dtypes_claimed(claims)[0], LENGTHS)
+        self.allocator: DeviceAllocator = target.allocator()
+        self.runner: GraphRunner = target.descriptor.make("graph_runner", target.device)
+        plain = Bench(target, self.case, rng=rng)
+        assert plain.plan.graph_level is not GraphLevel.NONE, "graphs are claimed and not planned"
+        cache = self.allocator.empty(plain.spec.shape(plain.placement.num_blocks), plain.spec.dtype, KV_CACHE)
+        self.bench = Bench(target, self.case, rng=rng, placement=plain.placement, cache=cache)
+        self._steps: dict[int, Step] = {}
+        attention = self.bench.attention
+        attention.begin_capture(self.bench.plan, max(sizes))
+        self.load(self.early())
+        for size in sizes:
+            step = self.bench.step(self.early()[:size])
+            self._steps[size] = step
+            metadata = attention.prepare(self.bench.plan, step.batch)
+
+            def run(step: Step = step, metadata: object = metadata) -> None:
+                self.bench.write(step, metadata)
+                self.bench.forward(step, metadata)
+
+            self.runner.capture(size, run)
+        attention.end_capture()
+
+    def early(self) -> list[Span]:
+        """Return decodes near the beginning of each sequence."""
+        return [Span(seq, 3 + seq, 4 + seq) for seq in range(len(LENGTHS))]
+
+    def late(self) -> list[Span]:
+        """Return decodes at the end of each sequence."""
+        return self.case.last()
+
+    def load(self, spans: Sequence[Span]) -> None:
+        """Put what precedes these spans into the cache."""
+        self.bench.load(self.bench.image(self.bench.before(spans)))
+
+    def replay(self, spans: Sequence[Span], size: int = len(LENGTHS)) -> list[Tensor]:
+        """Replay the graph of `size` sequences for these spans, the rest of it padding; return their outputs."""
+        captured = self._steps[size]
+        padding = size - len(spans)
+        step = self.bench.step(spans, Layout(padding_tokens=padding, padding_seqs=padding))
+        for place, values in ((captured.q, step.q), (captured.k, step.k), (captured.v, step.v)):
+            place[0].copy_(values[0])
+        captured.out[0].fill_(float("nan"))
+        self.bench.attention.prepare(self.bench.plan, step.batch)
+        self.runner.replay(size)
+        synchronise(self.bench.device)
+        assert captured.guards_intact(), "a replay wrote beside its outputs"
+        host = captured.out[0].cpu()
+        found = {span: host[place : place + 1] for place, span in enumerate(step.order)}
+        return [found[index] for index in range(len(spans))]
+
+    def check(self, spans: Sequence[Span], quality: Quality, size: int = len(LENGTHS)) -> None:
+        """Load what precedes the spans, replay, and compare with the oracle."""
+        self.load(spans)
+        check(self.case, spans, self.replay(spans, size), quality)
+
+    def close(self) -> None:
+        """Drop graphs and memory."""
+        self.runner.reset()
+        del self.bench
+        self.allocator.close()
+
+
+@pytest.fixture
+def graphs(target: Target, claims: Capabilities, rng: np.random.Generator) -> Iterator[Captured]:
+    """A captured step."""
+    captured = Captured(target, claims, rng)
+    yield captured
+    captured.close()
+
+
+@clause("graph.replay.inputs@1", LEVEL, capability=_GRAPHS, facts="attention test P")
+def test_replay_reads_the_inputs_of_now(graphs: Captured, quality: Quality) -> None:
+    """A replay computes from what is at the addresses of the capture now: queries, keys, values and cache."""
+    graphs.check(graphs.early(), quality)
+    for tensors in (graphs.case.q, graphs.case.k, graphs.case.v):
+        for tensor in tensors:
+            tensor.copy_(tensor.roll(1, 0))
+    graphs.check(graphs.early(), quality)
+
+
+@clause("graph.replay.metadata@1", LEVEL, capability=_GRAPHS, facts="attention test P")
+def test_replay_takes_the_metadata_of_now(graphs: Captured, quality: Quality) -> None:
+    """After `prepare` of another batch a replay uses its context lengths, its slots and its rows, not those of the capture."""
+    for spans in (graphs.late(), graphs.early(), graphs.late()[::-1]):
+        graphs.check(spans, quality)
+
+
+@pytest.mark.parametrize("live", [1, 2, 3])
+@clause("graph.replay.padded@1", LEVEL, capability=_GRAPHS, facts="attention test P, attention test J")
+def test_replay_of_a_smaller_batch(graphs: Captured, live: int, quality: Quality) -> None:
+    """A replay with fewer sequences than were captured, the rest padding, is right and writes nothing for the padding."""
+    spans = graphs.late()[:live]
+    graphs.load(spans)
+    before = graphs.bench.cache.cpu().clone()
+    check(graphs.case, spans, graphs.replay(spans), quality)
+    after = graphs.bench.cache.cpu()
+    for span in spans:
+        for cache in (before, after):
+            block, offset = graphs.bench.slots(span.seq, span.begin, span.end)
+            graphs.bench.canonical(cache)[:, :, block, :, offset] = 0
+    assert torch.equal(before, after), "the padding was written to the cache"
+
+
+@clause("graph.capture.sizes@1", LEVEL, capability=_GRAPHS, facts="attention test P")
+def test_graphs_of_several_sizes(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality
+) -> None:
+    """Graphs of several sizes, captured the largest first, are each right whatever was replayed before."""
+    captured = Captured(target, claims, rng, sizes=(4, 2, 1))
+    try:
+        for size in (1, 4, 2, 1):
+            captured.check(captured.late()[:size], quality, size)
+    finally:
+        captured.close()
+
+
+@clause("graph.replay.no-allocation@1", LEVEL, capability=_GRAPHS, facts="attention test P")
+def test_replay_allocates_nothing(graphs: Captured, quality: Quality) -> None:
+    """Replays take no memory: neither the allocator's books nor the graphs' own bytes change."""
+    graphs.check(graphs.late(), quality)
+    books, held = graphs.allocator.stats(), graphs.runner.resident_bytes()
+    assert held >= 0
+    on_device = _allocated(graphs.bench.device)
+    for _ in range(5):
+        graphs.runner.replay(len(LENGTHS))
+    synchronise(graphs.bench.device)
+    assert graphs.allocator.stats() == books
+    assert graphs.runner.resident_bytes() == held
+    assert _allocated(graphs.bench.device) == on_device
+
+
+def _allocated(device: torch.device) -> int:
+    """Return the bytes that torch allocated on an accelerator; 0 where it keeps no account."""
+    return 0 if device.type == "cpu" else int(torch.accelerator.memory_allocated(device))
+
+
+@clause("graph.replay.after-sleep@1", LEVEL, capability=_GRAPHS, facts="allocator fact 7, attention test P")
+@proves("memory.sleep.1")
+def test_replay_after_sleep_and_wake(graphs: Captured, quality: Quality) -> None:
+    """A graph that was captured before a sleep replays after wake over the restored cache, and over what is written to it then."""
+    spans = graphs.late()
+    graphs.load(spans)
+    graphs.allocator.sleep(SleepPlan())
+    graphs.allocator.wake()
+    check(graphs.case, spans, graphs.replay(spans), quality)
+    graphs.check(graphs.early(), quality)
+
+
+@clause("graph.reset@1", LEVEL, capability=_GRAPHS)
+def test_unknown_graphs(graphs: Captured, quality: Quality) -> None:
+    """A replay of what was not captured is a KeyError; reset drops all graphs, and their memory."""
+    with pytest.raises(KeyError):
+        graphs.runner.replay(len(LENGTHS) + 1)
+    graphs.check(graphs.late(), quality)
+    graphs.runner.reset()
+    assert graphs.runner.resident_bytes() == 0
+    with pytest.raises(KeyError):
+        graphs.runner.replay(len(LENGTHS))
+
+
+@clause("graph.unclaimed.none@1", LEVEL, capability=_GRAPHS, refusal=True)
+def test_no_graphs_where_none_are_claimed(target: Target, claims: Capabilities) -> None:
+    """Where graphs are not claimed, no plan offers them: the engine never captures a step that cannot be."""
+    attention = target.attention()
+    for dtype in dtypes_claimed(claims):
+        plan = attention.plan(request_of([plain_layer(claims)], DType(dtype)))
+        assert not isinstance(plan, Refusal)
+        assert plan.graph_level is GraphLevel.NONE
+    assert claims.attention.graph_level is attention.capabilities().graph_level
