@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -144,7 +145,8 @@ def test_plan_names_every_obstacle(attention: AttentionBackend, claims: Capabili
     assert isinstance(answer, Refusal)
     assert len(answer.reasons) >= 3, answer.reasons
     for number in asked:
-        assert any(str(number) in reason for reason in answer.reasons), f"no reason names {number}: {answer.reasons}"
+        named = any(re.search(rf"\b{number}\b", reason) for reason in answer.reasons)
+        assert named, f"no reason names {number}: {answer.reasons}"
 
 
 # Results
