@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,17 @@ from hardpoint_conformance.examine import Examination, examine
 from hardpoint_conformance.groups import GroupRunner, shortened
 from hardpoint_conformance.levels import PROFILES, Level
 from hardpoint_conformance.outcomes import Outcome
-from hardpoint_conformance.report import FOUND, SCHEMA, canonical, collect, finish, list_sha256, select, suite_version
+from hardpoint_conformance.report import (
+    FOUND,
+    SCHEMA,
+    CollectionFailed,
+    canonical,
+    collect,
+    finish,
+    list_sha256,
+    select,
+    suite_version,
+)
 from hardpoint_conformance.waivers import apply_waivers, unknown
 
 PROGRESS = "progress.jsonl"
@@ -88,14 +98,22 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
         examination = examine(settings.backend, settings.device, scratch)
         if examination.usage:
             raise UsageError(examination.problem)
+        everything = []
+        if not examination.problem:
+            assert examination.claims is not None
+            try:
+                everything = collect(examination.claims, scratch, explore=settings.explore)
+            except CollectionFailed:
+                if not examination.contradictions:
+                    raise
+                problem = "no tests can be made for what it claims: " + "; ".join(examination.contradictions)
+                examination = replace(examination, claims=None, problem=problem)
         if examination.problem:
             tests = [_found_test()]
             results = [_failed_examination(tests[0], examination.problem, settings)]
             progress.begin(examination, tests, 0)
             progress.result(results[0])
         else:
-            assert examination.claims is not None
-            everything = collect(examination.claims, scratch, explore=settings.explore)
             tests = _chosen(everything, settings)
             results = _results(settings, examination, tests, scratch, progress)
     results = apply_waivers(results, settings.waivers, examination.backend["version"])
