@@ -2,10 +2,10 @@
 
 Greedy tokens are judged by the logit-margin rule. The oracle runs over the text that the backend wrote, so that every token is
 judged after the same tokens before it. A token other than the oracle's is right only where the oracle prefers its own by no more
-than rounding explains. What rounding does is measured on the same text: the plain decoder in the case's type gives the largest error
-of a logit's distance from the oracle's best. A correct backend sums in other orders and keeps other intermediate results in that
-type, so its errors are other draws of the same size: they may be twice as large. Log probabilities are judged by the error of the
-plain decoder's in the same way. Nothing else is a tolerance.
+than rounding explains. What rounding does is measured on the same text, prompt included: the plain decoder in the case's type gives
+the largest error of a logit's distance from the oracle's best. A correct backend sums in other orders and keeps other intermediate
+results in that type, so its errors are other draws of the same size: they may be twice as large. Log probabilities are judged by
+the error of the plain decoder's in the same way. Nothing else is a tolerance.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ def judge(model: Model, text: Sequence[int], prompt_len: int, dtype: DType) -> J
     tokens = torch.tensor(text[prompt_len:], dtype=torch.int64)
     vocab = model.shape.vocab
     assert bool(((tokens >= 0) & (tokens < vocab)).all()), f"tokens {tokens.tolist()} of a vocabulary of {vocab}"
-    exact = logits(model, text[:-1], torch.float64)[prompt_len - 1 :]
-    plain = logits(model, text[:-1], dtype.to_torch())[prompt_len - 1 :]
+    # The prompt's positions count for the error too: a few tokens alone would be few draws of it.
+    exact, plain = logits(model, text[:-1], torch.float64), logits(model, text[:-1], dtype.to_torch())
     best = exact.argmax(dim=-1, keepdim=True)
     distances = (plain - plain.gather(1, best)) - (exact - exact.gather(1, best))
     logprobs = plain.log_softmax(dim=-1) - exact.log_softmax(dim=-1)
     # Logits are returned in float32, and so rounded once more.
     floor = torch.finfo(torch.float32).eps * float(exact.abs().max())
     margin, logprob_error = (FACTOR * float(error.abs().max()) + floor for error in (distances, logprobs))
-    return Judgement(exact, margin, logprob_error, tokens)
+    return Judgement(exact[prompt_len - 1 :], margin, logprob_error, tokens)
 
 
 @torch.inference_mode()

@@ -376,7 +376,10 @@ def test_released_memory_can_be_taken_again_without_end(driver: InterposedDriver
 @pytest.mark.parametrize("entry", PREREQUISITES)
 def test_every_entry_works_on_a_fresh_thread(device: DeviceMemory, entry: str) -> None:
     """Every entry may be called from a thread that has never used the device, and from another than those before it."""
-    for step in (*PREREQUISITES[entry], entry):
+    steps = (*PREREQUISITES[entry], entry)
+    here = DeviceMemory(device.driver, device.size).do(*steps)
+    here.close()
+    for step in steps:
         in_fresh_thread(lambda step=step: device.do(step))  # type: ignore[misc]
     if entry == "copy_to_host":
         device.do("stream_synchronize")
@@ -452,12 +455,16 @@ def test_pinned_host_memory_is_copied_alike(device: DeviceMemory) -> None:
 @clause("driver.errors.nothing-changed@1", Level.MEMORY, facts="allocator fact 18, allocator fact 21")
 @pytest.mark.parametrize("entry", ["create", "reserve"])
 def test_an_impossible_size_is_an_error_that_says_so(driver: InterposedDriver, entry: str) -> None:
-    """A size that no device has is an error with the vendor's call and a text; nothing is taken, and the next call works."""
+    """A size that no device has is an error with the vendor's call and a text; nothing is taken, no result is set, and the next call
+    works."""
     geometry = driver.geometry()
     size = (1 << 62) // geometry.granularity * geometry.granularity
+    result = ctypes.c_uint64(12345)
+    arguments = (size, 0) if entry == "reserve" else (size,)
     with pytest.raises((DriverError, DeviceOutOfMemory)) as caught:
-        getattr(driver, entry)(size)
+        driver._call(entry, *arguments, ctypes.byref(result))
     assert caught.value.found
+    assert result.value == 12345
     device = DeviceMemory(driver, geometry.granularity).do(*MAPPED, "stream_create", "fill")
     assert read(device) == b"\x5a" * geometry.granularity
     device.close()

@@ -53,8 +53,8 @@ def _few_head_dims(claims: Capabilities) -> list[int]:
 
 
 def _few_groups(claims: Capabilities) -> list[int]:
-    usual = nearest(claims.attention.group_sizes, 2)
-    return sorted({usual, *(group for group in (1, 2, 3, 4, 7, 8) if group in claims.attention.group_sizes)})
+    groups = members(claims.attention.group_sizes, 128)
+    return [group for group in (1, 2, 3, 4, 7, 8) if group in groups] or list(groups[:1])
 
 
 def _few_block_sizes(claims: Capabilities) -> list[int]:

@@ -549,7 +549,7 @@ def test_unclaimed_types_are_refused(target: Target, model: Model, dtype: DType)
     kv_dtype=lambda claims: [
         dtype
         for dtype in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8, DType.INT64)
-        if dtype not in claims.attention.kv_dtypes.get(usual_dtype(claims), ())
+        if not any(dtype in kept for kept in claims.attention.kv_dtypes.values())
     ]
 )
 @clause("worker.refuse.kv-dtype@1", Level.WORKER)
