@@ -11,8 +11,9 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: check clean demo device-check fault-matrix help install lint peers sanitize test test-headers test-portable test-torch \
-	test-torch-ascend test-torch-cuda typecheck
+.PHONY: check ci-checks clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm demo \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers test-portable \
+	test-torch test-torch-ascend test-torch-cuda typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,8 +52,7 @@ fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation 
 test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)
 	$(PYTHON) tests/headers/check_headers.py
 
-test-torch: $(STAMP)  ## Real builds of torch over the simulated drivers (downloads them once)
-	$(MAKE) --no-print-directory -j2 -Otarget test-torch-cuda test-torch-ascend
+test-torch: test-torch-cuda test-torch-ascend  ## Real builds of torch over the simulated drivers (downloads them once)
 
 test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 	scripts/test_torch.sh $*
@@ -73,11 +73,38 @@ DEVICE_CHECK ?=
 device-check: $(wildcard $(STAMP))  ## Every check of real hardware; explains itself where there is none (DEVICE_CHECK=--simulated)
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) scripts/device_check.py $(DEVICE_CHECK)
 
-sanitize: $(STAMP)  ## The native tests under AddressSanitizer, UndefinedBehaviourSanitizer and ThreadSanitizer
+sanitize: sanitize-addresses sanitize-threads  ## The native tests under AddressSanitizer, UndefinedBehaviourSanitizer and ThreadSanitizer
+
+sanitize-addresses: $(STAMP)
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
+
+sanitize-threads: $(STAMP)
 	PYTHON=$(BIN)/python scripts/test_variant.sh tsan
 
-check: test test-torch test-headers test-portable sanitize  ## Everything that CI runs
+# New reports go to build/conformance; those that are committed (docs/reports) are checked for being complete and of this suite.
+conformance: conformance-cpu conformance-cuda conformance-rocm conformance-ascend conformance-committed  ## The conformance suite on the CPU backend, and on the vendors' drivers over simulated ones
+
+conformance-cpu: $(STAMP)
+	$(BIN)/hardpoint conformance run --backend cpu --profile full --report build/conformance/cpu
+	$(BIN)/hardpoint conformance verify build/conformance/cpu/report.json
+
+conformance-cuda conformance-rocm conformance-ascend: conformance-%: $(STAMP)
+	$(BIN)/hardpoint conformance run --backend $* --simulated --profile memory --report build/conformance/$*
+	$(BIN)/hardpoint conformance verify build/conformance/$*/report.json
+
+conformance-committed: $(STAMP)
+	for report in docs/reports/*.json; do $(BIN)/hardpoint conformance verify $$report || exit 1; done
+	$(BIN)/hardpoint conformance table docs/reports/*.json --check README.md
+
+selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, and 20 seeds raise no false alarm
+	$(BIN)/hardpoint conformance selftest --seeds 20 --report build/conformance/selftest
+
+CHECKS := test-headers test-portable sanitize test-torch conformance selftest
+check: test $(CHECKS)  ## Everything that CI runs
+
+# Two at a time: most of them wait for one compiler or one interpreter.
+ci-checks:
+	$(MAKE) --no-print-directory -j2 -Otarget $(CHECKS) device-check DEVICE_CHECK=--simulated
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
 peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers that the benchmarks measure (minutes)

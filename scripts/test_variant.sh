@@ -24,6 +24,9 @@ install() {
     -C "build-dir=$PWD/$environment/$(basename "$1")" "${@:2}" "$1"
 }
 
+# Tests of memory share their models and interposed drivers with the conformance suite.
+install ./conformance_tests
+
 case $variant in
   portable)
     install ./core

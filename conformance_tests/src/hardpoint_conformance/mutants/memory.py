@@ -259,17 +259,6 @@ def driver_prints(driver: DriverTable) -> Replacements:
     return {"create": create}
 
 
-@driver_fault("A failed call changes its result.", "driver.errors.nothing-changed@1", "driver.memory.out-of-memory@1")
-def failed_call_sets_result(driver: DriverTable) -> Replacements:
-    def create(call: Call, size: int, handle: Any) -> int:
-        status = call(size, handle)
-        if status:
-            handle[0] = 1 << 40
-        return status
-
-    return {"create": create}
-
-
 @driver_fault("The device ends with its first `close`, however often it was opened.", "driver.open.pairs@1")
 def first_close_ends_device(driver: DriverTable) -> Replacements:
     opened: list[int] = []
@@ -287,15 +276,18 @@ def first_close_ends_device(driver: DriverTable) -> Replacements:
     return {"open": open_, "close": close}
 
 
-@driver_fault("Memory can be created only by the thread that did so first.", "driver.threads.fresh@1")
-def bound_to_first_thread(driver: DriverTable) -> Replacements:
-    threads: list[int] = []
+@driver_fault("Memory can be created only by the thread that opened the device.", "driver.threads.fresh@1")
+def bound_to_opening_thread(driver: DriverTable) -> Replacements:
+    threads: set[int] = set()
+
+    def open_(call: Call) -> int:
+        threads.add(threading.get_ident())
+        return call()
 
     def create(call: Call, size: int, handle: Any) -> int:
-        threads.append(threading.get_ident())
-        return call(size, handle) if threads[-1] == threads[0] else DriverStatus.INVALID
+        return call(size, handle) if threading.get_ident() in threads else DriverStatus.INVALID
 
-    return {"create": create}
+    return {"open": open_, "create": create}
 
 
 @driver_fault("Pinning host memory clears it.", "driver.host.pinned@1")
@@ -345,15 +337,9 @@ def sleep_frees_nothing(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("Discarded memory stays on the device during a sleep.", "alloc.policy.plan@1")
+@fault("Discarded memory stays on the device during a sleep.", "alloc.policy.discard@1")
 def discarded_memory_stays(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        changed = {Policy.DISCARD: Policy.RESIDENT}
-        policies = {tag: changed.get(policy, policy) for tag, policy in plan.policies.items()}
-        report: MemoryReport = base.sleep(self, replace(plan, policies=policies))
-        return report
-
-    return {"sleep": sleep}
+    return _other_policy(base, {Policy.DISCARD: Policy.RESIDENT})
 
 
 @fault("A second sleep of what is asleep drops its backups.", "alloc.state.repeated@1")
@@ -760,22 +746,19 @@ def resize_loses_row(base: Any) -> Methods:
     return {"resize": resize}
 
 
-@fault("A resize beyond the most rows gives the most rows.", "alloc.elastic.bounds@1")
-def resize_clamps(base: Any) -> Methods:
+@fault("A resize that is not possible leaves the tensor as it is, without an error.", "alloc.elastic.bounds@1")
+def resize_refused_silently(base: Any) -> Methods:
     def resize(self: Any, tensor: Tensor, rows: int) -> Tensor:
-        while True:
-            try:
-                made: Tensor = base.resize(self, tensor, rows)
-                return made
-            except InvalidAllocation:
-                rows -= 1
-                if rows < 1:
-                    raise
+        try:
+            made: Tensor = base.resize(self, tensor, rows)
+        except InvalidAllocation:
+            return tensor
+        return made
 
     return {"resize": resize}
 
 
-@fault("A foreign tensor's source is accepted.", "alloc.foreign.refused@1")
+@fault("A foreign tensor's source is accepted.", "alloc.tensor.foreign@1")
 def foreign_memory_accepted(base: Any) -> Methods:
     def declare_source(self: Any, tensor: Tensor, source: Any) -> None:
         with suppress(ForeignMemory):

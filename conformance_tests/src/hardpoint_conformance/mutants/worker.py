@@ -14,6 +14,7 @@ from hardpoint.interfaces import (
     MemoryReport,
     ModelInfo,
     Policy,
+    SequenceSampling,
     SleepPlan,
     StepBatch,
     StepInput,
@@ -118,7 +119,7 @@ def copies_ignored(base: Any) -> Methods:
     return other_batch(base, lambda batch: replace(batch, copies=batch.copies[:0]))
 
 
-@fault("The sampling of finished sequences is kept, and used for new ones of the same id.", "worker.execute.abort@1")
+@fault("The sampling of finished sequences is kept, and used for new ones of the same id.", "worker.execute.id-reuse@1")
 def finished_sequences_kept(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         known = vars(self).setdefault("_known_sampling", {})
@@ -129,22 +130,38 @@ def finished_sequences_kept(base: Any) -> Methods:
     return {"execute": execute}
 
 
-@fault("Every sequence is sampled greedily.", "worker.execute.forks@1")
+@fault("Every sequence is sampled greedily.", "worker.sampling.seeded@1")
 def sampling_ignored(base: Any) -> Methods:
-    def change(step: StepInput) -> StepInput:
-        return replace(step, new_sequences=tuple(replace(one, temperature=0.0) for one in step.new_sequences))
-
-    return other_step(base, change)
+    return _other_sampling(base, lambda one: replace(one, temperature=0.0))
 
 
-@fault("A sequence's seed is ignored.", "worker.execute.forks@1")
+@fault("A sequence's seed is ignored.", "worker.sampling.seeded@1")
 def seed_ignored(base: Any) -> Methods:
     seeds = iter(range(1 << 62))
+    return _other_sampling(base, lambda one: replace(one, seed=next(seeds)))
 
-    def change(step: StepInput) -> StepInput:
-        return replace(step, new_sequences=tuple(replace(one, seed=next(seeds)) for one in step.new_sequences))
 
-    return other_step(base, change)
+@fault("Restrictions of the tokens that may be sampled are ignored.", "worker.sampling.limits@1")
+def allowed_tokens_ignored(base: Any) -> Methods:
+    return _other_sampling(base, lambda one: replace(one, allowed_token_ids=None))
+
+
+@fault("`top_k` is ignored.", "worker.sampling.top-k@1")
+def top_k_ignored(base: Any) -> Methods:
+    return _other_sampling(base, lambda one: replace(one, top_k=0))
+
+
+def _other_sampling(base: Any, change: Callable[[SequenceSampling], SequenceSampling]) -> Methods:
+    return other_step(base, lambda step: replace(step, new_sequences=tuple(map(change, step.new_sequences))))
+
+
+@fault("Prompts of embedding requests give the same embedding.", "worker.execute.pooling@1")
+def embeddings_alike(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        return replace(output, embeddings={key: np.ones_like(one) for key, one in output.embeddings.items()})
+
+    return {"execute": execute}
 
 
 @fault("A step without tokens fails.", "worker.execute.empty@1")
@@ -397,10 +414,10 @@ def logprobs_not_normalised(base: Any) -> Methods:
     return _other_logprobs(base, lambda values: values + np.float32(1.0))
 
 
-@fault("The last bit of log probabilities changes from step to step.", "determinism.worker.run-to-run@1")
-def logprobs_change_by_run(base: Any) -> Methods:
+@fault("The last bit of log probabilities differs in the first steps.", "determinism.worker.run-to-run@1")
+def first_logprobs_differ(base: Any) -> Methods:
     runs = iter(range(1 << 62))
-    return _other_logprobs(base, lambda values: np.nextafter(values, np.float32(0)) if next(runs) % 2 else values)
+    return _other_logprobs(base, lambda values: np.nextafter(values, np.float32(0)) if next(runs) < 3 else values)
 
 
 def _other_logprobs(base: Any, change: Callable[[Any], Any]) -> Methods:
