@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint_conformance.levels import Level
-from hardpoint_conformance.outcomes import Outcome
+from hardpoint_conformance.outcomes import Outcome, Verdict
 from hardpoint_conformance.verdict import Standing, standings
 
 Report = Mapping[str, Any]
@@ -22,7 +22,10 @@ BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 """Marks in a Markdown file between which the table of backends is written."""
 
 _BAD = ("failed", "crashed", "hung", "error", "not run", "not conformant", "unproved", "not refused")
-_GOOD = ("passed", "proved", "conformant")
+_WARN = ("waived", "not testable", Verdict.WITH_WAIVERS.value)
+_NOTE = ("refused", Verdict.SIMULATED.value, Verdict.PARTIAL.value)
+_GOOD = ("passed", "proved", Verdict.CONFORMANT.value)
+"""How the texts of cells begin, by what they mean."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +53,18 @@ class Matrix:
             f"<tr><td><code>{escape(name)}</code></td>{''.join(_cell(text) for text in cells)}</tr>\n"
             for name, *cells in self.rows
         )
-        table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+        table = f'<div class="scroll matrix"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
         return page(
             "Hardpoint conformance", f"<h1>Hardpoint conformance: {escape(self.subject)} of backends</h1>\n{table}"
         )
 
 
 def _cell(text: str) -> str:
-    kind = (
-        "bad"
-        if text.startswith(_BAD)
-        else "good"
-        if text.startswith(_GOOD)
-        else "note"
-        if "refused" in text
-        else "idle"
-    )
-    return f'<td><span class="badge {kind}">{escape(text)}</span></td>' if text else "<td></td>"
+    if not text:
+        return "<td></td>"
+    kinds = {"bad": _BAD, "warn": _WARN, "note": _NOTE, "good": _GOOD}
+    kind = next((kind for kind, beginnings in kinds.items() if text.startswith(beginnings)), "idle")
+    return f'<td><span class="badge {kind}">{escape(text)}</span></td>'
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -76,14 +74,12 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def names_of(reports: Sequence[Report]) -> tuple[str, ...]:
-    """Return a name for each report: backend, version, and where these are not enough, device and number."""
+    """Return a name for each report: backend and version, with a number where several have the same."""
     names = [_name(report) for report in reports]
-    if len(set(names)) < len(names):
-        devices = [report["device"]["name"] if report["device"] else "no device" for report in reports]
-        names = [f"{name}, {device}" for name, device in zip(names, devices, strict=True)]
-    if len(set(names)) < len(names):
-        names = [f"{name} #{number}" for number, name in enumerate(names, 1)]
-    return tuple(names)
+    return tuple(
+        f"{name} #{names[: index + 1].count(name)}" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    )
 
 
 def _name(report: Report) -> str:
@@ -119,7 +115,7 @@ def _levels(report: Report) -> dict[str, str]:
 
 
 def _counted(report: Report, key: Any) -> dict[str, str]:
-    """Return for each key what its tests say: the worst outcome, with how many of those that apply passed."""
+    """Return for each key what its tests say, failures first."""
     outcomes: dict[str, Counter[Outcome]] = {}
     for result in report["results"]:
         outcomes.setdefault(key(result), Counter())[Outcome(result["outcome"])] += 1
@@ -130,8 +126,8 @@ def _summary(counts: Counter[Outcome]) -> str:
     applying = sum(count for outcome, count in counts.items() if outcome.applies)
     if not applying:
         return next(iter(counts)).value.replace("_", " ")
-    worst = next((outcome for outcome in _WORST_FIRST if counts[outcome]), Outcome.PASSED)
-    return f"{worst.value.replace('_', ' ')} {counts[worst]}/{applying}"
+    found = [outcome for outcome in _WORST_FIRST if counts[outcome]]
+    return ", ".join(f"{outcome.value.replace('_', ' ')} {counts[outcome]}" for outcome in found) + f" of {applying}"
 
 
 _WORST_FIRST = (
@@ -141,6 +137,7 @@ _WORST_FIRST = (
     Outcome.ERROR,
     Outcome.NOT_RUN,
     Outcome.WAIVED,
+    Outcome.PASSED,
     Outcome.NOT_TESTABLE,
 )
 
@@ -165,17 +162,21 @@ def backend_table(reports: Sequence[tuple[Path, Report]], folder: Path) -> str:
     rows = []
     for file, report in sorted(reports, key=lambda pair: (pair[1]["backend"]["name"], str(pair[0]))):
         counts = Counter(Outcome(result["outcome"]) for result in report["results"])
-        run = sum(count for outcome, count in counts.items() if outcome.applies)
+        untestable = counts[Outcome.NOT_TESTABLE]
+        run = sum(count for outcome, count in counts.items() if outcome.applies) - untestable
+        passed = f"{counts[Outcome.PASSED]} of {run}" + (f" ({untestable} not testable)" if untestable else "")
         device = "none" if report["device"] is None else report["device"]["name"]
-        levels = ", ".join(f"L{level}" for level in report["selection"]["levels"])
+        levels = report["selection"]["levels"]
+        span = f"L{levels[0]} to L{levels[-1]}" if levels == list(range(levels[0], levels[-1] + 1)) else None
+        shown = span or ", ".join(f"L{level}" for level in levels)
         link = Path(os.path.relpath(file, folder))
         rows.append(
             (
                 f"`{report['backend']['name']}`",
                 f"{report['backend']['distribution']} {report['backend']['version']}",
                 "simulated driver" if report["simulated"] else device,
-                f"{report['selection']['profile'] or 'levels'} ({levels})",
-                f"{counts[Outcome.PASSED]} of {run}",
+                f"{report['selection']['profile'] or 'levels'} ({shown})",
+                passed,
                 report["verdict"]["outcome"],
                 f"[{file.name}]({link.as_posix()})",
             )

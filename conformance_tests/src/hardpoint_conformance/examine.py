@@ -28,6 +28,7 @@ class Examination:
         device: name, index, driver version, total memory in bytes, whether it is simulated; None where there is none.
         claims: as `claims.to_json` gives them; None where they could not be had.
         unavailable: why the backend cannot compute here although its device is there.
+        contradictions: where what it claims contradicts itself, one sentence each.
         problem: why the backend cannot be tested at all; "" when it can.
         usage: the problem is the caller's: no such backend or device.
     """
@@ -36,6 +37,7 @@ class Examination:
     device: dict[str, Any] | None = None
     claims: dict[str, Any] | None = None
     unavailable: str = ""
+    contradictions: tuple[str, ...] = ()
     problem: str = ""
     usage: bool = False
 
@@ -88,7 +90,7 @@ def examine_here(name: str, device: int) -> Examination:
     """Examine an installed backend in this process."""
     from hardpoint.interfaces.errors import ConfigError, HardpointError
     from hardpoint_conformance.claims import to_json
-    from hardpoint_conformance.packaging import claims_problems
+    from hardpoint_conformance.packaging import claims_problems, consistency_problems
     from hardpoint_conformance.target import Target
 
     records = [record for record in installed().records(name) if record.name == name]
@@ -114,15 +116,16 @@ def examine_here(name: str, device: int) -> Examination:
     problems = claims_problems(target.claims)
     if problems:
         return Examination(backend, described, problem="what it claims cannot be read: " + "; ".join(problems))
-    return Examination(backend, described, to_json(target.claims), target.unavailable)
+    contradictions = tuple(consistency_problems(target.claims))
+    return Examination(backend, described, to_json(target.claims), target.unavailable, contradictions)
 
 
 def main(name: str, device: str, file: str) -> None:
     """Write the examination as JSON, whole or not at all, and end without the tear-down of what was loaded."""
     data = json.dumps(asdict(examine_here(name, int(device))), default=str)
-    part = Path(file).with_suffix(".part")
+    part = Path(f"{file}.part")
     part.write_text(data, "utf-8")
-    part.replace(file)
+    part.rename(file)
     sys.stderr.flush()
     os._exit(0)
 

@@ -74,6 +74,7 @@ class Ended:
         running: the test that was running when the process died or was stopped; "" when it ended by itself.
         end: "" for an exit after the last test, else what happened.
         output: the last lines that it printed.
+        modules: what it imported beyond the parent.
     """
 
     job: Job
@@ -82,6 +83,7 @@ class Ended:
     end: str
     seconds: float
     output: str = ""
+    modules: tuple[str, ...] = ()
 
     @property
     def failures(self) -> list[dict[str, Any]]:
@@ -186,8 +188,10 @@ class _Child:
         output = (self.folder / "output").read_text(errors="replace")[-4000:] if self._has("output") else ""
         end = self._end()
         results = tuple(event for event in events if event["event"] == "end")
+        running = open_tests[-1] if open_tests and end else ""
+        modules = (self.folder / "modules").read_text().split() if self._has("modules") else []
         shutil.rmtree(self.folder, ignore_errors=True)
-        return Ended(self.job, results, open_tests[-1] if open_tests and end else "", end, self.took, output)
+        return Ended(self.job, results, running, end, self.took, output, tuple(modules))
 
     def _has(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -204,7 +208,7 @@ class _Child:
 
 def _run_job(job: Job, backend: str, folder: Path) -> None:
     """Be the child: run pytest, and leave without what the parent would do at its exit."""
-    status = 70
+    status, imported = 70, set(sys.modules)
     try:
         os.setpgid(0, 0)
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -215,6 +219,7 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         os.chdir(folder)
+        (folder / "sleep").mkdir()
         os.environ |= {"TMPDIR": str(folder), "HARDPOINT_SLEEP_DIR": str(folder / "sleep")}
         tempfile.tempdir = str(folder)
         os.environ.pop(MUTANT_VARIABLE, None)
@@ -223,6 +228,7 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
         options = [f"--seed={job.seed}", f"--clauses={','.join(job.clauses)}", "--results=results.jsonl"]
         own = [_FirstFailure()] if job.first_failure else []
         status = int(pytest.main([*_options(backend), *options, *job.files], plugins=own))
+        (folder / "modules").write_text("\n".join(sorted(set(sys.modules) - imported)))
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

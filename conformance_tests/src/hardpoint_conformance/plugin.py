@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MARK = "conformance"
 PROVES = "proves"
 OVER = "over"
+NOTHING = "nothing"
 _NO_BACKEND = "the conformance suite needs --backend NAME"
 
 _TARGET: pytest.StashKey[Target] = pytest.StashKey()
@@ -52,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}(clause): the clause that a test proves")
     config.addinivalue_line("markers", f"{PROVES}(capability): a further capability that a case proves")
     config.addinivalue_line("markers", f"{OVER}(name=function of the claims): the values that a parameter takes")
+    config.addinivalue_line("markers", f"{NOTHING}: the one case of a test over claims of which there are none")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -114,12 +116,18 @@ def test_id(item: pytest.Item, clause: Clause) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give parameters their values from the claims, and repeat tests with random inputs: for the run's seed, and for exploration."""
-    if not metafunc.definition.get_closest_marker(MARK):
+    from hardpoint_conformance.levels import Level
+
+    clause = clause_of(metafunc.definition)
+    if clause is None:
         return
     for mark in metafunc.definition.iter_markers(OVER):
         for name, values_of in mark.kwargs.items():
-            values = list(values_of(claims_of(metafunc.config)))
-            metafunc.parametrize(name, values or [pytest.param(None, id="none")])
+            claims = claims_of(metafunc.config)
+            # Without attention there are no dtypes, sizes or dimensions to choose from, where every value is about a computation.
+            is_about_nothing = clause.level >= Level.ATTENTION_CORE and not claims.attention.dtypes
+            values = [] if is_about_nothing else list(values_of(claims))
+            metafunc.parametrize(name, values or [pytest.param(None, id="none", marks=getattr(pytest.mark, NOTHING))])
     if "draw" in metafunc.fixturenames:
         draws = ["core", *(f"explore{index}" for index in range(metafunc.config.getoption("explore")))]
         metafunc.parametrize("draw", draws)
@@ -172,9 +180,14 @@ def _entry(item: pytest.Item, clause: Clause, config: pytest.Config) -> dict[str
 
 
 def applies(item: pytest.Item, clause: Clause, claims: Capabilities) -> bool:
-    """Return whether a case is to be run: all that it proves is claimed, or for a refusal, what it names is not."""
+    """Return whether a case is to be run: all that it proves is claimed, or for a refusal, what it names is not.
+
+    The one case of a test over claims of which there are none is not run.
+    """
     from hardpoint_conformance.claims import claimed
 
+    if item.get_closest_marker(NOTHING):
+        return False
     needed = [claimed(name, claims) for name in capabilities_of(item, clause)]
     return not all(needed) if clause.refusal else all(needed)
 

@@ -6,6 +6,8 @@ tests with random inputs over many seeds, where no failure is allowed.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +21,9 @@ from hardpoint_conformance.mutants import Mutant, mutants
 
 BACKEND = "cpu"
 """What the mutants are made of, and what must never fail."""
+
+_REHEARSAL = ("worker.execute.empty@1",)
+"""Clauses whose tests import what most forks would import, each for itself, many seconds long."""
 
 _MUTANT_SECONDS = 60.0
 _RUN_SECONDS = 240.0
@@ -49,6 +54,7 @@ def selftest(
     start = time.monotonic()
     _import_parts()
     cases = collect(BACKEND)
+    _rehearse(cases)
     at_a_time = jobs or len(os.sched_getaffinity(0))
     harmful = [mutant for mutant in chosen if not mutant.harmless]
     console.print(f"{len(harmful)} mutants, {len(cases)} tests of {len({case.clause.id for case in cases})} clauses")
@@ -135,6 +141,16 @@ def _import_parts() -> None:
     for part in (descriptor.allocator, descriptor.attention, descriptor.worker, descriptor.kernels):
         if part is not None:
             part()
+
+
+def _rehearse(cases: Sequence[Case]) -> None:
+    """Import what a first fork had to import: later forks have it then."""
+    job = Job("rehearsal", _files(cases, _REHEARSAL), _REHEARSAL)
+    for ended in run_forked([job] if job.files else [], BACKEND, 1):
+        for name in ended.modules:
+            # Some names in sys.modules are no modules of their own; what is missing a fork imports for itself.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 def _files(cases: Iterable[Case], clauses: Iterable[str]) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,16 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces import (
     DEFAULT,
+    WEIGHTS,
     Capabilities,
     Device,
     DType,
+    LiveRanges,
     MemoryReport,
     MemoryStats,
     Policy,
     SleepPlan,
     SleepTier,
 )
-from hardpoint.interfaces.errors import BackupCorrupt, ForeignMemory, InvalidAllocation, MemoryFault, UnknownTag
+from hardpoint.interfaces.errors import (
+    BackupCorrupt,
+    DeviceOutOfMemory,
+    ForeignMemory,
+    InvalidAllocation,
+    MemoryFault,
+    UnknownTag,
+)
 from hardpoint.memory import DriverStatus, DriverTable, VirtualAllocator
 from hardpoint_conformance.interposed import Call, InterposedDriver, Replacement
 from hardpoint_conformance.mutants import Mutant
@@ -30,7 +41,7 @@ from hardpoint_conformance.mutants.derived import Faults, Methods, derived
 from hardpoint_conformance.target import Target
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 _FAULTS = Faults("allocator")
 MUTANTS = _FAULTS.mutants
@@ -73,27 +84,27 @@ def driver_fault(sentence: str, *killed_by: str) -> Callable[[Callable[[DriverTa
 # The driver
 
 
-@driver_fault("Released memory is not given back to the device.", "driver.memory.release@1")
+@driver_fault("Released memory is not given back to the device.", "driver.memory.returns@1")
 def release_does_nothing(driver: DriverTable) -> Replacements:
     return {"release": lambda call, handle, size: DriverStatus.OK}
 
 
-@driver_fault("Copies to the device lose their last byte.", "driver.copy.round-trip@1")
+@driver_fault("Copies to the device lose their last byte.", "driver.copy.exact@1")
 def copy_to_device_loses_tail(driver: DriverTable) -> Replacements:
     return {"copy_to_device": lambda call, address, host, size, stream: call(address, host, size - 1, stream)}
 
 
-@driver_fault("Copies to the host lose their last 64 bytes.", "driver.copy.round-trip@1")
+@driver_fault("Copies to the host lose their last 64 bytes.", "driver.copy.exact@1")
 def copy_to_host_loses_tail(driver: DriverTable) -> Replacements:
     return {"copy_to_host": lambda call, host, address, size, stream: call(host, address, max(size - 64, 0), stream)}
 
 
-@driver_fault("A fill sets half of what it was asked to.", "driver.fill@1")
+@driver_fault("A fill sets half of what it was asked to.", "driver.fill.exact@1")
 def fill_sets_half(driver: DriverTable) -> Replacements:
     return {"fill": lambda call, address, value, size, stream: call(address, value, size // 2, stream)}
 
 
-@driver_fault("A fill sets zeros, whatever the value.", "driver.fill@1")
+@driver_fault("A fill sets zeros, whatever the value.", "driver.fill.exact@1")
 def fill_ignores_value(driver: DriverTable) -> Replacements:
     return {"fill": lambda call, address, value, size, stream: call(address, 0, size, stream)}
 
@@ -119,7 +130,11 @@ def out_of_memory_has_other_status(driver: DriverTable) -> Replacements:
     return {"create": create}
 
 
-@driver_fault("After an error, the next creation fails with it once more.", "driver.error.not-kept@1")
+@driver_fault(
+    "After an error, the next creation fails with it once more.",
+    "driver.errors.nothing-changed@1",
+    "driver.memory.out-of-memory@1",
+)
 def error_kept_for_next_call(driver: DriverTable) -> Replacements:
     failed: list[int] = []
 
@@ -134,7 +149,9 @@ def error_kept_for_next_call(driver: DriverTable) -> Replacements:
     return {"create": create}
 
 
-@driver_fault("Memory that is mapped again has lost its bytes.", "driver.map.keeps-bytes@1")
+@driver_fault(
+    "Memory that is mapped again has lost its bytes.", "driver.unmap.keeps-bytes@1", "driver.map.own-memory@1"
+)
 def remapped_memory_is_empty(driver: DriverTable) -> Replacements:
     def unmap(call: Call, address: int, size: int) -> int:
         stream = driver.stream_create()
@@ -146,7 +163,11 @@ def remapped_memory_is_empty(driver: DriverTable) -> Replacements:
     return {"unmap": unmap}
 
 
-@driver_fault("New memory holds old bytes although the driver says that it is zero.", "driver.memory.fresh-zero@1")
+@driver_fault(
+    "New memory holds old bytes although the driver says that it is zero.",
+    "driver.create.fresh@1",
+    "alloc.policy.zero@1",
+)
 def fresh_memory_not_zero(driver: DriverTable) -> Replacements:
     mapped: set[int] = set()
 
@@ -173,7 +194,7 @@ def reservation_misaligned(driver: DriverTable) -> Replacements:
     return {"reserve": reserve, "release_address": lambda call, address, size: call(address - 512, 2 * size)}
 
 
-@driver_fault("The same range is reserved for everybody.", "driver.reserve.disjoint@1")
+@driver_fault("The same range is reserved for everybody.", "driver.reserve.aligned@1", "driver.reserve.hint@1")
 def reservations_overlap(driver: DriverTable) -> Replacements:
     first: list[int] = []
 
@@ -187,7 +208,7 @@ def reservations_overlap(driver: DriverTable) -> Replacements:
     return {"reserve": reserve}
 
 
-@driver_fault("Free memory is what it was at the first question, for ever.", "driver.memory-info@1")
+@driver_fault("Free memory is what it was at the first question, for ever.", "driver.memory.counted@1")
 def memory_info_constant(driver: DriverTable) -> Replacements:
     seen: list[int] = []
 
@@ -200,7 +221,7 @@ def memory_info_constant(driver: DriverTable) -> Replacements:
     return {"memory_info": memory_info}
 
 
-@driver_fault("More memory is free than there is.", "driver.memory-info@1")
+@driver_fault("More memory is free than there is.", "driver.facts.device@1")
 def more_free_than_total(driver: DriverTable) -> Replacements:
     def memory_info(call: Call, free: Any, total: Any) -> int:
         status = call(free, total)
@@ -210,7 +231,7 @@ def more_free_than_total(driver: DriverTable) -> Replacements:
     return {"memory_info": memory_info}
 
 
-@driver_fault("The granularity is no power of two, and does not divide the recommended one.", "driver.geometry@1")
+@driver_fault("The granularity is no power of two, and does not divide the recommended one.", "driver.geometry.sane@1")
 def granularity_odd(driver: DriverTable) -> Replacements:
     def geometry(call: Call, found: Any) -> int:
         status = call(found)
@@ -220,7 +241,7 @@ def granularity_odd(driver: DriverTable) -> Replacements:
     return {"geometry": geometry}
 
 
-@driver_fault("The driver has no devices, while one of them is open.", "driver.facts@1")
+@driver_fault("The driver has no devices, while one of them is open.", "driver.facts.device@1")
 def device_count_zero(driver: DriverTable) -> Replacements:
     def device_count(call: Call, count: Any) -> int:
         count[0] = 0
@@ -229,7 +250,7 @@ def device_count_zero(driver: DriverTable) -> Replacements:
     return {"device_count": device_count}
 
 
-@driver_fault("The driver prints what it does.", "driver.silent@1")
+@driver_fault("The driver prints what it does.", "alloc.fault.typed@1")
 def driver_prints(driver: DriverTable) -> Replacements:
     def create(call: Call, size: int, handle: Any) -> int:
         os.write(2, b"create\n")
@@ -238,21 +259,75 @@ def driver_prints(driver: DriverTable) -> Replacements:
     return {"create": create}
 
 
-@driver_fault("A failed call changes its result.", "driver.error.no-result@1")
-def failed_call_sets_result(driver: DriverTable) -> Replacements:
+@driver_fault("The device ends with its first `close`, however often it was opened.", "driver.open.pairs@1")
+def first_close_ends_device(driver: DriverTable) -> Replacements:
+    opened: list[int] = []
+
+    def open_(call: Call) -> int:
+        opened.append(1)
+        return call()
+
+    def close(call: Call) -> int:
+        while len(opened) > 1:
+            opened.pop()
+            call()
+        return call()
+
+    return {"open": open_, "close": close}
+
+
+@driver_fault("Memory can be created only by the thread that opened the device.", "driver.threads.fresh@1")
+def bound_to_opening_thread(driver: DriverTable) -> Replacements:
+    threads: set[int] = set()
+
+    def open_(call: Call) -> int:
+        threads.add(threading.get_ident())
+        return call()
+
     def create(call: Call, size: int, handle: Any) -> int:
-        status = call(size, handle)
-        if status:
-            handle[0] = 1 << 40
+        return call(size, handle) if threading.get_ident() in threads else DriverStatus.INVALID
+
+    return {"open": open_, "create": create}
+
+
+@driver_fault("Pinning host memory clears it.", "driver.host.pinned@1")
+def pinning_clears(driver: DriverTable) -> Replacements:
+    def host_register(call: Call, host: int, size: int) -> int:
+        ctypes.memset(host, 0, size)
+        return call(host, size)
+
+    return {"host_register": host_register}
+
+
+@driver_fault("Each look at the quirks finds others.", "driver.quirks.stable@1")
+def quirks_change(driver: DriverTable) -> Replacements:
+    looks = iter(range(1 << 62))
+
+    def quirks(call: Call, bits: Any) -> int:
+        status = call(bits)
+        bits[0] ^= 8 * (next(looks) % 2)
         return status
 
-    return {"create": create}
+    return {"quirks": quirks}
+
+
+@driver_fault("Addresses can be reserved only for as much as the device has.", "driver.reserve.no-memory@1")
+def reservation_limited_to_memory(driver: DriverTable) -> Replacements:
+    def reserve(call: Call, size: int, hint: int, address: Any) -> int:
+        return call(size, hint, address) if size <= driver.memory_info()[1] else DriverStatus.OUT_OF_MEMORY
+
+    return {"reserve": reserve}
+
+
+@driver_fault("A name is written one byte beyond its buffer.", "driver.facts.strings@1")
+def name_overruns_buffer(driver: DriverTable) -> Replacements:
+    return {"device_name": lambda call, name, size: call(name, size + 1)}
 
 
 # Sleep
 
 
-@fault("A sleep gives nothing back, and reports that it did.", "alloc.sleep.frees@1")
+@fault("A sleep gives nothing back, and reports that it did.", "alloc.memory.returned@1")
 def sleep_frees_nothing(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         policies = dict.fromkeys(self.stats().tags, Policy.RESIDENT)
@@ -262,18 +337,12 @@ def sleep_frees_nothing(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("Discarded memory stays on the device during a sleep.", "alloc.sleep.frees@1")
+@fault("Discarded memory stays on the device during a sleep.", "alloc.policy.discard@1")
 def discarded_memory_stays(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        changed = {Policy.DISCARD: Policy.RESIDENT}
-        policies = {tag: changed.get(policy, policy) for tag, policy in plan.policies.items()}
-        report: MemoryReport = base.sleep(self, replace(plan, policies=policies))
-        return report
-
-    return {"sleep": sleep}
+    return _other_policy(base, {Policy.DISCARD: Policy.RESIDENT})
 
 
-@fault("A second sleep of what is asleep drops its backups.", "alloc.sleep.idempotent@1")
+@fault("A second sleep of what is asleep drops its backups.", "alloc.state.repeated@1")
 def second_sleep_discards(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         asleep = sorted(self.stats().asleep)
@@ -285,7 +354,7 @@ def second_sleep_discards(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("A sleep of one tag puts all tags to sleep.", "alloc.sleep.tags@1")
+@fault("A sleep of one tag puts all tags to sleep.", "alloc.tags.apart@1")
 def sleep_takes_all_tags(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         known = self.stats().tags
@@ -296,7 +365,7 @@ def sleep_takes_all_tags(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("What a sleep says of a tag's policy is taken for the next tag.", "alloc.policy.mixed@1")
+@fault("What a sleep says of a tag's policy is taken for the next tag.", "alloc.policy.plan@1")
 def policies_mixed_up(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         tags = sorted(self.stats().tags)
@@ -308,7 +377,7 @@ def policies_mixed_up(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("With an unknown tag, the known ones are put to sleep before the error.", "alloc.tag.unknown@1")
+@fault("With an unknown tag, the known ones are put to sleep before the error.", "alloc.tags.unknown@1")
 def unknown_tag_does_half(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         try:
@@ -321,7 +390,7 @@ def unknown_tag_does_half(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("An unknown tag is ignored.", "alloc.tag.unknown@1")
+@fault("An unknown tag is ignored.", "alloc.tags.unknown@1")
 def unknown_tag_ignored(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         if plan.tags is not None:
@@ -332,7 +401,81 @@ def unknown_tag_ignored(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("The host budget of a sleep is ignored.", "alloc.sleep.host-budget@1")
+@fault("`verify` is ignored, and stale backups are kept.", "alloc.backup.stale@1")
+def verify_ignored(base: Any) -> Methods:
+    return _other_plan(base, lambda plan: replace(plan, verify=False))
+
+
+@fault("Clean backups of kept tags are copied anew.", "alloc.backup.kept@1")
+def keep_ignored(base: Any) -> Methods:
+    return _other_plan(base, lambda plan: replace(plan, keep=frozenset()))
+
+
+@fault("Backups of all tags are kept, also of those whose writers say nothing.", "alloc.backup.unannounced@1")
+def all_tags_kept(base: Any) -> Methods:
+    return _other_plan(base, lambda plan: replace(plan, keep=frozenset({"weights", "kv_cache", "default", "buffers"})))
+
+
+@fault("Live ranges are taken one byte too early.", "alloc.live.ranges@1")
+def live_ranges_shifted(base: Any) -> Methods:
+    def shifted(live: LiveRanges) -> LiveRanges:
+        return replace(live, ranges=[(max(first - 1, 0), size) for first, size in live.ranges])
+
+    return _other_plan(base, lambda plan: replace(plan, live=tuple(map(shifted, plan.live))))
+
+
+@fault("Errors of the progress callback are lost.", "alloc.progress.cancels@1")
+def progress_errors_lost(base: Any) -> Methods:
+    def quiet(plan: SleepPlan) -> SleepPlan:
+        asked = plan.progress
+        if asked is None:
+            return plan
+
+        def progress(done: int, total: int) -> None:
+            with suppress(Exception):
+                asked(done, total)
+
+        return replace(plan, progress=progress)
+
+    return _other_plan(base, quiet)
+
+
+def _other_plan(base: Any, change: Callable[[SleepPlan], SleepPlan]) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, change(plan))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("Reports say that nothing was preserved.", "alloc.report.truthful@1")
+def report_understates(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, plan)
+        return replace(report, preserved=0, tiers={})
+
+    return {"sleep": sleep}
+
+
+@fault("A sleep of one allocator puts all allocators of the process to sleep.", "alloc.engines.independent@1")
+def allocators_sleep_together(base: Any) -> Methods:
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def init(self: Any, device: Device) -> None:
+        base.__init__(self, device)
+        made.add(self)
+
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        for other in made - {self}:
+            with suppress(MemoryFault):
+                base.sleep(other, plan)
+        report: MemoryReport = base.sleep(self, plan)
+        return report
+
+    return {"__init__": init, "sleep": sleep}
+
+
+@fault("The host budget of a sleep is ignored.", "alloc.budget.refused@1")
 def host_budget_ignored(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         report: MemoryReport = base.sleep(self, replace(plan, host_budget=None))
@@ -341,7 +484,7 @@ def host_budget_ignored(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("Backups that were to go to the disk stay in the host's memory.", "alloc.tier.disk@1")
+@fault("Backups that were to go to the disk stay in the host's memory.", "alloc.disk.no-host@1")
 def disk_tier_is_host(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         report: MemoryReport = base.sleep(self, replace(plan, tier=SleepTier.HOST))
@@ -350,7 +493,7 @@ def disk_tier_is_host(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("Kept backups are served although their memory was written since.", "alloc.backup.stale@1")
+@fault("Kept backups are served although their memory was written since.", "alloc.backup.fresh@1")
 def backup_stale_after_update(base: Any) -> Methods:
     return {"mark_written": lambda self, tags: None}
 
@@ -360,12 +503,12 @@ def zero_policy_keeps_bytes(base: Any) -> Methods:
     return _other_policy(base, {Policy.ZERO: Policy.PRESERVE})
 
 
-@fault("Preserved memory wakes with undefined bytes.", "alloc.wake.bytes@1")
+@fault("Preserved memory wakes with undefined bytes.", "alloc.bytes.preserved@1")
 def preserved_memory_lost(base: Any) -> Methods:
     return _other_policy(base, {Policy.PRESERVE: Policy.DISCARD})
 
 
-@fault("Resident memory is put to sleep like any other.", "alloc.policy.resident@1")
+@fault("Resident memory is put to sleep like any other.", "alloc.policy.mixed@1")
 def resident_memory_sleeps(base: Any) -> Methods:
     return _other_policy(base, {Policy.RESIDENT: Policy.PRESERVE})
 
@@ -388,7 +531,7 @@ def _other_policy(base: Any, changed: Mapping[Policy, Policy]) -> Methods:
 # Wake
 
 
-@fault("A wake restores all but the last bytes of a tensor.", "alloc.wake.bytes@1")
+@fault("A wake restores all but the last bytes of a tensor.", "alloc.bytes.preserved@1")
 def wake_loses_tail(base: Any) -> Methods:
     def change(tensor: Tensor) -> None:
         tensor.view(-1)[-1:].zero_()
@@ -396,7 +539,7 @@ def wake_loses_tail(base: Any) -> Methods:
     return _after_wake(base, change)
 
 
-@fault("Memory wakes at another address.", "alloc.wake.address@1")
+@fault("Memory wakes at another address.", "alloc.address.stable@1")
 def wake_at_another_address(base: Any) -> Methods:
     def change(tensor: Tensor) -> None:
         tensor.data = tensor.clone()
@@ -432,7 +575,7 @@ def _after_wake(base: Any, change: Callable[[Tensor], None]) -> Methods:
     return {"empty": empty, "wake": wake}
 
 
-@fault("A wake of one tag wakes all.", "alloc.wake.tags@1")
+@fault("A wake of one tag wakes all.", "alloc.tags.apart@1")
 def wake_takes_all_tags(base: Any) -> Methods:
     def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
         if tags is not None and set(tags) <= set(self.stats().tags):
@@ -443,7 +586,7 @@ def wake_takes_all_tags(base: Any) -> Methods:
     return {"wake": wake}
 
 
-@fault("A wake that fails drops the backups of what is asleep.", "alloc.wake.oom-rollback@1")
+@fault("A wake that fails drops the backups of what is asleep.", "alloc.rebuild.failed@1", "alloc.disk.corrupt@1")
 def failed_wake_drops_backups(base: Any) -> Methods:
     def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
         try:
@@ -456,7 +599,7 @@ def failed_wake_drops_backups(base: Any) -> Methods:
     return {"wake": wake}
 
 
-@fault("A corrupt backup is taken for undefined memory, and the wake succeeds.", "alloc.backup.corrupt@1")
+@fault("A corrupt backup is taken for undefined memory, and the wake succeeds.", "alloc.disk.corrupt@1")
 def corrupt_backup_served(base: Any) -> Methods:
     def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
         try:
@@ -478,10 +621,27 @@ def backup_read_as_zeros(base: Any) -> Methods:
     return {"read_backup": read_backup}
 
 
+@fault("Discarding the backups of one tag discards all.", "alloc.backup.discarded@1")
+def all_backups_discarded(base: Any) -> Methods:
+    def discard_backup(self: Any, tags: Sequence[str]) -> None:
+        base.discard_backup(self, tags)
+        base.discard_backup(self, sorted(self.stats().asleep))
+
+    return {"discard_backup": discard_backup}
+
+
+@fault("A callback runs once for each tensor that it was declared for.", "alloc.rebuild.once@1")
+def callback_runs_for_each_tensor(base: Any) -> Methods:
+    def declare_source(self: Any, tensor: Tensor, source: Any) -> None:
+        base.declare_source(self, tensor, (lambda: source()) if callable(source) else source)
+
+    return {"declare_source": declare_source}
+
+
 # Books and sizes
 
 
-@fault("The books count every allocation twice.", "alloc.books@1")
+@fault("The books count every allocation twice.", "alloc.books.agree@1")
 def books_count_twice(base: Any) -> Methods:
     def stats(self: Any) -> MemoryStats:
         found: MemoryStats = base.stats(self)
@@ -491,7 +651,7 @@ def books_count_twice(base: Any) -> Methods:
     return {"stats": stats}
 
 
-@fault("The books do not say that a tag is asleep.", "alloc.books@1")
+@fault("The books do not say that a tag is asleep.", "alloc.tags.apart@1", "alloc.state.repeated@1")
 def books_hide_sleep(base: Any) -> Methods:
     def stats(self: Any) -> MemoryStats:
         found: MemoryStats = base.stats(self)
@@ -500,7 +660,9 @@ def books_hide_sleep(base: Any) -> Methods:
     return {"stats": stats}
 
 
-@fault("Freed memory stays in use: the allocator keeps every tensor.", "alloc.free@1")
+@fault(
+    "Freed memory stays in use: the allocator keeps every tensor.", "alloc.free.returns@1", "alloc.tensor.last-view@1"
+)
 def freed_memory_kept(base: Any) -> Methods:
     kept: list[Tensor] = []
 
@@ -518,7 +680,7 @@ def freed_memory_kept(base: Any) -> Methods:
     return {"empty": empty}
 
 
-@fault("Tensors begin at odd addresses.", "alloc.empty.aligned@1")
+@fault("Tensors begin at odd addresses.", "alloc.sizes.aligned@1")
 def tensors_misaligned(base: Any) -> Methods:
     def empty(
         self: Any,
@@ -537,7 +699,7 @@ def tensors_misaligned(base: Any) -> Methods:
     return {"empty": empty}
 
 
-@fault("New tensors share the memory of the last one of their size.", "alloc.empty.disjoint@1")
+@fault("New tensors share the memory of the last one of their size.", "alloc.sizes.aligned@1")
 def tensors_overlap(base: Any) -> Methods:
     made: dict[Any, Tensor] = {}
 
@@ -557,7 +719,7 @@ def tensors_overlap(base: Any) -> Methods:
     return {"empty": empty}
 
 
-@fault("A negative extent gives an empty tensor.", "alloc.empty.sizes@1")
+@fault("A negative extent gives an empty tensor.", "alloc.sizes.none@1")
 def negative_extent_accepted(base: Any) -> Methods:
     def empty(
         self: Any,
@@ -573,7 +735,7 @@ def negative_extent_accepted(base: Any) -> Methods:
     return {"empty": empty}
 
 
-@fault("A resize loses the last of the rows that stay.", "alloc.elastic@1")
+@fault("A resize loses the last of the rows that stay.", "alloc.elastic.keeps@1")
 def resize_loses_row(base: Any) -> Methods:
     def resize(self: Any, tensor: Tensor, rows: int) -> Tensor:
         stay = min(rows, tensor.shape[0])
@@ -584,22 +746,19 @@ def resize_loses_row(base: Any) -> Methods:
     return {"resize": resize}
 
 
-@fault("A resize beyond the most rows gives the most rows.", "alloc.elastic@1")
-def resize_clamps(base: Any) -> Methods:
+@fault("A resize that is not possible leaves the tensor as it is, without an error.", "alloc.elastic.bounds@1")
+def resize_refused_silently(base: Any) -> Methods:
     def resize(self: Any, tensor: Tensor, rows: int) -> Tensor:
-        while True:
-            try:
-                made: Tensor = base.resize(self, tensor, rows)
-                return made
-            except InvalidAllocation:
-                rows -= 1
-                if rows < 1:
-                    raise
+        try:
+            made: Tensor = base.resize(self, tensor, rows)
+        except InvalidAllocation:
+            return tensor
+        return made
 
     return {"resize": resize}
 
 
-@fault("A foreign tensor's source is accepted.", "alloc.foreign@1")
+@fault("A foreign tensor's source is accepted.", "alloc.tensor.foreign@1")
 def foreign_memory_accepted(base: Any) -> Methods:
     def declare_source(self: Any, tensor: Tensor, source: Any) -> None:
         with suppress(ForeignMemory):
@@ -608,11 +767,61 @@ def foreign_memory_accepted(base: Any) -> Methods:
     return {"declare_source": declare_source}
 
 
-@fault("Adopted modules keep their parameters where they were.", "alloc.adopt@1")
+@fault("Adopted modules keep their parameters where they were.", "alloc.module.adopted@1")
 def adopt_does_nothing(base: Any) -> Methods:
     return {"adopt": lambda self, module, tag="weights": None}
 
 
-@fault("The allocator's claims are not the descriptor's.", "pack.claims.agree@1")
+@fault("The allocator's claims are not the descriptor's.", "alloc.claims.same@1")
 def allocator_claims_differ(base: Any) -> Methods:
     return {"capabilities": lambda self: Capabilities.none().memory}
+
+
+@fault("`materialise` gives tied parameters memory of their own.", "alloc.module.materialised@1")
+def materialise_breaks_ties(base: Any) -> Methods:
+    def materialise(self: Any, module: nn.Module, tag: str = WEIGHTS) -> None:
+        for child in module.children():
+            base.materialise(self, child, tag)
+        base.materialise(self, module, tag)
+
+    return {"materialise": materialise}
+
+
+@fault("A closed allocator goes on as before.", "alloc.close.refuses@1")
+def close_does_nothing(base: Any) -> Methods:
+    return {"close": lambda self: None}
+
+
+@fault("Within `pool` everything has the default tag.", "alloc.torch-pool.caught@1")
+def pool_ignores_tag(base: Any) -> Methods:
+    return {"pool": lambda self, tag, policy=Policy.PRESERVE: base.pool(self, DEFAULT, policy)}
+
+
+@fault("Too little memory is a RuntimeError.", "alloc.sizes.huge@1")
+def out_of_memory_untyped(base: Any) -> Methods:
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        try:
+            made: Tensor = base.empty(self, shape, dtype, tag, policy, max_rows)
+        except DeviceOutOfMemory as error:
+            raise RuntimeError("out of memory") from error
+        return made
+
+    return {"empty": empty}
+
+
+@fault("Shrinking an elastic tensor keeps its memory.", "alloc.elastic.returns@1")
+def shrinking_keeps_memory(base: Any) -> Methods:
+    def resize(self: Any, tensor: Tensor, rows: int) -> Tensor:
+        if 0 < rows < tensor.shape[0]:
+            return tensor[:rows]
+        made: Tensor = base.resize(self, tensor, rows)
+        return made
+
+    return {"resize": resize}

@@ -14,6 +14,7 @@ from hardpoint.interfaces import (
     MemoryReport,
     ModelInfo,
     Policy,
+    SequenceSampling,
     SleepPlan,
     StepBatch,
     StepInput,
@@ -49,7 +50,7 @@ def other_batch(base: Any, change: Callable[[StepBatch], StepBatch]) -> Methods:
 # Steps
 
 
-@fault("Prompts are sampled after their last token but one.", "tokens.greedy@1")
+@fault("Prompts are sampled after their last token but one.", "tokens.prefill.oracle@1")
 def row_before_last_sampled(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         output: StepOutput = base.execute(self, step)
@@ -75,12 +76,12 @@ def _without_last_tokens(batch: StepBatch) -> StepBatch:
     )
 
 
-@fault("Positions are one too large, except the first.", "tokens.greedy@1")
+@fault("Positions are one too large, except the first.", "tokens.prefill.oracle@1", "tokens.decode.oracle@1")
 def positions_shifted(base: Any) -> Methods:
     return other_batch(base, lambda batch: replace(batch, positions=batch.positions + (batch.positions > 0)))
 
 
-@fault("The tokens of a step come in reverse order.", "tokens.batch@1")
+@fault("The tokens of a step come in reverse order.", "tokens.batch.oracle@1", "worker.execute.samples@1")
 def tokens_in_reverse(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         output: StepOutput = base.execute(self, step)
@@ -94,7 +95,7 @@ def swaps_ignored(base: Any) -> Methods:
     return other_batch(base, lambda batch: replace(batch, swap_out=batch.swap_out[:0], swap_in=batch.swap_in[:0]))
 
 
-@fault("KV blocks are swapped in before others are swapped out to their place.", "worker.kv.swap@1")
+@fault("KV blocks are swapped in before others are swapped out to their place.", "worker.kv.moves-in-order@1")
 def swap_in_before_out(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         batch = step.batch
@@ -118,9 +119,7 @@ def copies_ignored(base: Any) -> Methods:
     return other_batch(base, lambda batch: replace(batch, copies=batch.copies[:0]))
 
 
-@fault(
-    "The sampling of finished sequences is kept, and used for new ones of the same id.", "worker.sequences.finished@1"
-)
+@fault("The sampling of finished sequences is kept, and used for new ones of the same id.", "worker.execute.id-reuse@1")
 def finished_sequences_kept(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         known = vars(self).setdefault("_known_sampling", {})
@@ -131,22 +130,38 @@ def finished_sequences_kept(base: Any) -> Methods:
     return {"execute": execute}
 
 
-@fault("Every sequence is sampled greedily.", "worker.sampling@1")
+@fault("Every sequence is sampled greedily.", "worker.sampling.seeded@1")
 def sampling_ignored(base: Any) -> Methods:
-    def change(step: StepInput) -> StepInput:
-        return replace(step, new_sequences=tuple(replace(one, temperature=0.0) for one in step.new_sequences))
-
-    return other_step(base, change)
+    return _other_sampling(base, lambda one: replace(one, temperature=0.0))
 
 
-@fault("A sequence's seed is ignored.", "worker.sampling@1")
+@fault("A sequence's seed is ignored.", "worker.sampling.seeded@1")
 def seed_ignored(base: Any) -> Methods:
     seeds = iter(range(1 << 62))
+    return _other_sampling(base, lambda one: replace(one, seed=next(seeds)))
 
-    def change(step: StepInput) -> StepInput:
-        return replace(step, new_sequences=tuple(replace(one, seed=next(seeds)) for one in step.new_sequences))
 
-    return other_step(base, change)
+@fault("Restrictions of the tokens that may be sampled are ignored.", "worker.sampling.limits@1")
+def allowed_tokens_ignored(base: Any) -> Methods:
+    return _other_sampling(base, lambda one: replace(one, allowed_token_ids=None))
+
+
+@fault("`top_k` is ignored.", "worker.sampling.top-k@1")
+def top_k_ignored(base: Any) -> Methods:
+    return _other_sampling(base, lambda one: replace(one, top_k=0))
+
+
+def _other_sampling(base: Any, change: Callable[[SequenceSampling], SequenceSampling]) -> Methods:
+    return other_step(base, lambda step: replace(step, new_sequences=tuple(map(change, step.new_sequences))))
+
+
+@fault("Prompts of embedding requests give the same embedding.", "worker.execute.pooling@1")
+def embeddings_alike(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        return replace(output, embeddings={key: np.ones_like(one) for key, one in output.embeddings.items()})
+
+    return {"execute": execute}
 
 
 @fault("A step without tokens fails.", "worker.execute.empty@1")
@@ -163,7 +178,7 @@ def empty_step_fails(base: Any) -> Methods:
 # Sleep
 
 
-@fault("A step while memory is asleep gives tokens.", "worker.sleep.refuses-steps@1")
+@fault("A step while memory is asleep gives tokens.", "worker.sleep.asleep@1")
 def asleep_step_gives_tokens(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         try:
@@ -175,7 +190,7 @@ def asleep_step_gives_tokens(base: Any) -> Methods:
     return {"execute": execute}
 
 
-@fault("A wake does not restore the weights.", "worker.sleep.tokens@1")
+@fault("A wake does not restore the weights.", "tokens.sleep.level1@1")
 def weights_not_restored(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         report: MemoryReport = base.sleep(self, replace(plan, policies={**plan.policies, WEIGHTS: Policy.DISCARD}))
@@ -184,7 +199,11 @@ def weights_not_restored(base: Any) -> Methods:
     return {"sleep": sleep, **weights_missing_served(base)}
 
 
-@fault("After a sleep that discarded the weights, steps are served without new ones.", "worker.sleep.level-2@1")
+@fault(
+    "After a sleep that discarded the weights, steps are served without new ones.",
+    "worker.sleep.level2-missing@1",
+    "worker.sleep.level2-return@1",
+)
 def weights_missing_served(base: Any) -> Methods:
     def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
         report: MemoryReport = base.wake(self, tags)
@@ -195,7 +214,7 @@ def weights_missing_served(base: Any) -> Methods:
     return {"wake": wake}
 
 
-@fault("Steps with missing weights are refused with an error of no type.", "worker.sleep.level-2@1")
+@fault("Steps with missing weights are refused with an error of no type.", "worker.sleep.level2-missing@1")
 def weights_missing_untyped(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         try:
@@ -207,7 +226,7 @@ def weights_missing_untyped(base: Any) -> Methods:
     return {"execute": execute}
 
 
-@fault("A worker's sleep gives nothing back.", "worker.sleep.frees@1")
+@fault("A worker's sleep gives nothing back.", "worker.sleep.books@1")
 def worker_never_sleeps(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         return MemoryReport(preserved=0, discarded=0, skipped=0, seconds={"total": 0.0}, free_before=0, free_after=0)
@@ -231,7 +250,7 @@ def updates_ignored(base: Any) -> Methods:
     return {"update_weights": update_weights}
 
 
-@fault("An update of the weights does not void their backups.", "worker.weights.update@1")
+@fault("An update of the weights does not void their backups.", "worker.sleep.update-survives@1")
 def updates_lost_by_sleep(base: Any) -> Methods:
     def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
         allocator = self._allocator
@@ -255,7 +274,7 @@ def reload_does_nothing(base: Any) -> Methods:
     return {"reload_weights": reload_weights}
 
 
-@fault("No weights are ever missing.", "worker.sleep.level-2@1")
+@fault("No weights are ever missing.", "worker.sleep.level2-missing@1")
 def missing_weights_hidden(base: Any) -> Methods:
     return {"missing_weights": lambda self: frozenset()}
 
@@ -263,7 +282,7 @@ def missing_weights_hidden(base: Any) -> Methods:
 # Life
 
 
-@fault("The constructor starts the device.", "worker.constructor@1")
+@fault("The constructor starts the device.", "worker.construct.no-device@1")
 def constructor_starts_device(base: Any) -> Methods:
     def init(self: Any, context: WorkerContext) -> None:
         base.__init__(self, context)
@@ -272,7 +291,7 @@ def constructor_starts_device(base: Any) -> Methods:
     return {"__init__": init, "init_device": lambda self: None}
 
 
-@fault("An unknown model fails with an error of no type.", "worker.model.unknown@1")
+@fault("An unknown model fails with an error of no type.", "worker.refuse.model@1")
 def unknown_model_untyped(base: Any) -> Methods:
     def load_model(self: Any) -> ModelInfo:
         try:
@@ -284,7 +303,11 @@ def unknown_model_untyped(base: Any) -> Methods:
     return {"load_model": load_model}
 
 
-@fault("The profile says that a step takes nothing and all memory is free.", "worker.profile@1")
+@fault(
+    "The profile says that a step takes nothing and all memory is free.",
+    "worker.profile.within-total@1",
+    "worker.profile.utilization@1",
+)
 def profile_reports_nothing(base: Any) -> Methods:
     def profile(self: Any) -> MemoryProfile:
         found: MemoryProfile = base.profile(self)
@@ -293,7 +316,7 @@ def profile_reports_nothing(base: Any) -> Methods:
     return {"profile": profile}
 
 
-@fault("The profile leaves its KV cache behind.", "worker.profile@1")
+@fault("The profile leaves its KV cache behind.", "worker.kv.books@1", "worker.sleep.books@1")
 def profile_leaks(base: Any) -> Methods:
     kept: list[Tensor] = []
 
@@ -307,7 +330,7 @@ def profile_leaks(base: Any) -> Methods:
     return {"profile": profile}
 
 
-@fault("A worker that was shut down keeps its memory.", "worker.shutdown@1")
+@fault("A worker that was shut down keeps its memory.", "worker.shutdown.gives-back@1")
 def shutdown_leaks(base: Any) -> Methods:
     kept: list[Any] = []
 
@@ -318,7 +341,7 @@ def shutdown_leaks(base: Any) -> Methods:
     return {"shutdown": shutdown}
 
 
-@fault("A second shutdown fails.", "worker.shutdown@1")
+@fault("A second shutdown fails.", "worker.shutdown.twice@1")
 def second_shutdown_fails(base: Any) -> Methods:
     def shutdown(self: Any) -> None:
         if vars(self).setdefault("_was_shut_down", False):
@@ -329,10 +352,109 @@ def second_shutdown_fails(base: Any) -> Methods:
     return {"shutdown": shutdown}
 
 
-@fault("The vocabulary is reported one token larger than it is.", "worker.model.info@1")
+@fault("The vocabulary is reported one token larger than it is.", "worker.load.model-info@1")
 def vocabulary_size_wrong(base: Any) -> Methods:
     def load_model(self: Any) -> ModelInfo:
         info: ModelInfo = base.load_model(self)
         return replace(info, vocab_size=info.vocab_size + 1)
 
     return {"load_model": load_model}
+
+
+# Settings and results
+
+
+def _other_config(base: Any, **settings: Any) -> Methods:
+    def init(self: Any, context: WorkerContext) -> None:
+        base.__init__(self, replace(context, config=replace(context.config, **settings)))
+
+    return {"__init__": init}
+
+
+@fault("The block size that was asked for is replaced by the backend's own.", "worker.refuse.block-size@1")
+def block_size_ignored(base: Any) -> Methods:
+    return _other_config(base, block_size=None)
+
+
+@fault("The type that was asked for is replaced by the model's.", "worker.refuse.dtype@1")
+def dtype_ignored(base: Any) -> Methods:
+    return _other_config(base, dtype=None)
+
+
+@fault("The longest context that was asked for is ignored.", "worker.refuse.context@1", "tokens.position.last@1")
+def context_ignored(base: Any) -> Methods:
+    return _other_config(base, max_model_len=None)
+
+
+@fault("The share of memory that was asked for is ignored.", "worker.profile.utilization@1")
+def utilization_ignored(base: Any) -> Methods:
+    return _other_config(base, memory_utilization=None)
+
+
+@fault("Dummy weights are the same for every seed.", "worker.load.dummy@1")
+def dummy_seed_ignored(base: Any) -> Methods:
+    return _other_config(base, seed=0)
+
+
+@fault("A worker that is one of two ranks runs alone.", "dist.world-size.refused@1")
+def world_size_ignored(base: Any) -> Methods:
+    return _other_config(base, rank=0, world_size=1)
+
+
+@fault("The KV cache is half as large as asked for.", "worker.kv.books@1")
+def kv_cache_halved(base: Any) -> Methods:
+    def initialize_kv(self: Any, num_device_blocks: int, num_host_blocks: int) -> None:
+        base.initialize_kv(self, num_device_blocks // 2, num_host_blocks)
+
+    return {"initialize_kv": initialize_kv}
+
+
+@fault("Log probabilities are not normalised.", "tokens.logprobs.oracle@1")
+def logprobs_not_normalised(base: Any) -> Methods:
+    return _other_logprobs(base, lambda values: values + np.float32(1.0))
+
+
+@fault("The last bit of log probabilities differs in the first steps.", "determinism.worker.run-to-run@1")
+def first_logprobs_differ(base: Any) -> Methods:
+    runs = iter(range(1 << 62))
+    return _other_logprobs(base, lambda values: np.nextafter(values, np.float32(0)) if next(runs) < 3 else values)
+
+
+def _other_logprobs(base: Any, change: Callable[[Any], Any]) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        changed = {row: replace(one, logprobs=change(one.logprobs)) for row, one in output.logprobs.items()}
+        return replace(output, logprobs=changed)
+
+    return {"execute": execute}
+
+
+@fault("After an update that broke off, the half-written weights are served.", "worker.weights.update-failure@1")
+def half_updated_weights_served(base: Any) -> Methods:
+    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+        try:
+            count: int = base.update_weights(self, weights)
+            return count
+        finally:
+            self.declare_weights_valid()
+
+    return {"update_weights": update_weights}
+
+
+@fault("A wake of the weights wakes all.", "worker.sleep.partial-wake@1")
+def partial_wake_wakes_all(base: Any) -> Methods:
+    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+        known = tags is not None and set(tags) <= set(self.memory_stats().tags)
+        report: MemoryReport = base.wake(self, None if known else tags)
+        return report
+
+    return {"wake": wake}
+
+
+@fault("Live KV blocks are not preserved.", "tokens.sleep.kv-live@1")
+def live_blocks_ignored(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, replace(plan, live_blocks=None if plan.live_blocks is None else ()))
+        return report
+
+    return {"sleep": sleep}

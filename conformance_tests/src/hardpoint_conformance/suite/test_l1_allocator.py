@@ -981,6 +981,17 @@ def test_the_last_view_gives_the_memory_back(tensor_memory: TensorMemory, size: 
     assert tensor_memory.stats().allocated == 0
 
 
+@clause("alloc.tensor.foreign@1", Level.MEMORY, capability="memory.tier.source")
+def test_foreign_tensors_are_refused(target: Target, tensor_memory: TensorMemory) -> None:
+    """A tensor that the allocator did not hand out is ForeignMemory where a source is declared for it, and its bytes stay."""
+    import torch
+
+    foreign = torch.full((1024,), 3.0, device=target.device.torch_device)
+    with pytest.raises(ForeignMemory):
+        tensor_memory.allocator.declare_source(foreign, lambda: None)
+    assert bool((foreign == 3.0).all())
+
+
 @clause("alloc.tensor.outlives@1", Level.MEMORY, facts="allocator fact 38")
 def test_tensors_outlive_their_allocator(target: Target, tensor_memory: TensorMemory) -> None:
     """Tensors keep their memory after their allocator was closed and dropped."""
