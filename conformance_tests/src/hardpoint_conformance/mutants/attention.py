@@ -162,6 +162,28 @@ def numbers_of_first_layer(base: Any) -> Methods:
     return {"prepare": prepare}
 
 
+@fault("Several queries at the end of a context all see all of it.", "attn.decode.several@1")
+def few_queries_see_all(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
+            queries, keys = distance.shape
+            seen = super().visible(distance, layer)
+            return torch.ones_like(seen) if queries < min(keys, 9) and layer.sliding_window is None else seen
+
+    return plain(Kernel)
+
+
+@fault("A window wider than the context shows nothing but the query's own key.", "attn.window.wide@1")
+def wide_window_shows_own_key(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
+            seen = super().visible(distance, layer)
+            wide = layer.sliding_window is not None and layer.sliding_window > distance.shape[-1]
+            return distance == 0 if wide else seen
+
+    return plain(Kernel)
+
+
 # Logits
 
 
@@ -317,7 +339,11 @@ def values_read_past_end(base: Any) -> Methods:
     return plain(Kernel)
 
 
-@fault("Hidden keys are masked by a multiplication with zero, which a NaN survives.", "attn.poison.tail@1")
+@fault(
+    "Hidden keys are masked by a multiplication with zero, which a NaN survives.",
+    "attn.poison.tail@1",
+    "attn.poison.window@1",
+)
 def mask_by_multiplication(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
@@ -463,6 +489,52 @@ def _copied(batch: StepBatch) -> StepBatch:
     return replace(batch, **{name: getattr(batch, name).copy() for name in arrays})
 
 
+@fault("A decode sees its last block to the end, with what others left there.", "attn.blocks.leftovers@1")
+def decode_sees_leftovers(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
+            return super().gather(pages, step, index, _whole_blocks(step, length))
+
+        def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
+            seen = super().visible(distance, layer)
+            return seen | (distance > 0) if len(distance) == 1 else seen
+
+    return plain(Kernel)
+
+
+@fault("Offsets into the cache are computed in 32 bits.", "attn.offset.large@1")
+def offsets_in_32_bits(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
+            self._most = (1 << 31) // pages[0].numel()
+            return super().gather(pages, step, index, length)
+
+        def blocks(self, step: PlainStep, index: int, count: int) -> list[int]:
+            return [block % self._most for block in super().blocks(step, index, count)]
+
+    return plain(Kernel)
+
+
+@fault("A sequence without tokens in the step is an error.", "attn.padding.sequences@1")
+def empty_sequence_fails(base: Any) -> Methods:
+    def change(plan: AttentionPlan, batch: StepBatch) -> StepBatch:
+        if (np.diff(batch.query_start) == 0).any():
+            raise IndexError("list index out of range")
+        return batch
+
+    return other_batch(base, change)
+
+
+@fault("A step without tokens is an error.", "attn.batch.empty@1")
+def empty_batch_fails(base: Any) -> Methods:
+    def change(plan: AttentionPlan, batch: StepBatch) -> StepBatch:
+        if batch.num_tokens == 0:
+            raise IndexError("list index out of range")
+        return batch
+
+    return other_batch(base, change)
+
+
 # Writing the cache
 
 
@@ -588,6 +660,16 @@ def output_stride_ignored(base: Any) -> Methods:
     return other_inputs(base, change)
 
 
+@fault("The queries are scaled in place.", "attn.inputs.untouched@1")
+def queries_scaled_in_place(base: Any) -> Methods:
+    def change(inputs: dict[str, Any]) -> None:
+        scaled = inputs["q"]
+        inputs["q"] = scaled.clone()
+        scaled.mul_(0.125)
+
+    return other_inputs(base, change)
+
+
 # Repeatability
 
 
@@ -611,6 +693,35 @@ def last_bit_changes_by_run(base: Any) -> Methods:
     def change(self: Any, batch: StepBatch, out: Tensor) -> None:
         if next(runs) % 2:
             next_up(out[: batch.query_start[-1]])
+
+    return other_output(base, change)
+
+
+@fault("The last bit of the result differs from one attention object to the next.", "determinism.run.instances@1")
+def instances_differ(base: Any) -> Methods:
+    made = iter(range(1 << 62))
+
+    def change(self: Any, batch: StepBatch, out: Tensor) -> None:
+        if vars(self).setdefault("_number", next(made)) % 2:
+            next_up(out[: batch.query_start[-1]])
+
+    return other_output(base, change)
+
+
+@fault("The last bit of a decode differs when there are prompts in the step.", "determinism.batch.chunks@1")
+def decodes_beside_prompts_differ(base: Any) -> Methods:
+    def change(self: Any, batch: StepBatch, out: Tensor) -> None:
+        if 0 < batch.num_decodes < batch.num_seqs:
+            next_up(out[: batch.num_decodes])
+
+    return other_output(base, change)
+
+
+@fault("Sequences beyond the fourth of a batch are not computed.", "determinism.batch.tolerance@1")
+def four_sequences_only(base: Any) -> Methods:
+    def change(self: Any, batch: StepBatch, out: Tensor) -> None:
+        if batch.num_seqs > 4:
+            out[batch.query_start[4] : batch.query_start[-1]] = 0
 
     return other_output(base, change)
 

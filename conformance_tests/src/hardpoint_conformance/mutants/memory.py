@@ -31,6 +31,8 @@ from hardpoint.interfaces.errors import (
     DeviceOutOfMemory,
     ForeignMemory,
     InvalidAllocation,
+    MemoryAsleep,
+    MemoryBusy,
     MemoryFault,
     UnknownTag,
 )
@@ -324,6 +326,17 @@ def name_overruns_buffer(driver: DriverTable) -> Replacements:
     return {"device_name": lambda call, name, size: call(name, size + 1)}
 
 
+@driver_fault("A call that fails sets its result.", "driver.errors.nothing-changed@1")
+def failed_call_sets_result(driver: DriverTable) -> Replacements:
+    def create(call: Call, size: int, handle: Any) -> int:
+        status = call(size, handle)
+        if status != DriverStatus.OK:
+            handle[0] = 1 << 40
+        return status
+
+    return {"create": create}
+
+
 # Sleep
 
 
@@ -448,6 +461,36 @@ def _other_plan(base: Any, change: Callable[[SleepPlan], SleepPlan]) -> Methods:
     return {"sleep": sleep}
 
 
+@fault("Live ranges beyond the end of a tensor are cut off there.", "alloc.live.bounds@1")
+def live_ranges_cut_off(base: Any) -> Methods:
+    def cut(live: LiveRanges) -> LiveRanges:
+        inside = [(first, size) for first, size in live.ranges if first + size <= live.tensor.nbytes]
+        return replace(live, ranges=inside)
+
+    return _other_plan(base, lambda plan: replace(plan, live=tuple(map(cut, plan.live))))
+
+
+@fault("Progress is told as what is left to do.", "alloc.progress.monotonic@1")
+def progress_counts_down(base: Any) -> Methods:
+    def turned(plan: SleepPlan) -> SleepPlan:
+        asked = plan.progress
+        return plan if asked is None else replace(plan, progress=lambda done, total: asked(total - done, total))
+
+    return _other_plan(base, turned)
+
+
+@fault("A sleep within a sleep is an error of no type.", "alloc.state.busy@1")
+def busy_untyped(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        try:
+            report: MemoryReport = base.sleep(self, plan)
+        except MemoryBusy as error:
+            raise RuntimeError("a lock is held") from error
+        return report
+
+    return {"sleep": sleep}
+
+
 @fault("Reports say that nothing was preserved.", "alloc.report.truthful@1")
 def report_understates(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
@@ -501,6 +544,11 @@ def backup_stale_after_update(base: Any) -> Methods:
 @fault("Memory of the policy zero keeps its bytes over a sleep.", "alloc.policy.zero@1")
 def zero_policy_keeps_bytes(base: Any) -> Methods:
     return _other_policy(base, {Policy.ZERO: Policy.PRESERVE})
+
+
+@fault("Memory to be rebuilt is zero after wake when nobody rebuilds it.", "alloc.rebuild.missing@1")
+def rebuild_policy_is_zero(base: Any) -> Methods:
+    return _other_policy(base, {Policy.REBUILD: Policy.ZERO})
 
 
 @fault("Preserved memory wakes with undefined bytes.", "alloc.bytes.preserved@1")
@@ -825,3 +873,55 @@ def shrinking_keeps_memory(base: Any) -> Methods:
         return made
 
     return {"resize": resize}
+
+
+@fault("Declared sources are forgotten, and their bytes copied.", "alloc.source.read-again@1")
+def sources_forgotten(base: Any) -> Methods:
+    return {"declare_source": lambda self, tensor, source: None}
+
+
+@fault("Resizing sleeping memory does nothing, without an error.", "alloc.elastic.asleep@1")
+def resize_asleep_ignored(base: Any) -> Methods:
+    def resize(self: Any, tensor: Tensor, rows: int) -> Tensor:
+        try:
+            made: Tensor = base.resize(self, tensor, rows)
+        except MemoryAsleep:
+            return tensor
+        return made
+
+    return {"resize": resize}
+
+
+@fault("While anything is asleep, no memory is handed out.", "alloc.state.allocate-asleep@1")
+def no_memory_while_asleep(base: Any) -> Methods:
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        if self.stats().asleep:
+            raise MemoryAsleep("the allocator is asleep")
+        made: Tensor = base.empty(self, shape, dtype, tag, policy, max_rows)
+        return made
+
+    return {"empty": empty}
+
+
+@fault("Tensors of bfloat16 are float16.", "alloc.tensor.dtypes@1")
+def bfloat16_is_float16(base: Any) -> Methods:
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        dtype = DType.FLOAT16 if dtype is DType.BFLOAT16 else dtype
+        made: Tensor = base.empty(self, shape, dtype, tag, policy, max_rows)
+        return made
+
+    return {"empty": empty}

@@ -100,3 +100,36 @@ def kv_dtypes_of_unclaimed_queries(target: Target) -> Target:
 @fault("The claims of the attention backend and of the descriptor differ.", "pack.claims.one-object@1")
 def claims_differ(target: Target) -> Target:
     return target.with_descriptor(capabilities=_claiming(target, max_context=1 << 10))
+
+
+@fault("The descriptor has another name than its entry point and its devices.", "pack.name.agrees@1")
+def name_differs(target: Target) -> Target:
+    return described(target, name=f"{target.name}2")
+
+
+@fault("A factory makes its class anew each time.", "pack.part.repeatable@1")
+def parts_made_anew(target: Target) -> Target:
+    return described(target, attention=lambda: derived(target.descriptor.attention(), {}))
+
+
+@fault("The claims are others each time they are asked for.", "pack.claims.plain@1")
+def claims_change(target: Target) -> Target:
+    contexts = iter(range(1 << 10, 1 << 62))
+    return described(target, capabilities=lambda device: _claiming(target, max_context=next(contexts))(device))
+
+
+@fault("The backend says that it can be used, and claims nothing.", "pack.claims.core@1")
+def nothing_claimed(target: Target) -> Target:
+    return described(target, capabilities=lambda device: Capabilities.none())
+
+
+@fault("Every device number opens the first device.", "pack.device.absent@1", "driver.open.no-device@1")
+def absent_device_opened(target: Target) -> Target:
+    below = target.descriptor.driver
+    base = target.descriptor.allocator()
+
+    def init(self: Any, device: Device) -> None:
+        vars(base)["__init__"](self, target.device)
+
+    made = derived(base, {"__init__": init})
+    return described(target, allocator=lambda: made, driver=below and (lambda device: below(target.device)))

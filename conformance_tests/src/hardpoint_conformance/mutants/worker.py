@@ -9,19 +9,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hardpoint.interfaces import (
+    KV_CACHE,
     WEIGHTS,
+    DType,
     MemoryProfile,
     MemoryReport,
     ModelInfo,
     Policy,
     SequenceSampling,
     SleepPlan,
+    SleepTier,
     StepBatch,
     StepInput,
     StepOutput,
     WorkerContext,
 )
-from hardpoint.interfaces.errors import HardpointError, MemoryAsleep, WeightsMissing
+from hardpoint.interfaces.errors import (
+    CapabilityRefused,
+    DeviceOutOfMemory,
+    HardpointError,
+    MemoryAsleep,
+    WeightsMissing,
+    WorkerError,
+)
 from hardpoint_conformance.mutants.derived import Faults, Methods
 
 if TYPE_CHECKING:
@@ -175,6 +185,38 @@ def empty_step_fails(base: Any) -> Methods:
     return {"execute": execute}
 
 
+@fault("Positions of a prefill chunk count from the chunk's first token.", "tokens.chunked.oracle@1")
+def chunk_positions_restart(base: Any) -> Methods:
+    def change(batch: StepBatch) -> StepBatch:
+        lengths = np.diff(batch.query_start)
+        starts = np.repeat(np.where(lengths > 1, batch.positions[batch.query_start[:-1]], 0), lengths)
+        return replace(batch, positions=batch.positions - starts)
+
+    return other_batch(base, change)
+
+
+@fault("A prompt with several forks gives one token.", "worker.execute.forks@1")
+def forks_sampled_once(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        _, first = np.unique(step.batch.sample_rows, return_index=True)
+        return replace(output, token_ids=output.token_ids[np.sort(first)])
+
+    return {"execute": execute}
+
+
+@fault("Errors in a step are lost; it gives zeros.", "worker.execute.failure@1")
+def step_errors_lost(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        try:
+            output: StepOutput = base.execute(self, step)
+        except Exception:
+            output = StepOutput(token_ids=np.zeros(len(step.batch.sample_rows), np.int64))
+        return output
+
+    return {"execute": execute}
+
+
 # Sleep
 
 
@@ -239,6 +281,49 @@ def sleep_for_wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport
     return MemoryReport(preserved=0, discarded=0, skipped=0, seconds={"total": 0.0}, free_before=0, free_after=0)
 
 
+@fault("A second sleep reports what the first one did.", "worker.sleep.repeated@1")
+def second_sleep_reports_first(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, plan)
+        kept: MemoryReport = vars(self).setdefault("_first_report", report)
+        return kept
+
+    return {"sleep": sleep}
+
+
+@fault("Unknown tags are left out of a sleep.", "worker.sleep.unknown-tag@1")
+def worker_ignores_unknown_tags(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        tags = None if plan.tags is None else plan.tags & set(self.memory_stats().tags)
+        report: MemoryReport = base.sleep(self, replace(plan, tags=tags))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("Weights without a source are taken to the host without a word.", "worker.sleep.source-void@1")
+def source_tier_falls_back(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        try:
+            report: MemoryReport = base.sleep(self, plan)
+        except CapabilityRefused:
+            report = base.sleep(self, replace(plan, tier=SleepTier.HOST))
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("Every wake leaves some memory behind.", "stress.sleep.cycles@1")
+def wake_leaks(base: Any) -> Methods:
+    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
+        report: MemoryReport = base.wake(self, tags)
+        left = self._allocator.empty((1 << 20,), DType.UINT8, KV_CACHE, Policy.DISCARD)
+        vars(self).setdefault("_left", []).append(left)
+        return report
+
+    return {"wake": wake}
+
+
 # Weights
 
 
@@ -277,6 +362,30 @@ def reload_does_nothing(base: Any) -> Methods:
 @fault("No weights are ever missing.", "worker.sleep.level2-missing@1")
 def missing_weights_hidden(base: Any) -> Methods:
     return {"missing_weights": lambda self: frozenset()}
+
+
+@fault("A reload that fails returns nothing, without an error.", "worker.weights.reload-refused@1")
+def reload_errors_lost(base: Any) -> Methods:
+    def reload_weights(self: Any, model: str | None = None) -> int:
+        try:
+            count: int = base.reload_weights(self, model)
+        except HardpointError:
+            count = 0
+        return count
+
+    return {"reload_weights": reload_weights}
+
+
+@fault("An update with a tensor that is not the model's is left without an error.", "worker.weights.update-refused@1")
+def update_errors_lost(base: Any) -> Methods:
+    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+        try:
+            count: int = base.update_weights(self, weights)
+        except HardpointError:
+            count = 0
+        return count
+
+    return {"update_weights": update_weights}
 
 
 # Life
@@ -321,8 +430,6 @@ def profile_leaks(base: Any) -> Methods:
     kept: list[Tensor] = []
 
     def profile(self: Any) -> MemoryProfile:
-        from hardpoint.interfaces import KV_CACHE, DType
-
         kept.append(self._allocator.empty((1 << 20,), DType.UINT8, KV_CACHE))
         found: MemoryProfile = base.profile(self)
         return found
@@ -359,6 +466,51 @@ def vocabulary_size_wrong(base: Any) -> Methods:
         return replace(info, vocab_size=info.vocab_size + 1)
 
     return {"load_model": load_model}
+
+
+@fault("A process can have one worker only, and no second one after it.", "worker.process.second@1")
+def one_worker_per_process(base: Any) -> Methods:
+    started: list[int] = []
+
+    def init_device(self: Any) -> None:
+        started.append(1)
+        if len(started) > 1:
+            raise RuntimeError("the device is in use")
+        base.init_device(self)
+
+    return {"init_device": init_device}
+
+
+@fault("The device's parts are made twice.", "worker.lifecycle.parts@1")
+def parts_made_twice(base: Any) -> Methods:
+    def init_device(self: Any) -> None:
+        base.init_device(self)
+        base.init_device(self)
+
+    return {"init_device": init_device}
+
+
+@fault("A step before the model is loaded is an error of no type.", "worker.lifecycle.order@1")
+def early_step_untyped(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        try:
+            output: StepOutput = base.execute(self, step)
+        except WorkerError as error:
+            raise AttributeError("'NoneType' object has no attribute 'run'") from error
+        return output
+
+    return {"execute": execute}
+
+
+@fault("Where the KV cache does not fit, one of a single block is taken.", "worker.kv.too-large@1")
+def kv_cache_too_large_shrinks(base: Any) -> Methods:
+    def initialize_kv(self: Any, num_device_blocks: int, num_host_blocks: int) -> None:
+        try:
+            base.initialize_kv(self, num_device_blocks, num_host_blocks)
+        except DeviceOutOfMemory:
+            base.initialize_kv(self, 1, num_host_blocks)
+
+    return {"initialize_kv": initialize_kv}
 
 
 # Settings and results
@@ -458,3 +610,22 @@ def live_blocks_ignored(base: Any) -> Methods:
         return report
 
     return {"sleep": sleep}
+
+
+@fault("The type of the KV cache that was asked for is replaced by the model's.", "worker.refuse.kv-dtype@1")
+def kv_dtype_ignored(base: Any) -> Methods:
+    return _other_config(base, kv_dtype=None)
+
+
+@fault("The profile runs a small step, whatever the largest one is.", "worker.profile.monotone@1")
+def profile_of_small_step(base: Any) -> Methods:
+    def profile(self: Any) -> MemoryProfile:
+        asked = self._config
+        self._config = replace(asked, max_num_batched_tokens=16, max_num_seqs=4)
+        try:
+            found: MemoryProfile = base.profile(self)
+            return found
+        finally:
+            self._config = asked
+
+    return {"profile": profile}
