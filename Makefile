@@ -11,7 +11,7 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: check ci-checks clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm demo \
+.PHONY: check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm demo \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers test-portable \
 	test-torch test-torch-ascend test-torch-cuda typecheck
 
@@ -99,12 +99,8 @@ conformance-committed: $(STAMP)
 selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, and 20 seeds raise no false alarm
 	$(BIN)/hardpoint conformance selftest --seeds 20 --report build/conformance/selftest
 
-CHECKS := test-headers test-portable sanitize test-torch conformance selftest
+CHECKS := selftest conformance test-torch sanitize test-portable test-headers
 check: test $(CHECKS)  ## Everything that CI runs
-
-# Two at a time: most of them wait for one compiler or one interpreter.
-ci-checks:
-	$(MAKE) --no-print-directory -j2 -Otarget $(CHECKS) device-check DEVICE_CHECK=--simulated
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
 peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers that the benchmarks measure (minutes)

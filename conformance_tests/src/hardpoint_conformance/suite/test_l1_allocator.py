@@ -425,7 +425,12 @@ def test_live_ranges_beyond_their_memory_are_refused(memory: Memory, beyond: tup
 # Tags and states
 
 
-@clause("alloc.tags.apart@1", Level.MEMORY, capability="memory.sleep.1", facts="allocator fact 10, allocator fact 11")
+@clause(
+    "alloc.tags.apart@1",
+    Level.MEMORY,
+    capability="memory.sleep.1",
+    facts="allocator fact 10, allocator fact 11, allocator fact 16",
+)
 def test_tags_sleep_and_wake_apart(memory: Memory) -> None:
     """A sleep or wake of some tags touches these and no others: their bytes, mappings and names in the reports."""
     size = memory.unit

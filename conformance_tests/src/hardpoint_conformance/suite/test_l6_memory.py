@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -20,11 +21,13 @@ from hardpoint_conformance.memory import (
     Block,
     Memory,
     PoolMemory,
+    TensorMemory,
     content,
     differences,
     driver_of,
     files_below,
     obstacle,
+    open_memory,
     require,
     run_program,
     wait_until,
@@ -253,6 +256,88 @@ def test_no_backup_outlives_its_process(target: Target, tmp_path: Path) -> None:
     """
     runs_cleanly(target, way, program, tmp_path)
     assert max(files_below(tmp_path).values(), default=0) < 4096
+
+
+@clause("stress.memory.other-process@1", Level.STRESS, capability="memory.sleep.2", facts="allocator fact 27")
+@pytest.mark.parametrize("way", WAYS)
+def test_another_process_can_use_what_sleeps(target: Target, way: str, tmp_path: Path) -> None:
+    """While memory is asleep, another process can take and use as much of the same device, and the sleeper wakes after it. On an
+    accelerator that is 60 % of what is free, so that both at once would not fit."""
+    require(target, way)
+    program = """
+    import subprocess
+    import numpy
+    size = unit * 8
+    if target.descriptor.accelerator and not target.simulated:
+        size = int(memory.memory_info().free * 0.6) // unit * unit
+    if len(sys.argv) > 5:
+        size = int(sys.argv[5])
+    block = memory.allocate(size, "weights", Policy.DISCARD)
+    for at in (0, size - 1000):
+        memory.write(block, content(1000), at)
+        assert memory.read(block, 1000, at) == content(1000)
+    if len(sys.argv) == 5:
+        memory.sleep()
+        other = subprocess.run([*sys.orig_argv[:3], *sys.argv[1:5], str(size)], capture_output=True, text=True, timeout=50)
+        assert other.returncode == 0, other.stderr
+        memory.wake()
+        memory.write(block, content(1000, 1))
+        assert memory.read(block, 1000) == content(1000, 1)
+    memory.free(block)
+    """
+    runs_cleanly(target, way, program, tmp_path)
+
+
+@clause("stress.memory.co-tenant@1", Level.STRESS, capability="memory.sleep.1", facts="allocator fact 44")
+def test_co_tenant_may_come_and_go(target: Target, memory: Memory) -> None:
+    """Another engine that allocates and frees on the same device while memory sleeps and wakes disturbs neither the operation nor the
+    books: what free memory the driver reports is told, and nothing is concluded from it."""
+    tenant = open_memory(target, memory.way)
+    block = memory.filled(content(4 * memory.unit))
+    stop = threading.Event()
+
+    def come_and_go() -> int:
+        rounds = 0
+        while not stop.is_set() or rounds == 0:
+            other = tenant.filled(content(2 * tenant.unit, rounds))
+            assert tenant.read(other, 100) == content(100, rounds)
+            tenant.free(other)
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(1) as executor:
+        coming = executor.submit(come_and_go)
+        try:
+            for _ in range(20):
+                assert memory.sleep().unmapped == memory.wake().unmapped == 4 * memory.unit
+        finally:
+            stop.set()
+        assert coming.result(timeout=60) > 0
+    assert memory.read(block) == content(4 * memory.unit)
+    assert memory.stats().allocated == 4 * memory.unit
+    tenant.end()
+
+
+@clause("stress.memory.torch-cache@1", Level.STRESS, capability="memory.torch_pool", facts="allocator fact 39")
+def test_torch_may_empty_its_cache_while_memory_sleeps(tensor_memory: TensorMemory, target: Target) -> None:
+    """While a pool's tensors are asleep, torch's cache can be emptied, its statistics asked for and garbage collected, where torch has
+    these for the device; the tensors wake at their addresses with their bytes."""
+    import torch
+
+    with tensor_memory.allocator.pool("weights"):
+        tensor = torch.arange(1000, dtype=torch.int32, device=target.device.torch_device)
+    address = tensor.data_ptr()
+    tensor_memory.sleep()
+    module = torch.get_device_module(torch.device(target.device.torch_device).type)
+    for name in ("empty_cache", "memory_stats", "memory_snapshot"):
+        call = getattr(module, name, None)
+        if call is not None:
+            call()
+    gc.collect()
+    assert tensor_memory.stats().asleep == {"weights"}
+    tensor_memory.wake()
+    assert tensor.data_ptr() == address
+    assert torch.equal(tensor.cpu(), torch.arange(1000, dtype=torch.int32))
 
 
 @clause("stress.memory.asleep-faults@1", Level.STRESS, capability="memory.sleep.1", facts="allocator fact 47")
