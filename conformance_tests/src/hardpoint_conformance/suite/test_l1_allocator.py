@@ -867,6 +867,19 @@ def test_reports_add_up(memory: Memory) -> None:
     check(memory.wake(), 2 * memory.unit)
 
 
+@clause("alloc.memory.quirks@1", Level.MEMORY, facts="allocator fact 28")
+def test_quirks_are_visible(memory: Memory, target: Target) -> None:
+    """What the driver found by probing is in the memory information by name, and the device's free memory is within its total."""
+    info = memory.memory_info()
+    assert 0 <= info.free <= info.total
+    driver = target.driver()
+    if driver is not None:
+        driver.open()
+        found = driver.quirks()
+        driver.close()
+        assert set(info.quirks) == {quirk.name.lower() for quirk in found if quirk.name}
+
+
 # Sizes
 
 
