@@ -65,7 +65,7 @@ def refuse() -> Any:
 
 def claims(**changes: Any) -> Callable[[Device], Capabilities]:
     none = Capabilities.none()
-    return lambda device: replace(none, attention=replace(none.attention, **changes))
+    return lambda device: replace(none, attention=replace(none.attention, **changes), tensor_parallel=IntSet.of(1))
 
 
 def test_sound_descriptor_passes() -> None:
@@ -83,7 +83,7 @@ def test_sound_descriptor_passes() -> None:
         ({"allocator": implementation(Worker)}, "does not derive from DeviceAllocator"),
         ({"collectives": lambda: 3}, "does not derive from Collectives"),
         ({"capabilities": lambda device: {}}, "returned dict, not Capabilities"),
-        ({"capabilities": claims(kv_dtypes={DType.FLOAT32: frozenset()})}, "KV dtypes for differ"),
+        ({"capabilities": claims(kv_dtypes={DType.FLOAT32: frozenset({DType.FLOAT32})})}, "KV dtypes for differ"),
         (
             {
                 "capabilities": claims(
@@ -91,6 +91,9 @@ def test_sound_descriptor_passes() -> None:
                     kv_dtypes={DType.FLOAT32: frozenset({DType.FLOAT32})},
                     block_sizes=IntSet.of(16),
                     default_block_size=32,
+                    head_dims=IntSet.of(64),
+                    group_sizes=IntSet.of(1),
+                    max_context=4096,
                 )
             },
             "default block size, 32",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 from hardpoint_conformance.cli import app
 from hardpoint_conformance.compare import BEGIN, END
 from hardpoint_conformance.html import to_html
+from hardpoint_conformance.levels import Level
 from hardpoint_conformance.outcomes import Verdict
-from hardpoint_conformance.report import canonical, collect, digest_of, finish, list_sha256, read_report, verify
+from hardpoint_conformance.report import SUITE, canonical, collect, digest_of, finish, list_sha256, read_report, verify
 from hardpoint_conformance.verdict import Standing, judge, standings
 from hardpoint_conformance.waivers import apply_waivers, read_waivers
 
@@ -33,10 +35,10 @@ def collect_once() -> Iterator[None]:
     """Collect the tests once for each set of claims: importing all of them takes seconds."""
     found: dict[bytes, list[dict[str, Any]]] = {}
 
-    def cached(claims: Report, scratch: Path, *, explore: int = 0) -> list[dict[str, Any]]:
-        key = canonical([claims, explore])
+    def cached(claims: Report, scratch: Path, modules: Sequence[Path], *, explore: int = 0) -> list[dict[str, Any]]:
+        key = canonical([claims, [module.name for module in modules], explore])
         if key not in found:
-            found[key] = collect(claims, scratch, explore=explore)
+            found[key] = collect(claims, scratch, modules, explore=explore)
         return copy.deepcopy(found[key])
 
     with pytest.MonkeyPatch.context() as patch:
@@ -315,6 +317,14 @@ def test_list_has_every_clause_once() -> None:
     assert all(clause["text"].endswith((".", ")")) for clause in clauses)
     text = call("list", "--markdown")[1]
     assert all(f"`{name}`" in text for name in ids)
+
+
+def test_modules_are_named_after_the_level_of_their_clauses() -> None:
+    for file in SUITE.glob("test_*.py"):
+        module = import_module(f"hardpoint_conformance.suite.{file.stem}")
+        marks = [mark for value in vars(module).values() for mark in getattr(value, "pytestmark", ())]
+        levels = {mark.kwargs["clause"].level for mark in marks if mark.name == "conformance"}
+        assert levels == {Level.of(file.name[5:7])}, file.name
 
 
 def test_run_is_resumed_from_what_was_finished(tmp_path: Path) -> None:

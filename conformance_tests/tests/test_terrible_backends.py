@@ -104,6 +104,7 @@ def test_backend_that_cannot_be_tested_gets_a_report(run: Run, fault: dict[str, 
     assert (result["id"], result["outcome"]) == ("pack.backend.found@1", "failed")
     assert text in result["message"]
     assert report["verdict"]["outcome"] == "not conformant"
+    assert result["reproduction"] == "hardpoint conformance run --backend terrible --level L0"
     assert report["backend"]["distribution"] == "terrible"
     assert report["backend"]["version"] == "1.0"
 

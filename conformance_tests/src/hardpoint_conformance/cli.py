@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -122,6 +124,8 @@ def run_command(
         waivers=accepted,
         simulated=simulated,
     )
+    # Tests have sessions of their own: they are ended by this process, and so it must not end without a word.
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with LiveProgress(_console(stderr=True)) as progress:
             made = run(settings, progress)
@@ -129,10 +133,16 @@ def run_command(
         raise typer.BadParameter(str(error)) from error
     except CollectionFailed as error:
         raise _failed(str(error)) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
     show_report(made, _console())
     if report is not None:
         typer.echo(f"report: {write_report(made, report)}")
     raise typer.Exit(exit_status(verdict_of(made), made["verdict"]["reasons"]))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint_conformance.levels import Level
-from hardpoint_conformance.outcomes import Outcome
+from hardpoint_conformance.outcomes import Outcome, Verdict
 from hardpoint_conformance.verdict import Standing, standings
 
 Report = Mapping[str, Any]
@@ -22,7 +22,10 @@ BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 """Marks in a Markdown file between which the table of backends is written."""
 
 _BAD = ("failed", "crashed", "hung", "error", "not run", "not conformant", "unproved", "not refused")
-_GOOD = ("passed", "proved", "conformant")
+_WARN = ("waived", "not testable", Verdict.WITH_WAIVERS.value)
+_NOTE = ("refused", Verdict.SIMULATED.value, Verdict.PARTIAL.value)
+_GOOD = ("passed", "proved", Verdict.CONFORMANT.value)
+"""How the texts of cells begin, by what they mean."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +53,18 @@ class Matrix:
             f"<tr><td><code>{escape(name)}</code></td>{''.join(_cell(text) for text in cells)}</tr>\n"
             for name, *cells in self.rows
         )
-        table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+        table = f'<div class="scroll matrix"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
         return page(
             "Hardpoint conformance", f"<h1>Hardpoint conformance: {escape(self.subject)} of backends</h1>\n{table}"
         )
 
 
 def _cell(text: str) -> str:
-    kind = (
-        "bad"
-        if text.startswith(_BAD)
-        else "good"
-        if text.startswith(_GOOD)
-        else "note"
-        if "refused" in text
-        else "idle"
-    )
-    return f'<td><span class="badge {kind}">{escape(text)}</span></td>' if text else "<td></td>"
+    if not text:
+        return "<td></td>"
+    kinds = {"bad": _BAD, "warn": _WARN, "note": _NOTE, "good": _GOOD}
+    kind = next((kind for kind, beginnings in kinds.items() if text.startswith(beginnings)), "idle")
+    return f'<td><span class="badge {kind}">{escape(text)}</span></td>'
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

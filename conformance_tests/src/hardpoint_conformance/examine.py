@@ -123,9 +123,9 @@ def examine_here(name: str, device: int) -> Examination:
 def main(name: str, device: str, file: str) -> None:
     """Write the examination as JSON, whole or not at all, and end without the tear-down of what was loaded."""
     data = json.dumps(asdict(examine_here(name, int(device))), default=str)
-    part = Path(file).with_suffix(".part")
+    part = Path(f"{file}.part")
     part.write_text(data, "utf-8")
-    part.replace(file)
+    part.rename(file)
     sys.stderr.flush()
     os._exit(0)
 

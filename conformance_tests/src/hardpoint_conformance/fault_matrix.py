@@ -199,6 +199,8 @@ _MAY_BE_TOLERATED = (
     "hostunregister",
     "hostunregisterv2",
     "addressfree",
+    "releaseaddress",
+    "reserve",
     "addressreserve",
     "reservememaddress",
     "releasememaddress",

@@ -15,7 +15,7 @@ import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -385,9 +385,14 @@ def differences(before: Mapping[str, int], after: Mapping[str, int], but: Sequen
     return {name: count for name, count in changed.items() if count}
 
 
-def files_below(directory: Path) -> list[Path]:
-    """Return the files in a folder and those below it, largest first."""
-    return sorted((file for file in directory.rglob("*") if file.is_file()), key=lambda file: -file.stat().st_size)
+def files_below(directory: Path) -> dict[Path, int]:
+    """Return the sizes of the files in a folder and those below it, largest first; files may come and go meanwhile."""
+    sizes: dict[Path, int] = {}
+    for file in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            if file.is_file():
+                sizes[file] = file.stat().st_size
+    return dict(sorted(sizes.items(), key=lambda one: -one[1]))
 
 
 _PRELUDE = """

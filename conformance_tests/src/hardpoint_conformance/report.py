@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
@@ -206,10 +206,28 @@ def pytest_command(*options: str) -> list[str]:
     ]
 
 
+def modules_for(levels: Iterable[int], clauses: Iterable[str]) -> list[Path]:
+    """Return the modules that have all tests of some levels, or of some clauses or tests: importing all of them takes seconds."""
+    modules = sorted(SUITE.glob("test_*.py"))
+    ids = {name.partition("[")[0] for name in clauses}
+    if not ids:
+        wanted = tuple(f"test_l{int(level)}_" for level in levels)
+        return [module for module in modules if module.name.startswith(wanted)]
+    texts = {module: module.read_text("utf-8") for module in modules}
+    if not all(any(f'"{name}"' in text for text in texts.values()) for name in ids):
+        return modules
+    return [module for module, text in texts.items() if any(f'"{name}"' in text for name in ids)]
+
+
 def collect(
-    claims: Mapping[str, Any], scratch: Path, *, explore: int = 0, time_limit: float = 180.0
+    claims: Mapping[str, Any],
+    scratch: Path,
+    modules: Sequence[Path] = (SUITE,),
+    *,
+    explore: int = 0,
+    time_limit: float = 180.0,
 ) -> list[dict[str, Any]]:
-    """Return the list of all tests for a backend's claims, in order; none of the backend's code runs.
+    """Return the list of the tests in some modules for a backend's claims, in order; none of the backend's code runs.
 
     Raises:
         CollectionFailed: with what pytest said.
@@ -217,22 +235,13 @@ def collect(
     claims_file, listing = scratch / "claims.json", scratch / "listing.json"
     claims_file.write_text(json.dumps(claims))
     listing.unlink(missing_ok=True)
-    options = [
-        "--collect-only",
-        "-q",
-        "--claims",
-        str(claims_file),
-        "--listing",
-        str(listing),
-        "--explore",
-        str(explore),
-    ]
+    options = ["--collect-only", "-q", "--claims", str(claims_file), "--listing", str(listing)]
+    options += ["--explore", str(explore), *map(str, modules)]
     output = scratch / "collection.txt"
-    ended = run_process(pytest_command(*options, str(SUITE)), scratch, time_limit, stdout=output)
+    ended = run_process(pytest_command(*options), scratch, time_limit, stdout=output)
     if ended.code not in (0, 5) or not listing.exists():
-        raise CollectionFailed(
-            f"collecting the tests {ended.how}: {output.read_text('utf-8', 'replace')[-3000:]}{ended.stderr}"
-        )
+        said = output.read_text("utf-8", "replace")[-3000:]
+        raise CollectionFailed(f"the process that collects the tests {ended.how}: {said}{ended.stderr}")
     tests: list[dict[str, Any]] = json.loads(listing.read_text())
     return sorted(tests, key=lambda test: test["level"])
 
@@ -304,7 +313,8 @@ def _list_problems(report: Mapping[str, Any]) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="hardpoint-") as scratch:
         try:
-            everything = collect(report["claims"], Path(scratch), explore=selection["explore"])
+            modules = modules_for(selection["levels"], selection["clauses"])
+            everything = collect(report["claims"], Path(scratch), modules, explore=selection["explore"])
         except CollectionFailed as error:
             yield f"the list of tests cannot be made for these claims: {error}"
             return

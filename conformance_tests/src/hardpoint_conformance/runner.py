@@ -32,6 +32,7 @@ from hardpoint_conformance.report import (
     collect,
     finish,
     list_sha256,
+    modules_for,
     select,
     suite_version,
 )
@@ -102,7 +103,7 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
         if not examination.problem:
             assert examination.claims is not None
             try:
-                everything = collect(examination.claims, scratch, explore=settings.explore)
+                everything = collect(examination.claims, scratch, _modules(settings), explore=settings.explore)
             except CollectionFailed:
                 if not examination.contradictions:
                     raise
@@ -155,6 +156,12 @@ def _suite(tests: Sequence[Mapping[str, Any]], examination: Examination) -> dict
     }
 
 
+def _modules(settings: Settings) -> list[Path]:
+    """Return the modules to collect: all of them for waivers, whose ids are checked."""
+    levels = tuple(Level) if settings.waivers else settings.levels
+    return modules_for(levels, () if settings.waivers else settings.clauses)
+
+
 def _found_test() -> dict[str, Any]:
     """Return the one test of a backend that cannot be tested, as the suite's list has it."""
     return {
@@ -170,11 +177,8 @@ def _found_test() -> dict[str, Any]:
 
 
 def _failed_examination(test: Mapping[str, Any], problem: str, settings: Settings) -> dict[str, Any]:
-    reproduction = (
-        f"python -m hardpoint_conformance.examine {shlex.quote(settings.backend)} {settings.device} /dev/stdout"
-    )
     told = {"outcome": Outcome.FAILED.value, "message": problem, "seconds": 0.0, "seed": None, "error_ratio": None}
-    return _result(test, told, reproduction)
+    return _result(test, told, shlex.join([*_command(settings), "--level", "L0"]))
 
 
 def _chosen(everything: Sequence[Mapping[str, Any]], settings: Settings) -> list[dict[str, Any]]:
@@ -265,14 +269,15 @@ def _run_groups(runner: GroupRunner, tests: Sequence[dict[str, Any]], jobs: int,
 
 def reproduction(test: str, settings: Settings) -> str:
     """Return the command that runs one test again as it was."""
+    words = [*_command(settings), "--clause", test, "--seed", str(settings.seed)]
+    return shlex.join(words + (["--explore", str(settings.explore)] if settings.explore else []))
+
+
+def _command(settings: Settings) -> list[str]:
     words = ["hardpoint", "conformance", "run", "--backend", settings.backend]
     if settings.device:
         words += ["--device", str(settings.device)]
-    if settings.simulated:
-        words.append("--simulated")
-    if settings.explore:
-        words += ["--explore", str(settings.explore)]
-    return shlex.join([*words, "--clause", test, "--seed", str(settings.seed)])
+    return [*words, "--simulated"] if settings.simulated else words
 
 
 # Resuming

@@ -112,7 +112,10 @@ class Model:
 
 def nearest(numbers: IntSet, wanted: int, limit: int = 256) -> int:
     """Return the member of a set that is nearest to `wanted`, the larger of two; raises ValueError for an empty set."""
-    return min((n for n in members(numbers, limit) if n > 0), key=lambda n: (abs(n - wanted), -n))
+    candidates = [n for n in members(numbers, limit) if n > 0]
+    if not candidates:
+        raise ValueError(f"no number from 1 to {limit} is claimed, so that no model can be run")
+    return min(candidates, key=lambda n: (abs(n - wanted), -n))
 
 
 def shape_for(claims: Capabilities, **changes: Any) -> Shape:

@@ -651,10 +651,10 @@ def test_a_disk_backup_is_a_file_and_is_removed(memory: Memory, tmp_path: Path) 
     block = memory.filled(data)
     report = memory.sleep(plan_for(SleepTier.DISK, tmp_path))
     assert report.tiers == {SleepTier.DISK: len(data)}
-    assert len(data) <= sum(file.stat().st_size for file in files_below(tmp_path)) < len(data) + (64 << 10)
+    assert len(data) <= sum(files_below(tmp_path).values()) < len(data) + (64 << 10)
     memory.wake()
     assert memory.read(block) == data
-    assert wait_until(lambda: not any(file.stat().st_size >= len(data) for file in files_below(tmp_path)))
+    assert wait_until(lambda: max(files_below(tmp_path).values(), default=0) < len(data))
 
 
 def _flip(file: Path) -> None:
@@ -685,7 +685,7 @@ def test_a_damaged_backup_is_not_served(memory: Memory, damage: str, tmp_path: P
     damaged, whole = memory.filled(data), memory.filled(other, "buffers")
     memory.sleep(plan_for(SleepTier.DISK, tmp_path, tags=frozenset({"weights"})))
     memory.sleep()
-    _DAMAGE[damage](files_below(tmp_path)[0])
+    _DAMAGE[damage](next(iter(files_below(tmp_path))))
     with pytest.raises(BackupCorrupt):
         memory.wake()
     assert memory.stats().asleep == {"weights", "buffers"}
@@ -865,6 +865,19 @@ def test_reports_add_up(memory: Memory) -> None:
     check(report, 2 * memory.unit)
     assert report.discarded == memory.unit
     check(memory.wake(), 2 * memory.unit)
+
+
+@clause("alloc.memory.quirks@1", Level.MEMORY, facts="allocator fact 28")
+def test_quirks_are_visible(memory: Memory, target: Target) -> None:
+    """What the driver found by probing is in the memory information by name, and the device's free memory is within its total."""
+    info = memory.memory_info()
+    assert 0 <= info.free <= info.total
+    driver = target.driver()
+    if driver is not None:
+        driver.open()
+        found = driver.quirks()
+        driver.close()
+        assert set(info.quirks) == {quirk.name.lower() for quirk in found if quirk.name}
 
 
 # Sizes
@@ -1154,7 +1167,7 @@ def test_the_host_tier_is_refused(tensor_memory: TensorMemory) -> None:
 def test_the_disk_tier_is_refused(tensor_memory: TensorMemory, tmp_path: Path) -> None:
     """Where the tier disk is not claimed it is refused with CapabilityRefused, everything stays awake, and no file is left."""
     _refused_sleep(tensor_memory, plan_for(SleepTier.DISK, tmp_path))
-    assert files_below(tmp_path) == []
+    assert files_below(tmp_path) == {}
 
 
 @clause("alloc.tier.source-refused@1", Level.MEMORY, capability="memory.tier.source", refusal=True)

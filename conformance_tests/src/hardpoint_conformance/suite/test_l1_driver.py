@@ -321,6 +321,8 @@ def test_free_memory_is_counted(driver: InterposedDriver) -> None:
         fallen = wait_until(lambda: before - driver.memory_info()[0] >= size // 2, 1.0)
         during = driver.memory_info()[0]
         device.do("unmap", "release")
+        if DriverQuirks.ADDRESS_HOLDS_MEMORY in driver.quirks():
+            device.do("release_address")
         risen = wait_until(lambda: driver.memory_info()[0] - during >= size // 2, 1.0)
         device.close()
         assert driver.memory_info()[1] == total
@@ -468,3 +470,24 @@ def test_an_impossible_size_is_an_error_that_says_so(driver: InterposedDriver, e
     device = DeviceMemory(driver, geometry.granularity).do(*MAPPED, "stream_create", "fill")
     assert read(device) == b"\x5a" * geometry.granularity
     device.close()
+
+
+@clause("driver.devices.apart@1", Level.MEMORY, facts="allocator fact 31")
+def test_devices_do_not_mix(target: Target, driver: InterposedDriver) -> None:
+    """Memory of two devices is apart: each driver takes from its own, and bytes written through one are not those of the other."""
+    if driver.device_count() < 2 or target.descriptor.driver is None:
+        pytest.skip("not testable here: there is one device")
+    index = 1 if target.device.index == 0 else 0
+    other = InterposedDriver(target.descriptor.driver(replace(target.device, index=index)))
+    other.open()
+    devices = [DeviceMemory(one, 2 * one.geometry().granularity) for one in (driver, other)]
+    data = [content(device.size, seed) for seed, device in enumerate(devices)]
+    for device, expected in zip(devices, data, strict=True):
+        device.do(*MAPPED, "stream_create")
+        device.write(expected)
+        device.do("copy_to_device", "stream_synchronize")
+    assert [read(device) for device in devices] == data
+    for device in devices:
+        device.close()
+    other.close()
+    assert_holds_nothing(other)

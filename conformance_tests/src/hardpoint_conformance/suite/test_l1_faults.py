@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hardpoint.interfaces import Policy, SleepPlan
-from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded, MemoryFault
-from hardpoint.memory import DriverStatus, VirtualPool
+from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, ForeignMemory, HostBudgetExceeded, MemoryFault
+from hardpoint.memory import DriverQuirks, DriverStatus, VirtualPool
 from hardpoint_conformance.clauses import clause, proves
 from hardpoint_conformance.fault_matrix import OPERATIONS, InterposedTarget, Operation, run_operation
 from hardpoint_conformance.interposed import InterposedDriver
@@ -105,7 +105,13 @@ def test_a_driver_that_fails_on_and_on_loses_nothing(pool_memory: PoolMemory, op
         else:
             assert nth > 3, "no call failed"
         driver.disarm()
-        pool_memory.wake()
+        try:
+            pool_memory.wake()
+        except ForeignMemory:
+            # Given up for its memory, an address can be lost to others; the bytes are not.
+            assert DriverQuirks.ADDRESS_HOLDS_MEMORY in pool_memory.pool.quirks
+            assert_bytes(pool_memory, data)
+            return
         assert pool_memory.stats().asleep == frozenset()
         assert_bytes(pool_memory, data)
 

@@ -450,6 +450,17 @@ def _overwrite_blocks(bench: Bench, model: Model, rng: np.random.Generator) -> N
     bench.generate(random_prompts(rng, model, [100, 100]), 2)
 
 
+@clause("worker.kv.poison@1", Level.WORKER, facts="attention test I")
+def test_unused_blocks_do_not_matter(parts: Parts, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+    """Whatever the KV cache held before, NaN included, has no influence on tokens and log probabilities."""
+    with running(parts.target, model) as bench:
+        (cache,) = [tensor for noted in parts.caches if (tensor := noted()) is not None]
+        cache.fill_(float("nan"))
+        del cache
+        sequences = bench.generate(random_prompts(rng, model, [1, 23, bench.block_size, 50]), 5, logprobs=2)
+        check_tokens(model, sequences, bench.info.dtype, quality)
+
+
 @clause("worker.kv.swap@1", Level.WORKER)
 def test_swapped_blocks_come_back(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
     """A sequence whose blocks went to the host and came back to other blocks goes on with the oracle's tokens."""

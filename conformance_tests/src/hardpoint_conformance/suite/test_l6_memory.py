@@ -82,7 +82,7 @@ def test_many_cycles_grow_nothing(memory: Memory, tier: SleepTier, tmp_path: Pat
             blocks.append((memory.filled(content(size, seed)), seed))
 
     def measured() -> dict[str, int]:
-        assert wait_until(lambda: all(file.stat().st_size < size for file in files_below(tmp_path)))
+        assert wait_until(lambda: max(files_below(tmp_path).values(), default=0) < size)
         held = memory.driver.held() if isinstance(memory, PoolMemory) else {}
         return {**held, "mapped": memory.mapped(), "allocated": memory.stats().allocated}
 
@@ -252,7 +252,7 @@ def test_no_backup_outlives_its_process(target: Target, tmp_path: Path) -> None:
     sys.kept = (memory, block)
     """
     runs_cleanly(target, way, program, tmp_path)
-    assert [file for file in files_below(tmp_path) if file.stat().st_size >= 4096] == []
+    assert max(files_below(tmp_path).values(), default=0) < 4096
 
 
 @clause("stress.memory.asleep-faults@1", Level.STRESS, capability="memory.sleep.1", facts="allocator fact 47")
