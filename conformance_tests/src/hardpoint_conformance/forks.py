@@ -27,6 +27,7 @@ from hardpoint_conformance.target import MUTANT_VARIABLE
 if TYPE_CHECKING:
     from hardpoint_conformance.clauses import Clause
 
+_NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _POLL_SECONDS = 0.01
 _SUITE = Path(__file__).with_name("suite")
 
@@ -103,7 +104,7 @@ def collect(backend: str) -> tuple[Case, ...]:
         RuntimeError: the suite cannot be collected.
     """
     found = _Collection()
-    with _quiet() as output, _working_directory():
+    with _quiet() as output, _working_directory(), _no_other_plugins():
         status = pytest.main([*_options(backend), "--collect-only", str(_SUITE)], plugins=[found])
     if status != pytest.ExitCode.OK:
         raise RuntimeError(f"the suite cannot be collected ({status!r}):\n{output.read_text()[-4000:]}")
@@ -211,6 +212,7 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
     status, imported = 70, set(sys.modules)
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for stream, target in enumerate((nothing, output, output)):
@@ -227,7 +229,8 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
             os.environ[MUTANT_VARIABLE] = job.mutant
         options = [f"--seed={job.seed}", f"--clauses={','.join(job.clauses)}", "--results=results.jsonl"]
         own = [_FirstFailure()] if job.first_failure else []
-        status = int(pytest.main([*_options(backend), *options, *job.files], plugins=own))
+        with _no_other_plugins():
+            status = int(pytest.main([*_options(backend), *options, *job.files], plugins=own))
         (folder / "modules").write_text("\n".join(sorted(set(sys.modules) - imported)))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -236,7 +239,19 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
 
 
 def _options(backend: str) -> Sequence[str]:
-    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:terminalreporter", "--tb=short", "-W", "ignore"]
+    quiet = [
+        "-q",
+        "--no-header",
+        "-p",
+        plugin.__name__,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:terminalreporter",
+        "--tb=short",
+        "-W",
+        "ignore",
+    ]
     return [*quiet, "-c", os.devnull, f"--rootdir={_SUITE}", f"--backend={backend}"]
 
 
@@ -283,6 +298,20 @@ def _quiet() -> Iterator[Path]:
         file = Path(folder) / "output"
         with file.open("w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             yield file
+
+
+@contextlib.contextmanager
+def _no_other_plugins() -> Iterator[None]:
+    """Keep plugins that happen to be installed out: they take time, and their options are not the suite's."""
+    before = os.environ.get(_NO_PLUGINS)
+    os.environ[_NO_PLUGINS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_PLUGINS]
+        else:
+            os.environ[_NO_PLUGINS] = before
 
 
 @contextlib.contextmanager
