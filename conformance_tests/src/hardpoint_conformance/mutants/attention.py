@@ -342,7 +342,6 @@ def values_read_past_end(base: Any) -> Methods:
 @fault(
     "Hidden keys are masked by a multiplication with zero, which a NaN survives.",
     "attn.poison.tail@1",
-    "attn.poison.window@1",
 )
 def mask_by_multiplication(base: Any) -> Methods:
     class Kernel(PlainAttention):
@@ -369,7 +368,6 @@ def _whole_blocks(step: PlainStep, length: int) -> int:
 @fault(
     "One block more than the context has is read from the table, with weights of zero.",
     "attn.poison.null-block@1",
-    "attn.poison.unused-block@1",
 )
 def null_block_read(base: Any) -> Methods:
     class Kernel(PlainAttention):
@@ -471,7 +469,6 @@ def shared_block_read_once(base: Any) -> Methods:
     "Metadata are kept by the sizes of the batch, and used again for another batch of these sizes.",
     "attn.metadata.fresh@1",
     "attn.metadata.moved@1",
-    "attn.metadata.smaller@1",
 )
 def metadata_stale(base: Any) -> Methods:
     def prepare(self: Any, plan: AttentionPlan, batch: StepBatch) -> Any:

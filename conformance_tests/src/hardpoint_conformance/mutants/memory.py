@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import weakref
@@ -135,7 +134,6 @@ def out_of_memory_has_other_status(driver: DriverTable) -> Replacements:
 @driver_fault(
     "After an error, the next creation fails with it once more.",
     "driver.errors.nothing-changed@1",
-    "driver.memory.out-of-memory@1",
 )
 def error_kept_for_next_call(driver: DriverTable) -> Replacements:
     failed: list[int] = []
@@ -290,27 +288,6 @@ def bound_to_opening_thread(driver: DriverTable) -> Replacements:
         return call(size, handle) if threading.get_ident() in threads else DriverStatus.INVALID
 
     return {"open": open_, "create": create}
-
-
-@driver_fault("Pinning host memory clears it.", "driver.host.pinned@1")
-def pinning_clears(driver: DriverTable) -> Replacements:
-    def host_register(call: Call, host: int, size: int) -> int:
-        ctypes.memset(host, 0, size)
-        return call(host, size)
-
-    return {"host_register": host_register}
-
-
-@driver_fault("Each look at the quirks finds others.", "driver.quirks.stable@1")
-def quirks_change(driver: DriverTable) -> Replacements:
-    looks = iter(range(1 << 62))
-
-    def quirks(call: Call, bits: Any) -> int:
-        status = call(bits)
-        bits[0] ^= 8 * (next(looks) % 2)
-        return status
-
-    return {"quirks": quirks}
 
 
 @driver_fault("Addresses can be reserved only for as much as the device has.", "driver.reserve.no-memory@1")
@@ -634,7 +611,7 @@ def wake_takes_all_tags(base: Any) -> Methods:
     return {"wake": wake}
 
 
-@fault("A wake that fails drops the backups of what is asleep.", "alloc.rebuild.failed@1", "alloc.disk.corrupt@1")
+@fault("A wake that fails drops the backups of what is asleep.", "alloc.disk.corrupt@1")
 def failed_wake_drops_backups(base: Any) -> Methods:
     def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
         try:
@@ -699,7 +676,7 @@ def books_count_twice(base: Any) -> Methods:
     return {"stats": stats}
 
 
-@fault("The books do not say that a tag is asleep.", "alloc.tags.apart@1", "alloc.state.repeated@1")
+@fault("The books do not say that a tag is asleep.", "alloc.tags.apart@1")
 def books_hide_sleep(base: Any) -> Methods:
     def stats(self: Any) -> MemoryStats:
         found: MemoryStats = base.stats(self)

@@ -415,7 +415,6 @@ def unknown_model_untyped(base: Any) -> Methods:
 @fault(
     "The profile says that a step takes nothing and all memory is free.",
     "worker.profile.within-total@1",
-    "worker.profile.utilization@1",
 )
 def profile_reports_nothing(base: Any) -> Methods:
     def profile(self: Any) -> MemoryProfile:
@@ -425,7 +424,7 @@ def profile_reports_nothing(base: Any) -> Methods:
     return {"profile": profile}
 
 
-@fault("The profile leaves its KV cache behind.", "worker.kv.books@1", "worker.sleep.books@1")
+@fault("The profile leaves its KV cache behind.", "worker.kv.books@1")
 def profile_leaks(base: Any) -> Methods:
     kept: list[Tensor] = []
 
@@ -533,7 +532,7 @@ def dtype_ignored(base: Any) -> Methods:
     return _other_config(base, dtype=None)
 
 
-@fault("The longest context that was asked for is ignored.", "worker.refuse.context@1", "tokens.position.last@1")
+@fault("The longest context that was asked for is ignored.", "worker.refuse.context@1")
 def context_ignored(base: Any) -> Methods:
     return _other_config(base, max_model_len=None)
 
