@@ -308,28 +308,31 @@ def test_flags_about_copies_are_true(device: DeviceMemory) -> None:
 @clause("driver.memory.counted@1", Level.MEMORY, facts="allocator fact 23")
 def test_free_memory_is_counted(driver: InterposedDriver) -> None:
     """Free memory falls when memory is taken and used, and rises when it is unmapped and released; the total stays."""
-    size = (
-        max(64 << 20, 2 * driver.geometry().granularity)
-        // driver.geometry().granularity
-        * driver.geometry().granularity
-    )
+    unit = driver.geometry().granularity
+    size = max(64 << 20, 2 * unit) // unit * unit
     size = min(size, driver.geometry().max_chunk or size)
+    total = driver.memory_info()[1]
 
-    def counted() -> bool:
-        before, total = driver.memory_info()
+    def changes(sign: int, since: int) -> bool:
+        return wait_until(lambda: sign * (driver.memory_info()[0] - since) >= size // 2, 0.5)
+
+    fallen = risen = False
+    # Others take and give memory of a device too: one clear observation of each is enough.
+    for _ in range(20):
+        before = driver.memory_info()[0]
         device = DeviceMemory(driver, size).do(*MAPPED, "stream_create", "fill", "device_synchronize")
-        fallen = wait_until(lambda: before - driver.memory_info()[0] >= size // 2, 1.0)
+        fallen = changes(-1, before) or fallen
         during = driver.memory_info()[0]
         device.do("unmap", "release")
         if DriverQuirks.ADDRESS_HOLDS_MEMORY in driver.quirks():
             device.do("release_address")
-        risen = wait_until(lambda: driver.memory_info()[0] - during >= size // 2, 1.0)
+        risen = changes(1, during) or risen
         device.close()
         assert driver.memory_info()[1] == total
-        return fallen and risen
-
-    # Others take and give memory of a device too: one clear observation is enough.
-    assert any(counted() for _ in range(6))
+        if fallen and risen:
+            break
+    assert fallen
+    assert risen
 
 
 @clause("driver.memory.out-of-memory@1", Level.MEMORY, facts="allocator fact 21, allocator fact 22")
