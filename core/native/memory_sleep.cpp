@@ -74,7 +74,7 @@ Live live_ranges(const Allocation& allocation, const SleepPlan& plan) {
   bool narrowed = false;
   for (auto given = plan.live.lower_bound(allocation.address); given != plan.live.end() && allocation.contains(given->first); ++given) {
     const uint64_t base = given->first - allocation.address;
-    const Range extent = allocation.extent_of(given->first);
+    const Range extent = allocation.blocks ? allocation.extent_of(given->first) : Range{0, allocation.size};
     const uint64_t room = extent.end() > base ? extent.end() - base : 0;
     for (const Range& range : given->second) {
       if (range.start > room || range.size > room - range.start) {
