@@ -86,14 +86,14 @@ conformance: conformance-cpu conformance-cuda conformance-rocm conformance-ascen
 
 conformance-cpu: $(STAMP)
 	$(BIN)/hardpoint conformance run --backend cpu --profile full --report build/conformance/cpu
-	$(BIN)/hardpoint conformance verify build/conformance/cpu/report.json
+	$(BIN)/hardpoint conformance verify --conformant build/conformance/cpu/report.json
 
 conformance-cuda conformance-rocm conformance-ascend: conformance-%: $(STAMP)
 	$(BIN)/hardpoint conformance run --backend $* --simulated --profile memory --report build/conformance/$*
-	$(BIN)/hardpoint conformance verify build/conformance/$*/report.json
+	$(BIN)/hardpoint conformance verify --conformant build/conformance/$*/report.json
 
 conformance-committed: $(STAMP)
-	for report in docs/reports/*.json; do $(BIN)/hardpoint conformance verify $$report || exit 1; done
+	for report in docs/reports/*.json; do $(BIN)/hardpoint conformance verify --conformant $$report || exit 1; done
 
 selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, and 20 seeds raise no false alarm
 	$(BIN)/hardpoint conformance selftest --seeds 20 --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
