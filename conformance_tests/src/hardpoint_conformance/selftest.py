@@ -93,6 +93,7 @@ def selftest(
     for line in matrix.summary():
         console.print(line, highlight=False)
     if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
         markdown.write_text(matrix.markdown(), "utf-8")
     if report is not None:
         write_report(matrix, report)

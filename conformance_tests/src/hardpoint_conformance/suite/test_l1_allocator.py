@@ -821,7 +821,7 @@ def test_free_memory_rises_by_what_sleeps(memory: Memory) -> None:
 
     risen = fallen = False
     # Others take and give memory of a device too: one clear observation of each is enough.
-    for _ in range(20):
+    for _ in range(10):
         use()
         awake = memory.memory_info().free
         assert memory.sleep().unmapped >= size

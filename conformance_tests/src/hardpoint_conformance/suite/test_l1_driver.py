@@ -319,7 +319,7 @@ def test_free_memory_is_counted(driver: InterposedDriver) -> None:
 
     fallen = risen = False
     # Others take and give memory of a device too: one clear observation of each is enough.
-    for _ in range(20):
+    for _ in range(10):
         before = driver.memory_info()[0]
         devices = [DeviceMemory(driver, size).do(*MAPPED, "stream_create", "fill") for _ in range(count)]
         devices[0].do("device_synchronize")
