@@ -24,12 +24,19 @@ install() {
     -C "build-dir=$PWD/$environment/$(basename "$1")" "${@:2}" "$1"
 }
 
+# What the variant does not change is compiled where the development install was, so that it is not compiled again; one at a time.
+install_as_developed() {
+  mkdir -p build
+  PATH="$tools:$PATH" flock build/development.lock "$python" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps \
+    --no-build-isolation --force-reinstall "$1"
+}
+
 # Tests of memory share their models and interposed drivers with the conformance suite.
 install ./conformance_tests
 
 case $variant in
   portable)
-    install ./core
+    install_as_developed ./core
     install ./backends/cpu -C cmake.define.HARDPOINT_PORTABLE=ON
     "$environment/bin/python" -c 'from hardpoint_cpu import _native; assert _native.available_isas() == ["baseline"], _native.available_isas()'
     "$environment/bin/python" -m pytest -q -p no:cacheprovider backends/cpu/tests
@@ -38,7 +45,7 @@ case $variant in
     portable=$([ "$variant" = sanitize ] && echo ON || echo OFF)
     install ./core -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.CMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF
     install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.HARDPOINT_PORTABLE="$portable"
-    install ./simulators
+    install_as_developed ./simulators
     for vendor in cuda rocm ascend; do
       install "./backends/$vendor" -C cmake.define.HARDPOINT_SANITIZE=address,undefined
     done
@@ -54,7 +61,7 @@ case $variant in
   tsan)
     install ./core -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.CMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF
     install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.HARDPOINT_PORTABLE=ON
-    install ./simulators
+    install_as_developed ./simulators
     # Interpreter and torch are not instrumented: what matters are the threads of the engine itself, in tests that import no torch. The runtime
     # does not bear addresses at random everywhere.
     preload="$(g++ -print-file-name=libtsan.so) $(g++ -print-file-name=libstdc++.so)"

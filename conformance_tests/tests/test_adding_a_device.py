@@ -88,8 +88,10 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheels of the core and of the suite."""
     folder = tmp_path_factory.mktemp("wheels")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    # In the folder where the development install was built, so that nothing is compiled twice.
-    subprocess.run([*build, str(ROOT / "core")], check=True, timeout=400)
+    # In the folder where the development install was built, so that nothing is compiled twice; scripts/test_variant.sh builds there, too.
+    (ROOT / "build").mkdir(exist_ok=True)
+    lock = ["flock", str(ROOT / "build/development.lock")]
+    subprocess.run([*lock, *build, str(ROOT / "core")], check=True, timeout=400)
     subprocess.run([*build, str(ROOT / "conformance_tests")], check=True, timeout=100)
     return folder
 
