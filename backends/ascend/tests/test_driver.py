@@ -152,7 +152,7 @@ class TestAscendDriver(DriverSuite):
         driver = self.table(older, 0)
         driver.open()
         assert (driver.geometry().granularity, driver.geometry().recommended) == (2 * MIB, 2 * MIB)
-        memory = DeviceMemory(driver)
+        memory = DeviceMemory(driver, SIZE)
         memory.do(*MAPPED, "stream_create", "fill", "copy_to_host", "stream_synchronize")
         assert memory.read() == b"\x5a" * SIZE
         memory.close()
