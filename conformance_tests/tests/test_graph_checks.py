@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import AttentionPlan, Capabilities, Device, GraphLevel, GraphRunner, Refusal
+from hardpoint.interfaces import AttentionPlan, Capabilities, Device, DeviceAllocator, GraphLevel, GraphRunner, Refusal
 from hardpoint_conformance.plugin import Quality
 from hardpoint_conformance.suite import test_l6_graphs as suite
 from hardpoint_conformance.target import Target
@@ -76,6 +76,9 @@ class Recorder(GraphRunner):
 
     def __init__(self, device: Device) -> None:
         self._steps: dict[int, Callable[[], None]] = {}
+
+    def start(self, allocator: DeviceAllocator) -> None:
+        """The recorded call takes no memory of its own."""
 
     def capture(self, key: int, step: Callable[[], None]) -> None:
         step()

@@ -56,6 +56,7 @@ class Captured:
         self.case: Case = make_case(rng, plain_layer(claims), dtypes_claimed(claims)[0], LENGTHS)
         self.allocator: DeviceAllocator = target.allocator()
         self.runner: GraphRunner = target.descriptor.make("graph_runner", target.device)
+        self.runner.start(self.allocator)
         plain = Bench(target, self.case, rng=rng)
         assert plain.plan.graph_level is not GraphLevel.NONE, "graphs are claimed and not planned"
         cache = self.allocator.empty(plain.spec.shape(plain.placement.num_blocks), plain.spec.dtype, KV_CACHE)

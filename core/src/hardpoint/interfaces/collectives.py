@@ -16,7 +16,13 @@ class Collectives(Contract, contract=True):
 
     @abstractmethod
     def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
-        """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds."""
+        """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds.
+
+        Args:
+            init_method: `tcp://host:port/group`, with one name for all ranks of a group; several groups may share an address. Rank 0
+                serves the address, unless it ends in `?served`: then somebody else does already.
+            timeout: of each later operation, too, in seconds.
+        """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:

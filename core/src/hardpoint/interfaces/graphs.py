@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.contract import Contract
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces.allocator import DeviceAllocator
 
 
 class GraphRunner(Contract, contract=True):
     """Captures a step once and replays it; made by the descriptor's factory with the device as its only argument."""
+
+    @abstractmethod
+    def start(self, allocator: DeviceAllocator) -> None:
+        """Take the memory of all graphs from the allocator's pool with the tag `graphs`, which sleep preserves.
+
+        Called once, before the first capture. Captured work goes on at the same addresses after a sleep.
+        """
 
     @abstractmethod
     def capture(self, key: int, step: Callable[[], None]) -> None:

@@ -42,7 +42,12 @@ class WorkerConfig:
         enforce_eager: no captured graphs.
         use_fused_decoder: let the kernel set run whole steps where it can.
         threads: host threads for computing; None for all usable cores.
-        rank, world_size: this rank's place.
+        rank, world_size: this rank's place among all ranks: `rank = stage * tensor_parallel_size + place in the stage`, and
+            `world_size = tensor_parallel_size * pipeline_parallel_size`.
+        tensor_parallel_size: ranks that share each layer.
+        pipeline_parallel_size: stages that the layers are divided into.
+        init_method: where the ranks meet, as `Collectives.start` takes it; empty for a single rank.
+        communication_timeout: seconds after which an operation with the other ranks has failed.
         seed: of dummy weights.
         prepare_sleep: the sleep that will be asked for; the worker readies the host for it once the weights are loaded.
     """
@@ -63,6 +68,10 @@ class WorkerConfig:
     threads: int | None = None
     rank: int = 0
     world_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    init_method: str = ""
+    communication_timeout: float = 60.0
     seed: int = 0
     prepare_sleep: SleepPlan | None = None
 
