@@ -177,7 +177,7 @@ def rank_forgets_in_its_sleep(base: Any) -> Methods:
 @_WORKER.fault("A worker that is one of many ranks runs alone.", "dist.world-size.reasons@1")
 def world_size_ignored(base: Any) -> Methods:
     def init(self: Any, context: WorkerContext) -> None:
-        alone = {"rank": 0, "world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        alone: dict[str, Any] = {"rank": 0, "world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
         base.__init__(self, replace(context, config=replace(context.config, **alone)))
 
     return {"__init__": init}
