@@ -97,6 +97,24 @@ def test_groups_share_an_address_and_a_name_does_not_reach_another_group(address
     assert on_ranks(2, f"{address}/group", both) == [(1, 0), (1, 0)]
 
 
+def test_an_address_is_served_on_its_own_interface_and_free_again_afterwards(address: str) -> None:
+    port = int(address.rpartition(":")[2])
+
+    def work(group: CpuCollectives, rank: int) -> Any:
+        listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
+        group.barrier()
+        return [one.partition(":")[0] for one in listening if one.endswith(f":{port:04X}")]
+
+    assert on_ranks(2, f"{address}/group", work) == [["0100007F"]] * 2
+    gc.collect()
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_an_address_that_another_program_serves_is_refused(address: str) -> None:
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))), pytest.raises(WorkerError, match="in use"):
+        CpuCollectives(DEVICE).start(0, 2, f"{address}/group", 2.0)
+
+
 def test_an_address_that_is_served_already_needs_no_rank_that_serves_it(address: str) -> None:
     host, port = address.removeprefix("tcp://").split(":")
     server = torch.distributed.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
