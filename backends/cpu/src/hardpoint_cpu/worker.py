@@ -14,7 +14,7 @@ class CpuWorker(TorchWorker):
 
     By default it takes at most 40 % of the memory and 4 GiB for the KV cache, and counts only its own tensors as used: what
     other programs hold now is no measure of what this one may take, but what is free is. The thread pool is the process's:
-    of several engines, the last one made sets its size.
+    of several engines, the last one made sets its size. Ranks may be neighbours on one host, so that each has its part of the memory alone.
     """
 
     _default_memory_utilization = 0.4
@@ -26,7 +26,8 @@ class CpuWorker(TorchWorker):
 
     def _total_and_used(self) -> tuple[int, int]:
         info, own = self._allocator.memory_info(), self._allocator.stats().allocated
-        return min(info.total, own + info.free), own
+        ranks = self._config.world_size
+        return min(info.total, own * ranks + info.free) // ranks, own
 
     def _peak_growth(self, step: Callable[[], object]) -> int:
         before = resident()

@@ -34,10 +34,11 @@ class Mutant:
 
 @cache
 def mutants() -> tuple[Mutant, ...]:
-    """Return all known-bad backends, by part: packaging, memory, attention, worker."""
-    from hardpoint_conformance.mutants import attention, memory, packaging, worker
+    """Return all known-bad backends, by part: packaging, memory, attention, worker, the phases of sleep, ranks."""
+    from hardpoint_conformance.mutants import attention, memory, packaging, ranks, transactions, worker
 
-    return (*packaging.MUTANTS, *memory.MUTANTS, *attention.MUTANTS, *worker.MUTANTS)
+    parts = (packaging, memory, attention, worker, transactions, ranks)
+    return tuple(mutant for part in parts for mutant in part.MUTANTS)
 
 
 def mutant_named(name: str) -> Mutant:
