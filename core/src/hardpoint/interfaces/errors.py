@@ -252,3 +252,29 @@ class ParticipantError(HardpointError, RuntimeError):
 
 class EngineDead(HardpointError, RuntimeError):
     """The engine failed and cannot serve any more; build a new one."""
+
+
+class RankFailed(EngineDead):
+    """A rank ended, was stopped, or does not answer; all ranks were ended, and the engine cannot serve any more.
+
+    Attributes:
+        rank: its number among all ranks.
+        ended: what became of it: an exit code, a signal, a time limit, or an error that left it out of step with the others.
+        output: its traceback, or the last lines that it wrote.
+    """
+
+    rank: int = -1
+    ended: str = ""
+    output: str = ""
+
+    @classmethod
+    def of(cls, rank: int, ended: str, output: str = "", hint: str = "") -> RankFailed:
+        """Return the error for what became of `rank`; `output` is what it left behind."""
+        found = f"{ended}; it left:\n{output.rstrip()}\n" if output.strip() else ended
+        error = cls(f"rank {rank} failed", found=found, hint=hint or "All ranks were ended; make a new engine")
+        error.rank, error.ended, error.output = rank, ended, output
+        return error
+
+
+class MalformedMessage(HardpointError, ValueError):
+    """A message between processes is of no known kind, out of sequence, or not what its kind says; or a value cannot be sent."""
