@@ -28,7 +28,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     text: str
     arguments: tuple[Any, ...] = ()
-    state: dict[str, Any] = {}  # noqa: RUF012  # msgspec copies it
+    state: dict[str, Any] = {}  # msgspec copies it
     trace: str = ""
 
 

@@ -62,7 +62,7 @@ def encode(value: object) -> list[Buffer]:
         described = _ArrayPlace(array.dtype.str, item.shape, end + gap)
         end += gap + array.nbytes
         if array.nbytes:
-            arrays.append(memoryview(array).cast("B"))
+            arrays.append(array.reshape(-1).view(np.uint8).data)
         return msgspec.msgpack.Ext(_ARRAY, _encode_place(described))
 
     try:

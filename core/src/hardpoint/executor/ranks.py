@@ -38,7 +38,7 @@ class RankSpec:
     @classmethod
     def decode(cls, message: Buffer) -> RankSpec:
         """Return the one of a message; raises MalformedMessage."""
-        backend, device, config = decode(message, tuple[str, int, ConfigMessage])
+        backend, device, config = decode(message, tuple[str, int, ConfigMessage])  # type: ignore[valid-type]
         return cls(backend, device, config_of(config))
 
     def make_worker(self) -> Worker:
