@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +19,12 @@ from hardpoint.executor.ring import CAPACITY, Frame, RingReader, RingWriter, mak
 
 NAME_BYTES = 64
 """Length of a call's name at the beginning of its frame, padded with zeros; the arguments' message follows."""
+
+PROGRESS = struct.Struct("<qq")
+"""Bytes done, and bytes in all."""
+
+TRACE_SIGNAL = signal.SIGUSR1
+"""Makes a rank write the traceback of all its threads to standard error."""
 
 _HEARTBEAT = 64
 """Offset of the heartbeat in the first page; the page is written by the rank alone."""
@@ -29,7 +37,7 @@ class Kind(IntEnum):
     tensor for the call under way, the end of them, and what the engine's iterator raised. GO_ON, BREAK_OFF: the answer to a report of
     progress, with what the engine's callback raised. STOP: end the worker and the process.
 
-    From a rank. RESULT, FAILURE: the answer to START, EXECUTE or CALL. PROGRESS: bytes done and bytes in all; the rank waits for the answer.
+    From a rank. RESULT, FAILURE: the answer to START, EXECUTE or CALL. PROGRESS: as `PROGRESS` packs it; the rank waits for the answer.
     """
 
     START = 1
@@ -121,7 +129,8 @@ class Link:
         for view in self._views:
             view.release()
         self._views.clear()
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # A traceback may hold a piece of it; it goes with that.
+            self._memory.close()
         for fd in self._files.all:
             with contextlib.suppress(OSError):
                 os.close(fd)
