@@ -339,7 +339,9 @@ def test_a_start_that_fails_leaves_nothing(orders: list[Any], error: type[Except
 
 
 @pytest.mark.parametrize("end", ["shutdown", "failure", "forgotten", "hang"])
-def test_nothing_is_left_however_it_ends(end: str, step: Any, fake: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_left_however_it_ends(
+    end: str, step: Any, fake: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     descriptor = fake.hardpoint_backend()
     resolved = Resolved(descriptor, descriptor.probe().devices[0])
     orders = '[{"call": "shutdown", "does": "hang"}]' if end == "hang" else ""
@@ -383,7 +385,6 @@ PROGRAM = """
     from hardpoint.executor import MultiProcessExecutor
     from hardpoint.interfaces import WorkerConfig
     from hardpoint.plugins import Resolved
-from tests.leaks import Belongings
     descriptor = fake.hardpoint_backend()
     orders = json.dumps([{{"call": "init_device", "does": "hang"}}])
     executor = MultiProcessExecutor(Resolved(descriptor, descriptor.probe().devices[0]), WorkerConfig(model=orders))
