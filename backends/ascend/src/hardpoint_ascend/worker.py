@@ -1,15 +1,9 @@
-"""One rank on the device."""
+"""The worker of the Ascend backend: the core's, with what differs on the device."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hardpoint_ascend.capabilities import refusal
-
-if TYPE_CHECKING:
-    from hardpoint.interfaces import Worker
+from hardpoint.worker import TorchWorker
 
 
-def worker() -> type[Worker]:
-    """Refuse: this version has no worker; raises CapabilityRefused."""
-    raise refusal("worker")
+class AscendWorker(TorchWorker):
+    """Runs on one device through torch_npu."""

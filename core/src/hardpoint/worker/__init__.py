@@ -4,6 +4,7 @@ What belongs here drives one device through the contract's parts (allocator, att
 KV cache and the sampler. Scheduling, requests and text belong to the engine.
 """
 
+from hardpoint.worker.kv_blocks import copy_blocks
 from hardpoint.worker.torch_worker import TorchWorker
 
-__all__ = ["TorchWorker"]
+__all__ = ["TorchWorker", "copy_blocks"]
