@@ -8,6 +8,7 @@ the backend has no use for is rejected too. This shows that calls are right, not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -138,7 +139,7 @@ def attend(
     for row, (end, length, context) in enumerate(zip(ends, lengths, contexts, strict=True)):
         owned = block_table[row, : blocks[row]].long()
         require(bool(((owned >= 0) & (owned < len(key))).all()), "blocks are in the cache")
-        k, v = (cache[owned].flatten(0, 1)[:context].view(context, -1, dim) for cache in (key, value))
+        k, v = (half[owned].flatten(0, 1)[:context].view(context, -1, dim) for half in (key, value))
         q = query[end - length : end]
         distance = torch.arange(context)[None, :] - torch.arange(context - length, context)[:, None]
         before, after = (pre_tokens, next_tokens) if sparse_mode == 4 else (2**31 - 1, 0)
@@ -157,10 +158,14 @@ def _check_mask(mask: Tensor | None, sparse_mode: int, pre_tokens: int, next_tok
     require(mask.dtype in (torch.bool, torch.int8, torch.uint8) and mask.is_contiguous(), "the mask is bool, int8 or uint8")
     sizes = (*[1] * (mask.dim() - 2), MASK_SIZE, MASK_SIZE)
     require(2 <= mask.dim() <= 4 and tuple(mask.shape) == sizes, "the mask is 2048 x 2048")
-    triangle = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1)
-    require(torch.equal(mask.reshape(MASK_SIZE, MASK_SIZE).bool(), triangle), "the mask is true above the diagonal")
+    require(torch.equal(mask.reshape(MASK_SIZE, MASK_SIZE).bool(), _triangle()), "the mask is true above the diagonal")
     if sparse_mode == 4:
         require(pre_tokens + next_tokens >= 0, "the band is not empty")
+
+
+@cache
+def _triangle() -> Tensor:
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None) -> Tensor:

@@ -54,7 +54,7 @@ def capabilities(device: Device) -> Capabilities:
             dtypes=_DTYPES,
             kv_dtypes={dtype: frozenset({dtype}) for dtype in _DTYPES},
             head_dims=IntSet.of(64, 128),
-            block_sizes=IntSet.of(128, 256, 512),
+            block_sizes=IntSet.of(128),
             default_block_size=128,
             group_sizes=IntSet.between(1, 64),
             max_context=1 << 18,
