@@ -34,9 +34,12 @@ class TorchGraphPool:
         """Return a context around a capture into the pool `id`, which takes new segments from this memory."""
         return self._pools.context(self._tag, Policy.PRESERVE, self._torch_pool, is_routed=False)
 
-    def segment_bytes(self) -> int:
-        """Return the bytes of the pool's segments, asleep or awake."""
-        return sum(int(segment["total_size"]) for segment in self._pools.functions.segments(self._torch_pool))
+    def mapped_bytes(self) -> int:
+        """Return the bytes of the pool's segments that are awake."""
+        if self._torch_pool is None:
+            return 0
+        segments = self._pools.functions.segments(self._torch_pool)
+        return sum(int(one["total_size"]) for one in segments if not self._pools.memory.is_asleep(one["address"]))
 
     def close(self) -> None:
         """Give the memory back, once the graphs that were captured into it are gone."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 from hardpoint.interfaces.allocator import WEIGHTS
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.kernels import Activation, DecoderOutput
-from hardpoint.models.base import RunnableModel
+from hardpoint.models.base import CapturableModel
 from hardpoint.models.rereading import Restorer, extents
 from hardpoint.models.weights import check_same_model, lean_checkpoint, load_weights, update_weights
 
@@ -75,7 +75,7 @@ class _Layer:
         self.attention_out_norm, self.mlp_out_norm = get("attention_out_norm"), get("mlp_out_norm")
 
 
-class LeanDecoder(RunnableModel):
+class LeanDecoder(CapturableModel):
     """A `DecoderSpec` in torch.
 
     Norms, rotary embedding, activation and argmax come from the kernel set where there is one. Matrix products are torch's over the
@@ -180,6 +180,10 @@ class LeanDecoder(RunnableModel):
     def scratch_bytes(self) -> int:
         return 0
 
+    @property
+    def hidden_size(self) -> int:
+        return self._spec.hidden_size
+
     def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
@@ -195,18 +199,6 @@ class LeanDecoder(RunnableModel):
         rows: Tensor,
         output: DecoderOutput,
     ) -> Tensor:
-        """Run one step whose inputs are on the device, and return what `run` does.
-
-        Every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
-        captured once and replayed with other contents.
-
-        Args:
-            token_ids: int64[T].
-            positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for the step.
-            kv_cache: the whole cache, all layers.
-            rows: int32[rows], indices of tokens in the step.
-        """
         residual = functional.embedding(token_ids, self._embed)
         if self._spec.embed_scale != 1.0:
             residual = residual * self._spec.embed_scale
@@ -221,7 +213,7 @@ class LeanDecoder(RunnableModel):
                 hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
             following = self._final_norm if last else self._layers[layer.index + 1].input_norm
             hidden = self._add_and_norm(hidden, residual, layer.mlp_out_norm, following)
-        return hidden if output is DecoderOutput.HIDDEN else self._logits(hidden, output)
+        return hidden if output is DecoderOutput.HIDDEN else self.head(hidden, output)
 
     def _attend(self, layer: _Layer, hidden: Tensor, positions: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
         shape = layer.shape
@@ -245,7 +237,8 @@ class LeanDecoder(RunnableModel):
         activated = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
         return functional.linear(activated * up, layer.down)
 
-    def _logits(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
+    @torch.no_grad()
+    def head(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
         logits = functional.linear(hidden, self._head).float()
         cap = self._spec.logit_soft_cap
         if cap is not None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.allocator import (
+    GRAPHS,
     KV_CACHE,
     WEIGHTS,
     DeviceAllocator,
@@ -26,7 +28,7 @@ from hardpoint.interfaces.allocator import (
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
 from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
-from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, SleepTier
+from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, GraphLevel, SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
@@ -38,8 +40,9 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
-from hardpoint.models import load_model, open_model
+from hardpoint.models import CapturableModel, load_model, open_model
 from hardpoint.sampling import Sampler
+from hardpoint.worker.decode_graphs import DecodeGraphs, graph_sizes
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
 
 T = TypeVar("T")
+
+_log = logging.getLogger("hardpoint")
 
 _TIMED_TOKENS = 256
 """Length of the timed step of a model that needs no memory measured."""
@@ -89,6 +94,7 @@ class TorchWorker(Worker, partial=True):
         self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
+        self._graphs: DecodeGraphs | None = None
 
     # Hooks for vendors
 
@@ -228,6 +234,7 @@ class TorchWorker(Worker, partial=True):
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded."""
+        self._drop_graphs()
         spec = _need(self._plan).kv_cache
         self._kv_cache = _need(self._allocator).empty(
             spec.shape(num_device_blocks), spec.dtype, KV_CACHE, Policy.DISCARD
@@ -235,12 +242,17 @@ class TorchWorker(Worker, partial=True):
         self._host_kv_cache = self._swap_space(num_host_blocks) if num_host_blocks else None
 
     def warm_up(self) -> None:
-        """Run one prefill and one decode of small steps, so that the first request finds everything in place."""
+        """Run one prefill and one decode of small steps, so that the first request finds everything in place; capture decodes.
+
+        Raises GraphCaptureFailed where graphs are planned, wanted, and not to be had.
+        """
+        self._drop_graphs()
         info, cache = _need(self._info), _need(self._kv_cache)
         for length in (min(16, info.max_model_len, info.attention.block_size), 1):
             batch = dummy_batch(num_tokens=length, max_len=length, block_size=info.attention.block_size, max_seqs=1)
             self._forward(batch, cache, DecoderOutput.ARGMAX)
         self._synchronize()
+        self._graphs = self._capture()
 
     def execute(self, step: StepInput) -> StepOutput:
         """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
@@ -258,6 +270,7 @@ class TorchWorker(Worker, partial=True):
         if not len(batch.sample_seq_ids):
             if not step.pooling:
                 self._forward(batch, cache, DecoderOutput.ARGMAX)
+                self._synchronize()
             return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
         if sampler.all_plain_argmax(batch.sample_seq_ids):
             tokens = self._forward(batch, cache, DecoderOutput.ARGMAX)
@@ -277,7 +290,7 @@ class TorchWorker(Worker, partial=True):
         plan = self._completed(plan)
         self._check_source(plan, before)
         try:
-            report = allocator.sleep(plan)
+            report = self._with_graphs(allocator.sleep(plan))
             if _discards(plan, WEIGHTS):
                 self._ledger.discard_all()
             obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
@@ -344,6 +357,7 @@ class TorchWorker(Worker, partial=True):
 
     def shutdown(self) -> None:
         """Give everything back; legal in any state and more than once."""
+        self._drop_graphs()
         self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
         self._attention = self._kernels = None
         if self._allocator is not None:
@@ -417,9 +431,54 @@ class TorchWorker(Worker, partial=True):
         """Run the model on one step; `rows` are token indices, by default the last token of each sampled sequence."""
         if rows is None:
             rows = batch.query_start[batch.sample_rows + 1] - 1
+        if self._graphs is not None and cache is self._kv_cache and self._graphs.fits(batch):
+            return self._replay(self._graphs, batch, output, rows)
         metadata = _need(self._attention).prepare(_need(self._plan), batch)
         wanted = torch.from_numpy(rows).to(self._device.torch_device)
         return _need(self._model).run(batch, metadata, cache, wanted, output)
+
+    # Graphs
+
+    def _capture(self) -> DecodeGraphs | None:
+        """Capture the decode steps; None where the user or the plan wants none, or the model cannot be captured."""
+        plan, model = _need(self._plan), _need(self._model)
+        if self._config.enforce_eager or plan.graph_level is GraphLevel.NONE:
+            return None
+        runner = self._context.descriptor.make("graph_runner", self._device)
+        if runner is None:
+            return None
+        if not isinstance(model, CapturableModel):
+            _log.warning("steps of this model run without graphs: its way to run (%s) cannot be captured", model.path)
+            return None
+        with torch.inference_mode():
+            return DecodeGraphs(
+                runner,
+                attention=_need(self._attention),
+                plan=plan,
+                model=model,
+                kv_cache=_need(self._kv_cache),
+                sizes=graph_sizes(self._config.max_num_seqs),
+                allocator=_need(self._allocator),
+                empty_host=self._empty_host,
+            )
+
+    def _drop_graphs(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.reset()
+
+    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, output: DecoderOutput, rows: Int32Array) -> Tensor:
+        """Compute a step of decodes by its graph; token `i` of such a step is that of sequence `i`."""
+        hidden = graphs.replay(batch)
+        if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+            hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._device.torch_device))
+        return hidden if output is DecoderOutput.HIDDEN else cast(CapturableModel, self._model).head(hidden, output)
+
+    def _with_graphs(self, report: MemoryReport) -> MemoryReport:
+        """Return a sleep's report with what the graphs still hold."""
+        if self._graphs is None:
+            return report
+        return replace(report, residual={**report.residual, GRAPHS: self._graphs.resident_bytes()})
 
     def _pool(self, step: StepInput, cache: Tensor) -> dict[int, FloatArray]:
         """Run a step for hidden states; return the embeddings of the prompts that end in it.
