@@ -14,6 +14,8 @@ from hardpoint_ascend.capabilities import capabilities, has_torch_npu
 
 if TYPE_CHECKING:
     from hardpoint_ascend.attention import AscendAttention
+    from hardpoint_ascend.collectives import AscendCollectives
+    from hardpoint_ascend.graphs import AscendGraphRunner
     from hardpoint_ascend.worker import AscendWorker
 
 DRIVER_VARIABLE = "HARDPOINT_ASCEND_DRIVER"
@@ -41,6 +43,18 @@ def _worker() -> type[AscendWorker]:
     return AscendWorker
 
 
+def _graph_runner() -> type[AscendGraphRunner]:
+    from hardpoint_ascend.graphs import AscendGraphRunner
+
+    return AscendGraphRunner
+
+
+def _collectives() -> type[AscendCollectives]:
+    from hardpoint_ascend.collectives import AscendCollectives
+
+    return AscendCollectives
+
+
 @hookimpl
 def hardpoint_backend() -> BackendDescriptor:
     """Return the descriptor."""
@@ -53,6 +67,8 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=_attention,
         worker=_worker,
+        graph_runner=_graph_runner,
+        collectives=_collectives,
         driver=allocator.driver,
         priority=100,
         install_hint=(
