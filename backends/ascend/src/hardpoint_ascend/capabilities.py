@@ -63,6 +63,7 @@ def capabilities(device: Device) -> Capabilities:
             ),
             graph_level=GraphLevel.NONE,
             determinism=Determinism.NONE,
+            max_cache_elements=MOST_ELEMENTS,
         ),
         memory=MemoryCapabilities(
             sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=_torch_pool_scope()
