@@ -46,4 +46,5 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=host.allocator,
         attention=attention,
         worker=host.worker,
+        accelerator=False,
     )
