@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-from hardpoint_ascend import allocator, attention, capabilities, worker
+from hardpoint_ascend import allocator
+from hardpoint_ascend.capabilities import capabilities, has_torch_npu
+
+if TYPE_CHECKING:
+    from hardpoint_ascend.attention import AscendAttention
+    from hardpoint_ascend.collectives import AscendCollectives
+    from hardpoint_ascend.graphs import AscendGraphRunner
+    from hardpoint_ascend.worker import AscendWorker
 
 DRIVER_VARIABLE = "HARDPOINT_ASCEND_DRIVER"
 SONAMES = ("libascendcl.so",)
@@ -19,7 +27,32 @@ hookimpl = pluggy.HookimplMarker("hardpoint")
 def probe() -> ProbeResult:
     """Look for the CANN runtime and its devices, in a process of its own; raises BackendBroken, DriverError."""
     inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
-    return ProbeResult(inventory.as_devices("ascend", "npu"), inventory.reason or capabilities.NOT_IMPLEMENTED)
+    without_torch = "" if has_torch_npu() else "torch_npu is not installed, whose operators compute on the device"
+    return ProbeResult(inventory.as_devices("ascend", "npu"), inventory.reason or without_torch)
+
+
+def _attention() -> type[AscendAttention]:
+    from hardpoint_ascend.attention import AscendAttention
+
+    return AscendAttention
+
+
+def _worker() -> type[AscendWorker]:
+    from hardpoint_ascend.worker import AscendWorker
+
+    return AscendWorker
+
+
+def _graph_runner() -> type[AscendGraphRunner]:
+    from hardpoint_ascend.graphs import AscendGraphRunner
+
+    return AscendGraphRunner
+
+
+def _collectives() -> type[AscendCollectives]:
+    from hardpoint_ascend.collectives import AscendCollectives
+
+    return AscendCollectives
 
 
 @hookimpl
@@ -30,11 +63,16 @@ def hardpoint_backend() -> BackendDescriptor:
         vendor="Huawei",
         api=(2, 2),
         probe=probe,
-        capabilities=capabilities.capabilities,
+        capabilities=capabilities,
         allocator=allocator.allocator,
-        attention=attention.attention,
-        worker=worker.worker,
+        attention=_attention,
+        worker=_worker,
+        graph_runner=_graph_runner,
+        collectives=_collectives,
         driver=allocator.driver,
         priority=100,
-        install_hint="Install CANN and source its set_env.sh, or give the path of libascendcl.so in HARDPOINT_ASCEND_DRIVER",
+        install_hint=(
+            "Install CANN and source its set_env.sh, or give the path of libascendcl.so in HARDPOINT_ASCEND_DRIVER; "
+            "and install the torch_npu that goes with torch"
+        ),
     )

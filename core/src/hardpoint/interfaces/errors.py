@@ -140,6 +140,13 @@ class CapabilityRefused(BackendError, ValueError):
         super().__init__(problem, found="; ".join(self.reasons), hint=hint)
 
 
+# Steps
+
+
+class InvalidBatch(HardpointError, ValueError):
+    """A step's arrays or tensors contradict the plan, the cache or each other; nothing was written."""
+
+
 # Memory
 
 

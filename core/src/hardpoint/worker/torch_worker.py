@@ -239,15 +239,16 @@ class TorchWorker(Worker, partial=True):
             peak=before + growth,
             current=before,
             utilization=self._config.memory_utilization or self._default_memory_utilization,
-            kv_limit=self._default_kv_bytes if self._config.memory_utilization is None else None,
+            kv_limit=self._kv_limit(),
             seconds_per_token=seconds / batch.num_tokens,
             seconds_per_swapped_block=self._seconds_per_swapped_block(),
         )
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded."""
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
         self._drop_graphs()
         spec = _need(self._plan).kv_cache
+        self._check_addressable(num_device_blocks)
         self._kv_cache = _need(self._allocator).empty(
             spec.shape(num_device_blocks), spec.dtype, KV_CACHE, Policy.DISCARD
         )
@@ -579,6 +580,28 @@ class TorchWorker(Worker, partial=True):
             attention.copy_blocks(cache, batch.copies)
 
     # Sizes
+
+    def _kv_limit(self) -> int | None:
+        """Return the most bytes for the KV cache: the worker's default where nothing was asked, and what attention can address."""
+        default = self._default_kv_bytes if self._config.memory_utilization is None else None
+        elements = _need(self._attention).capabilities().max_cache_elements
+        if elements is None:
+            return default
+        spec = _need(self._plan).kv_cache
+        addressable = 2 * spec.num_layers * elements * spec.dtype.itemsize
+        return addressable if default is None else min(default, addressable)
+
+    def _check_addressable(self, num_blocks: int) -> None:
+        """Refuse a KV cache whose layers attention cannot address."""
+        elements = _need(self._attention).capabilities().max_cache_elements
+        spec = _need(self._plan).kv_cache
+        per_block = spec.block_size * spec.num_kv_heads * spec.head_dim
+        if elements is not None and num_blocks * per_block > elements:
+            raise CapabilityRefused(
+                f"a KV cache of {num_blocks} blocks was asked for",
+                [f"attention addresses {elements} elements of a layer's keys, which are {elements // per_block} blocks"],
+                hint=f"Ask for {elements // per_block} blocks at most",
+            )
 
     def _swap_space(self, num_blocks: int) -> Tensor:
         spec = _need(self._plan).kv_cache
