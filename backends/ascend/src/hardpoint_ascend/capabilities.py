@@ -81,7 +81,9 @@ def reasons_beyond_claims(request: AttentionRequest) -> tuple[str, ...]:
             reasons.append(f"{layer.num_heads} query heads exceed the operator's {_MOST_HEADS}")
         row = layer.num_kv_heads * layer.head_dim
         if row > _MOST_ROW:
-            reasons.append(f"{layer.num_kv_heads} KV heads of {layer.head_dim} exceed the operator's {_MOST_ROW} elements a token")
+            reasons.append(
+                f"{layer.num_kv_heads} KV heads of {layer.head_dim} exceed the operator's {_MOST_ROW} elements a token"
+            )
     return tuple(reasons)
 
 

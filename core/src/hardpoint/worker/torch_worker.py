@@ -532,7 +532,9 @@ class TorchWorker(Worker, partial=True):
         if elements is not None and num_blocks * per_block > elements:
             raise CapabilityRefused(
                 f"a KV cache of {num_blocks} blocks was asked for",
-                [f"attention addresses {elements} elements of a layer's keys, which are {elements // per_block} blocks"],
+                [
+                    f"attention addresses {elements} elements of a layer's keys, which are {elements // per_block} blocks"
+                ],
                 hint=f"Ask for {elements // per_block} blocks at most",
             )
 
