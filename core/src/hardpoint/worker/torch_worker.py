@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
@@ -23,11 +24,12 @@ from hardpoint.interfaces.allocator import (
     LiveRanges,
     MemoryReport,
     MemoryStats,
+    MemoryTransaction,
     Policy,
     SleepPlan,
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
-from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.batch import FloatArray, Int32Array, Int64Array, StepBatch, StepInput, StepOutput
 from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, GraphLevel, SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import (
@@ -40,12 +42,14 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
-from hardpoint.models import CapturableModel, load_model, open_model
+from hardpoint.models import CapturableModel, attention_layers, load_model, open_model
 from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_graphs import DecodeGraphs, graph_sizes
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
+from hardpoint.worker.ranks import PlainSequences, check_ranks, join_ranks, place_of
+from hardpoint.worker.transactions import MemoryChange, Transactions
 from hardpoint.worker.weight_ledger import WeightLedger
 
 if TYPE_CHECKING:
@@ -91,10 +95,14 @@ class TorchWorker(Worker, partial=True):
         self._pooler = Pooler()
         self._ledger = WeightLedger(frozenset())
         self._asleep: frozenset[str] = frozenset()
+        self._transactions = Transactions()
         self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
         self._graphs: DecodeGraphs | None = None
+        self._place = place_of(context.config)
+        self._groups = ExitStack()
+        self._plain = PlainSequences()
 
     # Hooks for vendors
 
@@ -127,7 +135,8 @@ class TorchWorker(Worker, partial=True):
     # The contract
 
     def init_device(self) -> None:
-        """Start the device and make allocator, attention and kernels."""
+        """Start the device and make allocator, attention and kernels; raises ConfigError, CapabilityRefused for a rank that cannot be."""
+        check_ranks(self._config, self._context.descriptor, self._device)
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         self._start_device()
@@ -144,7 +153,7 @@ class TorchWorker(Worker, partial=True):
         dtype = config.dtype or source.dtype
         max_model_len = self._max_model_len(source)
         request = AttentionRequest(
-            layers=source.attention_layers(),
+            layers=attention_layers(source, dtype, self._place),
             dtype=dtype,
             kv_dtype=config.kv_dtype or dtype,
             block_size=config.block_size,
@@ -158,6 +167,9 @@ class TorchWorker(Worker, partial=True):
                 plan.reasons,
                 hint="`hardpoint doctor` lists what the backend supports",
             )
+        ranks = None
+        if not self._place.is_alone:
+            ranks, self._groups = join_ranks(config, self._context.descriptor, self._device)
         with torch.no_grad(), _default_dtype(torch.get_default_dtype()):
             self._model = load_model(
                 source,
@@ -173,8 +185,8 @@ class TorchWorker(Worker, partial=True):
                 max_context=max_model_len,
                 use_fused_decoder=config.use_fused_decoder,
                 seed=config.seed,
-                rank=config.rank,
-                world_size=config.world_size,
+                place=self._place,
+                ranks=ranks,
             )
         self._synchronize()
         self._source, self._plan = source, plan
@@ -189,7 +201,7 @@ class TorchWorker(Worker, partial=True):
             dtype=dtype,
             vocab_size=source.vocab_size,
             max_model_len=max_model_len,
-            num_layers=len(request.layers),
+            num_layers=len(source.attention_layers()),
             weight_bytes=self._model.weight_bytes,
             attention=plan,
             path=self._model.path,
@@ -218,7 +230,7 @@ class TorchWorker(Worker, partial=True):
         start = time.perf_counter()
         growth = self._peak_growth(partial(self._forward, batch, cache, DecoderOutput.LOGITS))
         seconds = time.perf_counter() - start
-        unsampled = self._config.max_num_seqs - len(batch.sample_rows)
+        unsampled = self._config.max_num_seqs - len(batch.sample_rows) if self._place.is_last else 0
         growth += unsampled * info.vocab_size * DType.FLOAT32.itemsize
         del cache
         return MemoryProfile(
@@ -261,9 +273,12 @@ class TorchWorker(Worker, partial=True):
         batch, sampler, cache = step.batch, _need(self._sampler), _need(self._kv_cache)
         if step.finished_seq_ids:
             sampler.remove(step.finished_seq_ids)
+            self._plain.remove(step.finished_seq_ids)
             self._pooler.remove(step.finished_seq_ids)
         for sequence in step.new_sequences:
-            sampler.add(sequence)
+            self._plain.add(sequence)
+            if self._is_driver:
+                sampler.add(sequence)
         self._move_blocks(batch, cache)
         if batch.num_tokens == 0:
             return StepOutput(token_ids=np.empty(0, np.int64))
@@ -273,11 +288,14 @@ class TorchWorker(Worker, partial=True):
                 self._forward(batch, cache, DecoderOutput.ARGMAX)
                 self._synchronize()
             return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
-        if sampler.all_plain_argmax(batch.sample_seq_ids):
-            tokens = self._forward(batch, cache, DecoderOutput.ARGMAX)
-            return StepOutput(token_ids=tokens.numpy(force=True), embeddings=embeddings)
-        logits = self._forward(batch, cache, DecoderOutput.LOGITS)
-        token_ids, logprobs = sampler.sample(logits, batch.sample_seq_ids)
+        output = DecoderOutput.ARGMAX if self._wants_argmax(batch.sample_seq_ids) else DecoderOutput.LOGITS
+        result = self._forward(batch, cache, output)
+        if not self._is_driver:
+            self._synchronize()
+            return StepOutput(token_ids=np.empty(0, np.int64))
+        if output is DecoderOutput.ARGMAX:
+            return StepOutput(token_ids=result.numpy(force=True), embeddings=embeddings)
+        token_ids, logprobs = sampler.sample(result, batch.sample_seq_ids)
         return StepOutput(token_ids=token_ids, logprobs=logprobs, embeddings=embeddings)
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
@@ -285,30 +303,29 @@ class TorchWorker(Worker, partial=True):
 
         Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
         """
-        self._synchronize()
-        allocator = _need(self._allocator)
-        before = allocator.stats()
-        plan = self._completed(plan)
-        self._check_source(plan, before)
-        try:
-            report = self._with_graphs(allocator.sleep(plan))
-            if _discards(plan, WEIGHTS):
-                self._ledger.discard_all()
-            obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
-            if obsolete:
-                allocator.discard_backup(obsolete)
-            return report
-        finally:
-            self._asleep = allocator.stats().asleep
+        self._transactions.check_none("sleep")
+        return self._with_graphs(self._prepare_sleep(plan).commit())
 
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Take device memory again."""
-        allocator = _need(self._allocator)
-        try:
-            with torch.no_grad():
-                return allocator.wake(tags)
-        finally:
-            self._asleep = allocator.stats().asleep
+        self._transactions.check_none("wake")
+        return self._prepare_wake(tags).commit()
+
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
+        """Prepare `sleep(plan)`; see `Worker.begin_sleep`."""
+        self._transactions.begin(transaction, partial(self._prepare_sleep, plan))
+
+    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
+        """Prepare `wake(tags)`; see `Worker.begin_wake`."""
+        self._transactions.begin(transaction, partial(self._prepare_wake, tags))
+
+    def commit(self, transaction: int) -> MemoryReport:
+        """Finish what was prepared; raises InvalidTransaction."""
+        return self._with_graphs(self._transactions.commit(transaction))
+
+    def rollback(self, transaction: int) -> None:
+        """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
+        self._transactions.rollback(transaction)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights by (checkpoint name, tensor) pairs; see `Worker.update_weights`."""
@@ -357,15 +374,48 @@ class TorchWorker(Worker, partial=True):
         return _need(self._allocator).stats()
 
     def shutdown(self) -> None:
-        """Give everything back; legal in any state and more than once."""
+        """Give everything back, after rolling back what is open; legal in any state and more than once."""
+        self._transactions.abandon()
         self._drop_graphs()
         self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
         self._attention = self._kernels = None
+        self._groups.close()
         if self._allocator is not None:
             self._allocator.close()
             self._allocator = None
 
     # Sleep
+
+    def _prepare_sleep(self, plan: SleepPlan) -> MemoryChange:
+        self._synchronize()
+        allocator = _need(self._allocator)
+        before = allocator.stats()
+        plan = self._completed(plan)
+        self._check_source(plan, before)
+        obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
+
+        def on_commit() -> None:
+            if _discards(plan, WEIGHTS):
+                self._ledger.discard_all()
+            if obsolete:
+                allocator.discard_backup(obsolete)
+
+        return self._change(lambda: allocator.begin_sleep(plan), on_commit)
+
+    def _prepare_wake(self, tags: Sequence[str] | None) -> MemoryChange:
+        allocator = _need(self._allocator)
+        with torch.no_grad():
+            return self._change(lambda: allocator.begin_wake(tags), lambda: None)
+
+    def _change(self, begin: Callable[[], MemoryTransaction], on_commit: Callable[[], None]) -> MemoryChange:
+        try:
+            return MemoryChange(begin(), on_commit, self._note_asleep)
+        except BaseException:
+            self._note_asleep()
+            raise
+
+    def _note_asleep(self) -> None:
+        self._asleep = _need(self._allocator).stats().asleep
 
     def _completed(self, plan: SleepPlan) -> SleepPlan:
         """Return the plan with what only the worker knows: bytes of live KV blocks, and whose writers are all known."""
@@ -407,6 +457,7 @@ class TorchWorker(Worker, partial=True):
             self._unsourced = reason
 
     def _check_awake(self) -> None:
+        self._transactions.check_none("compute a step")
         if self._asleep:
             raise MemoryAsleep(
                 "a step needs memory that is asleep", found=", ".join(sorted(self._asleep)), hint="Wake it first"
@@ -420,10 +471,21 @@ class TorchWorker(Worker, partial=True):
             )
 
     def _check_weights_awake(self) -> None:
+        self._transactions.check_none("write weights")
         if WEIGHTS in self._asleep:
             raise MemoryAsleep("the weights are asleep and cannot be written", hint="Wake the tag 'weights' first")
 
     # Steps
+
+    @property
+    def _is_driver(self) -> bool:
+        return self._config.rank == self._config.driver_rank
+
+    def _wants_argmax(self, seq_ids: Int64Array) -> bool:
+        """Whether a step needs no logits; the same answer on all ranks, of which only the driver counts tokens."""
+        if self._place.is_alone:
+            return _need(self._sampler).all_plain_argmax(seq_ids)
+        return self._plain.all(seq_ids)
 
     @torch.inference_mode()
     def _forward(
@@ -444,6 +506,9 @@ class TorchWorker(Worker, partial=True):
         """Capture the decode steps; None where the user or the plan wants none, or the model cannot be captured."""
         plan, model = _need(self._plan), _need(self._model)
         if self._config.enforce_eager or plan.graph_level is GraphLevel.NONE:
+            return None
+        if self._config.pipeline_parallel_size > 1:
+            _log.warning("steps run without graphs: stages of a pipeline are not captured")
             return None
         runner = self._context.descriptor.make("graph_runner", self._device)
         if runner is None:
@@ -476,7 +541,7 @@ class TorchWorker(Worker, partial=True):
         return hidden if output is DecoderOutput.HIDDEN else cast(CapturableModel, self._model).head(hidden, output)
 
     def _with_graphs(self, report: MemoryReport) -> MemoryReport:
-        """Return a sleep's report with what the graphs still hold."""
+        """Return a report with what the graphs hold on the device now."""
         if self._graphs is None:
             return report
         return replace(report, residual={**report.residual, GRAPHS: self._graphs.resident_bytes()})
@@ -489,6 +554,8 @@ class TorchWorker(Worker, partial=True):
         batch = step.batch
         rows = np.arange(batch.num_tokens, dtype=np.int32)
         hidden = self._forward(batch, cache, DecoderOutput.HIDDEN, rows)
+        if not self._is_driver:
+            return {}
         embeddings = {}
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
             request = step.pooling.get(seq_id)
