@@ -13,8 +13,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hardpoint.interfaces import Device
 from hardpoint_ascend.operators import ATTEND, OPERATORS, WRITE_KV
 
+DEVICE = Device("ascend_reference", 0, "Ascend910B of reference operators on the host", "cpu", simulated=True)
 MASK_SIZE = 2048
 DTYPES = (torch.float16, torch.bfloat16)
 _library: torch.library.Library | None = None

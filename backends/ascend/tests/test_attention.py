@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, Device, DType, StepBatch
+from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, DType, StepBatch
 from hardpoint.interfaces.errors import InvalidBatch
 from hardpoint_ascend import attention as module
+from hardpoint_ascend import capabilities
 from hardpoint_ascend.attention import AscendAttention
 
-from .reference_operators import Rejected, register
+from .reference_operators import DEVICE, Rejected, register
 
-DEVICE = Device("ascend", 0, "reference operators", "cpu", simulated=True)
 LAYER = AttentionLayer(4, 2, 64, 0.125)
 
 
 @pytest.fixture
-def attention() -> AscendAttention:
+def attention(monkeypatch: pytest.MonkeyPatch) -> AscendAttention:
     register()
+    monkeypatch.setattr(capabilities, "requirements", tuple)
     return AscendAttention(DEVICE)
 
 

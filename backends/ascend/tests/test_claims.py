@@ -13,26 +13,32 @@ from hardpoint.interfaces import (
     AttentionRequest,
     Capabilities,
     Collectives,
-    Device,
     DeviceAllocator,
     DType,
     GraphLevel,
     GraphRunner,
+    IntSet,
     Refusal,
     Worker,
 )
+from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint_ascend import capabilities as module
 from hardpoint_ascend import descriptor
 from hardpoint_ascend.attention import AscendAttention
 from hardpoint_ascend.capabilities import capabilities
 
-from .reference_operators import register
+from .reference_operators import DEVICE, register
 
-DEVICE = Device("ascend", 0, "any", "cpu", simulated=True)
 QWEN = AttentionLayer(16, 8, 128, 128**-0.5)
 
 
 @pytest.fixture
-def claims() -> Capabilities:
+def with_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "requirements", tuple)
+
+
+@pytest.fixture
+def claims(with_torch_npu: None) -> Capabilities:
     return capabilities(DEVICE)
 
 
@@ -67,7 +73,9 @@ def test_usual_models_are_accepted(claims: Capabilities) -> None:
         ),
     ],
 )
-def test_what_the_operators_cannot_do_is_refused_with_its_reason(request_: AttentionRequest, reason: str) -> None:
+def test_what_the_operators_cannot_do_is_refused_with_its_reason(
+    with_torch_npu: None, request_: AttentionRequest, reason: str
+) -> None:
     register()
     answer = AscendAttention(DEVICE).plan(request_)
     assert isinstance(answer, Refusal)
@@ -82,7 +90,36 @@ def test_what_no_hardware_has_shown_is_said(claims: Capabilities) -> None:
     assert claims.memory.sleep_levels == {0, 1, 2}
 
 
-def test_every_part_is_there() -> None:
+@pytest.mark.parametrize("name", ["Ascend910B4", "Ascend910_9382"])
+def test_chips_that_the_operators_are_described_for_are_claimed(with_torch_npu: None, name: str) -> None:
+    assert capabilities(replace(DEVICE, name=name)).explain(request_of()) == ()
+
+
+@pytest.mark.parametrize("name", ["Ascend310P3", "Ascend910A", "Ascend950PR_9579"])
+def test_other_chips_are_refused_by_name(with_torch_npu: None, name: str) -> None:
+    device = replace(DEVICE, name=name)
+    assert capabilities(device).explain(request_of())
+    (reason,) = module.reasons(device)
+    assert (
+        reason
+        == f"the device is {name}, and torch_npu describes the attention operator for Ascend910B* and Ascend910_93*"
+    )
+    assert capabilities(device).memory.sleep_levels == {0, 1, 2}, "its memory works"
+
+
+def test_without_torch_npu_there_is_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_torch_npu", lambda: False)
+    claims, backend = capabilities(DEVICE), descriptor.hardpoint_backend()
+    assert claims.explain(request_of())
+    assert (claims.tensor_parallel, claims.collectives) == (IntSet(), ())
+    assert claims.notes == ("no attention: torch_npu is not installed, whose operators compute on the device",)
+    assert issubclass(backend.allocator(), DeviceAllocator)
+    for part in (backend.attention, backend.worker):
+        with pytest.raises(CapabilityRefused, match="torch_npu is not installed"):
+            part()
+
+
+def test_every_part_is_there(with_torch_npu: None) -> None:
     backend = descriptor.hardpoint_backend()
     parts = {
         "allocator": DeviceAllocator,

@@ -10,7 +10,7 @@ import pytest
 
 from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, DriverError
 from hardpoint.plugins import BackendState, installed, resolve_backend
-from hardpoint_ascend import descriptor
+from hardpoint_ascend import capabilities, descriptor
 
 DRIVER = """
 #include <stddef.h>
@@ -51,10 +51,11 @@ def test_device_is_listed_and_not_usable_without_torch_npu(build: Callable[[str]
 
 
 def test_device_is_usable_with_torch_npu(build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "_has_torch_npu", lambda: True)
+    build(DRIVER.replace("Test NPU", "Ascend910B3"))
+    assert descriptor.probe().reason == ""
     build(DRIVER)
-    monkeypatch.setattr(descriptor, "has_torch_npu", lambda: True)
-    found = descriptor.probe()
-    assert (len(found.devices), found.reason) == (1, "")
+    assert "the device is Test NPU" in descriptor.probe().reason
 
 
 @pytest.mark.parametrize(
