@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
+import hardpoint_ascend.capabilities
 import hardpoint_ascend.descriptor as ascend
 import hardpoint_cpu.descriptor as cpu
 from hardpoint.interfaces import BackendDescriptor, Capabilities, Device, ProbeResult
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
 
 NAME = "ascend_reference"
 
+# The operators take torch_npu's place.
+hardpoint_ascend.capabilities.requirements = lambda: ()
+
 
 def probe() -> ProbeResult:
-    return ProbeResult((Device(NAME, 0, "reference operators on the host", "cpu", simulated=True),))
+    name = "Ascend910B of reference operators on the host"
+    return ProbeResult((Device(NAME, 0, name, "cpu", simulated=True),))
 
 
 def capabilities(device: Device) -> Capabilities:

@@ -1,8 +1,8 @@
 """The operators of torch_npu that the backend calls, in plain torch on the CPU: simulated, for tests of the calls.
 
-They compute what the vendor's descriptions say (torch_npu 2.13's `_op_plugin_docs.py`, CANN's public sources of the tiling), and reject what
-these reject, in the vendor's terms: Q_N and KV_N are numbers of heads, D is a head's dimension, T the number of query tokens, B of sequences. What
-the backend has no use for is rejected too. This shows that calls are right, not that the vendor's operators are.
+They compute what the vendor's descriptions say (torch_npu 2.13's `_op_plugin_docs.py`, CANN's public sources of the tiling), and reject
+what these reject, in the vendor's terms: Q_N and KV_N are numbers of heads, D is a head's dimension, T the number of query tokens, B of
+sequences. What the backend has no use for is rejected too. This shows that calls are right, not that the vendor's operators are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hardpoint.interfaces import Device
 from hardpoint_ascend.operators import ATTEND, OPERATORS, WRITE_KV
 
+DEVICE = Device("ascend_reference", 0, "Ascend910B of reference operators on the host", "cpu", simulated=True)
 MASK_SIZE = 2048
 DTYPES = (torch.float16, torch.bfloat16)
 _library: torch.library.Library | None = None
@@ -62,8 +64,8 @@ def write_kv(
     require(all(t.dtype is key.dtype for t in (value, key_cache, value_cache)), "all dtypes are the same")
     require(key.dim() == value.dim() == 3 and key.shape[:2] == value.shape[:2], "key and value are [T, N, D]")
     require(key_cache.dim() == value_cache.dim() == 4, "caches have four dimensions")
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        require(rows.shape[1:] == cache.shape[2:], "a cache is [blocks, block_size, N, D]")
+    for rows, blocks in ((key, key_cache), (value, value_cache)):
+        require(rows.shape[1:] == blocks.shape[2:], "a cache is [blocks, block_size, N, D]")
         require(rows.shape[2] * rows.element_size() % 32 == 0, "a head's row is a multiple of 32 bytes")
     require(slot_mapping.dtype in (torch.int32, torch.int64), "slot_mapping is int32 or int64")
     require(slot_mapping.shape == key.shape[:1], "slot_mapping has one slot for each token")
@@ -100,7 +102,7 @@ def attend(
     All arithmetic is in float32.
     """
     require(input_layout == "TND", "the layout is TND")
-    given = sorted(name for name, other in others.items() if other not in (None, 0, False))
+    given = sorted(name for name, other in others.items() if isinstance(other, Tensor) or other)
     require(not given, f"nothing else is given: {given}")
     require(inner_precise == 0, "grouped queries need inner_precise 0")
     require(query.dtype in DTYPES, "query is float16 or bfloat16")
@@ -155,7 +157,9 @@ def _check_mask(mask: Tensor | None, sparse_mode: int, pre_tokens: int, next_tok
     require(sparse_mode in (3, 4), "sparse_mode is 0, 3 or 4 in the layout TND")
     require(mask is not None, "sparse_mode 3 and 4 need a mask")
     assert mask is not None
-    require(mask.dtype in (torch.bool, torch.int8, torch.uint8) and mask.is_contiguous(), "the mask is bool, int8 or uint8")
+    require(
+        mask.dtype in (torch.bool, torch.int8, torch.uint8) and mask.is_contiguous(), "the mask is bool, int8 or uint8"
+    )
     sizes = (*[1] * (mask.dim() - 2), MASK_SIZE, MASK_SIZE)
     require(2 <= mask.dim() <= 4 and tuple(mask.shape) == sizes, "the mask is 2048 x 2048")
     require(torch.equal(mask.reshape(MASK_SIZE, MASK_SIZE).bool(), _triangle()), "the mask is true above the diagonal")

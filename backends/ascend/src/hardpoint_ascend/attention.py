@@ -14,6 +14,7 @@ decide what the layout TND allows. No device has run this yet: what the operator
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,8 +114,7 @@ class AscendStep:
                     taken = 0
                 taken += count
             edges.append(len(blocks))
-            pairs = zip(edges, edges[1:], strict=False)
-            self._calls[cache_blocks] = tuple(self._call(first, last) for first, last in pairs if last > first)
+            self._calls[cache_blocks] = tuple(self._call(*pair) for pair in pairwise(edges) if pair[1] > pair[0])
         return self._calls[cache_blocks]
 
     def _call(self, first: int, last: int) -> Call:
@@ -157,7 +157,9 @@ class AscendAttention(AttentionBackend):
             dtype=request.kv_dtype,
             axes=AXES,
         )
-        return AttentionPlan(request, spec, notes=("torch_npu's fused attention over a paged cache, in the layout TND",))
+        return AttentionPlan(
+            request, spec, notes=("torch_npu's fused attention over a paged cache, in the layout TND",)
+        )
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> AscendStep:
         """Return the step's arrays for the operators; raises InvalidBatch when they do not fit together."""

@@ -22,6 +22,7 @@ from hardpoint.interfaces import (
     SleepTier,
     TorchPoolScope,
 )
+from hardpoint.interfaces.errors import CapabilityRefused
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements of a layer's keys that the attention operator can address."""
@@ -38,39 +39,55 @@ _MOST_ROW = 65535
 
 _DTYPES = frozenset({DType.FLOAT16, DType.BFLOAT16})
 
+CHIPS = ("Ascend910B", "Ascend910_93")
+"""Beginnings of the names of chips for which torch_npu describes the operators: the Atlas A2 and A3 series."""
+
+MOST_RANKS = 8
+"""Devices of one machine that share a model's layers."""
+
+INSTALL = "Install the torch_npu that goes with torch, and CANN"
+
 NOTES = (
     "attention: no hardware has run it; its calls are proved over reference operators, and its operators' schemas over torch_npu 2.13",
     "graphs: not used, since the attention operator takes the lengths of sequences from the host, and a captured graph would repeat them",
     "sinks: refused, since the operator takes them in bfloat16 only",
     "soft cap, ALiBi: refused, since the operator has neither in the layout that mixes prompts and single tokens",
-    "weights and KV cache are kept in the plain format (ND): a tensor that torch_npu casts to NZ leaves Hardpoint's memory",
+    "weights and KV cache stay in the plain format (ND), at the addresses that they were given; NZ is not used",
+    "ranks: not verified on hardware",
 )
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return the claims for memory, attention and ranks."""
+    """Return the claims; where something is missing, every request for attention is refused, and the notes say why."""
+    missing = reasons(device)
     return Capabilities(
-        attention=AttentionCapabilities(
-            dtypes=_DTYPES,
-            kv_dtypes={dtype: frozenset({dtype}) for dtype in _DTYPES},
-            head_dims=IntSet.of(64, 128),
-            block_sizes=IntSet.of(128),
-            default_block_size=128,
-            group_sizes=IntSet.between(1, 64),
-            max_context=1 << 18,
-            features=frozenset(
-                {AttentionFeature.SLIDING_WINDOW, AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH}
-            ),
-            graph_level=GraphLevel.NONE,
-            determinism=Determinism.NONE,
-            max_cache_elements=MOST_ELEMENTS,
-        ),
+        attention=Capabilities.none().attention if missing else _attention(),
         memory=MemoryCapabilities(
             sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=_torch_pool_scope()
         ),
-        tensor_parallel=IntSet.of(1),
-        notes=NOTES,
+        tensor_parallel=IntSet() if missing else IntSet.between(1, MOST_RANKS),
+        collectives=() if missing else ("hccl",),
+        notes=tuple(f"no attention: {reason}" for reason in missing) or NOTES,
     )
+
+
+def reasons(device: Device) -> tuple[str, ...]:
+    """Return why nothing can be computed on a device, one sentence each; empty when it can. Torch is not imported."""
+    found = requirements()
+    if not device.name.startswith(CHIPS):
+        known = " and ".join(f"{chip}*" for chip in CHIPS)
+        found += (f"the device is {device.name}, and torch_npu describes the attention operator for {known}",)
+    return found
+
+
+def requirements() -> tuple[str, ...]:
+    """Return what is not installed that computing needs, one sentence each."""
+    return () if _has_torch_npu() else ("torch_npu is not installed, whose operators compute on the device",)
+
+
+def refusal(part: str) -> CapabilityRefused:
+    """Return the error for a part that cannot be made for want of what `requirements` lists."""
+    return CapabilityRefused(f"the {part} of backend 'ascend' was asked for", requirements(), hint=INSTALL)
 
 
 def reasons_beyond_claims(request: AttentionRequest) -> tuple[str, ...]:
@@ -81,15 +98,34 @@ def reasons_beyond_claims(request: AttentionRequest) -> tuple[str, ...]:
             reasons.append(f"{layer.num_heads} query heads exceed the operator's {_MOST_HEADS}")
         row = layer.num_kv_heads * layer.head_dim
         if row > _MOST_ROW:
-            reasons.append(f"{layer.num_kv_heads} KV heads of {layer.head_dim} exceed the operator's {_MOST_ROW} elements a token")
+            reasons.append(
+                f"{layer.num_kv_heads} KV heads of {layer.head_dim} exceed the operator's {_MOST_ROW} elements a token"
+            )
     return tuple(reasons)
+
+
+def _attention() -> AttentionCapabilities:
+    return AttentionCapabilities(
+        dtypes=_DTYPES,
+        kv_dtypes={dtype: frozenset({dtype}) for dtype in _DTYPES},
+        head_dims=IntSet.of(64, 128),
+        block_sizes=IntSet.of(128),
+        default_block_size=128,
+        group_sizes=IntSet.between(1, 64),
+        max_context=1 << 18,
+        features=frozenset(
+            {AttentionFeature.SLIDING_WINDOW, AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH}
+        ),
+        graph_level=GraphLevel.NONE,
+        determinism=Determinism.NONE,
+        max_cache_elements=MOST_ELEMENTS,
+    )
 
 
 def _torch_pool_scope() -> TorchPoolScope:
     """Return what `pool` catches with the torch that is installed, which is not imported."""
-    return TorchPoolScope.ALL if has_torch_npu() else TorchPoolScope.NONE
+    return TorchPoolScope.ALL if _has_torch_npu() else TorchPoolScope.NONE
 
 
-def has_torch_npu() -> bool:
-    """Return whether torch_npu is installed, without importing it."""
+def _has_torch_npu() -> bool:
     return find_spec("torch_npu") is not None

@@ -9,8 +9,7 @@ import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-from hardpoint_ascend import allocator
-from hardpoint_ascend.capabilities import capabilities, has_torch_npu
+from hardpoint_ascend import allocator, capabilities
 
 if TYPE_CHECKING:
     from hardpoint_ascend.attention import AscendAttention
@@ -25,19 +24,27 @@ hookimpl = pluggy.HookimplMarker("hardpoint")
 
 
 def probe() -> ProbeResult:
-    """Look for the CANN runtime and its devices, in a process of its own; raises BackendBroken, DriverError."""
+    """Look for the CANN runtime and its devices, in a process of its own; raises BackendBroken, DriverError.
+
+    Devices on which nothing can be computed are listed, with the reasons: their memory works.
+    """
     inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
-    without_torch = "" if has_torch_npu() else "torch_npu is not installed, whose operators compute on the device"
-    return ProbeResult(inventory.as_devices("ascend", "npu"), inventory.reason or without_torch)
+    devices = inventory.as_devices("ascend", "npu")
+    obstacles = [capabilities.reasons(device) for device in devices]
+    return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
 
 
 def _attention() -> type[AscendAttention]:
+    if capabilities.requirements():
+        raise capabilities.refusal("attention")
     from hardpoint_ascend.attention import AscendAttention
 
     return AscendAttention
 
 
 def _worker() -> type[AscendWorker]:
+    if capabilities.requirements():
+        raise capabilities.refusal("worker")
     from hardpoint_ascend.worker import AscendWorker
 
     return AscendWorker
@@ -63,7 +70,7 @@ def hardpoint_backend() -> BackendDescriptor:
         vendor="Huawei",
         api=(2, 2),
         probe=probe,
-        capabilities=capabilities,
+        capabilities=capabilities.capabilities,
         allocator=allocator.allocator,
         attention=_attention,
         worker=_worker,
@@ -72,7 +79,6 @@ def hardpoint_backend() -> BackendDescriptor:
         driver=allocator.driver,
         priority=100,
         install_hint=(
-            "Install CANN and source its set_env.sh, or give the path of libascendcl.so in HARDPOINT_ASCEND_DRIVER; "
-            "and install the torch_npu that goes with torch"
+            f"{capabilities.INSTALL}, and source its set_env.sh, or give the path of libascendcl.so in {DRIVER_VARIABLE}"
         ),
     )

@@ -1,7 +1,7 @@
 """Device graphs of torch_npu.
 
-Attention does not claim them (see `capabilities`): its operator takes the lengths of sequences as numbers on the host, which a graph keeps as
-they were when it was captured. They are there for work without attention.
+Attention does not claim them (see `capabilities`): its operator takes the lengths of sequences as numbers on the host, which a graph keeps
+as they were when it was captured. They are there for work without attention.
 """
 
 from __future__ import annotations
