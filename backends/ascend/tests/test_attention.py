@@ -305,6 +305,10 @@ def test_reference_operator_accepts_a_right_call() -> None:
         ({"sparse_mode": 4, "pre_tokens": -1, "next_tokens": 0}, "band is not empty"),
         ({"input_layout": "BSH"}, "TND"),
         ({"num_key_value_heads": 3}, "divides"),
+        (
+            {"num_key_value_heads": 4, "key": torch.rand(4, 128, 256).half(), "value": torch.rand(4, 128, 256).half()},
+            "2 to 64",
+        ),
         ({"learnable_sink": torch.zeros(4)}, "nothing else"),
     ],
 )
