@@ -1,13 +1,15 @@
-"""Compile the attention kernels for every target without a device, and fail where one spills: `make aot`.
+"""Compile the kernels of attention and of rows for every target without a device, and fail where one spills: `make aot`.
 
     python scripts/triton_aot.py [--jobs N] [--target sm_90] [--cache FOLDER] [--spilling]
 
-Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives it, for the
-element types, head dimensions and features below. Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel
-spills registers to memory or needs more shared memory than a program may have on the target. Figures come from the code itself: for
-NVIDIA's from the cubin (cuobjdump --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata of
-the assembly (`.vgpr_spill_count`, `.sgpr_spill_count`, `.private_segment_fixed_size`). What was compiled before is kept, by the hash of
-the kernels' source, the arguments and Triton's version. `--spilling` compiles a kernel that must spill instead, to show that it is found.
+Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives
+it, for the element types, head dimensions and features below, and those of `hardpoint.triton.row_kernels` for common
+widths. Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel spills registers to memory
+or needs more shared memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from
+the cubin (cuobjdump --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata
+of the assembly (`.vgpr_spill_count`, `.sgpr_spill_count`, `.private_segment_fixed_size`). What was compiled before is
+kept, by the hash of the kernels' source, the arguments and Triton's version. `--spilling` compiles a kernel that must
+spill instead, to show that it is found.
 
 Needs triton (`.torch/triton`), no torch build for the target and no device.
 """
@@ -31,12 +33,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from hardpoint.interfaces import AttentionLayer, AttentionRequest, DType
+from hardpoint.interfaces import Activation, AttentionLayer, AttentionRequest, DType
 from hardpoint.triton.launch import KernelConstants
+from hardpoint.triton.operators import activation_constants, norm_constants, rotary_constants
 from hardpoint.triton.tiles import COPY_WORDS, Target
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "core" / "src" / "hardpoint" / "triton" / "kernels.py"
+SOURCES = [ROOT / "core" / "src" / "hardpoint" / "triton" / f"{name}.py" for name in ("kernels", "row_kernels")]
 BLOCK_SIZE = 32
 
 
@@ -66,8 +69,8 @@ MACHINES = {
 TYPES = {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT8_E4M3: "fp8e4nv"}
 INTS = {"header", "contexts", "starts", "items", "tables", "slots", "pairs"}
 SINGLES = {"partial", "partial_state", "sinks", "slopes"}
-FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor"}
-ALIGNED = {"q_stride", "out_stride", "k_stride", "v_stride", "block_stride"}
+FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor", "eps"}
+ALIGNED = {"q_stride", "out_stride", "k_stride", "v_stride", "block_stride", "x_stride", "residual_stride"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Resources:
 def _fingerprint() -> str:
     import triton
 
-    sources = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    sources = b"".join(path.read_bytes() for path in [*SOURCES, Path(__file__)])
     return hashlib.sha256(sources + triton.__version__.encode()).hexdigest()
 
 
@@ -127,17 +130,24 @@ def requests() -> Iterator[tuple[str, AttentionRequest]]:
     wanted = [(bf16, bf16, dim, 16, layer) for dim in (64, 128, 256) for layer in (plain, rich)]
     wanted += [(bf16, fp8, dim, 16, plain) for dim in (64, 128, 256)]
     wanted += [(fp16, fp16, 128, 16, plain), (fp16, fp16, 256, 16, rich), (fp16, fp8, 128, 16, rich)]
-    wanted += [(bf16, bf16, 80, 16, plain), (bf16, bf16, 192, 16, plain), (bf16, bf16, 128, 256, rich), (bf16, bf16, 256, 512, plain)]
+    wanted += [
+        (bf16, bf16, 80, 16, plain),
+        (bf16, bf16, 192, 16, plain),
+        (bf16, bf16, 128, 256, rich),
+        (bf16, bf16, 256, 512, plain),
+    ]
     wanted += [(fp32, fp32, 64, 16, plain), (fp32, fp32, 128, 16, plain), (fp32, fp32, 256, 16, rich)]
     for dtype, kv_dtype, dim, heads, kind in wanted:
         layer = replace(kind, head_dim=dim, num_heads=heads)
-        what = f"{TYPES[dtype]} kv {TYPES[kv_dtype]} dim {dim} group {heads // 8}{' all features' if kind is rich else ''}"
+        what = (
+            f"{TYPES[dtype]} kv {TYPES[kv_dtype]} dim {dim} group {heads // 8}{' all features' if kind is rich else ''}"
+        )
         yield what, AttentionRequest((layer,), dtype, kv_dtype, BLOCK_SIZE, 32768)
 
 
 def jobs(machines: Sequence[str]) -> Iterator[Job]:
     """Yield everything that is compiled."""
-    from hardpoint.triton import kernels
+    from hardpoint.triton import kernels, row_kernels
 
     seen = set()
     for name in machines:
@@ -159,7 +169,20 @@ def jobs(machines: Sequence[str]) -> Iterator[Job]:
                 if job.key() not in seen:
                     seen.add(job.key())
                     yield job
+        for kernel, what, values in row_operators():
+            yield _job(name, kernel, f"bf16 {what}", getattr(row_kernels, kernel), values, {"q": "bf16"})
         yield _job(name, "copy_blocks", "any", kernels.copy_blocks, {"WORDS": COPY_WORDS, "num_warps": 4}, {})
+
+
+def row_operators() -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Yield the operators of rows: (kernel, of what, compile-time arguments)."""
+    for width in (128, 1024, 4096, 16384):
+        yield "rms_norm", f"width {width}", norm_constants(width)
+        yield "add_rms_norm", f"width {width}", norm_constants(width)
+    for heads, dim in ((16, 64), (64, 128), (8, 256)):
+        yield "rotary", f"{heads} heads of {dim}", rotary_constants(heads, 8, dim // 2)
+    for activation in Activation:
+        yield "gated_activation", f"{activation} of 3072", activation_constants(3072, activation)
 
 
 def spilling_job() -> Job:
@@ -188,7 +211,11 @@ def _type(argument: str, types: dict[str, str]) -> str:
         return "fp32"
     if argument in ("keys", "values"):
         return f"*{types['kv']}"
-    if argument in ("q", "out", "k", "v"):
+    if argument in ("cos", "sin"):
+        return "*fp32"
+    if argument == "positions":
+        return "*i64"
+    if argument in ("q", "out", "k", "v", "x", "residual", "weight"):
         return f"*{types['q']}"
     return "*i64" if argument in ("source", "destination") else "i32"
 
@@ -202,9 +229,10 @@ def compiled(job: Job, folder: Path) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hardpoint.triton import kernels
+    from hardpoint.triton import kernels, row_kernels
 
-    function, machine, began = getattr(kernels, job.kernel), MACHINES[job.machine], time.perf_counter()
+    module = row_kernels if hasattr(row_kernels, job.kernel) else kernels
+    function, machine, began = getattr(module, job.kernel), MACHINES[job.machine], time.perf_counter()
     signature = {name: job.types.get(name, "constexpr") for name in function.arg_names}
     # What Triton knows of arguments at run time: where tensors and rows begin is a multiple of 16.
     aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in ALIGNED]

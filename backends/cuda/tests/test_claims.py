@@ -32,7 +32,7 @@ def test_memory_works_without_torchs_build_and_every_other_part_is_refused() -> 
     assert "no attention: the installed torch is not built for CUDA" in claims.notes
     assert (claims.tensor_parallel, claims.collectives) == (IntSet(), ())
     assert issubclass(backend.allocator(), DeviceAllocator)
-    for part in (backend.attention, backend.worker):
+    for part in (backend.attention, backend.worker, backend.kernels):
         with pytest.raises(CapabilityRefused, match=r"not built for CUDA.*Install torch's build for CUDA"):
             part()
 
