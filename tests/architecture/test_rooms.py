@@ -21,12 +21,11 @@ OWN = {
         "reference_backend.py",
         "reference_operators.py",
         "test_attention.py",
-        "test_claims.py",
         "test_conformance.py",
         "test_operators.py",
     }
 }
-"""Files that a vendor's backend has beside those of all: where it has operators, and they take no kernel of the core's."""
+"""Files of a vendor's backend beside those of all: attention over the vendor's operators, and not over the core's kernels."""
 
 
 def packages(root: Path) -> list[Path]:
