@@ -89,6 +89,8 @@ def test_what_no_hardware_has_shown_is_said(claims: Capabilities) -> None:
         assert words in notes
     assert claims.attention.graph_level is GraphLevel.NONE
     assert claims.memory.sleep_levels == {0, 1, 2}
+    assert (8 in claims.tensor_parallel, 9 in claims.tensor_parallel) == (True, False)
+    assert claims.collectives == ("hccl",)
 
 
 @pytest.mark.parametrize("name", ["Ascend910B4", "Ascend910_9382"])

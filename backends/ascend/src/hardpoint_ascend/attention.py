@@ -277,7 +277,7 @@ def _needed_blocks(table: Int32Array, rows: Int32Array, context_lens: Int32Array
     if table.ndim != 2:
         raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
     needed = -(-context_lens // block_size)
-    width = int(needed.max(initial=1))
+    width = int(needed.max(initial=0))
     if width > table.shape[1]:
         raise InvalidBatch(
             f"a context of {int(context_lens.max())} tokens takes {width} blocks",
