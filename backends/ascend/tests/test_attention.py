@@ -258,6 +258,7 @@ def test_tensors_that_do_not_fit_are_refused_before_any_call(
         {"query_start": np.array([0, 1], np.int32)},
         {"query_start": np.array([0, 1, 3], np.int32)},
         {"query_start": np.array([0, 2, 1], np.int32)},
+        {"query_start": np.array([1, 1, 2], np.int32)},
         {"context_lens": np.array([0, 3], np.int32)},
         {"context_lens": np.array([300, 3], np.int32)},
         {"block_table": np.array([[-1], [1]], np.int32)},
