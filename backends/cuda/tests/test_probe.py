@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DeviceAllocator, DType
-from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, CapabilityRefused, DriverError
+from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, DriverError
 from hardpoint.plugins import BackendState, installed, resolve_backend
-from hardpoint_cuda import descriptor
+from hardpoint_cuda import capabilities, descriptor
 
 DRIVER = """
 #include <string.h>
@@ -46,7 +45,7 @@ def test_missing_library_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.devices, found.reason) == ((), "no libhardpoint_test_no_such_driver.so is installed")
 
 
-def test_device_is_listed_and_not_usable_in_this_version(build: Callable[[str], None]) -> None:
+def test_device_is_listed_with_what_is_missing_to_compute_on_it(build: Callable[[str], None]) -> None:
     build(DRIVER)
     found = descriptor.probe()
     (device,) = found.devices
@@ -54,7 +53,7 @@ def test_device_is_listed_and_not_usable_in_this_version(build: Callable[[str], 
     assert device.total_memory == 6 << 30
     assert device.properties["pci_bus"] == "0000:01:00.0"
     assert device.properties["compute_capability"] == "9.0"
-    assert "has no attention or worker" in found.reason
+    assert found.reason.startswith("the installed torch is not built for CUDA")
 
 
 @pytest.mark.parametrize(
@@ -95,18 +94,17 @@ def test_discovery_records_the_device_as_unavailable(build: Callable[[str], None
     (record,) = installed(refresh=True).records("cuda")
     assert record.state is BackendState.UNAVAILABLE
     assert [device.simulated for device in record.devices] == [False]
-    with pytest.raises(BackendUnavailable, match="has no attention or worker"):
+    with pytest.raises(BackendUnavailable, match="not built for CUDA"):
         resolve_backend("cuda")
 
 
-def test_memory_is_claimed_and_every_other_part_is_refused() -> None:
-    backend = descriptor.hardpoint_backend()
-    device = Device("cuda", 0, "any", "any")
-    layer = AttentionLayer(8, 8, 64, 0.125)
-    request = AttentionRequest((layer,), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
-    assert backend.capabilities(device).explain(request)
-    assert backend.capabilities(device).memory.sleep_levels == {0, 1, 2}
-    assert issubclass(backend.allocator(), DeviceAllocator)
-    for part in (backend.attention, backend.worker):
-        with pytest.raises(CapabilityRefused, match="this version of hardpoint-cuda"):
-            part()
+@pytest.mark.parametrize(
+    ("major", "reason"), [(9, ""), (7, "the device has compute capability 7.0, and Triton's kernels need 8.0")]
+)
+def test_device_that_cannot_compute_is_the_reason(
+    build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, major: int, reason: str
+) -> None:
+    build(DRIVER.replace("attribute == 75 ? 9 : 0", f"attribute == 75 ? {major} : 0"))
+    monkeypatch.setattr(capabilities, "requirements", tuple)
+    found = descriptor.probe()
+    assert (len(found.devices), found.reason) == (1, reason)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DeviceAllocator, DType
-from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, CapabilityRefused, DriverError
+from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, DriverError
 from hardpoint.plugins import BackendState, installed, resolve_backend
-from hardpoint_rocm import descriptor
+from hardpoint_rocm import capabilities, descriptor
 
 DRIVER = """
 #include <string.h>
@@ -22,6 +21,7 @@ int hipDeviceGet(int *device, int index) { *device = 40 + index; return 0; }
 int hipDeviceGetName(char *name, int size, int device) { strncpy(name, "Test GPU", size); return device != 40; }
 int hipDeviceTotalMem(size_t *bytes, int device) { *bytes = 6UL << 30; return device != 40; }
 int hipDeviceGetPCIBusId(char *bus, int size, int index) { strncpy(bus, "0000:01:00.0", size); return index != 0; }
+int hipDeviceGetAttribute(int *value, int attribute, int index) { *value = attribute == 87 ? 64 : 0; return index != 0; }
 """
 
 
@@ -44,14 +44,15 @@ def test_missing_library_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.devices, found.reason) == ((), "no libhardpoint_test_no_such_driver.so is installed")
 
 
-def test_device_is_listed_and_not_usable_in_this_version(build: Callable[[str], None]) -> None:
+def test_device_is_listed_with_what_is_missing_to_compute_on_it(build: Callable[[str], None]) -> None:
     build(DRIVER)
     found = descriptor.probe()
     (device,) = found.devices
     assert (device.name, device.torch_device, device.driver_version) == ("Test GPU", "cuda:0", "6.3")
     assert device.total_memory == 6 << 30
     assert device.properties["pci_bus"] == "0000:01:00.0"
-    assert "has no attention or worker" in found.reason
+    assert device.properties["wavefront"] == "64"
+    assert found.reason.startswith("the installed torch is not built for ROCm")
 
 
 @pytest.mark.parametrize(
@@ -89,18 +90,18 @@ def test_discovery_records_the_device_as_unavailable(build: Callable[[str], None
     (record,) = installed(refresh=True).records("rocm")
     assert record.state is BackendState.UNAVAILABLE
     assert [device.simulated for device in record.devices] == [False]
-    with pytest.raises(BackendUnavailable, match="has no attention or worker"):
+    with pytest.raises(BackendUnavailable, match="not built for ROCm"):
         resolve_backend("rocm")
 
 
-def test_memory_is_claimed_and_every_other_part_is_refused() -> None:
-    backend = descriptor.hardpoint_backend()
-    device = Device("rocm", 0, "any", "any")
-    layer = AttentionLayer(8, 8, 64, 0.125)
-    request = AttentionRequest((layer,), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
-    assert backend.capabilities(device).explain(request)
-    assert backend.capabilities(device).memory.sleep_levels == {0, 1, 2}
-    assert issubclass(backend.allocator(), DeviceAllocator)
-    for part in (backend.attention, backend.worker):
-        with pytest.raises(CapabilityRefused, match="this version of hardpoint-rocm"):
-            part()
+@pytest.mark.parametrize(
+    ("lanes", "reason"),
+    [(64, ""), (32, "the device has wavefronts of 32 lanes, and the kernels' tiles are made for 64")],
+)
+def test_device_that_cannot_compute_is_the_reason(
+    build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, lanes: int, reason: str
+) -> None:
+    build(DRIVER.replace("? 64 : 0", f"? {lanes} : 0"))
+    monkeypatch.setattr(capabilities, "requirements", tuple)
+    found = descriptor.probe()
+    assert (len(found.devices), found.reason) == (1, reason)

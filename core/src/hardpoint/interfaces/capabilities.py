@@ -149,6 +149,7 @@ class AttentionCapabilities:
         group_sizes: query heads per KV head.
         max_context: longest context in tokens.
         features: supported features; all others are refused.
+        max_cache_elements: most elements of one layer's keys in the KV cache; None for as many as fit into memory.
     """
 
     dtypes: frozenset[DType]
@@ -161,6 +162,7 @@ class AttentionCapabilities:
     features: frozenset[AttentionFeature]
     graph_level: GraphLevel = GraphLevel.NONE
     determinism: Determinism = Determinism.RUN_TO_RUN
+    max_cache_elements: int | None = None
 
     def explain(self, request: AttentionRequest) -> tuple[str, ...]:
         """Return why `request` is refused, one sentence each; empty when it can be done."""
@@ -236,6 +238,7 @@ class Capabilities:
         tensor_parallel: how many ranks may share each layer.
         collectives: names of the collective libraries, best first; with one, layers may be divided into stages.
         quantisation: names of weight formats that run without being expanded.
+        notes: for people: what was chosen and why, what is missing and why, and what no hardware has shown yet.
     """
 
     attention: AttentionCapabilities
@@ -243,6 +246,7 @@ class Capabilities:
     tensor_parallel: IntSet = field(default_factory=lambda: IntSet.of(1))
     collectives: tuple[str, ...] = ()
     quantisation: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def none(cls) -> Capabilities:

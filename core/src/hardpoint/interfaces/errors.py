@@ -148,6 +148,13 @@ class CapabilityRefused(BackendError, ValueError):
         super().__init__(problem, found="; ".join(self.reasons), hint=hint)
 
 
+# Steps
+
+
+class InvalidBatch(HardpointError, ValueError):
+    """A step's arrays or tensors contradict the plan, the cache or each other; nothing was written."""
+
+
 # Memory
 
 
@@ -266,6 +273,10 @@ class WorkerError(HardpointError, RuntimeError):
         )
         error.lost_seq_ids = lost_seq_ids
         return error
+
+
+class GraphCaptureFailed(HardpointError, RuntimeError):
+    """A decode step could not be captured into a device graph; the cause is chained."""
 
 
 class EngineAsleep(HardpointError, RuntimeError):

@@ -5,7 +5,7 @@ modelling code with the backend's attention in it. Nothing here schedules or sam
 neither torch nor transformers.
 """
 
-from hardpoint.models.base import RunnableModel
+from hardpoint.models.base import CapturableModel, RunnableModel
 from hardpoint.models.families import LEAN_ARCHITECTURES, Place
 from hardpoint.models.loader import attention_layers, load_model
 from hardpoint.models.parallel import Ranks
@@ -16,6 +16,7 @@ __all__ = [
     "DEMO",
     "LEAN_ARCHITECTURES",
     "LOAD_FORMATS",
+    "CapturableModel",
     "ModelFormat",
     "ModelSource",
     "Place",

@@ -14,7 +14,7 @@ from hardpoint.interfaces.allocator import WEIGHTS
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.errors import WorkerError
 from hardpoint.interfaces.kernels import Activation, DecoderOutput
-from hardpoint.models.base import RunnableModel
+from hardpoint.models.base import CapturableModel
 from hardpoint.models.parallel import Ranks, vocabulary_width
 from hardpoint.models.rereading import Restorer, extents
 from hardpoint.models.weights import check_same_model, lean_checkpoint, load_weights, update_weights
@@ -78,7 +78,7 @@ class _Layer:
         self.attention_out_norm, self.mlp_out_norm = get("attention_out_norm"), get("mlp_out_norm")
 
 
-class LeanDecoder(RunnableModel):
+class LeanDecoder(CapturableModel):
     """A `DecoderSpec` in torch, or a rank's share of one.
 
     Ranks that share layers sum after attention and after the feed-forward; a stage gets the residual stream of the stage before
@@ -194,6 +194,10 @@ class LeanDecoder(RunnableModel):
     def scratch_bytes(self) -> int:
         return 0
 
+    @property
+    def hidden_size(self) -> int:
+        return self._spec.hidden_size
+
     def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
@@ -209,18 +213,6 @@ class LeanDecoder(RunnableModel):
         rows: Tensor,
         output: DecoderOutput,
     ) -> Tensor:
-        """Run one step whose inputs are on the device, and return what `run` does.
-
-        Every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
-        captured once and replayed with other contents.
-
-        Args:
-            token_ids: int64[T].
-            positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for the step.
-            kv_cache: the whole cache, all layers.
-            rows: int32[rows], indices of tokens in the step.
-        """
         if self._embed is not None:
             residual = self._embedded(token_ids, self._embed)
         else:
@@ -242,7 +234,7 @@ class LeanDecoder(RunnableModel):
                 self._link().send(residual, self._place.stage + 1)
                 return residual[:0]
             hidden = self._add_and_norm(hidden, residual, layer.mlp_out_norm, following)
-        return hidden if output is DecoderOutput.HIDDEN else self._logits(hidden, output)
+        return hidden if output is DecoderOutput.HIDDEN else self.head(hidden, output)
 
     def _embedded(self, token_ids: Tensor, embed: Tensor) -> Tensor:
         if self._tensor is None:
@@ -287,7 +279,8 @@ class LeanDecoder(RunnableModel):
         activated = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
         return functional.linear(activated * up, layer.down)
 
-    def _logits(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
+    @torch.no_grad()
+    def head(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
         assert self._head is not None, "only the last stage has logits"
         logits = functional.linear(hidden, self._head).float()
         cap = self._spec.logit_soft_cap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 import time
@@ -10,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.allocator import (
+    GRAPHS,
     KV_CACHE,
     WEIGHTS,
     DeviceAllocator,
@@ -28,7 +30,7 @@ from hardpoint.interfaces.allocator import (
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
 from hardpoint.interfaces.batch import FloatArray, Int32Array, Int64Array, StepBatch, StepInput, StepOutput
-from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, SleepTier
+from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, GraphLevel, SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
@@ -40,8 +42,9 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
-from hardpoint.models import attention_layers, load_model, open_model
+from hardpoint.models import CapturableModel, attention_layers, load_model, open_model
 from hardpoint.sampling import Sampler
+from hardpoint.worker.decode_graphs import DecodeGraphs, graph_sizes
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
 
 T = TypeVar("T")
+
+_log = logging.getLogger("hardpoint")
 
 _TIMED_TOKENS = 256
 """Length of the timed step of a model that needs no memory measured."""
@@ -94,6 +99,7 @@ class TorchWorker(Worker, partial=True):
         self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
+        self._graphs: DecodeGraphs | None = None
         self._place = place_of(context.config)
         self._groups = ExitStack()
         self._plain = PlainSequences()
@@ -233,26 +239,33 @@ class TorchWorker(Worker, partial=True):
             peak=before + growth,
             current=before,
             utilization=self._config.memory_utilization or self._default_memory_utilization,
-            kv_limit=self._default_kv_bytes if self._config.memory_utilization is None else None,
+            kv_limit=self._kv_limit(),
             seconds_per_token=seconds / batch.num_tokens,
             seconds_per_swapped_block=self._seconds_per_swapped_block(),
         )
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded."""
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
+        self._drop_graphs()
         spec = _need(self._plan).kv_cache
+        self._check_addressable(num_device_blocks)
         self._kv_cache = _need(self._allocator).empty(
             spec.shape(num_device_blocks), spec.dtype, KV_CACHE, Policy.DISCARD
         )
         self._host_kv_cache = self._swap_space(num_host_blocks) if num_host_blocks else None
 
     def warm_up(self) -> None:
-        """Run one prefill and one decode of small steps, so that the first request finds everything in place."""
+        """Run one prefill and one decode of small steps, so that the first request finds everything in place; capture decodes.
+
+        Raises GraphCaptureFailed where graphs are planned, wanted, and not to be had.
+        """
+        self._drop_graphs()
         info, cache = _need(self._info), _need(self._kv_cache)
         for length in (min(16, info.max_model_len, info.attention.block_size), 1):
             batch = dummy_batch(num_tokens=length, max_len=length, block_size=info.attention.block_size, max_seqs=1)
             self._forward(batch, cache, DecoderOutput.ARGMAX)
         self._synchronize()
+        self._graphs = self._capture()
 
     def execute(self, step: StepInput) -> StepOutput:
         """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
@@ -273,10 +286,12 @@ class TorchWorker(Worker, partial=True):
         if not len(batch.sample_seq_ids):
             if not step.pooling:
                 self._forward(batch, cache, DecoderOutput.ARGMAX)
+                self._synchronize()
             return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
         output = DecoderOutput.ARGMAX if self._wants_argmax(batch.sample_seq_ids) else DecoderOutput.LOGITS
         result = self._forward(batch, cache, output)
         if not self._is_driver:
+            self._synchronize()
             return StepOutput(token_ids=np.empty(0, np.int64))
         if output is DecoderOutput.ARGMAX:
             return StepOutput(token_ids=result.numpy(force=True), embeddings=embeddings)
@@ -289,7 +304,7 @@ class TorchWorker(Worker, partial=True):
         Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
         """
         self._transactions.check_none("sleep")
-        return self._prepare_sleep(plan).commit()
+        return self._with_graphs(self._prepare_sleep(plan).commit())
 
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Take device memory again."""
@@ -306,7 +321,7 @@ class TorchWorker(Worker, partial=True):
 
     def commit(self, transaction: int) -> MemoryReport:
         """Finish what was prepared; raises InvalidTransaction."""
-        return self._transactions.commit(transaction)
+        return self._with_graphs(self._transactions.commit(transaction))
 
     def rollback(self, transaction: int) -> None:
         """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
@@ -361,6 +376,7 @@ class TorchWorker(Worker, partial=True):
     def shutdown(self) -> None:
         """Give everything back, after rolling back what is open; legal in any state and more than once."""
         self._transactions.abandon()
+        self._drop_graphs()
         self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
         self._attention = self._kernels = None
         self._groups.close()
@@ -478,9 +494,57 @@ class TorchWorker(Worker, partial=True):
         """Run the model on one step; `rows` are token indices, by default the last token of each sampled sequence."""
         if rows is None:
             rows = batch.query_start[batch.sample_rows + 1] - 1
+        if self._graphs is not None and cache is self._kv_cache and self._graphs.fits(batch):
+            return self._replay(self._graphs, batch, output, rows)
         metadata = _need(self._attention).prepare(_need(self._plan), batch)
         wanted = torch.from_numpy(rows).to(self._device.torch_device)
         return _need(self._model).run(batch, metadata, cache, wanted, output)
+
+    # Graphs
+
+    def _capture(self) -> DecodeGraphs | None:
+        """Capture the decode steps; None where the user or the plan wants none, or the model cannot be captured."""
+        plan, model = _need(self._plan), _need(self._model)
+        if self._config.enforce_eager or plan.graph_level is GraphLevel.NONE:
+            return None
+        if self._config.pipeline_parallel_size > 1:
+            _log.warning("steps run without graphs: stages of a pipeline are not captured")
+            return None
+        runner = self._context.descriptor.make("graph_runner", self._device)
+        if runner is None:
+            return None
+        if not isinstance(model, CapturableModel):
+            _log.warning("steps of this model run without graphs: its way to run (%s) cannot be captured", model.path)
+            return None
+        with torch.inference_mode():
+            return DecodeGraphs(
+                runner,
+                attention=_need(self._attention),
+                plan=plan,
+                model=model,
+                kv_cache=_need(self._kv_cache),
+                sizes=graph_sizes(self._config.max_num_seqs),
+                allocator=_need(self._allocator),
+                empty_host=self._empty_host,
+            )
+
+    def _drop_graphs(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.reset()
+
+    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, output: DecoderOutput, rows: Int32Array) -> Tensor:
+        """Compute a step of decodes by its graph; token `i` of such a step is that of sequence `i`."""
+        hidden = graphs.replay(batch)
+        if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+            hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._device.torch_device))
+        return hidden if output is DecoderOutput.HIDDEN else cast(CapturableModel, self._model).head(hidden, output)
+
+    def _with_graphs(self, report: MemoryReport) -> MemoryReport:
+        """Return a report with what the graphs hold on the device now."""
+        if self._graphs is None:
+            return report
+        return replace(report, residual={**report.residual, GRAPHS: self._graphs.resident_bytes()})
 
     def _pool(self, step: StepInput, cache: Tensor) -> dict[int, FloatArray]:
         """Run a step for hidden states; return the embeddings of the prompts that end in it.
@@ -516,6 +580,30 @@ class TorchWorker(Worker, partial=True):
             attention.copy_blocks(cache, batch.copies)
 
     # Sizes
+
+    def _kv_limit(self) -> int | None:
+        """Return the most bytes for the KV cache: the worker's default where nothing was asked, and what attention can address."""
+        default = self._default_kv_bytes if self._config.memory_utilization is None else None
+        elements = _need(self._attention).capabilities().max_cache_elements
+        if elements is None:
+            return default
+        spec = _need(self._plan).kv_cache
+        addressable = 2 * spec.num_layers * elements * spec.dtype.itemsize
+        return addressable if default is None else min(default, addressable)
+
+    def _check_addressable(self, num_blocks: int) -> None:
+        """Refuse a KV cache whose layers attention cannot address."""
+        elements = _need(self._attention).capabilities().max_cache_elements
+        spec = _need(self._plan).kv_cache
+        per_block = spec.block_size * spec.num_kv_heads * spec.head_dim
+        if elements is not None and num_blocks * per_block > elements:
+            raise CapabilityRefused(
+                f"a KV cache of {num_blocks} blocks was asked for",
+                [
+                    f"attention addresses {elements} elements of a layer's keys, which are {elements // per_block} blocks"
+                ],
+                hint=f"Ask for {elements // per_block} blocks at most",
+            )
 
     def _swap_space(self, num_blocks: int) -> Tensor:
         spec = _need(self._plan).kv_cache
