@@ -25,6 +25,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"interfaces", "memory", "_native"}),
     "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
     "executor": frozenset({"interfaces", "plugins", "worker"}),
+    "triton": frozenset({"interfaces"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "engine", "sampling"}),
     "cli": frozenset({FACADE, "interfaces", "engine", "plugins", "sampling", "models"}),
@@ -32,7 +33,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""
 
-FOR_BACKENDS = frozenset({"interfaces", "memory", "worker"})
+FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker"})
 """What a backend may import of the core."""
 
 FOR_SUITE = FOR_BACKENDS | {"plugins"}
