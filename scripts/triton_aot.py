@@ -196,7 +196,7 @@ def spilling_job() -> Job:
 
 
 def _job(machine: str, name: str, what: str, kernel: Any, values: dict[str, Any], types: dict[str, str]) -> Job:
-    options = {key: value for key, value in values.items() if key.startswith("num_")}
+    options = {key: value for key, value in values.items() if key not in kernel.arg_names}
     constants = {key: value for key, value in values.items() if key not in options}
     given = {argument: _type(argument, types) for argument in kernel.arg_names if argument not in constants}
     return Job(machine, name, what, given, constants, options)

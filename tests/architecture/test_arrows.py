@@ -26,6 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "triton": frozenset({"interfaces"}),
     "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
     "executor": frozenset({"interfaces", "plugins", "worker"}),
+    "triton": frozenset({"interfaces"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "engine", "sampling"}),
     "cli": frozenset({FACADE, "interfaces", "engine", "plugins", "sampling", "models"}),
