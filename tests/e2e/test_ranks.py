@@ -77,6 +77,12 @@ def nothing_left() -> Iterator[Callable[[], list[str]]]:
     assert new() == []
 
 
+def _weights(names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    checkpoint = open_model("demo").checkpoint
+    for name in names:
+        yield name, checkpoint.read(name)
+
+
 def _compute(llm: LLM, steps: int) -> None:
     for _ in range(steps):
         llm.engine.step()
@@ -105,10 +111,8 @@ def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_le
         llm.wake_up()
         with pytest.raises(WeightsMissing):
             llm.generate("x")
-        source = open_model("demo")
-        names = sorted(source.checkpoint.shapes())
-        assert llm.update_weights((name, source.checkpoint.read(name)) for name in names[:100]) == 100
-        source.close_weights()
+        names = sorted(open_model("demo").checkpoint.shapes())
+        assert llm.update_weights(_weights(names[:100])) == 100
         assert llm.sleep_status().missing_weights == len(names) - 100
         assert llm.reload_weights() == len(names)
         _check_tokens(llm, oracle_float32, greedy(TOKENS))

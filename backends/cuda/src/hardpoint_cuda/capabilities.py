@@ -76,7 +76,8 @@ def _notes(collectives: tuple[str, ...]) -> tuple[str, ...]:
         f"attention: {attention_choice()}",
         "graphs: decode steps, in memory that sleeps",
         *(() if collectives else ("ranks: one, since NCCL is not installed",)),
-        "kernels are tested in Triton's interpreter and compiled for sm_80 and sm_90; attention, graphs and ranks are not verified on hardware",
+        "kernels: tested in Triton's interpreter, and compiled for sm_80 and sm_90",
+        "attention, graphs, ranks: not verified on hardware",
     )
 
 

@@ -74,7 +74,8 @@ def _notes(collectives: tuple[str, ...]) -> tuple[str, ...]:
         f"attention: {attention_choice()}",
         "graphs: decode steps, in memory that sleeps",
         *(() if collectives else ("ranks: one, since RCCL is not installed",)),
-        "kernels are tested in Triton's interpreter and compiled for gfx90a and gfx942; attention, graphs and ranks are not verified on hardware",
+        "kernels: tested in Triton's interpreter, and compiled for gfx90a and gfx942",
+        "attention, graphs, ranks: not verified on hardware",
     )
 
 

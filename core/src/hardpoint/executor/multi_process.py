@@ -23,7 +23,7 @@ from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.executor.processes import RankProcesses
 from hardpoint.executor.ranks import rank_specs
 from hardpoint.executor.ring import Frame
-from hardpoint.executor.steps import StepEncoder
+from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.weights import encode_weight
 from hardpoint.interfaces.allocator import SleepPlan
 from hardpoint.interfaces.batch import StepInput, StepOutput
@@ -75,6 +75,10 @@ class MultiProcessExecutor(Executor):
             self._arrivals = select.poll()
             for source in self._sources():
                 self._arrivals.register(source, select.POLLIN)
+            self._driver_arrivals = select.poll()
+            troubles = (link.trouble for link in self._links)
+            for source in (self._processes.alarm, self._links[self._driver].fileno(), *troubles):
+                self._driver_arrivals.register(source, select.POLLIN)
             call = self._next_call()
             deadline = _Deadline("start", self._limits.start)
             for rank, spec in enumerate(specs):
@@ -109,11 +113,11 @@ class MultiProcessExecutor(Executor):
         deadline = _Deadline(EXECUTE, self._limits.step)
         for rank in range(len(self._links)):
             self._send(rank, Kind.EXECUTE, call, parts, deadline)
-        outcomes = self._gather(call, deadline, None, waits=True)
+        # The driver is the last one, more often than not: until it has answered, the others' answers wake nobody.
+        outcomes = self._gather(call, deadline, None, waits=True, driver_first=True)
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             raise self._failed_step(outcomes)
-        output: StepOutput = decode(outcomes[self._driver], StepOutput)
-        return output
+        return decode_output(outcomes[self._driver])
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Legal in any state and more than once."""
@@ -161,11 +165,20 @@ class MultiProcessExecutor(Executor):
 
     # One round of messages
 
-    def _gather(self, call: int, deadline: _Deadline, progress: Progress | None, *, waits: bool) -> list[Any]:
+    def _gather(
+        self,
+        call: int,
+        deadline: _Deadline,
+        progress: Progress | None,
+        *,
+        waits: bool,
+        driver_first: bool = False,
+    ) -> list[Any]:
         """Return each rank's answer to a call: bytes, or the exception that it raised.
 
         Args:
             waits: ranks wait for one another in this call: when one has failed, the others get little time to follow.
+            driver_first: until the driver has answered, or a rank has failed, answers of others wake nobody.
         """
         outcomes: list[Any] = [_NOT_YET] * len(self._links)
         missing = len(outcomes)
@@ -174,12 +187,18 @@ class MultiProcessExecutor(Executor):
                 if outcome is _NOT_YET and (frame := self._answer(rank, call, progress)) is not None:
                     outcomes[rank] = outcome = self._outcome(rank, frame)
                     missing -= 1
-                    if waits and isinstance(outcome, BaseException):
-                        deadline.shorten(self._limits.behind)
+                    if isinstance(outcome, BaseException):
+                        self._links[rank].forget_trouble()
+                        if waits:
+                            deadline.shorten(self._limits.behind)
             if not missing:
                 return outcomes
-            if not self._arrivals.poll(deadline.milliseconds()):
+            # The first time only: what wakes it then may be a failure, after which all ranks are of interest.
+            driver_first = driver_first and outcomes[self._driver] is _NOT_YET
+            arrivals = self._driver_arrivals if driver_first else self._arrivals
+            if not arrivals.poll(deadline.milliseconds()):
                 raise self._late(outcomes, deadline)
+            driver_first = False
             self._check_ranks()
 
     def _answer(self, rank: int, call: int, progress: Progress | None) -> Frame | None:
@@ -191,6 +210,8 @@ class MultiProcessExecutor(Executor):
                 return frame
             elif frame.call > call:
                 raise self._broken(rank, f"it answered call {frame.call}, which was not made")
+            else:
+                self._links[rank].forget_trouble()
         return None
 
     def _next_frame(self, rank: int) -> Frame | None:
