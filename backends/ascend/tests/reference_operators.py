@@ -117,7 +117,7 @@ def attend(
     require(tokens <= 1 << 20, "T is at most 1M")
     require(num_query_heads == heads <= 256, "num_query_heads is that of the query, at most 256")
     require(num_key_value_heads > 0 and heads % num_key_value_heads == 0, "KV_N divides Q_N")
-    require(heads // num_key_value_heads <= 64, "Q_N / KV_N is at most 64")
+    require(2 <= heads // num_key_value_heads <= 64, "Q_N / KV_N is 2 to 64 with a paged cache in the layout TND")
     require(dim in (64, 128), "D is 64 or 128 with a paged cache")
     require(key.shape[2] == num_key_value_heads * dim <= 65535, "the cache's rows are KV_N * D, at most 65535")
     require(key.numel() <= 2**31 - 1, "a cache has at most 2^31 - 1 elements")

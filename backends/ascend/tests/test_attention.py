@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, DType, StepBatch
 from hardpoint.interfaces.errors import InvalidBatch
@@ -181,6 +183,37 @@ def test_steps_beyond_one_calls_limits_are_divided(
     assert [call["actual_seq_qlen"] for call in calls] == [[2, 4, 5], [2, 4], [1]]
 
 
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 500)), min_size=1, max_size=12),
+    spare=st.integers(0, 8),
+    limits=st.tuples(st.integers(1, 5), st.integers(40, 90)),
+)
+def test_calls_divide_a_step_in_order_and_within_the_limits(
+    sequences: list[tuple[int, int]], spare: int, limits: tuple[int, int]
+) -> None:
+    register()
+    queries = [count for count, _ in sequences]
+    contexts = [count + before for count, before in sequences]
+    blocks = [-(-context // 128) for context in contexts]
+    table = [list(range(count)) for count in blocks]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capabilities, "requirements", tuple)
+        patch.setattr(module, "MOST_SEQUENCES", limits[0])
+        patch.setattr(module, "MOST_TOKENS", limits[1])
+        attention = AscendAttention(DEVICE)
+        step = attention.prepare(plan_of(attention), batch_of(queries, contexts, table))
+        cache = max(blocks) + spare
+        found = step.calls(cache)
+    present = [index for index, count in enumerate(queries) if count]
+    assert [context for call in found for context in call.context_lens] == [contexts[index] for index in present]
+    assert [token for call in found for token in range(call.begin, call.end)] == list(range(sum(queries)))
+    for call in found:
+        assert 0 < len(call.query_ends) == len(call.context_lens) == len(call.block_table) <= limits[0]
+        assert call.query_ends[-1] == call.end - call.begin <= limits[1]
+        assert call.query_ends == sorted(call.query_ends)
+        assert sum(-(-context // 128) for context in call.context_lens) <= cache
+
+
 def test_blocks_are_copied_in_order_and_within_the_cache(attention: AscendAttention) -> None:
     cache = torch.arange(4.0)[None, None, :, None, None, None].expand(1, 2, 4, 128, 1, 64).clone()
     attention.copy_blocks(cache, np.array([[1, 2], [2, 3]], np.int32))
@@ -225,6 +258,7 @@ def test_tensors_that_do_not_fit_are_refused_before_any_call(
         {"query_start": np.array([0, 1], np.int32)},
         {"query_start": np.array([0, 1, 3], np.int32)},
         {"query_start": np.array([0, 2, 1], np.int32)},
+        {"query_start": np.array([1, 1, 2], np.int32)},
         {"context_lens": np.array([0, 3], np.int32)},
         {"context_lens": np.array([300, 3], np.int32)},
         {"block_table": np.array([[-1], [1]], np.int32)},
@@ -305,6 +339,10 @@ def test_reference_operator_accepts_a_right_call() -> None:
         ({"sparse_mode": 4, "pre_tokens": -1, "next_tokens": 0}, "band is not empty"),
         ({"input_layout": "BSH"}, "TND"),
         ({"num_key_value_heads": 3}, "divides"),
+        (
+            {"num_key_value_heads": 4, "key": torch.rand(4, 128, 256).half(), "value": torch.rand(4, 128, 256).half()},
+            "2 to 64",
+        ),
         ({"learnable_sink": torch.zeros(4)}, "nothing else"),
     ],
 )

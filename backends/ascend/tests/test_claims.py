@@ -47,7 +47,7 @@ def request_of(layer: AttentionLayer = QWEN, **changes: Any) -> AttentionRequest
 
 
 def test_usual_models_are_accepted(claims: Capabilities) -> None:
-    for layer in (QWEN, AttentionLayer(14, 2, 64, 0.125), AttentionLayer(32, 32, 128, 0.09, sliding_window=4096)):
+    for layer in (QWEN, AttentionLayer(14, 2, 64, 0.125), AttentionLayer(32, 4, 128, 0.09, sliding_window=4096)):
         assert claims.explain(request_of(layer)) == ()
 
 
@@ -62,13 +62,14 @@ def test_usual_models_are_accepted(claims: Capabilities) -> None:
         (request_of(block_size=64), "block size 64 is not supported (supported: 128)"),
         (request_of(max_context=1 << 19), "exceeds the maximum of 262144"),
         (request_of(replace(QWEN, num_heads=1040)), "130 query heads per KV head"),
+        (request_of(replace(QWEN, num_heads=8)), "1 query heads per KV head are not supported (supported: 2 to 64)"),
         (request_of(replace(QWEN, sliding_window=0)), "sliding window of 0 keys"),
         (request_of(replace(QWEN, sinks=True)), "sinks is not supported"),
         (request_of(replace(QWEN, soft_cap=30.0)), "soft_cap is not supported"),
         (request_of(replace(QWEN, alibi=True)), "alibi is not supported"),
         (request_of(AttentionLayer(320, 8, 128, 1.0)), "320 query heads exceed the operator's 256"),
         (
-            request_of(AttentionLayer(1024, 1024, 64, 1.0)),
+            request_of(AttentionLayer(2048, 1024, 64, 1.0)),
             "1024 KV heads of 64 exceed the operator's 65535 elements a token",
         ),
     ],
@@ -88,6 +89,8 @@ def test_what_no_hardware_has_shown_is_said(claims: Capabilities) -> None:
         assert words in notes
     assert claims.attention.graph_level is GraphLevel.NONE
     assert claims.memory.sleep_levels == {0, 1, 2}
+    assert (8 in claims.tensor_parallel, 9 in claims.tensor_parallel) == (True, False)
+    assert claims.collectives == ("hccl",)
 
 
 @pytest.mark.parametrize("name", ["Ascend910B4", "Ascend910_9382"])

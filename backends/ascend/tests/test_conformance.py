@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-TOKENS = ("tokens.chunked.oracle@1", "tokens.decode.oracle@1", "tokens.mixed.oracle@1", "tokens.window.oracle@1")
+WORKER = (
+    "tokens.chunked.oracle@1",
+    "tokens.decode.oracle@1",
+    "tokens.mixed.oracle@1",
+    "tokens.window.oracle@1",
+    "worker.kv.too-large@1",
+    "worker.profile.utilization@1",
+)
 
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
@@ -67,7 +74,7 @@ def test_attention_conforms_over_reference_operators(run: Run) -> None:
     }
 
 
-def test_tokens_of_a_model_are_the_oracles_over_reference_operators(run: Run) -> None:
-    options = [option for clause in TOKENS for option in ("--clause", clause)]
+def test_model_runs_in_a_worker_over_reference_operators(run: Run) -> None:
+    options = [option for clause in WORKER for option in ("--clause", clause)]
     _, report, output = run(*options)
-    assert passed(report) == set(TOKENS), output
+    assert passed(report) == set(WORKER), output

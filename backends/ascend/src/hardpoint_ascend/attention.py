@@ -175,7 +175,8 @@ class AscendAttention(AttentionBackend):
         present = np.flatnonzero(queries)
         context_lens = batch.context_lens[present]
         attended = int(batch.query_start[-1])
-        if (queries < 0).any() or attended > tokens or (context_lens < queries[present]).any():
+        is_whole = batch.query_start[0] == 0 and attended <= tokens and (queries >= 0).all()
+        if not is_whole or (context_lens < queries[present]).any():
             raise InvalidBatch(
                 "a sequence's queries are consecutive tokens of the batch, and the last ones of its context",
                 found=f"query_start {batch.query_start.tolist()}, context_lens {batch.context_lens.tolist()}, {tokens} tokens",
@@ -277,7 +278,7 @@ def _needed_blocks(table: Int32Array, rows: Int32Array, context_lens: Int32Array
     if table.ndim != 2:
         raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
     needed = -(-context_lens // block_size)
-    width = int(needed.max(initial=1))
+    width = int(needed.max(initial=0))
     if width > table.shape[1]:
         raise InvalidBatch(
             f"a context of {int(context_lens.max())} tokens takes {width} blocks",

@@ -1,7 +1,7 @@
 """What the backend claims for a device.
 
 The limits of attention are those on which torch_npu's descriptions of its operators and CANN's public sources of their tiling agree, for
-prompts and single tokens, with one query head per KV head and with several. No hardware has shown them yet, and the claims say so.
+prompts and single tokens. No hardware has shown them yet, and the claims say so.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ INSTALL = "Install the torch_npu that goes with torch, and CANN"
 NOTES = (
     "attention: no hardware has run it; its calls are proved over reference operators, and its operators' schemas over torch_npu 2.13",
     "graphs: not used, since the attention operator takes the lengths of sequences from the host, and a captured graph would repeat them",
+    "one query head per KV head: refused, since CANN sends it another way, which by public reports takes no paged cache in this layout",
     "sinks: refused, since the operator takes them in bfloat16 only",
     "soft cap, ALiBi: refused, since the operator has neither in the layout that mixes prompts and single tokens",
     "weights and KV cache stay in the plain format (ND), at the addresses that they were given; NZ is not used",
@@ -111,7 +112,7 @@ def _attention() -> AttentionCapabilities:
         head_dims=IntSet.of(64, 128),
         block_sizes=IntSet.of(128),
         default_block_size=128,
-        group_sizes=IntSet.between(1, 64),
+        group_sizes=IntSet.between(2, 64),
         max_context=1 << 18,
         features=frozenset(
             {AttentionFeature.SLIDING_WINDOW, AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH}

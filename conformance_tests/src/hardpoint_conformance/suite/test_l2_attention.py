@@ -250,7 +250,7 @@ def test_block_sizes(
     target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType, block_size: int
 ) -> None:
     """Every claimed block size gives the oracle's result at the lengths where a block begins and ends."""
-    case = make_case(rng, layer(2, 2, plain_layer(claims).head_dim), dtype, edges(block_size))
+    case = make_case(rng, plain_layer(claims), dtype, edges(block_size))
     check_steps(target, case, rng, quality, block_size=block_size)
 
 

@@ -163,7 +163,9 @@ def test_large_offsets(
     dtype = min(dtypes_claimed(claims), key=lambda dtype: dtype.itemsize)
     head_dim = members(claims.attention.head_dims, 256)[-1]
     block_size = members(claims.attention.block_sizes, 256)[-1]
-    case = make_case(rng, layer(8, 8, head_dim), dtype, [block_size + 3, 2 * block_size, 5])
+    plain = plain_layer(claims)
+    heads = 8 * plain.num_heads // plain.num_kv_heads
+    case = make_case(rng, layer(heads, 8, head_dim), dtype, [block_size + 3, 2 * block_size, 5])
     plan = planned(target.attention(), request_of([case.layer], dtype, block_size=block_size))
     bytes_per_block = plan.kv_cache.block_bytes
     wanted = 2**31 // (8 * head_dim * block_size) + 8
