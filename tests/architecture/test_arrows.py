@@ -23,7 +23,6 @@ ALLOWED: dict[str, frozenset[str]] = {
     "scheduler": frozenset({"interfaces", "kv", "_native"}),
     "sampling": frozenset({"interfaces", "_native"}),
     "models": frozenset({"interfaces", "memory", "_native"}),
-    "triton": frozenset({"interfaces"}),
     "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
     "executor": frozenset({"interfaces", "plugins", "worker"}),
     "triton": frozenset({"interfaces"}),
