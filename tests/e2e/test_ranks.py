@@ -21,7 +21,8 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.engine.sleep import EngineState
 from hardpoint.executor import MultiProcessExecutor
 from hardpoint.executor.meeting import MeetingServer
-from hardpoint.interfaces.errors import EngineDead, RankFailed, WeightsMissing
+from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
+from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing
 from hardpoint.models import open_model
 from tests.leaks import Belongings
 
@@ -94,6 +95,20 @@ def _pids(llm: LLM) -> list[int]:
     return executor.pids
 
 
+def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
+    """A budget that suffices for the smaller of two ranks alone puts none to sleep."""
+    executor = llm.engine._core.executor
+    before = executor.call("memory_stats")
+    sizes = [stats.tags[WEIGHTS].allocated + stats.tags[BUFFERS].allocated for stats in before]
+    assert sizes[0] > sizes[1], "rank 0 has two of the three KV heads"
+    plan = SleepPlan(tags=frozenset({WEIGHTS, BUFFERS}), host_budget=sum(sizes) // 2)
+    with pytest.raises(HostBudgetExceeded, match="rank 0") as caught:
+        executor.sleep(plan)
+    assert caught.value.rank == 0
+    after = executor.call("memory_stats")
+    assert [(stats.tags, stats.asleep) for stats in after] == [(stats.tags, frozenset()) for stats in before]
+
+
 def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_left: Callable[[], list[str]]) -> None:
     with _engine(tensor_parallel_size=2) as llm:
         assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
@@ -105,6 +120,9 @@ def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_le
         assert report.freed >= llm.info.weight_bytes
         assert seen
         assert llm.wake_up().state is EngineState.RUNNING
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+
+        _check_that_one_rank_rolls_back_all(llm)
         _check_tokens(llm, oracle_float32, greedy(TOKENS))
 
         llm.sleep(level=2)
