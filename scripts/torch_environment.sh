@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend) that sees the packages of the development
+# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), or with triton, that sees the packages of the development
 # environment behind its own. PYTHON is the development environment's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,8 @@ rm -rf "$environment"
 case $build in
   cuda) package="torch===$version" ;; # `===`: the plain release, and no local one such as +cpu
   ascend) package="torch-npu==$version" ;;
-  *) echo "there is no build '$build'; cuda and ascend are known" >&2; exit 2 ;;
+  triton) package="triton==3.7.1" ;; # what that release of torch is built with
+  *) echo "there is no build '$build'; cuda, ascend and triton are known" >&2; exit 2 ;;
 esac
 "$environment/bin/pip" --disable-pip-version-check install -q --no-deps "$package"
 
