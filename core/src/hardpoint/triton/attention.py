@@ -138,8 +138,8 @@ class TritonAttention(AttentionBackend):
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
         """Copy whole blocks in all layers from one cache to another; raises InvalidBatch as copy_blocks does.
 
-        Between the device and pinned memory of the host one kernel reads and writes both, and the call does not wait for it. Other memory of
-        the host is copied block by block.
+        Between the device and pinned memory of the host one kernel reads and writes both, and the call does not wait for it. Other
+        memory of the host is copied block by block.
         """
         self._copy(source, destination, pairs)
 

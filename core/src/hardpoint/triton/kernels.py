@@ -85,8 +85,8 @@ def _attend_tile(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, KV_FORMAT: tl.constexpr, ROUNDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys `key..key + BLOCK_N` into the state of the online softmax. MASKED: not every row sees every one of them. ROUNDED: the dtype that weights
-    are rounded to, which is that of `q` unless that was widened.
+    """Take the keys `key..key + BLOCK_N` into the state of the online softmax. MASKED: not every row sees every one of them. ROUNDED:
+    the dtype that weights are rounded to, which is that of `q` unless that was widened.
 
     Keys below `key_low` or above `key_high`, which no row sees, are not read: in their place stands one that is, with a weight of zero.
     So no load needs a mask, and nothing that may be NaN comes near a sum.
@@ -107,11 +107,10 @@ def _attend_tile(
     if ALIBI:
         logits -= slope[:, None] * distance.to(tl.float32)
     if MASKED:
+        visible = distance >= 0
         if WINDOW:
             # A distance below zero is a large one without its sign.
             visible = distance.to(tl.uint32, bitcast=True) < window.to(tl.uint32)
-        else:
-            visible = distance >= 0
         logits = tl.where(visible, logits, float("-inf"))
     new_max = tl.maximum(state_max, tl.max(logits, 1))
     shrink = tl.exp2(state_max - new_max)
@@ -271,15 +270,15 @@ def decode(
     if PERSISTENT:
         for work in tl.range(program, work_end, tl.num_programs(0)):
             _decode_part(
-                work, q, keys, values, out, contexts, items, tables, partial, partial_state, sinks, slopes, q_stride, out_stride, block_stride,
-                table_stride, kv_heads, partial_splits, scale, cap, value_scale, window, GROUP, BLOCK_M, BLOCK_N, D, D_PAD, BLOCK_SIZE,
-                MIN_TILES, MAX_SPLITS, WINDOW, SOFT_CAP, SINKS, ALIBI, KV_FORMAT, SINGLE,
+                work, q, keys, values, out, contexts, items, tables, partial, partial_state, sinks, slopes, q_stride, out_stride,
+                block_stride, table_stride, kv_heads, partial_splits, scale, cap, value_scale, window, GROUP, BLOCK_M, BLOCK_N, D, D_PAD,
+                BLOCK_SIZE, MIN_TILES, MAX_SPLITS, WINDOW, SOFT_CAP, SINKS, ALIBI, KV_FORMAT, SINGLE,
             )  # fmt: skip
     elif program < work_end:
         _decode_part(
-            program, q, keys, values, out, contexts, items, tables, partial, partial_state, sinks, slopes, q_stride, out_stride, block_stride,
-            table_stride, kv_heads, partial_splits, scale, cap, value_scale, window, GROUP, BLOCK_M, BLOCK_N, D, D_PAD, BLOCK_SIZE,
-            MIN_TILES, MAX_SPLITS, WINDOW, SOFT_CAP, SINKS, ALIBI, KV_FORMAT, SINGLE,
+            program, q, keys, values, out, contexts, items, tables, partial, partial_state, sinks, slopes, q_stride, out_stride,
+            block_stride, table_stride, kv_heads, partial_splits, scale, cap, value_scale, window, GROUP, BLOCK_M, BLOCK_N, D, D_PAD,
+            BLOCK_SIZE, MIN_TILES, MAX_SPLITS, WINDOW, SOFT_CAP, SINKS, ALIBI, KV_FORMAT, SINGLE,
         )  # fmt: skip
 
 

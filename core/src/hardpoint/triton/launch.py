@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hardpoint.interfaces.dtypes import DType
 from hardpoint.triton.step import Geometry, Step, StepBuilder
 from hardpoint.triton.tiles import (
     PROGRAMS_PER_UNIT,
