@@ -26,6 +26,8 @@ from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFail
 from hardpoint.models import open_model
 from tests.leaks import Belongings
 
+pytestmark = pytest.mark.timeout(300)
+
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "1, 1, 2, 3, 5, 8,"]
 TOKENS = 16
 REPORTED_WITHIN = 5.0
