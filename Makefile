@@ -11,9 +11,9 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm demo \
+.PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton demo \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers test-portable \
-	test-torch test-torch-ascend test-torch-cuda typecheck
+	test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,19 @@ test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 .torch/%/libraries/.generated: .torch/%/.installed $(STAMP) $(wildcard simulators/src/hardpoint_simulators/torch_libraries/*.py)
 	.torch/$*/bin/python -m hardpoint_simulators.torch_libraries $* $(@D)
 	touch $@
+
+# One thread for each process of the suite: the interpreter has no use for more.
+conformance-triton: export TRITON_INTERPRET = 1
+conformance-triton: export OMP_NUM_THREADS = 1
+conformance-triton: .torch/triton/.installed  ## The conformance suite on the Triton kernels, in Triton's interpreter
+	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter --level L2 --level L3 --jobs 2 --report build/conformance/triton
+
+test-triton: .torch/triton/.installed  ## What the suite does not ask of the Triton kernels, in Triton's interpreter
+	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels
+
+aot: .torch/triton/.installed  ## Compile every Triton kernel for every target, and fail where one spills registers
+	.torch/triton/bin/python scripts/triton_aot.py --shows-spills
+	.torch/triton/bin/python scripts/triton_aot.py
 
 .PRECIOUS: .torch/%/.installed .torch/%/libraries/.generated
 

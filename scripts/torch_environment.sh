@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend) that sees the packages of the development
+# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), or with triton, that sees the packages of the development
 # environment behind its own. PYTHON is the development environment's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,10 +11,11 @@ rm -rf "$environment"
 "$PYTHON" -m venv "$environment"
 # Without dependencies: the vendors' libraries are simulated, and the rest is in the development environment.
 case $build in
-  # `===`: the plain release, and no local one such as +cpu. Triton is the release that this torch names; the worker's attention needs it.
+  # `===`: the plain release, and no local one such as +cpu. Triton is the release that this torch is built with; the worker's attention needs it.
   cuda) packages=("torch===$version" triton==3.7.1) ;;
   ascend) packages=("torch-npu==$version") ;;
-  *) echo "there is no build '$build'; cuda and ascend are known" >&2; exit 2 ;;
+  triton) packages=(triton==3.7.1) ;;
+  *) echo "there is no build '$build'; cuda, ascend and triton are known" >&2; exit 2 ;;
 esac
 "$environment/bin/pip" --disable-pip-version-check install -q --no-deps "${packages[@]}"
 

@@ -79,7 +79,10 @@ def test_sound_descriptor_passes() -> None:
         ({"probe": lambda: None}, "probe returned NoneType"),
         ({"worker": refuse}, "worker is refused although its devices can be used"),
         ({"worker": lambda: object}, "does not derive from Worker"),
-        ({"worker": lambda: Worker}, "leaves out begin_sleep, begin_wake, commit, declare_weights_valid"),
+        (
+            {"worker": lambda: Worker},
+            "leaves out begin_sleep, begin_wake, commit, declare_weights_valid, execute, init_device",
+        ),
         ({"allocator": implementation(Worker)}, "does not derive from DeviceAllocator"),
         ({"collectives": lambda: 3}, "does not derive from Collectives"),
         ({"capabilities": lambda device: {}}, "returned dict, not Capabilities"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import queue
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +22,7 @@ from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, 
 from hardpoint.interfaces.errors import GraphCaptureFailed, WorkerError
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
-from hardpoint_conformance.worker_bench import Bench, running
+from hardpoint_conformance.worker_bench import Bench, config_for, running
 
 
 class OldTokens(TorchFunctionMode):
@@ -217,3 +221,53 @@ def test_a_cache_of_another_size_is_captured_anew(model: Model) -> None:
         bench.worker.warm_up()
         again = bench.generate([[5, 6, 7], [8, 9]], 4)
         assert [one.generated for one in again] == [one.generated for one in before]
+
+
+def test_ranks_replay_together(model: Model, eager: list[list[int]]) -> None:
+    """Two ranks share the layers: sums over ranks are within what is captured, and every rank has its part of the head."""
+    target = graphed()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}/graphs"
+    ranks = [
+        config_for(
+            target.claims,
+            model,
+            use_fused_decoder=False,
+            rank=rank,
+            world_size=2,
+            tensor_parallel_size=2,
+            init_method=address,
+        )
+        for rank in range(2)
+    ]
+    calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue()
+    driver, other = (target.worker(config) for config in ranks)
+
+    class Both:
+        """Calls the driver, and the other rank in its own thread."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                calls.put((name, copy.deepcopy(arguments)))
+                return getattr(driver, name)(*arguments)
+
+            return call
+
+    def follow() -> None:
+        while (call := calls.get()) is not None:
+            getattr(other, call[0])(*call[1])
+
+    Recorder.replays.clear()
+    with ThreadPoolExecutor(1) as threads:
+        followed = threads.submit(follow)
+        try:
+            bench = Bench(Both(), ranks[0], swapped=512)  # type: ignore[arg-type]
+            assert serve(bench, model) == eager
+        finally:
+            calls.put(None)
+            followed.result(60)
+            driver.shutdown()
+            other.shutdown()
+    assert Recorder.replays.count(4) >= 2
+    assert all(Recorder.replays.count(size) % 2 == 0 for size in (1, 2, 4, 8))

@@ -76,7 +76,8 @@ class Case:
 
     Attributes:
         q: of each sequence, [length, num_heads, head_dim] in dtype.
-        k, v: of each sequence, [length, num_kv_heads, head_dim] in dtype, with values that kv_dtype holds exactly.
+        k, v: of each sequence, [length, num_kv_heads, head_dim] in dtype, with values that kv_dtype holds exactly, divided by the
+            layer's scales (powers of two) if it has any.
         sinks, alibi: float32[num_heads], where the layer has them.
     """
 
@@ -162,8 +163,9 @@ def make_case(
     q, k, v = [], [], []
     for length in lengths:
         q.append(rounded(2 * rng.standard_normal((length, layer.num_heads, layer.head_dim)), dtype))
-        k.append(rounded(rng.standard_normal((length, layer.num_kv_heads, layer.head_dim)), dtype, kind))
-        v.append(rounded(rng.standard_normal((length, layer.num_kv_heads, layer.head_dim)) + 0.5, dtype, kind))
+        shape = (length, layer.num_kv_heads, layer.head_dim)
+        k.append(rounded(rng.standard_normal(shape), dtype, kind) * layer.k_scale)
+        v.append(rounded(rng.standard_normal(shape) + 0.5, dtype, kind) * layer.v_scale)
     sinks = torch.from_numpy(rng.standard_normal(layer.num_heads).astype(np.float32)) + 1 if layer.sinks else None
     alibi = 2.0 ** -torch.arange(1, layer.num_heads + 1, dtype=torch.float32) if layer.alibi else None
     return Case(layer, dtype, kind, tuple(q), tuple(k), tuple(v), sinks, alibi)
@@ -373,8 +375,8 @@ class Bench:
         for index, case in enumerate(self.cases):
             for span in spans:
                 block, offset = self.slots(span.seq, span.begin, span.end)
-                view[index, 0, block, :, offset] = case.k[span.seq][span.begin : span.end].to(after.dtype)
-                view[index, 1, block, :, offset] = case.v[span.seq][span.begin : span.end].to(after.dtype)
+                for half, x, scale in ((0, case.k, case.layer.k_scale), (1, case.v, case.layer.v_scale)):
+                    view[index, half, block, :, offset] = (x[span.seq][span.begin : span.end] / scale).to(after.dtype)
         return after
 
     def load(self, image: Tensor) -> None:

@@ -54,8 +54,6 @@ _NOT_HERE = (
     " core's own tests.",
     "One rank whose sleep fails rolls back all (fact 19), and tokens of two ranks equal to those of one: the contract has no ranks yet"
     " that a worker could join.",
-    "Scales of FP8 KV caches (`attention.fp8_kv_scales`): the contract has no way to pass them, so a claim of it cannot be proved and"
-    " makes a backend not conformant.",
 )
 """What the suite does not test, and why."""
 

@@ -17,6 +17,7 @@ from hardpoint.interfaces import (
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.memory import torch_has_library
 from hardpoint.triton import triton_attention_capabilities
+from hardpoint.triton.choice import attention_choice
 
 LEAST_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
@@ -72,10 +73,11 @@ def _attention() -> AttentionCapabilities:
 
 def _notes(collectives: tuple[str, ...]) -> tuple[str, ...]:
     return (
-        "attention: Triton kernels",
+        f"attention: {attention_choice()}",
         "graphs: decode steps, in memory that sleeps",
-        *(() if collectives else ("one rank: NCCL is not installed",)),
-        "ranks: not verified on hardware",
+        *(() if collectives else ("ranks: one, since NCCL is not installed",)),
+        "kernels: tested in Triton's interpreter, and compiled for sm_80 and sm_90",
+        "attention, graphs, ranks: not verified on hardware",
     )
 
 

@@ -16,6 +16,7 @@ from hardpoint.interfaces import (
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.memory import torch_has_library
 from hardpoint.triton import triton_attention_capabilities
+from hardpoint.triton.choice import attention_choice
 
 WAVEFRONT = 64
 """Lanes of the devices that the kernels' tiles are made for (gfx90a, gfx942)."""
@@ -70,10 +71,11 @@ def _attention() -> AttentionCapabilities:
 
 def _notes(collectives: tuple[str, ...]) -> tuple[str, ...]:
     return (
-        "attention: Triton kernels, compiled for gfx90a and gfx942 in tests; not verified on hardware",
-        "graphs: decode steps, in memory that sleeps; not verified on hardware",
-        *(() if collectives else ("one rank: RCCL is not installed",)),
-        "ranks: not verified on hardware",
+        f"attention: {attention_choice()}",
+        "graphs: decode steps, in memory that sleeps",
+        *(() if collectives else ("ranks: one, since RCCL is not installed",)),
+        "kernels: tested in Triton's interpreter, and compiled for gfx90a and gfx942",
+        "attention, graphs, ranks: not verified on hardware",
     )
 
 

@@ -284,6 +284,29 @@ def test_narrow_cache(
         assert same_bits(bench.cache, bench.written(image, case.whole()))
 
 
+@clause("attn.kv.scales@1", LEVEL, capability="attention.fp8_kv_scales", facts="attention test F")
+@pytest.mark.parametrize("scales", [(0.25, 1024.0), (32.0, 2.0**-9)], ids=["large-values", "small-values"])
+def test_scaled_cache(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, scales: tuple[float, float]
+) -> None:
+    """A layer with scales has keys and values divided by them in its cache, of the narrower dtype, and attends over what the cache holds
+    times them: also values that the dtype alone could not hold. Layers of one plan have their own."""
+    k_scale, v_scale = scales
+    for dtype in dtypes_claimed(claims):
+        for kv_dtype in claims.attention.kv_dtypes[dtype] - {dtype}:
+            plain = plain_layer(claims)
+            kinds = [replace(plain, k_scale=k_scale, v_scale=v_scale), plain, replace(plain, v_scale=v_scale)]
+            cases = [make_case(rng, kind, dtype, [1, 20, 75], kv_dtype=kv_dtype) for kind in kinds]
+            bench = Bench(target, *cases, rng=rng)
+            for spans in cases[0].steps(claims):
+                bench.load(before := bench.image(bench.before(spans)))
+                step = bench.step(spans)
+                bench.execute(step)
+                assert same_bits(bench.cache, bench.written(before, spans))
+                for index, case in enumerate(cases):
+                    check(case, spans, bench.outputs(step, index), quality)
+
+
 # Refusals
 
 

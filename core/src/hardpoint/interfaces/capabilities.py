@@ -94,6 +94,8 @@ class AttentionLayer:
         soft_cap: `cap * tanh(logit / cap)` replaces each logit; None for off.
         sinks: the layer has one learned extra logit per head in the softmax denominator.
         alibi: `slope * (key position - query position)` is added to each logit.
+        k_scale, v_scale: a cache of a narrower dtype holds keys divided by k_scale and values by v_scale, and attention is that of
+            what it holds times these; positive.
     """
 
     num_heads: int
@@ -104,6 +106,8 @@ class AttentionLayer:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     @property
     def features(self) -> frozenset[AttentionFeature]:
@@ -113,6 +117,7 @@ class AttentionLayer:
             AttentionFeature.SOFT_CAP: self.soft_cap is not None,
             AttentionFeature.SINKS: self.sinks,
             AttentionFeature.ALIBI: self.alibi,
+            AttentionFeature.FP8_KV_SCALES: (self.k_scale, self.v_scale) != (1.0, 1.0),
         }
         return frozenset(feature for feature, on in needed.items() if on)
 
@@ -190,6 +195,10 @@ class AttentionCapabilities:
                 reasons.append(f"{group} query heads per KV head are not supported (supported: {self.group_sizes})")
             if layer.sliding_window is not None and layer.sliding_window < 1:
                 reasons.append(f"sliding window of {layer.sliding_window} keys is not positive")
+            if min(layer.k_scale, layer.v_scale) <= 0:
+                reasons.append(f"scales of the cache {layer.k_scale} and {layer.v_scale} are not positive")
+            if AttentionFeature.FP8_KV_SCALES in layer.features and request.kv_dtype is request.dtype:
+                reasons.append(f"fp8_kv_scales are for a cache of a narrower dtype than {request.dtype}")
         if len({(layer.num_kv_heads, layer.head_dim) for layer in request.layers}) > 1:
             reasons.append("layers differ in KV heads or head dimension, so they cannot share one KV cache")
         missing = sorted(feature.value for feature in needed - self.features)

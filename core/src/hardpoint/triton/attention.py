@@ -17,6 +17,7 @@ from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCa
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
+from hardpoint.triton.choice import attention_choice
 from hardpoint.triton.launch import Launches, interpreter_is_on
 from hardpoint.triton.step import InvalidBatch, Step, StepBuilder
 from hardpoint.triton.tiles import COPY_WORDS, Target
@@ -39,6 +40,7 @@ class TritonAttention(AttentionBackend):
 
     Raises:
         CapabilityRefused: triton is not installed.
+        ConfigError: the environment asks for other kernels.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class TritonAttention(AttentionBackend):
                 f"attention in Triton was asked for on '{device.name}'",
                 ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
             )
+        self._choice = attention_choice()
         self._device = torch.device(device.torch_device)
         self._claims = claims or triton_attention_capabilities()
         self._given_target = target
@@ -72,8 +75,8 @@ class TritonAttention(AttentionBackend):
             head_dim=first.head_dim,
             dtype=request.kv_dtype,
         )
-        how = "in Triton's interpreter" if interpreter_is_on() else "compiled by Triton"
-        return AttentionPlan(request, spec, graph_level=claims.graph_level, notes=(f"hardpoint.triton, {how}",))
+        how = "kernels run in Triton's interpreter" if interpreter_is_on() else "kernels are compiled by Triton"
+        return AttentionPlan(request, spec, graph_level=claims.graph_level, notes=(f"attention: {self._choice}", how))
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Step:
         """Return the step's metadata, on their way to the device; raises InvalidBatch when its arrays do not fit together."""
@@ -135,8 +138,8 @@ class TritonAttention(AttentionBackend):
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
         """Copy whole blocks in all layers from one cache to another; raises InvalidBatch as copy_blocks does.
 
-        Between the device and pinned memory of the host one kernel reads and writes both, and the call does not wait for it. Other memory of
-        the host is copied block by block.
+        Between the device and pinned memory of the host one kernel reads and writes both, and the call does not wait for it. Other
+        memory of the host is copied block by block.
         """
         self._copy(source, destination, pairs)
 

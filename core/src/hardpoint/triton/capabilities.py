@@ -32,6 +32,7 @@ def triton_attention_capabilities(graph_level: GraphLevel = GraphLevel.UNIFORM_D
                 AttentionFeature.ALIBI,
                 AttentionFeature.CHUNKED_PREFILL,
                 AttentionFeature.MIXED_BATCH,
+                AttentionFeature.FP8_KV_SCALES,
             }
         ),
         graph_level=graph_level,

@@ -30,28 +30,27 @@ def _tanh(x):
     )
     e = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
     large = (1.0 - e) / (1.0 + e)
-    return tl.where(y < 0.0625, series, tl.where(x < 0.0, -large, large))
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    large = (large.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(y < 0.0625, series, large)
 
 
 @triton.jit
-def _dot(a, b, accumulator, SINGLE: tl.constexpr):
-    """a @ b + accumulator in float32. SINGLE: the operands are widened first, which changes no product."""
-    if SINGLE:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, accumulator, input_precision="ieee")
+def _decode_e4m3(bits, dtype: tl.constexpr):
+    """Return 2^-8 times the numbers that bytes hold as e4m3 (1 sign, 4 exponent, 3 mantissa bits, bias 7), in `dtype` and exactly.
 
-
-@triton.jit
-def _decode_e4m3(bits):
-    """Return 2^-8 times the numbers that bytes hold as e4m3 (1 sign, 4 exponent, 3 mantissa bits, bias 7), as float16 and exactly.
-
-    Float16 has the bias 15 and the same order of bits, so the byte's exponent and mantissa, moved, are the number times 2^-8. The one
-    encoding without a number, all ones, is NaN.
+    Float16 has the bias 15 and the same order of bits, so the byte's exponent and mantissa, moved, are the number times 2^-8. All ones are
+    NaN, for which the highest bit of the exponent is missing: the carry of one more.
     """
     wide = bits.to(tl.int16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float16, bitcast=True))
+    size = wide & 0x7F
+    half = ((wide & 0x80) << 8) | (size << 7) | (((size + 1) & 0x80) << 7)
+    number = half.to(tl.float16, bitcast=True)
+    if dtype == tl.bfloat16:
+        # The upper half of a float32 is the bfloat16; nothing is to be rounded, and so nothing to be tested.
+        upper = number.to(tl.float32).to(tl.int32, bitcast=True) >> 16
+        return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return number.to(dtype)
 
 
 @triton.jit
@@ -79,22 +78,15 @@ def _load_rows(base, offsets, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def _operand(x, dtype: tl.constexpr, KV_FORMAT: tl.constexpr):
-    """Return elements of the cache as operands of a product."""
-    if KV_FORMAT == "bits":
-        return _decode_e4m3(x).to(dtype)
-    return x.to(dtype)
-
-
-@triton.jit
 def _attend_tile(
     q, state_max, state_sum, accumulator, keys, values, table, key, key_low, key_high, position, slope,
     block_stride, scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, KV_FORMAT: tl.constexpr, SINGLE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, KV_FORMAT: tl.constexpr, ROUNDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys `key..key + BLOCK_N` into the state of the online softmax. MASKED: not every row sees every one of them.
+    """Take the keys `key..key + BLOCK_N` into the state of the online softmax. MASKED: not every row sees every one of them. ROUNDED:
+    the dtype that weights are rounded to, which is that of `q` unless that was widened.
 
     Keys below `key_low` or above `key_high`, which no row sees, are not read: in their place stands one that is, with a weight of zero.
     So no load needs a mask, and nothing that may be NaN comes near a sum.
@@ -105,9 +97,10 @@ def _attend_tile(
         there = tl.minimum(tl.maximum(n, key_low), key_high)
     block = tl.load(table + there // BLOCK_SIZE)
     offsets = block.to(tl.int64) * block_stride + (there % BLOCK_SIZE) * D
-    k = _operand(_load_rows(keys, offsets, D, D_PAD), q.dtype, KV_FORMAT)
-    zero = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
-    logits = _dot(q, tl.trans(k), zero, SINGLE) * scale
+    k = _load_rows(keys, offsets, D, D_PAD)
+    if KV_FORMAT == "bits":
+        k = _decode_e4m3(k, q.dtype)
+    logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
     if SOFT_CAP:
         logits = _tanh(logits) * cap
     distance = position[:, None] - n[None, :]
@@ -116,14 +109,18 @@ def _attend_tile(
     if MASKED:
         visible = distance >= 0
         if WINDOW:
-            visible = visible & (distance < window)
+            # A distance below zero is a large one without its sign.
+            visible = distance.to(tl.uint32, bitcast=True) < window.to(tl.uint32)
         logits = tl.where(visible, logits, float("-inf"))
     new_max = tl.maximum(state_max, tl.max(logits, 1))
     shrink = tl.exp2(state_max - new_max)
     weights = tl.exp2(logits - new_max[:, None])
     state_sum = state_sum * shrink + tl.sum(weights, 1)
-    v = _operand(_load_rows(values, offsets, D, D_PAD), q.dtype, KV_FORMAT)
-    accumulator = _dot(weights.to(q.dtype), v, accumulator * shrink[:, None], SINGLE)
+    v = _load_rows(values, offsets, D, D_PAD)
+    if KV_FORMAT == "bits":
+        v = _decode_e4m3(v, q.dtype)
+    rounded = weights.to(ROUNDED).to(q.dtype)
+    accumulator = tl.dot(rounded, v.to(q.dtype), accumulator * shrink[:, None], input_precision="ieee")
     return new_max, state_sum, accumulator
 
 
@@ -132,7 +129,7 @@ def _attend(
     q, position, head, keys, values, table, key_begin, key_end, first_position, last_position, slopes,
     block_stride, scale, cap, window,
     BLOCK_M: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, KV_FORMAT: tl.constexpr, SINGLE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, KV_FORMAT: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Attend over the keys `key_begin..key_end`, key_begin at a tile's begin; return the state: maximum, sum, weighted values.
 
@@ -155,7 +152,7 @@ def _attend(
     for key in tl.range(open_begin, open_end, BLOCK_N):
         state_max, state_sum, accumulator = _attend_tile(
             q, state_max, state_sum, accumulator, keys, values, table, key, key_low, key_end - 1, position, slope, block_stride, scale,
-            cap, window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, SINGLE, False,
+            cap, window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, ROUNDED, False,
         )  # fmt: skip
     # The tiles before and behind the open ones, in one loop.
     skipped = open_end - open_begin
@@ -163,7 +160,7 @@ def _attend(
         key = tl.where(edge < open_begin, edge, edge + skipped)
         state_max, state_sum, accumulator = _attend_tile(
             q, state_max, state_sum, accumulator, keys, values, table, key, key_low, key_end - 1, position, slope, block_stride, scale,
-            cap, window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, SINGLE, True,
+            cap, window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, ROUNDED, True,
         )  # fmt: skip
     return state_max, state_sum, accumulator
 
@@ -197,6 +194,54 @@ def _splits(
     return first, end, length
 
 
+@triton.jit
+def _decode_part(
+    work,
+    q, keys, values, out, contexts, items, tables, partial, partial_state, sinks, slopes,
+    q_stride, out_stride, block_stride, table_stride, kv_heads, partial_splits, scale, cap, value_scale, window,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    KV_FORMAT: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """Attend for one part of one sequence with one KV head: number `work` of all."""
+    row = tl.arange(0, BLOCK_M)
+    valid = row < GROUP
+    item = work // kv_heads
+    kv_head = work % kv_heads
+    seq = tl.load(items + 2 * item)
+    split = tl.load(items + 2 * item + 1)
+    context = tl.load(contexts + seq)
+    first, end, length = _splits(context, window, BLOCK_N, MIN_TILES, MAX_SPLITS, WINDOW)
+    begin = first + split * length
+    if begin < end:
+        key_begin = begin * BLOCK_N
+        key_end = tl.minimum(tl.minimum(begin + length, end) * BLOCK_N, context)
+        head = kv_head * GROUP + tl.minimum(row, GROUP - 1)
+        position = tl.zeros([BLOCK_M], tl.int32) + (context - 1)
+        offset = seq.to(tl.int64) * q_stride + head * D
+        rows = _load_rows(q, offset, D, D_PAD)
+        if SINGLE:
+            rows = rows.to(tl.float32)
+        part = kv_head.to(tl.int64) * (BLOCK_SIZE * D)
+        state_max, state_sum, accumulator = _attend(
+            rows, position, head, keys + part, values + part, tables + seq.to(tl.int64) * table_stride, key_begin, key_end, context - 1,
+            context - 1, slopes, block_stride, scale, cap, window, BLOCK_M, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
+            KV_FORMAT, q.dtype.element_ty,
+        )  # fmt: skip
+        if end - first <= length:
+            if SINKS:
+                state_sum, shrink = _with_sink(state_max, state_sum, sinks, head)
+                accumulator = accumulator * shrink[:, None]
+            result = accumulator * (value_scale / state_sum)[:, None]
+            _store_rows(out, seq.to(tl.int64) * out_stride + head * D, result, valid, D, D_PAD)
+        else:
+            place = (seq.to(tl.int64) * (kv_heads * GROUP) + head) * partial_splits + split
+            _store_rows(partial, place * D, accumulator, valid, D, D_PAD)
+            tl.store(partial_state + 2 * place, state_max, mask=valid)
+            tl.store(partial_state + 2 * place + 1, state_sum, mask=valid)
+
+
 @triton.jit(do_not_specialize=["kv_heads", "partial_splits", "window"])
 def decode(
     q, keys, values, out, header, contexts, items, tables, partial, partial_state, sinks, slopes,
@@ -204,55 +249,37 @@ def decode(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
-    KV_FORMAT: tl.constexpr, SINGLE: tl.constexpr,
+    KV_FORMAT: tl.constexpr, SINGLE: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Attention of sequences with one query each, split over their contexts.
 
     Args:
         header: int32; [0] is the number of items, [1] the entries of a row of `tables`: read here, so that a captured launch follows them.
-        items: int32[items, 2], (sequence, split); a program takes every num_programs-th pair of an item and a KV head.
+        items: int32[items, 2], (sequence, split). PERSISTENT: a program takes every num_programs-th pair of an item and a KV head, else
+            one, if there is one for it.
         tables: int32[sequences, header[1]], blocks.
         partial: float32[sequences, heads, partial_splits, D], weighted values of a split; partial_state the same with 2 instead of D,
             its maximum and sum. Used by sequences with more than one split.
+        SINGLE: operands of products are widened to float32, which changes no product.
         scale: of the logits, log2(e) included; with a soft cap without it, and divided by the cap, and `cap` is cap * log2(e).
         value_scale: of the values.
     """
     work_end = tl.load(header) * kv_heads
-    stride = tl.load(header + 1)
-    row = tl.arange(0, BLOCK_M)
-    valid = row < GROUP
-    for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0)):
-        item = work // kv_heads
-        kv_head = work % kv_heads
-        seq = tl.load(items + 2 * item)
-        split = tl.load(items + 2 * item + 1)
-        context = tl.load(contexts + seq)
-        first, end, length = _splits(context, window, BLOCK_N, MIN_TILES, MAX_SPLITS, WINDOW)
-        begin = first + split * length
-        if begin < end:
-            key_begin = begin * BLOCK_N
-            key_end = tl.minimum(tl.minimum(begin + length, end) * BLOCK_N, context)
-            head = kv_head * GROUP + tl.minimum(row, GROUP - 1)
-            position = tl.zeros([BLOCK_M], tl.int32) + (context - 1)
-            offset = seq.to(tl.int64) * q_stride + head * D
-            rows = _load_rows(q, offset, D, D_PAD)
-            part = kv_head.to(tl.int64) * (BLOCK_SIZE * D)
-            state_max, state_sum, accumulator = _attend(
-                rows, position, head, keys + part, values + part, tables + seq.to(tl.int64) * stride, key_begin, key_end, context - 1,
-                context - 1, slopes, block_stride, scale, cap, window, BLOCK_M, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-                KV_FORMAT, SINGLE,
+    table_stride = tl.load(header + 1)
+    program = tl.program_id(0)
+    if PERSISTENT:
+        for work in tl.range(program, work_end, tl.num_programs(0)):
+            _decode_part(
+                work, q, keys, values, out, contexts, items, tables, partial, partial_state, sinks, slopes, q_stride, out_stride,
+                block_stride, table_stride, kv_heads, partial_splits, scale, cap, value_scale, window, GROUP, BLOCK_M, BLOCK_N, D, D_PAD,
+                BLOCK_SIZE, MIN_TILES, MAX_SPLITS, WINDOW, SOFT_CAP, SINKS, ALIBI, KV_FORMAT, SINGLE,
             )  # fmt: skip
-            if end - first <= length:
-                if SINKS:
-                    state_sum, shrink = _with_sink(state_max, state_sum, sinks, head)
-                    accumulator = accumulator * shrink[:, None]
-                result = accumulator * (value_scale / state_sum)[:, None]
-                _store_rows(out, seq.to(tl.int64) * out_stride + head * D, result, valid, D, D_PAD)
-            else:
-                place = (seq.to(tl.int64) * (kv_heads * GROUP) + head) * partial_splits + split
-                _store_rows(partial, place * D, accumulator, valid, D, D_PAD)
-                tl.store(partial_state + 2 * place, state_max, mask=valid)
-                tl.store(partial_state + 2 * place + 1, state_sum, mask=valid)
+    elif program < work_end:
+        _decode_part(
+            program, q, keys, values, out, contexts, items, tables, partial, partial_state, sinks, slopes, q_stride, out_stride,
+            block_stride, table_stride, kv_heads, partial_splits, scale, cap, value_scale, window, GROUP, BLOCK_M, BLOCK_N, D, D_PAD,
+            BLOCK_SIZE, MIN_TILES, MAX_SPLITS, WINDOW, SOFT_CAP, SINKS, ALIBI, KV_FORMAT, SINGLE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "partial_splits", "window"])
@@ -322,11 +349,13 @@ def prefill(
     if WINDOW:
         key_begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
     rows = _load_rows(q, (start + token).to(tl.int64) * q_stride + head * D, D, D_PAD)
+    if SINGLE:
+        rows = rows.to(tl.float32)
     part = kv_head.to(tl.int64) * (BLOCK_SIZE * D)
     state_max, state_sum, accumulator = _attend(
         rows, position, head, keys + part, values + part, tables + seq.to(tl.int64) * tl.load(header + 1), key_begin, last_position + 1,
         first_position, last_position, slopes, block_stride, scale, cap, window, BLOCK_M, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW,
-        SOFT_CAP, ALIBI, KV_FORMAT, SINGLE,
+        SOFT_CAP, ALIBI, KV_FORMAT, q.dtype.element_ty,
     )  # fmt: skip
     if SINKS:
         state_sum, shrink = _with_sink(state_max, state_sum, sinks, head)

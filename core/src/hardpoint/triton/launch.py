@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hardpoint.interfaces.dtypes import DType
 from hardpoint.triton.step import Geometry, Step, StepBuilder
 from hardpoint.triton.tiles import (
     PROGRAMS_PER_UNIT,
@@ -51,10 +50,9 @@ class KernelConstants:
     @classmethod
     def of(cls, request: AttentionRequest, layer: AttentionLayer, block_size: int, target: Target) -> KernelConstants:
         """Return the constants of a layer."""
-        dim, itemsize = layer.head_dim, request.dtype.itemsize
+        dim = layer.head_dim
         decode, prefill = tiles_of(request, target)
-        narrow = request.kv_dtype is not request.dtype
-        kv_format = ("native" if target.converts_float8 else "bits") if narrow else "same"
+        held = kv_format(request, target)
         row = {"D": dim, "D_PAD": padded(dim)}
         marks = {"WINDOW": layer.sliding_window is not None, "SINKS": layer.sinks}
         attend = row | marks | {
@@ -62,30 +60,45 @@ class KernelConstants:
             "BLOCK_SIZE": block_size,
             "SOFT_CAP": layer.soft_cap is not None,
             "ALIBI": layer.alibi,
-            "KV_FORMAT": kv_format,
+            "KV_FORMAT": held,
             # The interpreter multiplies the bits of bfloat16 as if they were integers.
             "SINGLE": target.interpreted,
         }  # fmt: skip
+        # Else the compiler tests each exponential for a result below the normal numbers, which takes scalar registers.
+        options = {"allow_flush_denorm": True} if target.lanes == 64 else {}
         rule = split_rule(request, target)
         split = {"BLOCK_N": rule.block_n, "MIN_TILES": rule.min_tiles, "MAX_SPLITS": rule.max_splits}
         tokens = 64 if target.interpreted else WRITE_TOKENS
         return cls(
-            write=row | {"TOKENS": tokens, "BLOCK_SIZE": block_size, "KV_FORMAT": kv_format, "num_warps": 4},
-            decode=attend | split | {"BLOCK_M": decode.block_m, "num_warps": decode.warps, "num_stages": decode.stages},
+            write=row | {"TOKENS": tokens, "BLOCK_SIZE": block_size, "KV_FORMAT": held, "num_warps": 4},
+            decode=attend
+            | split
+            | options
+            | {"PERSISTENT": target.persistent}
+            | {"BLOCK_M": decode.block_m, "num_warps": decode.warps, "num_stages": decode.stages},
             merge=marks
             | split
             | {"D": dim, "D_PART": _MERGE_DIM, "SPLITS_PAD": padded(rule.max_splits), "num_warps": 4},
             prefill=attend
+            | options
             | {"BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n}
             | {"num_warps": prefill.warps, "num_stages": prefill.stages},
         )
+
+
+def kv_format(request: AttentionRequest, target: Target) -> str:
+    """Return how kernels read the cache: in the queries' dtype, as e4m3 by the target's instructions, or by its bits."""
+    if request.kv_dtype is request.dtype:
+        return "same"
+    return "native" if target.converts_float8 else "bits"
 
 
 def tiles_of(request: AttentionRequest, target: Target) -> tuple[Any, Any]:
     """Return the tiles of decodes and of everything else; one shape for all layers, so that one list of work serves them all."""
     dim, itemsize = request.layers[0].head_dim, request.dtype.itemsize
     group = max(layer.num_heads // layer.num_kv_heads for layer in request.layers)
-    return decode_tiles(dim, group, itemsize, target), prefill_tiles(dim, itemsize, target)
+    unpacks = kv_format(request, target) == "bits"
+    return decode_tiles(dim, group, itemsize, target), prefill_tiles(dim, itemsize, target, unpacks)
 
 
 def split_rule(request: AttentionRequest, target: Target) -> SplitRule:
@@ -96,25 +109,29 @@ def split_rule(request: AttentionRequest, target: Target) -> SplitRule:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A layer's run-time arguments: factors of logits, cap and values, and the window."""
+    """A layer's run-time arguments: factors of logits, cap, values and what is written, and the window."""
 
     group: int
     scale: float
     cap: float
     value_scale: float
     window: int
+    key_factor: float
+    value_factor: float
 
     @classmethod
-    def of(cls, layer: AttentionLayer, kv_format: str) -> _Numbers:
+    def of(cls, layer: AttentionLayer, held: str) -> _Numbers:
         # The kernels leave out a power of two when they take the bits of e4m3 apart.
-        exponent = 256.0 if kv_format == "bits" else 1.0
-        scale, cap = layer.scale * exponent, layer.soft_cap
+        exponent = 256.0 if held == "bits" else 1.0
+        scale, cap = layer.scale * exponent * layer.k_scale, layer.soft_cap
         return cls(
             group=layer.num_heads // layer.num_kv_heads,
             scale=scale * _LOG2_E if cap is None else scale / cap,
             cap=0.0 if cap is None else cap * _LOG2_E,
-            value_scale=exponent,
+            value_scale=exponent * layer.v_scale,
             window=layer.sliding_window or 0,
+            key_factor=1 / layer.k_scale,
+            value_factor=1 / layer.v_scale,
         )
 
 
@@ -132,7 +149,8 @@ class Launches:
         kinds = {layer: KernelConstants.of(request, layer, plan.block_size, target) for layer in set(request.layers)}
         self._constants = [kinds[layer] for layer in request.layers]
         self._numbers = [_Numbers.of(layer, kinds[layer].decode["KV_FORMAT"]) for layer in request.layers]
-        programs = target.units * PROGRAMS_PER_UNIT
+        # A grid's limit in its first dimension.
+        programs = target.units * PROGRAMS_PER_UNIT if target.persistent else 2**31 - 1
         self._geometry = Geometry.of(plan, split_rule(request, target), tiles_of(request, target)[1].block_m, programs)
         self._builder: StepBuilder | None = None
         self._block_stride = self._spec.num_kv_heads * self._spec.block_size * self._spec.head_dim
@@ -146,7 +164,7 @@ class Launches:
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, step: Step) -> None:
         """Launch the kernel that writes keys and values to their slots."""
-        constants = self._constants[layer].write
+        constants, numbers = self._constants[layer].write, self._numbers[layer]
         keys, values = (kv_cache.view(torch.uint8) if constants["KV_FORMAT"] != "same" else kv_cache).unbind(0)
         grid = (-(-step.num_tokens // constants["TOKENS"]), self._spec.num_kv_heads)
         self._kernels.write_kv[grid](
@@ -159,8 +177,8 @@ class Launches:
             k.stride(0),
             v.stride(0),
             self._block_stride,
-            1.0,
-            1.0,
+            numbers.key_factor,
+            numbers.value_factor,
             **constants,
         )
 

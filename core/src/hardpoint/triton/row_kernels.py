@@ -46,6 +46,17 @@ def add_rms_norm(
 
 
 @triton.jit
+def _rotate(x, heads, exist, stride, i, inside, cos, sin, HALF: tl.constexpr):
+    """Rotate heads of one token in place."""
+    first = x + heads[:, None] * stride + i[None, :]
+    there = exist[:, None] & inside[None, :]
+    a = tl.load(first, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(first + HALF, mask=there, other=0.0).to(tl.float32)
+    tl.store(first, (a * cos - b * sin).to(x.dtype.element_ty), mask=there)
+    tl.store(first + HALF, (b * cos + a * sin).to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def rotary(
     q, k, positions, cos, sin, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
@@ -63,18 +74,10 @@ def rotary(
     s = tl.load(sin + row + i, mask=inside, other=0.0)[None, :]
     if tile < q_tiles:
         heads = tile * HEADS + tl.arange(0, HEADS)
-        first = q + token * q_token_stride + heads[:, None] * q_head_stride + i[None, :]
-        there = (heads < Q_HEADS)[:, None] & inside[None, :]
-        a, b = tl.load(first, mask=there, other=0.0).to(tl.float32), tl.load(first + HALF, mask=there, other=0.0).to(tl.float32)
-        tl.store(first, (a * c - b * s).to(q.dtype.element_ty), mask=there)
-        tl.store(first + HALF, (b * c + a * s).to(q.dtype.element_ty), mask=there)
+        _rotate(q + token * q_token_stride, heads, heads < Q_HEADS, q_head_stride, i, inside, c, s, HALF)
     else:
         heads = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
-        first = k + token * k_token_stride + heads[:, None] * k_head_stride + i[None, :]
-        there = (heads < K_HEADS)[:, None] & inside[None, :]
-        a, b = tl.load(first, mask=there, other=0.0).to(tl.float32), tl.load(first + HALF, mask=there, other=0.0).to(tl.float32)
-        tl.store(first, (a * c - b * s).to(k.dtype.element_ty), mask=there)
-        tl.store(first + HALF, (b * c + a * s).to(k.dtype.element_ty), mask=there)
+        _rotate(k + token * k_token_stride, heads, heads < K_HEADS, k_head_stride, i, inside, c, s, HALF)
 
 
 @triton.jit

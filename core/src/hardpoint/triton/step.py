@@ -34,7 +34,7 @@ class Geometry:
 
     Attributes:
         rule: of the splits of decodes.
-        window: the widest of the layers', None if one has none: the items of that layer cover those of all.
+        windows: each sliding window that a layer has, None for a layer without one.
         groups: query heads per KV head, each number that a layer has.
         heads: the most query heads of a layer.
         prefill_rows: rows of a tile.
@@ -42,7 +42,7 @@ class Geometry:
     """
 
     rule: SplitRule
-    window: int | None
+    windows: tuple[int | None, ...]
     groups: tuple[int, ...]
     heads: int
     kv_heads: int
@@ -56,11 +56,9 @@ class Geometry:
     def of(cls, plan: AttentionPlan, rule: SplitRule, prefill_rows: int, programs: int) -> Geometry:
         """Return the geometry of a plan."""
         layers = plan.request.layers
-        windows = [layer.sliding_window for layer in layers]
-        known = [window for window in windows if window is not None]
         return cls(
             rule=rule,
-            window=max(known) if len(known) == len(windows) else None,
+            windows=tuple(dict.fromkeys(layer.sliding_window for layer in layers)),
             groups=tuple(sorted({layer.num_heads // layer.num_kv_heads for layer in layers})),
             heads=max(layer.num_heads for layer in layers),
             kv_heads=plan.kv_cache.num_kv_heads,
@@ -70,6 +68,11 @@ class Geometry:
             prefill_rows=prefill_rows,
             programs=programs,
         )
+
+    def splits(self, contexts: Int32Array) -> Int32Array:
+        """Return into how many parts each context is split, the most of all layers: one list of items serves them all."""
+        counts: Int32Array = np.max([self.rule.splits(contexts, window) for window in self.windows], 0)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class StepBuilder:
     def reserve(self, max_num_seqs: int) -> None:
         """Allocate static metadata for up to so many sequences with one query each."""
         geometry = self._geometry
-        most = int(geometry.rule.splits(np.array([self._plan.request.max_context], np.int32), geometry.window)[0])
+        most = geometry.rule.most(self._plan.request.max_context)
         sizes = [_HEADER, max_num_seqs, max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs * most]
         end = _places([*sizes, max_num_seqs * geometry.max_blocks])[-1]
         self._static = torch.zeros(end, dtype=torch.int32, device=self._device)
@@ -158,7 +161,7 @@ class StepBuilder:
         decodes, seqs, tokens = batch.num_decodes, batch.num_seqs, batch.num_tokens
         contexts = batch.context_lens
         tables, highest = self._tables(batch)
-        splits = geometry.rule.splits(contexts[:decodes], geometry.window)
+        splits = geometry.splits(contexts[:decodes])
         items = decode_items(splits)
         static = bool(self._reserved) and max(seqs, tokens) <= self._reserved and not queries[decodes:].any()
         prefills = {} if static else self._prefills(queries, contexts, decodes)
@@ -226,7 +229,7 @@ class StepBuilder:
                 f"a context has up to {self._plan.request.max_context} tokens and {table.shape[1]} blocks in the table",
                 found=f"a context of {int(batch.context_lens.max())} tokens in blocks of {self._geometry.block_size}",
             )
-        if len(batch.rows) and not (0 <= int(batch.rows.min()) and int(batch.rows.max()) < len(table)):
+        if len(batch.rows) and (int(batch.rows.min()) < 0 or int(batch.rows.max()) >= len(table)):
             raise InvalidBatch(f"the block table has {len(table)} rows", found=f"rows {batch.rows.tolist()}")
         rows = table[batch.rows, :width]
         blocks = np.where(np.arange(width) < used[:, None], rows, 0)

@@ -33,6 +33,14 @@ class Target:
     interpreted: bool = False
 
     @property
+    def persistent(self) -> bool:
+        """A decode's programs take one part after the other, so that a captured launch need not have one for every part that there may be.
+
+        Not on targets with 64 lanes: a loop keeps all that it needs in scalar registers, of which they have too few.
+        """
+        return self.lanes == 32
+
+    @property
     def converts_float8(self) -> bool:
         """The target has instructions for e4m3fn (compute capability 8.9 and later); elsewhere its bits are taken apart."""
         return not self.interpreted and self.lanes == 32 and self.capability >= 89
@@ -76,22 +84,27 @@ def decode_tiles(head_dim: int, group: int, itemsize: int, target: Target) -> Ti
     if itemsize == 4:
         return Tiles(rows, 16 if dim > 128 or rows > 16 else 32, 4, 2 if target.lanes == 32 else 1)
     if target.lanes == 64:
-        return Tiles(rows, 32 if dim > 128 else 64, 4, 2 if dim <= 64 else 1)
-    return Tiles(rows, 32 if dim > 128 else 64, 8 if rows > 32 and dim > 128 else 4, 4)
+        return Tiles(rows, 32 if dim > 128 else 64, 4, 1)
+    # The pipeline loads a tile's blocks from the table, then its keys and values: five stages keep two tiles of these.
+    if dim > 128:
+        return Tiles(rows, 32, 8 if rows > 32 else 4, 3)
+    return Tiles(rows, 64, 4, 5)
 
 
-def prefill_tiles(head_dim: int, itemsize: int, target: Target) -> Tiles:
-    """Return the tiles of everything that is not a decode."""
+def prefill_tiles(head_dim: int, itemsize: int, target: Target, unpacks: bool = False) -> Tiles:
+    """Return the tiles of everything that is not a decode. `unpacks`: the bits of e4m3 are taken apart, which takes registers."""
     dim = padded(head_dim)
     if target.interpreted:
         return Tiles(128, 128, 4, 1)
     if itemsize == 4:
         return Tiles(16, 16, 4, 1) if dim > 128 else Tiles(32, 32, 8, 1)
     if target.lanes == 64:
-        return Tiles(64, 32 if dim > 128 else 64, 4, 1)
+        return Tiles(64, 16 if dim > 128 and unpacks else 32, 4, 1)
     if dim > 128:
-        return Tiles(64, 32, 8, 2)
-    return Tiles(128, 64, 8, 3 if target.capability >= 90 else 2)
+        return Tiles(64, 32, 8, 3)
+    if target.capability >= 90:
+        return Tiles(128, 64, 8, 5)
+    return Tiles(128, 16 if unpacks else 32, 8, 3)
 
 
 def max_splits(kv_heads: int, target: Target) -> int:

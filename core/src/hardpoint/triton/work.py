@@ -40,6 +40,11 @@ class SplitRule:
         length = np.maximum(-(-tiles // self.max_splits), self.min_tiles)
         return (-(-tiles // length)).astype(np.int32)
 
+    def most(self, max_context: int) -> int:
+        """Return into how many parts any context up to this length is split at most; a longer one may have fewer parts than a shorter."""
+        tiles = -(-max_context // self.block_n)
+        return min(self.max_splits, -(-tiles // self.min_tiles))
+
 
 def decode_items(splits: Int32Array) -> Int32Array:
     """Return int32[items, 2]: each sequence with each of its parts."""

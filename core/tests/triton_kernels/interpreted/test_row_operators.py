@@ -1,9 +1,7 @@
-"""Operators of rows in Triton's interpreter, against torch in float64. Needs triton and TRITON_INTERPRET=1."""
+"""Operators of rows in Triton's interpreter, against torch in float64."""
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,10 +9,10 @@ import torch
 from torch.nn import functional
 
 from hardpoint.interfaces import Activation, Device
-from hardpoint.interfaces.errors import CapabilityRefused
-
-HAS_TRITON = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not HAS_TRITON, reason="runs with triton and TRITON_INTERPRET=1")
+from hardpoint.triton import TritonKernels
+from hardpoint_conformance.target import Target
+from hardpoint_conformance.tiny_model import Shape, tiny_model
+from hardpoint_conformance.worker_bench import running
 
 DEVICE = Device("any", 0, "the host", "cpu")
 # The interpreter cuts bfloat16 off where devices round it, hence a whole unit in the last place.
@@ -26,9 +24,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def kernels() -> Any:
-    from hardpoint.triton import TritonKernels
-
+def kernels() -> TritonKernels:
     return TritonKernels(DEVICE)
 
 
@@ -42,7 +38,6 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
 
 
-@interpreted
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("width", [1, 24, 128, 1000])
 def test_norm_of_rows(dtype: torch.dtype, width: int) -> None:
@@ -50,7 +45,6 @@ def test_norm_of_rows(dtype: torch.dtype, width: int) -> None:
     close(kernels().rms_norm(x, weight, 1e-5), normed(x, weight, 1e-5))
 
 
-@interpreted
 def test_norm_of_heads_that_are_slices_of_a_fused_row() -> None:
     fused, weight = torch.randn(4, 9, 16), torch.randn(16)
     for heads in fused.split([6, 2, 1], dim=1):
@@ -59,7 +53,6 @@ def test_norm_of_heads_that_are_slices_of_a_fused_row() -> None:
         close(found, normed(heads, weight, 1e-6))
 
 
-@interpreted
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_sum_is_kept_and_normed_as_it_was_rounded(dtype: torch.dtype) -> None:
     x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((3, 48), (3, 48), (48,)))
@@ -72,7 +65,6 @@ def test_sum_is_kept_and_normed_as_it_was_rounded(dtype: torch.dtype) -> None:
     assert not wide[:, 48:].any()
 
 
-@interpreted
 @pytest.mark.parametrize(("q_heads", "k_heads", "dim", "rotated"), [(6, 2, 16, 16), (20, 17, 24, 20), (1, 1, 64, 32)])
 def test_rotation_is_in_place_and_leaves_the_rest(q_heads: int, k_heads: int, dim: int, rotated: int) -> None:
     half = rotated // 2
@@ -90,7 +82,6 @@ def test_rotation_is_in_place_and_leaves_the_rest(q_heads: int, k_heads: int, di
     assert torch.equal(v, before[:, q_heads + k_heads :])
 
 
-@interpreted
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("width", [8, 130, 1500])
 def test_gated_activations(dtype: torch.dtype, width: int) -> None:
@@ -100,14 +91,12 @@ def test_gated_activations(dtype: torch.dtype, width: int) -> None:
     close(kernels().gated_activation(x, Activation.GELU_TANH), functional.gelu(gate, approximate="tanh") * up, 4)
 
 
-@interpreted
 def test_a_row_does_not_depend_on_the_others() -> None:
     x, weight = torch.randn(7, 96), torch.randn(96)
     together = kernels().rms_norm(x, weight, 1e-5)
     assert torch.equal(kernels().rms_norm(x[3:4], weight, 1e-5), together[3:4])
 
 
-@interpreted
 def test_no_rows_are_no_launch() -> None:
     none, weight = torch.empty(0, 32), torch.ones(32)
     assert kernels().rms_norm(none, weight, 1e-5).shape == (0, 32)
@@ -116,28 +105,15 @@ def test_no_rows_are_no_launch() -> None:
     kernels().rotary(torch.empty(0, 2, 8), torch.empty(0, 1, 8), torch.empty(0), torch.ones(4, 4), torch.ones(4, 4))
 
 
-@interpreted
 def test_argmax_is_the_lowest_of_equals() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
     assert kernels().argmax(logits).tolist() == [1, 0]
 
 
-@interpreted
 def test_model_gives_the_tokens_that_it_gives_without() -> None:
-    from hardpoint.triton import TritonKernels
-    from hardpoint_conformance.target import Target
-    from hardpoint_conformance.tiny_model import Shape, tiny_model
-    from hardpoint_conformance.worker_bench import running
-
     def tokens(**parts: Any) -> list[list[int]]:
         target = Target.find("cpu").with_descriptor(**parts)
         with running(target, tiny_model(Shape(head_dim=16)), use_fused_decoder=False) as bench:
             return [one.generated for one in bench.generate([[3, 1, 4, 1, 5], [9, 2]], 6)]
 
     assert tokens(kernels=lambda: TritonKernels) == tokens(kernels=None)
-
-
-@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
-def test_without_triton_the_kernel_set_is_refused() -> None:
-    with pytest.raises(CapabilityRefused, match="triton is not installed"):
-        kernels()

@@ -1,0 +1,91 @@
+"""The table of tiles, and the choice of kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hardpoint.interfaces import Device
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.triton.choice import attention_choice
+from hardpoint.triton.tiles import SPLIT_KEYS, Target, decode_tiles, max_splits, padded, prefill_tiles
+
+TARGETS = [Target(32, 80, 108), Target(32, 90, 132), Target(64, 0, 304), Target(32, 0, 1, interpreted=True)]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_suit_matrix_units_and_the_split_of_contexts(target: Target, itemsize: int) -> None:
+    for head_dim in range(16, 257, 16):
+        for tiles in (
+            *(decode_tiles(head_dim, group, itemsize, target) for group in (1, 7, 16, 40, 64)),
+            *(prefill_tiles(head_dim, itemsize, target, unpacks) for unpacks in (False, True)),
+        ):
+            assert all(n & (n - 1) == 0 for n in (tiles.block_m, tiles.block_n, tiles.warps))
+            assert min(tiles.block_m, tiles.block_n) >= 16
+        assert SPLIT_KEYS % decode_tiles(head_dim, 8, itemsize, target).block_n == 0
+
+
+@pytest.mark.parametrize("group", [1, 2, 16, 17, 64])
+def test_all_heads_of_a_group_are_in_one_tile(group: int) -> None:
+    assert decode_tiles(128, group, 2, TARGETS[1]).block_m >= group
+
+
+@given(st.integers(1, 128), st.integers(1, 400))
+def test_splits_are_a_power_of_two_within_bounds(kv_heads: int, units: int) -> None:
+    splits = max_splits(kv_heads, Target(32, 90, units))
+    assert splits in (8, 16, 32, 64)
+    assert splits == padded(splits)
+
+
+def test_a_single_sequence_fills_the_target() -> None:
+    assert max_splits(8, Target(32, 90, 132)) * 8 >= 128
+    assert max_splits(1, Target(32, 90, 132)) == 64
+
+
+def test_float8_is_converted_by_targets_that_have_the_instruction() -> None:
+    assert [target.converts_float8 for target in TARGETS] == [False, True, False, False]
+
+
+# Choice
+
+
+def test_own_kernels_are_chosen_and_every_library_has_a_reason() -> None:
+    choice = attention_choice({}, lambda module: module == "flashinfer")
+    assert choice.name == "triton"
+    assert "flashinfer is installed and not used" in str(choice)
+    assert "flash-attn is not installed" in str(choice)
+
+
+@pytest.mark.parametrize("asked", ["flashinfer", "flash-attn", "magic"])
+def test_other_kernels_are_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match=asked):
+        attention_choice({"HARDPOINT_ATTENTION": asked}, lambda module: True)
+
+
+def test_own_kernels_can_be_named() -> None:
+    assert "HARDPOINT_ATTENTION says so" in attention_choice({"HARDPOINT_ATTENTION": "triton"}).reasons
+
+
+# Without triton
+
+
+def test_the_package_and_its_claims_import_neither_torch_nor_triton() -> None:
+    program = (
+        "import sys, hardpoint.triton as t; t.triton_attention_capabilities(); "
+        "sys.exit(' '.join({'torch', 'triton'} & set(sys.modules)) or None)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_attention_without_triton_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hardpoint.triton import TritonAttention
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CapabilityRefused, match="triton is not installed"):
+        TritonAttention(Device("x", 0, "x", "cpu"))
