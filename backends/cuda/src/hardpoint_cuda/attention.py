@@ -1,15 +1,14 @@
-"""Paged attention on the device."""
+"""Paged attention on the device: the core's Triton kernels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hardpoint_cuda.capabilities import refusal
-
-if TYPE_CHECKING:
-    from hardpoint.interfaces import AttentionBackend
+from hardpoint.interfaces import Device
+from hardpoint.triton import TritonAttention
+from hardpoint_cuda.capabilities import capabilities
 
 
-def attention() -> type[AttentionBackend]:
-    """Refuse: this version has no attention; raises CapabilityRefused."""
-    raise refusal("attention")
+class CudaAttention(TritonAttention):
+    """Triton's kernels, compiled for the device at their first use."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, claims=capabilities(device).attention)

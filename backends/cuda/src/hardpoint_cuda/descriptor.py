@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-from hardpoint_cuda import allocator, attention, capabilities, worker
+from hardpoint_cuda import allocator
+from hardpoint_cuda.capabilities import INSTALL, capabilities, reasons, refusal, requirements
+
+if TYPE_CHECKING:
+    from hardpoint_cuda.attention import CudaAttention
+    from hardpoint_cuda.collectives import CudaCollectives
+    from hardpoint_cuda.graphs import CudaGraphRunner
+    from hardpoint_cuda.worker import CudaWorker
 
 DRIVER_VARIABLE = "HARDPOINT_CUDA_DRIVER"
 SONAMES = ("libcuda.so.1",)
@@ -17,9 +25,42 @@ hookimpl = pluggy.HookimplMarker("hardpoint")
 
 
 def probe() -> ProbeResult:
-    """Look for the CUDA driver and its devices, in a process of its own; raises BackendBroken, DriverError."""
+    """Look for the CUDA driver and its devices, in a process of its own; raises BackendBroken, DriverError.
+
+    Devices on which nothing can be computed are listed, with the reasons: their memory works.
+    """
     inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
-    return ProbeResult(inventory.as_devices("cuda", "cuda"), inventory.reason or capabilities.NOT_IMPLEMENTED)
+    devices = inventory.as_devices("cuda", "cuda")
+    obstacles = [reasons(device) for device in devices]
+    return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
+
+
+def _attention() -> type[CudaAttention]:
+    if requirements():
+        raise refusal("attention")
+    from hardpoint_cuda.attention import CudaAttention
+
+    return CudaAttention
+
+
+def _worker() -> type[CudaWorker]:
+    if requirements():
+        raise refusal("worker")
+    from hardpoint_cuda.worker import CudaWorker
+
+    return CudaWorker
+
+
+def _graph_runner() -> type[CudaGraphRunner]:
+    from hardpoint_cuda.graphs import CudaGraphRunner
+
+    return CudaGraphRunner
+
+
+def _collectives() -> type[CudaCollectives]:
+    from hardpoint_cuda.collectives import CudaCollectives
+
+    return CudaCollectives
 
 
 @hookimpl
@@ -30,11 +71,13 @@ def hardpoint_backend() -> BackendDescriptor:
         vendor="NVIDIA",
         api=(2, 2),
         probe=probe,
-        capabilities=capabilities.capabilities,
+        capabilities=capabilities,
         allocator=allocator.allocator,
-        attention=attention.attention,
-        worker=worker.worker,
+        attention=_attention,
+        worker=_worker,
+        graph_runner=_graph_runner,
+        collectives=_collectives,
         driver=allocator.driver,
         priority=100,
-        install_hint="Install NVIDIA's driver (libcuda.so.1), or give the path of a driver library in HARDPOINT_CUDA_DRIVER",
+        install_hint=f"{INSTALL}, and NVIDIA's driver (libcuda.so.1), or give the path of a driver library in {DRIVER_VARIABLE}",
     )

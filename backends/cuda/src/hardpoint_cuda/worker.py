@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hardpoint_cuda.capabilities import refusal
-
-if TYPE_CHECKING:
-    from hardpoint.interfaces import Worker
+from hardpoint.worker import AcceleratorWorker
 
 
-def worker() -> type[Worker]:
-    """Refuse: this version has no worker; raises CapabilityRefused."""
-    raise refusal("worker")
+class CudaWorker(AcceleratorWorker):
+    """Runs on one device through torch's module for CUDA."""
+
+    _torch_module = "torch.cuda"

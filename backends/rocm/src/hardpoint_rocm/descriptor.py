@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-from hardpoint_rocm import allocator, attention, capabilities, worker
+from hardpoint_rocm import allocator
+from hardpoint_rocm.capabilities import INSTALL, capabilities, reasons, refusal, requirements
+
+if TYPE_CHECKING:
+    from hardpoint_rocm.attention import RocmAttention
+    from hardpoint_rocm.collectives import RocmCollectives
+    from hardpoint_rocm.graphs import RocmGraphRunner
+    from hardpoint_rocm.worker import RocmWorker
 
 DRIVER_VARIABLE = "HARDPOINT_ROCM_DRIVER"
 SONAMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
@@ -17,9 +25,42 @@ hookimpl = pluggy.HookimplMarker("hardpoint")
 
 
 def probe() -> ProbeResult:
-    """Look for the HIP runtime and its devices, in a process of its own; raises BackendBroken, DriverError."""
+    """Look for the HIP runtime and its devices, in a process of its own; raises BackendBroken, DriverError.
+
+    Devices on which nothing can be computed are listed, with the reasons: their memory works.
+    """
     inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
-    return ProbeResult(inventory.as_devices("rocm", "cuda"), inventory.reason or capabilities.NOT_IMPLEMENTED)
+    devices = inventory.as_devices("rocm", "cuda")
+    obstacles = [reasons(device) for device in devices]
+    return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
+
+
+def _attention() -> type[RocmAttention]:
+    if requirements():
+        raise refusal("attention")
+    from hardpoint_rocm.attention import RocmAttention
+
+    return RocmAttention
+
+
+def _worker() -> type[RocmWorker]:
+    if requirements():
+        raise refusal("worker")
+    from hardpoint_rocm.worker import RocmWorker
+
+    return RocmWorker
+
+
+def _graph_runner() -> type[RocmGraphRunner]:
+    from hardpoint_rocm.graphs import RocmGraphRunner
+
+    return RocmGraphRunner
+
+
+def _collectives() -> type[RocmCollectives]:
+    from hardpoint_rocm.collectives import RocmCollectives
+
+    return RocmCollectives
 
 
 @hookimpl
@@ -30,11 +71,13 @@ def hardpoint_backend() -> BackendDescriptor:
         vendor="AMD",
         api=(2, 2),
         probe=probe,
-        capabilities=capabilities.capabilities,
+        capabilities=capabilities,
         allocator=allocator.allocator,
-        attention=attention.attention,
-        worker=worker.worker,
+        attention=_attention,
+        worker=_worker,
+        graph_runner=_graph_runner,
+        collectives=_collectives,
         driver=allocator.driver,
         priority=100,
-        install_hint="Install ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in HARDPOINT_ROCM_DRIVER",
+        install_hint=f"{INSTALL}, and ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in {DRIVER_VARIABLE}",
     )

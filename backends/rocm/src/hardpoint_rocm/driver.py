@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hardpoint.memory.driver_library import DriverLibrary
 
 NO_DEVICE = 100
+WARP_SIZE = 87
+"""Value of hipDeviceAttributeWarpSize."""
 
 
 def inventory(library: DriverLibrary) -> dict[str, Any]:
@@ -41,14 +43,15 @@ def describe(library: DriverLibrary, status: int) -> str:
 
 
 def _device(library: DriverLibrary, index: int) -> dict[str, Any]:
-    handle, total = c_int(), c_size_t()
+    handle, total, wavefront = c_int(), c_size_t(), c_int()
     name, bus = create_string_buffer(256), create_string_buffer(32)
     library.call("hipDeviceGet", byref(handle), c_int(index))
     library.call("hipDeviceGetName", name, c_int(len(name)), handle)
     library.call("hipDeviceTotalMem", byref(total), handle)
     library.call("hipDeviceGetPCIBusId", bus, c_int(len(bus)), c_int(index))
+    library.call("hipDeviceGetAttribute", byref(wavefront), c_int(WARP_SIZE), c_int(index))
     return {
         "name": name.value.decode(errors="replace"),
         "total_memory": total.value,
-        "properties": {"pci_bus": bus.value.decode()},
+        "properties": {"pci_bus": bus.value.decode(), "wavefront": str(wavefront.value)},
     }

@@ -8,6 +8,7 @@ from hardpoint.interfaces import errors
 from hardpoint.interfaces.allocator import (
     BUFFERS,
     DEFAULT,
+    GRAPHS,
     KV_CACHE,
     WEIGHTS,
     DeviceAllocator,
@@ -69,6 +70,7 @@ __all__ = [
     "API_VERSION",
     "BUFFERS",
     "DEFAULT",
+    "GRAPHS",
     "KV_CACHE",
     "WEIGHTS",
     "WORKER_CALLS",

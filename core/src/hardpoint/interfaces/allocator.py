@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WEIGHTS = "weights"
 BUFFERS = "buffers"
 KV_CACHE = "kv_cache"
+GRAPHS = "graphs"
 DEFAULT = "default"
 
 

@@ -236,6 +236,7 @@ class Capabilities:
         tensor_parallel: accepted world sizes.
         collectives: names of the collective libraries, best first.
         quantisation: names of weight formats that run without being expanded.
+        notes: for people: what was chosen and why, what is missing and why, and what no hardware has shown yet.
     """
 
     attention: AttentionCapabilities
@@ -243,6 +244,7 @@ class Capabilities:
     tensor_parallel: IntSet = field(default_factory=lambda: IntSet.of(1))
     collectives: tuple[str, ...] = ()
     quantisation: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def none(cls) -> Capabilities:

@@ -225,6 +225,10 @@ class WorkerError(HardpointError, RuntimeError):
         return error
 
 
+class GraphCaptureFailed(HardpointError, RuntimeError):
+    """A decode step could not be captured into a device graph; the cause is chained."""
+
+
 class EngineAsleep(HardpointError, RuntimeError):
     """A request or step came while the engine is asleep; `wake_up` it first."""
 

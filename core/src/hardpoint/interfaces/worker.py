@@ -75,6 +75,21 @@ class WorkerConfig:
     seed: int = 0
     prepare_sleep: SleepPlan | None = None
 
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's place among those that share its layers."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage of the pipeline, 0 for the first layers."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def driver_rank(self) -> int:
+        """The rank that samples, the first of the last stage: its `StepOutput` counts, those of all others are empty."""
+        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -166,7 +181,10 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
+        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing.
+
+        All ranks are called with the same step at the same time; ranks other than `WorkerConfig.driver_rank` return an empty output.
+        """
 
     @abstractmethod
     def sleep(self, plan: SleepPlan) -> MemoryReport:

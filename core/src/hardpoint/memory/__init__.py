@@ -12,6 +12,7 @@ from hardpoint.memory.factory_calls import factory_call_pool
 from hardpoint.memory.native_files import driver_file, include_dir
 from hardpoint.memory.pool import PoolBooks, VirtualPool, default_sleep_directory
 from hardpoint.memory.tensors import Books, TensorAllocator
+from hardpoint.memory.torch_graph_pool import TorchGraphPool
 from hardpoint.memory.torch_pool import (
     TorchPoolAllocator,
     TorchPoolFunctions,
@@ -30,6 +31,7 @@ __all__ = [
     "Geometry",
     "PoolBooks",
     "TensorAllocator",
+    "TorchGraphPool",
     "TorchPoolAllocator",
     "TorchPoolFunctions",
     "VirtualAllocator",

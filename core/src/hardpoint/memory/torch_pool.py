@@ -28,6 +28,7 @@ from hardpoint.interfaces.capabilities import MemoryCapabilities
 from hardpoint.interfaces.errors import CapabilityRefused, DriverError, MemoryBusy
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint.memory.pool import VirtualPool, native_policy
+from hardpoint.memory.torch_graph_pool import TorchGraphPool
 from hardpoint.memory.virtual import VirtualAllocator
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class TorchPoolFunctions:
         allocator: torch's pluggable allocator over a library's two functions (path, allocate, free).
         pool: a new pool of torch over a pluggable allocator, for the device with an index.
         use: a context in which this thread's allocations on the device with an index come from a pool.
-        segments: torch's description of a pool's segments: `address`, and `active_size`, the bytes of tensors in it.
+        segments: torch's description of a pool's segments: `address`, `total_size`, and `active_size`, the bytes of tensors in it.
         empty_cache: let torch give back what no tensor uses.
         synchronize: wait for torch's work on the device with an index. Some builds queue operators on the host, where a driver does
             not see them.
@@ -224,10 +225,19 @@ _torch_objects = _TorchObjects()
 
 
 class _Context(AbstractContextManager[None]):
-    """What `pool` returns; it may be entered any number of times, by any thread."""
+    """What `pool` returns; it may be entered any number of times, by any thread.
 
-    def __init__(self, pools: TorchPools, key: tuple[str, Policy]) -> None:
+    Attributes:
+        torch_pool: the one to allocate from; None for whichever is free.
+        is_routed: the thread's allocations go to the torch pool; else a capture sees to that.
+    """
+
+    def __init__(
+        self, pools: TorchPools, key: tuple[str, Policy], torch_pool: Any = None, *, is_routed: bool = True
+    ) -> None:
         self.key = key
+        self.torch_pool = torch_pool
+        self.is_routed = is_routed
         self._pools = pools
 
     def __enter__(self) -> None:
@@ -251,7 +261,8 @@ class _Block:
         with ExitStack() as undo:
             _native.enter_torch_pool(self.pools.memory.native, self.pools.device, tag, native_policy(policy))
             undo.callback(_native.leave_torch_pool, self.pools.device)
-            undo.enter_context(self.pools.functions.use(self.torch_pool, self.pools.device))
+            if self.context.is_routed:
+                undo.enter_context(self.pools.functions.use(self.torch_pool, self.pools.device))
             self.in_torch = undo.pop_all()
 
     def suspend(self) -> None:
@@ -296,9 +307,16 @@ class TorchPools:
         self._idle: dict[tuple[str, Policy], list[Any]] = {}
         self._open: list[_Block] = []
 
-    def context(self, tag: str, policy: Policy) -> AbstractContextManager[None]:
-        """Return a context in which torch's allocations of the thread on the device come from the memory, with a tag and a policy."""
-        return _Context(self, (tag, policy))
+    def context(
+        self, tag: str, policy: Policy, torch_pool: Any = None, *, is_routed: bool = True
+    ) -> AbstractContextManager[None]:
+        """Return a context in which torch's allocations of the thread on the device come from the memory, with a tag and a policy.
+
+        Args:
+            torch_pool: one of `make`, which nobody else allocates from; None for one that is kept for later blocks.
+            is_routed: False where a capture into the torch pool routes the allocations itself.
+        """
+        return _Context(self, (tag, policy), torch_pool, is_routed=is_routed)
 
     def enter(self, context: _Context) -> None:
         """Begin a block of this thread.
@@ -335,7 +353,8 @@ class TorchPools:
         finally:
             with self._gate:
                 self._open.remove(block)
-                self._idle.setdefault(context.key, []).append(block.torch_pool)
+                if context.torch_pool is None:
+                    self._idle.setdefault(context.key, []).append(block.torch_pool)
             outer = _thread.innermost(self.device)
             if in_effect and outer is not None:
                 outer.begin()
@@ -392,7 +411,7 @@ class TorchPools:
 
     def _open_block(self, context: _Context) -> _Block:
         with self._gate:
-            block = _Block(self, context, self._take(context.key))
+            block = _Block(self, context, context.torch_pool or self._take(context.key))
             self._open.append(block)
             return block
 
@@ -402,8 +421,16 @@ class TorchPools:
         for position, pool in enumerate(idle):
             if not any(self.memory.is_asleep(segment["address"]) for segment in self.functions.segments(pool)):
                 return idle.pop(position)
+        return self.make()
+
+    def make(self) -> Any:
+        """Return a new torch pool over the memory, which lives until `end`."""
         allocator = _torch_objects.allocator(self.memory.driver, self.functions)
         return _torch_objects.keep(self.functions.pool(allocator, self.device))
+
+    def end(self, torch_pool: Any) -> None:
+        """Let a pool of `make` go; its memory returns when nothing in torch uses it and torch's cache is emptied."""
+        _torch_objects.drop(torch_pool)
 
     def _put_in_effect(self, block: _Block, *, instead_of: _Block | None) -> None:
         if instead_of is not None:
@@ -456,6 +483,10 @@ class TorchPoolAllocator(VirtualAllocator, partial=True):
         """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent."""
         self._torch_pools.synchronize()
         return super().resize(tensor, rows)
+
+    def vendor_graph_pool(self, tag: str) -> TorchGraphPool:
+        """Return a new pool for captured work, with a tag that sleep preserves; raises CapabilityRefused as `pool` does."""
+        return TorchGraphPool(self._torch_pools, tag)
 
     def vendor_trim(self) -> None:
         """Give back what torch holds for later tensors; see `TorchPools.trim`."""

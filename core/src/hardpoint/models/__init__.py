@@ -5,9 +5,10 @@ modelling code with the backend's attention in it. Nothing here schedules or sam
 neither torch nor transformers.
 """
 
-from hardpoint.models.base import RunnableModel
-from hardpoint.models.families import LEAN_ARCHITECTURES
-from hardpoint.models.loader import load_model
+from hardpoint.models.base import CapturableModel, RunnableModel
+from hardpoint.models.families import LEAN_ARCHITECTURES, Place
+from hardpoint.models.loader import attention_layers, load_model
+from hardpoint.models.parallel import Ranks
 from hardpoint.models.source import DEMO, LOAD_FORMATS, ModelFormat, ModelSource, open_model
 from hardpoint.models.tokenizer import load_tokenizer
 
@@ -15,9 +16,13 @@ __all__ = [
     "DEMO",
     "LEAN_ARCHITECTURES",
     "LOAD_FORMATS",
+    "CapturableModel",
     "ModelFormat",
     "ModelSource",
+    "Place",
+    "Ranks",
     "RunnableModel",
+    "attention_layers",
     "load_model",
     "load_tokenizer",
     "open_model",

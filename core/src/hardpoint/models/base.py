@@ -79,3 +79,39 @@ class RunnableModel(ABC):
     @abstractmethod
     def scratch_bytes(self) -> int:
         """Bytes of working memory that are held between steps."""
+
+
+class CapturableModel(RunnableModel):
+    """A model whose steps can be captured into device graphs: its work on the device follows from shapes alone."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Elements of one token's hidden state."""
+
+    @abstractmethod
+    def compute(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: Any,
+        kv_cache: Tensor,
+        rows: Tensor,
+        output: DecoderOutput,
+    ) -> Tensor:
+        """Run one step whose inputs are on the device, and return what `run` does.
+
+        Every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
+        captured once and replayed with other contents.
+
+        Args:
+            token_ids: int64[T].
+            positions: int64[T].
+            metadata: what the attention backend's `prepare` returned for the step.
+            kv_cache: the whole cache, all layers.
+            rows: int32[rows], indices of tokens in the step.
+        """
+
+    @abstractmethod
+    def head(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
+        """Return the logits or tokens (`output`) of hidden states [rows, hidden_size], those of `DecoderOutput.HIDDEN`."""

@@ -1,9 +1,13 @@
-"""The ready-made worker: everything of a rank that is torch and not device. Backends derive from `TorchWorker`.
+"""The ready-made worker: everything of a rank that is torch and not device.
 
-What belongs here drives one device through the contract's parts (allocator, attention, kernels) and holds the model, the
-KV cache and the sampler. Scheduling, requests and text belong to the engine.
+Backends derive from `TorchWorker`, or from `AcceleratorWorker` where torch has a module for their device; `TorchGraphRunner` captures
+and replays steps by that module, and `worker.collectives` joins ranks. What belongs here drives one device through the contract's
+parts (allocator, attention, kernels) and holds the model, the KV cache and the sampler. Scheduling, requests and text belong to
+the engine.
 """
 
+from hardpoint.worker.accelerator import AcceleratorWorker
+from hardpoint.worker.torch_graphs import TorchGraphRunner
 from hardpoint.worker.torch_worker import TorchWorker
 
-__all__ = ["TorchWorker"]
+__all__ = ["AcceleratorWorker", "TorchGraphRunner", "TorchWorker"]

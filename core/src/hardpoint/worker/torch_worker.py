@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.allocator import (
+    GRAPHS,
     KV_CACHE,
     WEIGHTS,
     DeviceAllocator,
@@ -25,8 +28,8 @@ from hardpoint.interfaces.allocator import (
     SleepPlan,
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
-from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
-from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, SleepTier
+from hardpoint.interfaces.batch import FloatArray, Int32Array, Int64Array, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, GraphLevel, SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
@@ -38,11 +41,13 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
-from hardpoint.models import load_model, open_model
+from hardpoint.models import CapturableModel, attention_layers, load_model, open_model
 from hardpoint.sampling import Sampler
+from hardpoint.worker.decode_graphs import DecodeGraphs, graph_sizes
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
+from hardpoint.worker.ranks import PlainSequences, check_ranks, join_ranks, place_of
 from hardpoint.worker.weight_ledger import WeightLedger
 
 if TYPE_CHECKING:
@@ -51,6 +56,8 @@ if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
 
 T = TypeVar("T")
+
+_log = logging.getLogger("hardpoint")
 
 _TIMED_TOKENS = 256
 """Length of the timed step of a model that needs no memory measured."""
@@ -89,6 +96,10 @@ class TorchWorker(Worker, partial=True):
         self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._place = place_of(context.config)
+        self._groups = ExitStack()
+        self._plain = PlainSequences()
 
     # Hooks for vendors
 
@@ -121,7 +132,8 @@ class TorchWorker(Worker, partial=True):
     # The contract
 
     def init_device(self) -> None:
-        """Start the device and make allocator, attention and kernels."""
+        """Start the device and make allocator, attention and kernels; raises ConfigError, CapabilityRefused for a rank that cannot be."""
+        check_ranks(self._config, self._context.descriptor, self._device)
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         self._start_device()
@@ -138,7 +150,7 @@ class TorchWorker(Worker, partial=True):
         dtype = config.dtype or source.dtype
         max_model_len = self._max_model_len(source)
         request = AttentionRequest(
-            layers=source.attention_layers(),
+            layers=attention_layers(source, dtype, self._place),
             dtype=dtype,
             kv_dtype=config.kv_dtype or dtype,
             block_size=config.block_size,
@@ -152,6 +164,9 @@ class TorchWorker(Worker, partial=True):
                 plan.reasons,
                 hint="`hardpoint doctor` lists what the backend supports",
             )
+        ranks = None
+        if not self._place.is_alone:
+            ranks, self._groups = join_ranks(config, self._context.descriptor, self._device)
         with torch.no_grad(), _default_dtype(torch.get_default_dtype()):
             self._model = load_model(
                 source,
@@ -167,8 +182,8 @@ class TorchWorker(Worker, partial=True):
                 max_context=max_model_len,
                 use_fused_decoder=config.use_fused_decoder,
                 seed=config.seed,
-                rank=config.rank,
-                world_size=config.world_size,
+                place=self._place,
+                ranks=ranks,
             )
         self._synchronize()
         self._source, self._plan = source, plan
@@ -183,7 +198,7 @@ class TorchWorker(Worker, partial=True):
             dtype=dtype,
             vocab_size=source.vocab_size,
             max_model_len=max_model_len,
-            num_layers=len(request.layers),
+            num_layers=len(source.attention_layers()),
             weight_bytes=self._model.weight_bytes,
             attention=plan,
             path=self._model.path,
@@ -212,7 +227,7 @@ class TorchWorker(Worker, partial=True):
         start = time.perf_counter()
         growth = self._peak_growth(partial(self._forward, batch, cache, DecoderOutput.LOGITS))
         seconds = time.perf_counter() - start
-        unsampled = self._config.max_num_seqs - len(batch.sample_rows)
+        unsampled = self._config.max_num_seqs - len(batch.sample_rows) if self._place.is_last else 0
         growth += unsampled * info.vocab_size * DType.FLOAT32.itemsize
         del cache
         return MemoryProfile(
@@ -228,6 +243,7 @@ class TorchWorker(Worker, partial=True):
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded."""
+        self._drop_graphs()
         spec = _need(self._plan).kv_cache
         self._kv_cache = _need(self._allocator).empty(
             spec.shape(num_device_blocks), spec.dtype, KV_CACHE, Policy.DISCARD
@@ -235,12 +251,17 @@ class TorchWorker(Worker, partial=True):
         self._host_kv_cache = self._swap_space(num_host_blocks) if num_host_blocks else None
 
     def warm_up(self) -> None:
-        """Run one prefill and one decode of small steps, so that the first request finds everything in place."""
+        """Run one prefill and one decode of small steps, so that the first request finds everything in place; capture decodes.
+
+        Raises GraphCaptureFailed where graphs are planned, wanted, and not to be had.
+        """
+        self._drop_graphs()
         info, cache = _need(self._info), _need(self._kv_cache)
         for length in (min(16, info.max_model_len, info.attention.block_size), 1):
             batch = dummy_batch(num_tokens=length, max_len=length, block_size=info.attention.block_size, max_seqs=1)
             self._forward(batch, cache, DecoderOutput.ARGMAX)
         self._synchronize()
+        self._graphs = self._capture()
 
     def execute(self, step: StepInput) -> StepOutput:
         """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
@@ -248,9 +269,12 @@ class TorchWorker(Worker, partial=True):
         batch, sampler, cache = step.batch, _need(self._sampler), _need(self._kv_cache)
         if step.finished_seq_ids:
             sampler.remove(step.finished_seq_ids)
+            self._plain.remove(step.finished_seq_ids)
             self._pooler.remove(step.finished_seq_ids)
         for sequence in step.new_sequences:
-            sampler.add(sequence)
+            self._plain.add(sequence)
+            if self._is_driver:
+                sampler.add(sequence)
         self._move_blocks(batch, cache)
         if batch.num_tokens == 0:
             return StepOutput(token_ids=np.empty(0, np.int64))
@@ -258,12 +282,16 @@ class TorchWorker(Worker, partial=True):
         if not len(batch.sample_seq_ids):
             if not step.pooling:
                 self._forward(batch, cache, DecoderOutput.ARGMAX)
+                self._synchronize()
             return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
-        if sampler.all_plain_argmax(batch.sample_seq_ids):
-            tokens = self._forward(batch, cache, DecoderOutput.ARGMAX)
-            return StepOutput(token_ids=tokens.numpy(force=True), embeddings=embeddings)
-        logits = self._forward(batch, cache, DecoderOutput.LOGITS)
-        token_ids, logprobs = sampler.sample(logits, batch.sample_seq_ids)
+        output = DecoderOutput.ARGMAX if self._wants_argmax(batch.sample_seq_ids) else DecoderOutput.LOGITS
+        result = self._forward(batch, cache, output)
+        if not self._is_driver:
+            self._synchronize()
+            return StepOutput(token_ids=np.empty(0, np.int64))
+        if output is DecoderOutput.ARGMAX:
+            return StepOutput(token_ids=result.numpy(force=True), embeddings=embeddings)
+        token_ids, logprobs = sampler.sample(result, batch.sample_seq_ids)
         return StepOutput(token_ids=token_ids, logprobs=logprobs, embeddings=embeddings)
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
@@ -277,7 +305,7 @@ class TorchWorker(Worker, partial=True):
         plan = self._completed(plan)
         self._check_source(plan, before)
         try:
-            report = allocator.sleep(plan)
+            report = self._with_graphs(allocator.sleep(plan))
             if _discards(plan, WEIGHTS):
                 self._ledger.discard_all()
             obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
@@ -344,8 +372,10 @@ class TorchWorker(Worker, partial=True):
 
     def shutdown(self) -> None:
         """Give everything back; legal in any state and more than once."""
+        self._drop_graphs()
         self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
         self._attention = self._kernels = None
+        self._groups.close()
         if self._allocator is not None:
             self._allocator.close()
             self._allocator = None
@@ -410,6 +440,16 @@ class TorchWorker(Worker, partial=True):
 
     # Steps
 
+    @property
+    def _is_driver(self) -> bool:
+        return self._config.rank == self._config.driver_rank
+
+    def _wants_argmax(self, seq_ids: Int64Array) -> bool:
+        """Whether a step needs no logits; the same answer on all ranks, of which only the driver counts tokens."""
+        if self._place.is_alone:
+            return _need(self._sampler).all_plain_argmax(seq_ids)
+        return self._plain.all(seq_ids)
+
     @torch.inference_mode()
     def _forward(
         self, batch: StepBatch, cache: Tensor, output: DecoderOutput, rows: Int32Array | None = None
@@ -417,9 +457,57 @@ class TorchWorker(Worker, partial=True):
         """Run the model on one step; `rows` are token indices, by default the last token of each sampled sequence."""
         if rows is None:
             rows = batch.query_start[batch.sample_rows + 1] - 1
+        if self._graphs is not None and cache is self._kv_cache and self._graphs.fits(batch):
+            return self._replay(self._graphs, batch, output, rows)
         metadata = _need(self._attention).prepare(_need(self._plan), batch)
         wanted = torch.from_numpy(rows).to(self._device.torch_device)
         return _need(self._model).run(batch, metadata, cache, wanted, output)
+
+    # Graphs
+
+    def _capture(self) -> DecodeGraphs | None:
+        """Capture the decode steps; None where the user or the plan wants none, or the model cannot be captured."""
+        plan, model = _need(self._plan), _need(self._model)
+        if self._config.enforce_eager or plan.graph_level is GraphLevel.NONE:
+            return None
+        if self._config.pipeline_parallel_size > 1:
+            _log.warning("steps run without graphs: stages of a pipeline are not captured")
+            return None
+        runner = self._context.descriptor.make("graph_runner", self._device)
+        if runner is None:
+            return None
+        if not isinstance(model, CapturableModel):
+            _log.warning("steps of this model run without graphs: its way to run (%s) cannot be captured", model.path)
+            return None
+        with torch.inference_mode():
+            return DecodeGraphs(
+                runner,
+                attention=_need(self._attention),
+                plan=plan,
+                model=model,
+                kv_cache=_need(self._kv_cache),
+                sizes=graph_sizes(self._config.max_num_seqs),
+                allocator=_need(self._allocator),
+                empty_host=self._empty_host,
+            )
+
+    def _drop_graphs(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.reset()
+
+    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, output: DecoderOutput, rows: Int32Array) -> Tensor:
+        """Compute a step of decodes by its graph; token `i` of such a step is that of sequence `i`."""
+        hidden = graphs.replay(batch)
+        if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+            hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._device.torch_device))
+        return hidden if output is DecoderOutput.HIDDEN else cast(CapturableModel, self._model).head(hidden, output)
+
+    def _with_graphs(self, report: MemoryReport) -> MemoryReport:
+        """Return a sleep's report with what the graphs still hold."""
+        if self._graphs is None:
+            return report
+        return replace(report, residual={**report.residual, GRAPHS: self._graphs.resident_bytes()})
 
     def _pool(self, step: StepInput, cache: Tensor) -> dict[int, FloatArray]:
         """Run a step for hidden states; return the embeddings of the prompts that end in it.
@@ -429,6 +517,8 @@ class TorchWorker(Worker, partial=True):
         batch = step.batch
         rows = np.arange(batch.num_tokens, dtype=np.int32)
         hidden = self._forward(batch, cache, DecoderOutput.HIDDEN, rows)
+        if not self._is_driver:
+            return {}
         embeddings = {}
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
             request = step.pooling.get(seq_id)

@@ -1,0 +1,32 @@
+"""Communication between the ranks of one model: NCCL."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.worker.collectives import TorchCollectives
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+class CudaCollectives(TorchCollectives):
+    """Ranks on devices of one or several machines."""
+
+    def _make_group(self, store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        if not distributed.is_nccl_available():
+            raise CapabilityRefused(
+                f"{size} ranks of backend 'cuda' cannot be joined",
+                [f"torch {torch.__version__} is built without NCCL"],
+                hint="Install torch's build for CUDA, or run one rank",
+            )
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = distributed.ProcessGroupNCCL(store, rank, size, options)
+        group.bound_device_id = torch.device(self._device.torch_device)
+        return group

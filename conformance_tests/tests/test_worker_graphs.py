@@ -1,0 +1,215 @@
+"""The ready-made worker with captured decodes gives the tokens of eager steps, and wrong graphs show in its tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from conformance_tests.tests.recorded_graphs import Recorder, StaleAttention, graphed
+from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, SleepPlan
+from hardpoint.interfaces.errors import GraphCaptureFailed
+from hardpoint_conformance.target import Target
+from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
+from hardpoint_conformance.worker_bench import Bench, running
+
+
+class OldTokens(TorchFunctionMode):
+    """Embeds the token of the captures, 0, whatever is asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding:
+            args = (torch.zeros_like(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+class StaleInputs(Recorder):
+    """Replays with the tokens of the capture."""
+
+    def replay(self, key: int) -> None:
+        with OldTokens():
+            super().replay(key)
+
+
+class Lazy(Recorder):
+    """Leaves the outputs as they are when the same graph is replayed again."""
+
+    _last = 0
+
+    def replay(self, key: int) -> None:
+        if key != self._last:
+            super().replay(key)
+        self._last = key
+
+
+class Narrow(Recorder):
+    """Has no room for four sequences."""
+
+    resets = 0
+
+    def capture(self, key: int, step: Any) -> None:
+        if key == 4:
+            raise RuntimeError("out of memory\nwith more lines")
+        super().capture(key, step)
+
+    def reset(self) -> None:
+        super().reset()
+        type(self).resets += 1
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model(shape_for(graphed().claims))
+
+
+@contextmanager
+def serving(model: Model, target: Target | None = None, **changes: Any) -> Iterator[Bench]:
+    """A worker of the graphed backend over the lean decoder, up to eight sequences in a step."""
+    Recorder.replays.clear()
+    with running(target or graphed(), model, **{"use_fused_decoder": False, "swapped": 512, **changes}) as bench:
+        yield bench
+
+
+def serve(bench: Bench, model: Model) -> list[list[int]]:
+    """Serve sequences that come, go, are preempted and swapped, in chunks and beside one another; return their tokens."""
+    rng = np.random.default_rng(7)
+    ended: list[list[int]] = []
+
+    def begin(length: int, **sampling: Any) -> Any:
+        return bench.begin(rng.integers(0, model.shape.vocab, length).tolist(), **sampling)
+
+    def end(sequence: Any) -> None:
+        ended.append(sequence.generated)
+        bench.finish(sequence)
+
+    first = [begin(length) for length in (3, 40, 17)]
+    for _ in range(6):
+        bench.step()
+    late = begin(33, logprobs=2)
+    bench.step({late.seq_id: 20} | {one.seq_id: 1 for one in first})  # a chunk beside decodes
+    seeded = begin(5, temperature=0.8, seed=11)
+    for _ in range(4):
+        bench.step()
+    end(first.pop(1))
+    for _ in range(3):
+        bench.step()
+    # Preempted, and computed again in other blocks.
+    bench.give_blocks(late)
+    late.computed = 0
+    more = [begin(length) for length in (1, 8, 9)]
+    for _ in range(5):
+        bench.step()
+    # A sequence's blocks are moved; only the table tells the worker.
+    moved = first[0]
+    old = bench.give_blocks(moved)
+    spare = begin(1)
+    bench.take_blocks(spare, 1)
+    bench.take_blocks(moved, len(old))
+    bench.copies = [pair for pair in zip(old, moved.blocks, strict=True) if pair[0] != pair[1]]
+    assert bench.copies
+    bench.step({one.seq_id: one.pending for one in bench.sequences.values() if one is not spare})
+    end(spare)
+    for sequence in [*first, seeded]:
+        end(sequence)
+    for _ in range(4):
+        bench.step()
+    bench.sleep_and_wake(SleepPlan(policies={WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}))
+    for _ in range(4):
+        bench.step()
+    for sequence in [late, *more]:
+        end(sequence)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def eager(model: Model) -> list[list[int]]:
+    with serving(model, enforce_eager=True) as bench:
+        tokens = serve(bench, model)
+    assert not Recorder.replays
+    return tokens
+
+
+def test_graphs_give_the_tokens_of_eager_steps(model: Model, eager: list[list[int]]) -> None:
+    with serving(model) as bench:
+        assert serve(bench, model) == eager
+    assert set(Recorder.replays) >= {4, 8}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"attention": StaleAttention}, {"runner": StaleInputs}, {"runner": Lazy}],
+    ids=["metadata", "inputs", "outputs"],
+)
+def test_stale_graphs_show_in_the_tokens(model: Model, eager: list[list[int]], parts: dict[str, type]) -> None:
+    with serving(model, graphed(**parts)) as bench:
+        assert serve(bench, model) != eager
+
+
+def test_steps_beyond_the_largest_graph_and_with_prompts_run_eagerly(model: Model) -> None:
+    with serving(model) as bench:
+        sequences = [bench.begin([1 + index, 2]) for index in range(3)]
+        bench.step()
+        assert not Recorder.replays
+        bench.step()
+        bench.step({sequence.seq_id: 1 for sequence in sequences[:1]})
+        assert Recorder.replays == [4, 1]
+
+
+def test_nothing_is_captured_where_the_plan_offers_no_graphs(model: Model) -> None:
+    target = graphed()
+    attention = target.descriptor.attention()
+
+    class Plain(attention):  # type: ignore[misc, valid-type]
+        def plan(self, request: Any) -> Any:
+            return replace(super().plan(request), graph_level=GraphLevel.NONE)
+
+    with serving(model, target.with_descriptor(attention=lambda: Plain)) as bench:
+        bench.generate([[1, 2, 3]], 3)
+    assert not Recorder.replays
+
+
+def test_failed_capture_names_the_size_and_leaves_nothing(model: Model) -> None:
+    target = graphed(runner=Narrow)
+    with (
+        pytest.raises(GraphCaptureFailed, match=r"step of 4 sequences.*out of memory(?!\n)") as caught,
+        serving(model, target),
+    ):
+        pass
+    assert "enforce_eager" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert Narrow.resets == 1
+    with serving(model, target, enforce_eager=True) as bench:
+        bench.generate([[1, 2, 3]], 3)
+
+
+def test_a_way_that_cannot_be_captured_is_said(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hardpoint"), serving(model, use_fused_decoder=True) as bench:
+        bench.generate([[1, 2, 3]], 3)
+    assert not Recorder.replays
+    assert "run without graphs: its way to run (fused) cannot be captured" in caplog.text
+
+
+def test_graphs_memory_sleeps_and_what_they_hold_is_reported(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hardpoint"), serving(model) as bench:
+        assert "captured decode steps of 1, 2, 4, 8 sequences" in caplog.text
+        assert bench.worker.memory_stats().tags[GRAPHS].mapped > 0
+        report = bench.worker.sleep(SleepPlan())
+        assert report.residual[GRAPHS] == 400  # what the recorder says of four graphs
+        assert bench.worker.memory_stats().tags[GRAPHS].mapped == 0
+        bench.worker.wake()
+
+
+def test_a_cache_of_another_size_is_captured_anew(model: Model) -> None:
+    with serving(model) as bench:
+        before = bench.generate([[5, 6, 7], [8, 9]], 4)
+        bench.worker.initialize_kv(64, 0)
+        bench.worker.warm_up()
+        again = bench.generate([[5, 6, 7], [8, 9]], 4)
+        assert [one.generated for one in again] == [one.generated for one in before]

@@ -1,0 +1,248 @@
+"""Paged attention over the Triton kernels, for any device that Triton compiles for and for its interpreter.
+
+The KV cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim]: keys, then values, so that the tokens of a block lie
+together for each head. Results of a sequence do not depend on the batch around it. No method waits for the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.triton.capabilities import triton_attention_capabilities
+from hardpoint.triton.launch import Launches, interpreter_is_on
+from hardpoint.triton.step import InvalidBatch, Step, StepBuilder
+from hardpoint.triton.tiles import COPY_WORDS, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.backend import Device
+    from hardpoint.interfaces.batch import Int32Array, StepBatch
+    from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionLayer, AttentionRequest
+
+
+class TritonAttention(AttentionBackend):
+    """Paged attention: prefill, chunked prefill, decode and mixes of them; batch-invariant.
+
+    Args:
+        device: where tensors are; kernels are compiled for the device that torch calls `device.torch_device`.
+        claims: what the backend claims of its attention, within `triton_attention_capabilities`.
+        target: facts about the device; None to ask Triton's driver at the first step.
+
+    Raises:
+        CapabilityRefused: triton is not installed.
+    """
+
+    def __init__(
+        self, device: Device, claims: AttentionCapabilities | None = None, target: Target | None = None
+    ) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise CapabilityRefused(
+                f"attention in Triton was asked for on '{device.name}'",
+                ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
+            )
+        self._device = torch.device(device.torch_device)
+        self._claims = claims or triton_attention_capabilities()
+        self._given_target = target
+        self._launches: dict[AttentionRequest, Launches] = {}
+        self._captured: StepBuilder | None = None
+
+    def capabilities(self) -> AttentionCapabilities:
+        """Return what these kernels do."""
+        return self._claims
+
+    def plan(self, request: AttentionRequest) -> AttentionPlan | Refusal:
+        """Return the cache's shape and block size, or why the request cannot be served."""
+        claims = self.capabilities()
+        if reasons := claims.explain(request):
+            return Refusal(reasons)
+        first = request.layers[0]
+        spec = KVCacheSpec(
+            num_layers=len(request.layers),
+            block_size=request.block_size or claims.default_block_size,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            dtype=request.kv_dtype,
+        )
+        how = "in Triton's interpreter" if interpreter_is_on() else "compiled by Triton"
+        return AttentionPlan(request, spec, graph_level=claims.graph_level, notes=(f"hardpoint.triton, {how}",))
+
+    def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Step:
+        """Return the step's metadata, on their way to the device; raises InvalidBatch when its arrays do not fit together."""
+        captured = self._captured
+        if captured is not None and (captured.plan is plan or captured.plan == plan):
+            return captured.build(batch)
+        return self._launches_of(plan).steps(plan).build(batch)
+
+    def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
+        """Allocate static metadata: from here on all steps of decodes have theirs at the same addresses."""
+        self._captured = self._launches_of(plan).steps(plan)
+        self._captured.reserve(max_num_seqs)
+
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Step) -> None:
+        """Write the step's keys and values to their slots; a slot of -1 is not written."""
+        spec = metadata.plan.kv_cache
+        self._check_cache(kv_cache, spec, metadata)
+        shape, dtype = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim), metadata.plan.request.dtype.to_torch()
+        self._check_rows("k", k, shape, dtype)
+        self._check_rows("v", v, shape, dtype)
+        if metadata.num_tokens:
+            self._launches_of(metadata.plan).write_kv(layer, k, v, kv_cache, metadata)
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: Step,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Compute attention of the step's queries over their sequences' caches into `out`.
+
+        All keys and values are read from the cache. Rows of tokens that belong to no sequence (padding) are left as they are.
+        """
+        plan = metadata.plan
+        numbers = plan.request.layers[layer]
+        self._check_cache(kv_cache, plan.kv_cache, metadata)
+        shape, dtype = (metadata.num_tokens, numbers.num_heads, numbers.head_dim), plan.request.dtype.to_torch()
+        self._check_rows("q", q, shape, dtype)
+        self._check_rows("out", out, shape, dtype)
+        _check_per_head("sinks", sinks, numbers.sinks, numbers)
+        _check_per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers)
+        self._launches_of(plan).forward(layer, q, kv_cache, metadata, out, sinks, alibi_slopes)
+
+    def copy_blocks(self, kv_cache: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers; raises InvalidBatch, with nothing copied, for a block outside.
+
+        Pairs may be copied in any order unless one reads what another writes: then they are copied one after the other.
+        """
+        chained = len(pairs) and np.intersect1d(pairs[:, 0], pairs[:, 1]).size
+        for some in np.split(pairs, len(pairs)) if chained else [pairs]:
+            self._copy(kv_cache, kv_cache, some)
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers from one cache to another; raises InvalidBatch as copy_blocks does.
+
+        Between the device and pinned memory of the host one kernel reads and writes both, and the call does not wait for it. Other memory of
+        the host is copied block by block.
+        """
+        self._copy(source, destination, pairs)
+
+    def _copy(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
+        if not len(pairs):
+            return
+        _check_copy(source, destination, pairs)
+        if self._reaches(source) and self._reaches(destination):
+            device_pairs = torch.from_numpy(np.ascontiguousarray(pairs, np.int32)).to(self._device, copy=True)
+            words, planes = source[0, 0, 0].numel() * source.element_size() // 8, source.shape[0] * source.shape[1]
+            grid = (len(pairs), planes, -(-words // COPY_WORDS))
+            from hardpoint.triton import kernels
+
+            kernels.copy_blocks[grid](
+                source.view(torch.int64),
+                destination.view(torch.int64),
+                device_pairs,
+                source.shape[2],
+                destination.shape[2],
+                words,
+                WORDS=COPY_WORDS,
+            )
+        else:
+            for one, other in pairs.tolist():
+                destination[:, :, other].copy_(source[:, :, one])
+
+    def _reaches(self, tensor: Tensor) -> bool:
+        """Return whether kernels can read and write the tensor: on the device, or pinned on the host."""
+        return tensor.device.type == self._device.type or tensor.is_pinned()
+
+    @cached_property
+    def _target(self) -> Target:
+        return self._given_target or _ask_driver(self._device)
+
+    def _launches_of(self, plan: AttentionPlan) -> Launches:
+        found = self._launches.get(plan.request)
+        if found is None:
+            found = self._launches[plan.request] = Launches(plan, self._target, self._device)
+        return found
+
+    def _check_cache(self, kv_cache: Tensor, spec: KVCacheSpec, step: Step) -> None:
+        shape = kv_cache.shape
+        if (
+            len(shape) != 5
+            or shape[0] != 2
+            or shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim)
+            or not kv_cache.is_contiguous()
+            or DType.of(kv_cache.dtype) is not spec.dtype
+            or kv_cache.device.type != self._device.type
+        ):
+            expected = f"[2, blocks, {spec.num_kv_heads}, {spec.block_size}, {spec.head_dim}] of {spec.dtype}"
+            raise InvalidBatch(
+                f"a layer's cache is {expected}, contiguous, on {self._device}",
+                found=f"{tuple(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}, on {kv_cache.device}",
+            )
+        if step.highest_block >= shape[1]:
+            raise InvalidBatch(f"the cache has {shape[1]} blocks", found=f"the batch uses block {step.highest_block}")
+
+    def _check_rows(self, name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        inner = tensor.stride()[1:] == (shape[2], 1) or (shape[1] == 1 and tensor.stride(-1) == 1)
+        if tensor.shape != shape or tensor.dtype is not dtype or not inner or tensor.device.type != self._device.type:
+            raise InvalidBatch(
+                f"{name} is [tokens, heads, dim] = {list(shape)} of {dtype}, heads and dims contiguous, on {self._device}",
+                found=f"{list(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}",
+            )
+
+
+def _check_per_head(name: str, tensor: Tensor | None, wanted: bool, layer: AttentionLayer) -> None:
+    if tensor is None and not wanted:
+        return
+    if tensor is None or not wanted:
+        asked = "needs" if wanted else "was planned without"
+        raise InvalidBatch(f"the layer {asked} {name}", found="none given" if tensor is None else "a tensor")
+    if tensor.shape != (layer.num_heads,) or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+        raise InvalidBatch(
+            f"{name} is float32[{layer.num_heads}], contiguous", found=f"{list(tensor.shape)} of {tensor.dtype}"
+        )
+
+
+def _check_copy(source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise InvalidBatch("block pairs are int32[k, 2]", found=f"shape {pairs.shape}")
+    for cache in (source, destination):
+        if cache.ndim != 6 or not cache.is_contiguous():
+            raise InvalidBatch(
+                "a cache is [layers, 2, blocks, kv_heads, block_size, head_dim], contiguous",
+                found=f"shape {tuple(cache.shape)}, strides {cache.stride()}",
+            )
+    one, other = ((cache.shape[:2], cache.shape[3:], cache.dtype) for cache in (source, destination))
+    if one != other:
+        raise InvalidBatch(
+            "caches that exchange blocks differ in the number of blocks only",
+            found=f"{tuple(source.shape)} {source.dtype} and {tuple(destination.shape)} {destination.dtype}",
+        )
+    for name, cache, blocks in (("source", source, pairs[:, 0]), ("destination", destination, pairs[:, 1])):
+        if int(blocks.min()) < 0 or int(blocks.max()) >= cache.shape[2]:
+            raise InvalidBatch(f"the {name} has {cache.shape[2]} blocks", found=f"{name} blocks {blocks.tolist()}")
+
+
+def _ask_driver(device: torch.device) -> Target:
+    """Return facts about the device that kernels run on, as Triton's driver gives them."""
+    if interpreter_is_on():
+        return Target(lanes=32, capability=0, units=1, interpreted=True)
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    facts: dict[str, Any] = driver.active.utils.get_device_properties(device.index or 0)
+    capability = target.arch if isinstance(target.arch, int) else 0
+    return Target(lanes=target.warp_size, capability=capability, units=facts["multiprocessor_count"])

@@ -1,0 +1,246 @@
+"""The launches of a plan's kernels: what is the same for a layer in every step is computed once."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.triton.step import Geometry, Step, StepBuilder
+from hardpoint.triton.tiles import (
+    PROGRAMS_PER_UNIT,
+    SPLIT_KEYS,
+    WRITE_TOKENS,
+    Target,
+    decode_tiles,
+    max_splits,
+    padded,
+    prefill_tiles,
+)
+from hardpoint.triton.work import SplitRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.attention import AttentionPlan
+    from hardpoint.interfaces.capabilities import AttentionLayer, AttentionRequest
+
+_LOG2_E = math.log2(math.e)
+_MERGE_DIM = 64
+"""Elements of a head that one program merges."""
+
+
+def interpreter_is_on() -> bool:
+    """Return whether Triton would interpret kernels: it reads the variable when one is decorated."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+
+
+@dataclass(frozen=True)
+class KernelConstants:
+    """The compile-time arguments of a layer's kernels, by name; those of a launch (warps, stages) are among them."""
+
+    write: dict[str, Any]
+    decode: dict[str, Any]
+    merge: dict[str, Any]
+    prefill: dict[str, Any]
+
+    @classmethod
+    def of(cls, request: AttentionRequest, layer: AttentionLayer, block_size: int, target: Target) -> KernelConstants:
+        """Return the constants of a layer."""
+        dim, itemsize = layer.head_dim, request.dtype.itemsize
+        decode, prefill = tiles_of(request, target)
+        narrow = request.kv_dtype is not request.dtype
+        kv_format = ("native" if target.converts_float8 else "bits") if narrow else "same"
+        row = {"D": dim, "D_PAD": padded(dim)}
+        marks = {"WINDOW": layer.sliding_window is not None, "SINKS": layer.sinks}
+        attend = row | marks | {
+            "GROUP": layer.num_heads // layer.num_kv_heads,
+            "BLOCK_SIZE": block_size,
+            "SOFT_CAP": layer.soft_cap is not None,
+            "ALIBI": layer.alibi,
+            "KV_FORMAT": kv_format,
+            # The interpreter multiplies the bits of bfloat16 as if they were integers.
+            "SINGLE": target.interpreted,
+        }  # fmt: skip
+        rule = split_rule(request, target)
+        split = {"BLOCK_N": rule.block_n, "MIN_TILES": rule.min_tiles, "MAX_SPLITS": rule.max_splits}
+        tokens = 64 if target.interpreted else WRITE_TOKENS
+        return cls(
+            write=row | {"TOKENS": tokens, "BLOCK_SIZE": block_size, "KV_FORMAT": kv_format, "num_warps": 4},
+            decode=attend | split | {"BLOCK_M": decode.block_m, "num_warps": decode.warps, "num_stages": decode.stages},
+            merge=marks
+            | split
+            | {"D": dim, "D_PART": _MERGE_DIM, "SPLITS_PAD": padded(rule.max_splits), "num_warps": 4},
+            prefill=attend
+            | {"BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n}
+            | {"num_warps": prefill.warps, "num_stages": prefill.stages},
+        )
+
+
+def tiles_of(request: AttentionRequest, target: Target) -> tuple[Any, Any]:
+    """Return the tiles of decodes and of everything else; one shape for all layers, so that one list of work serves them all."""
+    dim, itemsize = request.layers[0].head_dim, request.dtype.itemsize
+    group = max(layer.num_heads // layer.num_kv_heads for layer in request.layers)
+    return decode_tiles(dim, group, itemsize, target), prefill_tiles(dim, itemsize, target)
+
+
+def split_rule(request: AttentionRequest, target: Target) -> SplitRule:
+    """Return how decodes are split."""
+    block_n = tiles_of(request, target)[0].block_n
+    return SplitRule(block_n, SPLIT_KEYS // block_n, max_splits(request.layers[0].num_kv_heads, target))
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A layer's run-time arguments: factors of logits, cap and values, and the window."""
+
+    group: int
+    scale: float
+    cap: float
+    value_scale: float
+    window: int
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, kv_format: str) -> _Numbers:
+        # The kernels leave out a power of two when they take the bits of e4m3 apart.
+        exponent = 256.0 if kv_format == "bits" else 1.0
+        scale, cap = layer.scale * exponent, layer.soft_cap
+        return cls(
+            group=layer.num_heads // layer.num_kv_heads,
+            scale=scale * _LOG2_E if cap is None else scale / cap,
+            cap=0.0 if cap is None else cap * _LOG2_E,
+            value_scale=exponent,
+            window=layer.sliding_window or 0,
+        )
+
+
+class Launches:
+    """Launches the kernels of one plan's layers."""
+
+    def __init__(self, plan: AttentionPlan, target: Target, device: torch.device) -> None:
+        from hardpoint.triton import kernels
+
+        self._kernels = kernels
+        request = plan.request
+        self._target = target
+        self._device = device
+        self._spec = plan.kv_cache
+        kinds = {layer: KernelConstants.of(request, layer, plan.block_size, target) for layer in set(request.layers)}
+        self._constants = [kinds[layer] for layer in request.layers]
+        self._numbers = [_Numbers.of(layer, kinds[layer].decode["KV_FORMAT"]) for layer in request.layers]
+        programs = target.units * PROGRAMS_PER_UNIT
+        self._geometry = Geometry.of(plan, split_rule(request, target), tiles_of(request, target)[1].block_m, programs)
+        self._builder: StepBuilder | None = None
+        self._block_stride = self._spec.num_kv_heads * self._spec.block_size * self._spec.head_dim
+        self._no_numbers = torch.zeros(4, dtype=torch.float32, device=device)
+
+    def steps(self, plan: AttentionPlan) -> StepBuilder:
+        """Return what makes the plan's metadata."""
+        if self._builder is None:
+            self._builder = StepBuilder(plan, self._geometry, self._device)
+        return self._builder
+
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, step: Step) -> None:
+        """Launch the kernel that writes keys and values to their slots."""
+        constants = self._constants[layer].write
+        keys, values = (kv_cache.view(torch.uint8) if constants["KV_FORMAT"] != "same" else kv_cache).unbind(0)
+        grid = (-(-step.num_tokens // constants["TOKENS"]), self._spec.num_kv_heads)
+        self._kernels.write_kv[grid](
+            k,
+            v,
+            keys,
+            values,
+            step.slots,
+            step.num_tokens,
+            k.stride(0),
+            v.stride(0),
+            self._block_stride,
+            1.0,
+            1.0,
+            **constants,
+        )
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        kv_cache: Tensor,
+        step: Step,
+        out: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> None:
+        """Launch the kernels of a layer's attention: decodes, their merge, and the rest, as far as the step has them."""
+        constants, numbers, kv_heads = self._constants[layer], self._numbers[layer], self._spec.num_kv_heads
+        keys, values = (kv_cache.view(torch.uint8) if constants.decode["KV_FORMAT"] == "bits" else kv_cache).unbind(0)
+        sinks = self._no_numbers if sinks is None else sinks
+        slopes = self._no_numbers if slopes is None else slopes
+        partials = step.partials
+        if step.programs:
+            self._kernels.decode[(step.programs,)](
+                q,
+                keys,
+                values,
+                out,
+                step.header,
+                step.contexts,
+                step.items,
+                step.tables,
+                partials.values,
+                partials.state,
+                sinks,
+                slopes,
+                q.stride(0),
+                out.stride(0),
+                self._block_stride,
+                kv_heads,
+                partials.splits,
+                numbers.scale,
+                numbers.cap,
+                numbers.value_scale,
+                numbers.window,
+                **constants.decode,
+            )
+        if step.programs and partials.splits:
+            heads = numbers.group * kv_heads
+            self._kernels.merge[(step.num_decodes, heads, -(-self._spec.head_dim // _MERGE_DIM))](
+                out,
+                step.contexts,
+                partials.values,
+                partials.state,
+                sinks,
+                out.stride(0),
+                heads,
+                partials.splits,
+                numbers.value_scale,
+                numbers.window,
+                **constants.merge,
+            )
+        items = step.prefills.get(numbers.group)
+        if items is not None:
+            self._kernels.prefill[(items.numel() // 2 * kv_heads,)](
+                q,
+                keys,
+                values,
+                out,
+                step.header,
+                step.contexts,
+                step.starts,
+                items,
+                step.tables,
+                sinks,
+                slopes,
+                q.stride(0),
+                out.stride(0),
+                self._block_stride,
+                kv_heads,
+                numbers.scale,
+                numbers.cap,
+                numbers.value_scale,
+                numbers.window,
+                **constants.prefill,
+            )

@@ -1,0 +1,272 @@
+"""A step's metadata on the device: all of its arrays in one buffer of int32, which one transfer fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.errors import HardpointError
+from hardpoint.triton.work import SplitRule, decode_items, prefill_items
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from hardpoint.interfaces.attention import AttentionPlan
+    from hardpoint.interfaces.batch import Int32Array, StepBatch
+
+_HEADER = 8
+_ALIGNMENT = 4
+"""Arrays begin at multiples of 16 bytes: Triton compiles other code for pointers that do not."""
+
+
+class InvalidBatch(HardpointError, ValueError):
+    """A step's arrays or tensors contradict the plan, the cache or each other; nothing was written."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the work of a plan is divided.
+
+    Attributes:
+        rule: of the splits of decodes.
+        window: the widest of the layers', None if one has none: the items of that layer cover those of all.
+        groups: query heads per KV head, each number that a layer has.
+        heads: the most query heads of a layer.
+        prefill_rows: rows of a tile.
+        programs: of a decode, at most.
+    """
+
+    rule: SplitRule
+    window: int | None
+    groups: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    max_blocks: int
+    prefill_rows: int
+    programs: int
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, rule: SplitRule, prefill_rows: int, programs: int) -> Geometry:
+        """Return the geometry of a plan."""
+        layers = plan.request.layers
+        windows = [layer.sliding_window for layer in layers]
+        known = [window for window in windows if window is not None]
+        return cls(
+            rule=rule,
+            window=max(known) if len(known) == len(windows) else None,
+            groups=tuple(sorted({layer.num_heads // layer.num_kv_heads for layer in layers})),
+            heads=max(layer.num_heads for layer in layers),
+            kv_heads=plan.kv_cache.num_kv_heads,
+            head_dim=plan.kv_cache.head_dim,
+            block_size=plan.block_size,
+            max_blocks=-(-plan.request.max_context // plan.block_size),
+            prefill_rows=prefill_rows,
+            programs=programs,
+        )
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Where the splits of decodes leave their results.
+
+    Attributes:
+        splits: parts of a sequence that there is room for; 0 when no sequence has several.
+        values: float32[sequences, heads, splits, head_dim]; state: the same with 2 instead of head_dim.
+    """
+
+    splits: int
+    values: Tensor
+    state: Tensor
+
+    @classmethod
+    def room(cls, geometry: Geometry, sequences: int, splits: int, device: torch.device) -> Partials:
+        """Allocate room for sequences of so many parts."""
+        shape = (sequences, geometry.heads, splits)
+        values = torch.empty((*shape, geometry.head_dim), dtype=torch.float32, device=device)
+        return cls(splits, values, torch.empty((*shape, 2), dtype=torch.float32, device=device))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Metadata of one step.
+
+    Attributes:
+        plan: what the step keeps to.
+        num_decodes: sequences, from the first, that `decode` may serve: with static metadata as many as were captured.
+        highest_block: that a sequence or a slot uses.
+        programs: of the decode kernel; 0 for no decode.
+        prefills: by group size, int32[items, 2] on the device.
+        header, slots, contexts, starts, items, tables: as the kernels take them.
+    """
+
+    plan: AttentionPlan
+    num_tokens: int
+    num_decodes: int
+    highest_block: int
+    programs: int
+    prefills: dict[int, Tensor]
+    header: Tensor
+    slots: Tensor
+    contexts: Tensor
+    starts: Tensor
+    items: Tensor
+    tables: Tensor
+    partials: Partials
+
+
+class StepBuilder:
+    """Makes the metadata of a plan's steps.
+
+    After `reserve` the metadata of steps that have decodes alone, and no more of them than were reserved for, are always at the same
+    addresses: a captured step that is replayed after `build` follows the new batch.
+    """
+
+    def __init__(self, plan: AttentionPlan, geometry: Geometry, device: torch.device) -> None:
+        self._plan = plan
+        self._geometry = geometry
+        self._device = device
+        self._nothing = Partials.room(geometry, 0, 0, device)
+        self._reserved = 0
+        self._static: Tensor | None = None
+        self._static_partials = self._nothing
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The plan that all steps keep to."""
+        return self._plan
+
+    def reserve(self, max_num_seqs: int) -> None:
+        """Allocate static metadata for up to so many sequences with one query each."""
+        geometry = self._geometry
+        most = int(geometry.rule.splits(np.array([self._plan.request.max_context], np.int32), geometry.window)[0])
+        sizes = [_HEADER, max_num_seqs, max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs * most]
+        end = _places([*sizes, max_num_seqs * geometry.max_blocks])[-1]
+        self._static = torch.zeros(end, dtype=torch.int32, device=self._device)
+        self._static_partials = Partials.room(geometry, max_num_seqs, most if most > 1 else 0, self._device)
+        self._reserved = max_num_seqs
+
+    def build(self, batch: StepBatch) -> Step:
+        """Return a batch's metadata, on their way to the device; raises InvalidBatch when its arrays do not fit together."""
+        geometry, queries = self._geometry, _checked(batch)
+        decodes, seqs, tokens = batch.num_decodes, batch.num_seqs, batch.num_tokens
+        contexts = batch.context_lens
+        tables, highest = self._tables(batch)
+        splits = geometry.rule.splits(contexts[:decodes], geometry.window)
+        items = decode_items(splits)
+        static = bool(self._reserved) and max(seqs, tokens) <= self._reserved and not queries[decodes:].any()
+        prefills = {} if static else self._prefills(queries, contexts, decodes)
+        if static:
+            sizes = [_HEADER, *[self._reserved] * 2, self._reserved + 1, 2 * self._reserved * self._static_splits]
+        else:
+            sizes = [_HEADER, tokens, seqs, seqs + 1, items.size, *(part.size for part in prefills.values())]
+        places = _places([*sizes, tables.size])
+        # A pinned buffer goes back to torch's host allocator, which does not give it away before the transfer is done.
+        host = torch.empty(places[-1], dtype=torch.int32, pin_memory=self._device.type != "cpu")
+        header = np.array([len(items), tables.shape[1]], np.int32)
+        slots, lengths = batch.slot_mapping, contexts
+        if static:
+            slots = np.pad(slots, (0, self._reserved - tokens), constant_values=-1)
+            lengths = np.pad(lengths, (0, self._reserved - seqs))
+        view = host.numpy()
+        for place, part in zip(
+            places, [header, slots, lengths, batch.query_start, items, *prefills.values(), tables], strict=False
+        ):
+            view[place : place + part.size] = part.ravel()
+        device = self._static if static and self._static is not None else torch.empty_like(host, device=self._device)
+        device[: len(host)].copy_(host, non_blocking=True)
+        parts = [device[place:] for place in places[:-1]]
+        if static:
+            decodes, partials = seqs, self._static_partials
+            programs = seqs * self._static_splits * geometry.kv_heads
+        else:
+            several = int(splits.max(initial=0))
+            partials = self._nothing if several < 2 else Partials.room(geometry, decodes, several, self._device)
+            programs = len(items) * geometry.kv_heads
+        on_device = zip(prefills, parts[5:-1], strict=True)
+        return Step(
+            self._plan,
+            tokens,
+            decodes,
+            highest,
+            min(programs, geometry.programs),
+            {group: part[: prefills[group].size] for group, part in on_device if prefills[group].size},
+            parts[0],
+            parts[1],
+            parts[2],
+            parts[3],
+            parts[4],
+            parts[-1],
+            partials,
+        )
+
+    @property
+    def _static_splits(self) -> int:
+        return max(1, self._static_partials.splits)
+
+    def _prefills(self, queries: Int32Array, contexts: Int32Array, decodes: int) -> dict[int, Int32Array]:
+        geometry = self._geometry
+        return {
+            group: prefill_items(queries[decodes:], contexts[decodes:], group, geometry.prefill_rows, decodes)
+            for group in geometry.groups
+        }
+
+    def _tables(self, batch: StepBatch) -> tuple[Int32Array, int]:
+        """Return the rows of the block table that the step needs, as wide as its longest context, and the highest block in use."""
+        used = -(-batch.context_lens // self._geometry.block_size)
+        width, table = int(used.max(initial=0)), batch.block_table
+        if width > table.shape[1] or width > self._geometry.max_blocks:
+            raise InvalidBatch(
+                f"a context has up to {self._plan.request.max_context} tokens and {table.shape[1]} blocks in the table",
+                found=f"a context of {int(batch.context_lens.max())} tokens in blocks of {self._geometry.block_size}",
+            )
+        if len(batch.rows) and not (0 <= int(batch.rows.min()) and int(batch.rows.max()) < len(table)):
+            raise InvalidBatch(f"the block table has {len(table)} rows", found=f"rows {batch.rows.tolist()}")
+        rows = table[batch.rows, :width]
+        blocks = np.where(np.arange(width) < used[:, None], rows, 0)
+        highest = int(blocks.max(initial=0))
+        if int(blocks.min(initial=0)) < 0:
+            raise InvalidBatch("blocks are numbered from 0", found=f"block {int(blocks.min())} in the block table")
+        slot = int(batch.slot_mapping.max(initial=0))
+        return rows, max(highest, slot // self._geometry.block_size)
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Return where arrays of these sizes begin in one buffer, and last its end."""
+    places = [0]
+    for size in sizes[:-1]:
+        places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return [*places, places[-1] + sizes[-1]]
+
+
+def _checked(batch: StepBatch) -> Int32Array:
+    """Return how many queries each sequence has; raises InvalidBatch when the batch's arrays do not fit together."""
+    seqs, tokens = batch.num_seqs, batch.num_tokens
+    expected = {"query_start": seqs + 1, "context_lens": seqs, "slot_mapping": tokens}
+    for name, length in expected.items():
+        shape = getattr(batch, name).shape
+        if shape != (length,):
+            raise InvalidBatch(
+                f"cannot prepare a batch of {seqs} sequences and {tokens} tokens",
+                found=f"{name} has shape {shape} instead of ({length},)",
+            )
+    if batch.block_table.ndim != 2:
+        raise InvalidBatch("a block table has two dimensions", found=f"shape {batch.block_table.shape}")
+    queries: Int32Array = np.diff(batch.query_start)
+    decodes = batch.num_decodes
+    if batch.query_start[0] != 0 or batch.query_start[-1] > tokens or (queries < 0).any():
+        raise InvalidBatch(f"queries begin at rising tokens from 0 to {tokens}", found=f"{batch.query_start.tolist()}")
+    if not 0 <= decodes <= seqs or (queries[:decodes] != 1).any():
+        raise InvalidBatch(f"the first {decodes} of {seqs} sequences have one query each", found=f"{queries.tolist()}")
+    if (batch.context_lens < queries).any():
+        raise InvalidBatch(
+            "a context includes its queries",
+            found=f"{queries.tolist()} queries, contexts of {batch.context_lens.tolist()} tokens",
+        )
+    return queries

@@ -1,0 +1,100 @@
+"""Tile sizes of the kernels, by facts about the target. A table, and no tuning at run time: the same model has the same kernels everywhere.
+
+`scripts/triton_aot.py` compiles every line of it for every target, and fails where one spills registers or exceeds the target's shared
+memory. Reasons for the sizes:
+
+- Decode reads the cache once, so it must keep enough bytes in flight: a compute unit of 1/132 of 4.8 TB/s over a latency of about 1 us
+  needs some 36 KB (Little's law); two or three programs on each with two stages of a tile of keys and one of values have twice that.
+- A prefill tile of 128 rows does 128 products for each element of K and V that is loaded; smaller ones with a large head dimension, whose
+  float32 accumulator (rows x head dimension / threads) would not fit into registers beside the logits.
+- Targets with 64 lanes have 64 KiB of shared memory: fewer stages and narrower tiles.
+- float32 is multiplied without matrix units: small tiles, for registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """Facts about what kernels are compiled for.
+
+    Attributes:
+        lanes: threads that execute together.
+        capability: compute capability, 10 * major + minor; 0 where the target has none.
+        units: compute units (multiprocessors).
+        interpreted: kernels run in Triton's interpreter.
+    """
+
+    lanes: int
+    capability: int
+    units: int
+    interpreted: bool = False
+
+    @property
+    def converts_float8(self) -> bool:
+        """The target has instructions for e4m3fn (compute capability 8.9 and later); elsewhere its bits are taken apart."""
+        return not self.interpreted and self.lanes == 32 and self.capability >= 89
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One kernel's shape.
+
+    Attributes:
+        block_m: rows (query heads of tokens).
+        block_n: keys.
+        warps: groups of lanes of one program.
+        stages: depth of the software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+SPLIT_KEYS = 256
+"""A decode's context is split into parts of at least as many keys."""
+PROGRAMS_PER_UNIT = 8
+"""Programs of a decode for each compute unit, at most; each takes several parts where there are more."""
+WRITE_TOKENS = 4
+COPY_WORDS = 1024
+
+
+def padded(number: int) -> int:
+    """Return the least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def decode_tiles(head_dim: int, group: int, itemsize: int, target: Target) -> Tiles:
+    """Return the tiles of decodes with `group` query heads per KV head, and queries of `itemsize` bytes."""
+    rows, dim = max(16, padded(group)), padded(head_dim)
+    if target.interpreted:
+        return Tiles(rows, 128, 4, 1)
+    if itemsize == 4:
+        return Tiles(rows, 16 if dim > 128 or rows > 16 else 32, 4, 2 if target.lanes == 32 else 1)
+    if target.lanes == 64:
+        return Tiles(rows, 32 if dim > 128 else 64, 4, 2 if dim <= 64 else 1)
+    return Tiles(rows, 32 if dim > 128 else 64, 4, 3)
+
+
+def prefill_tiles(head_dim: int, itemsize: int, target: Target) -> Tiles:
+    """Return the tiles of everything that is not a decode."""
+    dim = padded(head_dim)
+    if target.interpreted:
+        return Tiles(128, 128, 4, 1)
+    if itemsize == 4:
+        return Tiles(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
+    if target.lanes == 64:
+        return Tiles(64, 32 if dim > 128 else 64, 4, 1)
+    if dim > 128:
+        return Tiles(64, 32, 8, 2)
+    return Tiles(128, 64, 8, 3 if target.capability >= 90 else 2)
+
+
+def max_splits(kv_heads: int, target: Target) -> int:
+    """Return into how many parts a decode's context is split at most: enough to fill the target with a single sequence."""
+    wanted = target.units // kv_heads
+    return min(64, max(8, padded(wanted + 1) // 2))

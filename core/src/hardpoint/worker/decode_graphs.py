@@ -1,0 +1,199 @@
+"""Decode steps as device graphs: which sizes, static inputs, capture, and replay with padding."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan
+from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import GraphCaptureFailed
+from hardpoint.interfaces.graphs import GraphRunner
+from hardpoint.interfaces.kernels import DecoderOutput
+from hardpoint.models import CapturableModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST = 512
+"""Most sequences of a captured step: larger ones keep a device busy without graphs."""
+
+_log = logging.getLogger("hardpoint")
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the numbers of sequences to capture, rising: 1, 2, 4, 8, multiples of 16, and the most that a step can have."""
+    largest = min(max_num_seqs, LARGEST)
+    sizes = {size for size in (1, 2, 4, 8, *range(16, largest, 16)) if size < largest}
+    return tuple(sorted(sizes | {largest}))
+
+
+class DecodeGraphs:
+    """Captured decode steps of one model over one KV cache, up to the last hidden state.
+
+    The head stays outside: it is queued while the graph runs, and what it returns differs by step. Inputs and outputs lie at fixed
+    addresses, in memory with the tag `graphs`, which sleep preserves. A step with a size in between replays the next larger one
+    with padding: tokens that belong to no sequence (slot -1), and sequences without tokens and context.
+    """
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        *,
+        attention: AttentionBackend,
+        plan: AttentionPlan,
+        model: CapturableModel,
+        kv_cache: Tensor,
+        sizes: Sequence[int],
+        allocator: DeviceAllocator,
+        empty_host: Callable[[Sequence[int], torch.dtype], Tensor],
+    ) -> None:
+        """Capture all sizes, the largest first.
+
+        Args:
+            runner: of the device, started here.
+            sizes: numbers of sequences, rising.
+            empty_host: makes host memory that copies to the device without waiting.
+
+        Raises:
+            GraphCaptureFailed: names the size; nothing captured is left.
+        """
+        self._runner, self._attention, self._plan, self._model = runner, attention, plan, model
+        self._cache = kv_cache
+        largest = sizes[-1]
+        self._larger = [next(size for size in sizes if size >= count) for count in range(largest + 1)]
+        self._table_shape = (largest, -(-plan.request.max_context // plan.block_size))
+        self._inputs = allocator.empty((2 * largest,), DType.INT64, GRAPHS)
+        self._rows = allocator.empty((largest,), DType.INT32, GRAPHS)
+        self._hidden = allocator.empty((largest, model.hidden_size), plan.request.dtype, GRAPHS)
+        self._host = empty_host((2 * largest,), torch.int64)
+        self._staged = self._host.numpy()
+        self._rows.copy_(torch.arange(largest, dtype=torch.int32))
+        self._inputs.copy_(torch.zeros(2 * largest, dtype=torch.int64))
+        start = time.perf_counter()
+        runner.start(allocator)
+        try:
+            self._capture(sizes)
+        except BaseException:
+            runner.reset()
+            raise
+        _log.info(
+            "captured decode steps of %s sequences in %.1f s; the graphs hold %.1f MiB",
+            ", ".join(map(str, sizes)),
+            time.perf_counter() - start,
+            runner.resident_bytes() / 2**20,
+        )
+
+    def fits(self, batch: StepBatch) -> bool:
+        """Whether a step is one that was captured: decodes alone, and not too many."""
+        return batch.num_decodes == batch.num_seqs == batch.num_tokens < len(self._larger) and batch.num_seqs > 0
+
+    def replay(self, batch: StepBatch) -> Tensor:
+        """Compute a step that `fits`; return the hidden states [num_seqs, hidden_size], valid until the next replay.
+
+        The host's copy of the inputs is read by the device later: it must have waited for the device before the next replay.
+        """
+        count = batch.num_seqs
+        size = self._larger[count]
+        padded = pad_decodes(batch, size)
+        self._staged[:size] = padded.token_ids
+        self._staged[size : 2 * size] = padded.positions
+        self._inputs[: 2 * size].copy_(self._host[: 2 * size], non_blocking=True)
+        self._attention.prepare(self._plan, padded)
+        self._runner.replay(size)
+        return self._hidden[:count]
+
+    def resident_bytes(self) -> int:
+        """Return the device bytes that the graphs hold now."""
+        return self._runner.resident_bytes()
+
+    def reset(self) -> None:
+        """Drop the graphs and their memory."""
+        self._runner.reset()
+        del self._inputs, self._rows, self._hidden, self._host, self._staged
+
+    def _capture(self, sizes: Sequence[int]) -> None:
+        self._attention.begin_capture(self._plan, sizes[-1])
+        try:
+            for size in reversed(sizes):
+                metadata = self._attention.prepare(self._plan, pad_decodes(_no_sequences(self._table_shape), size))
+                try:
+                    self._runner.capture(size, partial(self._step, size, metadata))
+                except Exception as error:
+                    raise GraphCaptureFailed(
+                        f"the decode step of {size} sequences could not be captured",
+                        found=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                        hint=(
+                            "Lower max_num_seqs or memory_utilization if memory ran out; with enforce_eager steps run without graphs"
+                        ),
+                    ) from error
+        finally:
+            self._attention.end_capture()
+
+    def _step(self, size: int, metadata: Any) -> None:
+        """Compute one step of `size` sequences from the static inputs: the device work of a graph."""
+        hidden = self._model.compute(
+            self._inputs[:size],
+            self._inputs[size : 2 * size],
+            metadata,
+            self._cache,
+            self._rows[:size],
+            DecoderOutput.HIDDEN,
+        )
+        self._hidden[:size].copy_(hidden)
+
+
+def pad_decodes(batch: StepBatch, size: int) -> StepBatch:
+    """Return a batch of decodes with `size` tokens and sequences; those added have the slot -1, and no tokens and no context."""
+    count = batch.num_seqs
+    if count == size:
+        return batch
+    query_start = np.full(size + 1, count, np.int32)
+    query_start[: count + 1] = batch.query_start
+    return replace(
+        batch,
+        token_ids=_extended(batch.token_ids, size, 0),
+        positions=_extended(batch.positions, size, 0),
+        slot_mapping=_extended(batch.slot_mapping, size, -1),
+        query_start=query_start,
+        context_lens=_extended(batch.context_lens, size, 0),
+        rows=_extended(batch.rows, size, 0),
+        seq_ids=_extended(batch.seq_ids, size, -1),
+    )
+
+
+def _extended(values: np.ndarray[Any, Any], size: int, padding: int) -> np.ndarray[Any, Any]:
+    extended = np.full(size, padding, values.dtype)
+    extended[: len(values)] = values
+    return extended
+
+
+def _no_sequences(table_shape: tuple[int, int]) -> StepBatch:
+    """Return a step without sequences, to be padded."""
+    long, short, pairs = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
+    return StepBatch(
+        token_ids=long,
+        positions=long,
+        slot_mapping=short,
+        query_start=np.zeros(1, np.int32),
+        context_lens=short,
+        block_table=np.zeros(table_shape, np.int32),
+        rows=short,
+        seq_ids=long,
+        num_decodes=0,
+        sample_rows=short,
+        sample_seq_ids=long,
+        swap_out=pairs,
+        swap_in=pairs,
+        copies=pairs,
+        preempted=long,
+    )

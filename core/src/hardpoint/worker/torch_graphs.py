@@ -1,0 +1,104 @@
+"""Device graphs of torch's modules for accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator
+from hardpoint.interfaces.backend import Device
+from hardpoint.interfaces.errors import CapabilityRefused, GraphCaptureFailed
+from hardpoint.interfaces.graphs import GraphRunner
+from hardpoint.memory import TorchPoolAllocator
+
+if TYPE_CHECKING:
+    from hardpoint.memory import TorchGraphPool
+
+
+class TorchGraphRunner(GraphRunner, partial=True):
+    """Graphs that torch captures on a stream of its own, their memory in one pool with the tag `graphs`; a vendor names the classes.
+
+    Each step runs once before it is captured, into the same pool: kernels are compiled and libraries started then, and the capture
+    finds memory there.
+
+    Attributes:
+        _torch_module: name of torch's module for the device. It has `Stream`, `stream`, `current_stream`, `synchronize` and `graph`.
+        _graph_class: name of the graph's class in it.
+    """
+
+    _torch_module: ClassVar[str]
+    _graph_class: ClassVar[str]
+
+    def __init__(self, device: Device) -> None:
+        self._index = torch.device(device.torch_device).index or 0
+        self._backend = device.backend
+        self._graphs: dict[int, Any] = {}
+        self._allocator: TorchPoolAllocator | None = None
+        self._memory: TorchGraphPool | None = None
+        self._stream: Any = None
+        self._outside = 0
+
+    def start(self, allocator: DeviceAllocator) -> None:
+        """Take the graphs' memory from an allocator whose pools are torch's; raises CapabilityRefused for another one."""
+        if not isinstance(allocator, TorchPoolAllocator):
+            raise CapabilityRefused(
+                f"the graphs of backend '{self._backend}' cannot take their memory from this allocator",
+                [f"{type(allocator).__name__} has no torch pools"],
+                hint="Derive the backend's allocator from TorchPoolAllocator",
+            )
+        self._allocator = allocator
+
+    def capture(self, key: int, step: Callable[[], None]) -> None:
+        """Run `step` once and record its device work under `key`; raises what `step` or torch's capture raises."""
+        module, allocator = self._torch(), self._allocator
+        if allocator is None:
+            raise GraphCaptureFailed("nothing can be captured before the runner is started", hint="Call start first")
+        if self._memory is None:
+            self._memory = allocator.vendor_graph_pool(GRAPHS)
+            self._stream = module.Stream(self._index)
+        memory, stream = self._memory, self._stream
+        stream.wait_stream(module.current_stream(self._index))
+        with memory.allocating(), module.stream(stream):
+            step()
+        module.synchronize(self._index)
+        free, mapped = allocator.memory_info().free, memory.mapped_bytes()
+        graph = getattr(module, self._graph_class)()
+        # Relaxed: new segments are mapped by driver calls that the stricter modes forbid while capturing.
+        with (
+            memory.capturing(),
+            module.graph(graph, pool=memory.id, stream=stream, capture_error_mode="relaxed"),
+        ):
+            step()
+        module.synchronize(self._index)
+        self._outside += max(free - allocator.memory_info().free - (memory.mapped_bytes() - mapped), 0)
+        self._graphs[key] = graph
+
+    def replay(self, key: int) -> None:
+        """Run the recorded work again, in the order of the current stream; raises KeyError."""
+        self._graphs[key].replay()
+
+    def resident_bytes(self) -> int:
+        """Return what is mapped of the graphs' pool, and what the driver took for their launches."""
+        return self._outside + (self._memory.mapped_bytes() if self._memory is not None else 0)
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory."""
+        if self._memory is None:
+            return
+        self._torch().synchronize(self._index)
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._forget_workspaces()
+        self._memory.close()
+        self._memory, self._stream, self._outside = None, None, 0
+
+    def _torch(self) -> Any:
+        """Return torch's module for the device."""
+        return import_module(self._torch_module)
+
+    def _forget_workspaces(self) -> None:
+        """Drop what libraries keep in the graphs' pool for the capture's stream. Default: nothing."""

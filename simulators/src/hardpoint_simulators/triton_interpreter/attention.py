@@ -1,0 +1,14 @@
+"""The core's attention with this backend's claims."""
+
+from __future__ import annotations
+
+from hardpoint.interfaces import Device
+from hardpoint.triton import TritonAttention
+from hardpoint_simulators.triton_interpreter.descriptor import capabilities
+
+
+class InterpretedAttention(TritonAttention):
+    """Triton's kernels, interpreted."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, capabilities(device).attention)
