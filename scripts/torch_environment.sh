@@ -11,11 +11,12 @@ rm -rf "$environment"
 "$PYTHON" -m venv "$environment"
 # Without dependencies: the vendors' libraries are simulated, and the rest is in the development environment.
 case $build in
-  cuda) package="torch===$version" ;; # `===`: the plain release, and no local one such as +cpu
-  ascend) package="torch-npu==$version" ;;
+  # `===`: the plain release, and no local one such as +cpu. Triton is the release that this torch names; the worker's attention needs it.
+  cuda) packages=("torch===$version" triton==3.7.1) ;;
+  ascend) packages=("torch-npu==$version") ;;
   *) echo "there is no build '$build'; cuda and ascend are known" >&2; exit 2 ;;
 esac
-"$environment/bin/pip" --disable-pip-version-check install -q --no-deps "$package"
+"$environment/bin/pip" --disable-pip-version-check install -q --no-deps "${packages[@]}"
 
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Added as a site, so that the editable installs in it count too.

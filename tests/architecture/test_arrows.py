@@ -23,6 +23,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "scheduler": frozenset({"interfaces", "kv", "_native"}),
     "sampling": frozenset({"interfaces", "_native"}),
     "models": frozenset({"interfaces", "memory", "_native"}),
+    "triton": frozenset({"interfaces"}),
     "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
     "executor": frozenset({"interfaces", "plugins", "worker"}),
     "engine": PARTS | {"interfaces"},
@@ -32,7 +33,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""
 
-FOR_BACKENDS = frozenset({"interfaces", "memory", "worker"})
+FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker"})
 """What a backend may import of the core."""
 
 FOR_SUITE = FOR_BACKENDS | {"plugins"}

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DeviceAllocator, DType
-from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, CapabilityRefused, DriverError
+from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, DriverError
 from hardpoint.plugins import BackendState, installed, resolve_backend
-from hardpoint_ascend import descriptor
+from hardpoint_ascend import capabilities, descriptor
 
 DRIVER = """
 #include <stddef.h>
@@ -42,13 +41,21 @@ def test_missing_library_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.devices, found.reason) == ((), "no libhardpoint_test_no_such_driver.so is installed")
 
 
-def test_device_is_listed_and_not_usable_in_this_version(build: Callable[[str], None]) -> None:
+def test_device_is_listed_and_not_usable_without_torch_npu(build: Callable[[str], None]) -> None:
     build(DRIVER)
     found = descriptor.probe()
     (device,) = found.devices
     assert (device.name, device.torch_device, device.driver_version) == ("Test NPU", "npu:0", "8.2.1")
     assert device.total_memory == 0
-    assert "has no attention or worker" in found.reason
+    assert "torch_npu is not installed" in found.reason
+
+
+def test_device_is_usable_with_torch_npu(build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "_has_torch_npu", lambda: True)
+    build(DRIVER.replace("Test NPU", "Ascend910B3"))
+    assert descriptor.probe().reason == ""
+    build(DRIVER)
+    assert "the device is Test NPU" in descriptor.probe().reason
 
 
 @pytest.mark.parametrize(
@@ -87,18 +94,5 @@ def test_discovery_records_the_device_as_unavailable(build: Callable[[str], None
     (record,) = installed(refresh=True).records("ascend")
     assert record.state is BackendState.UNAVAILABLE
     assert [device.simulated for device in record.devices] == [False]
-    with pytest.raises(BackendUnavailable, match="has no attention or worker"):
+    with pytest.raises(BackendUnavailable, match="torch_npu is not installed"):
         resolve_backend("ascend")
-
-
-def test_memory_is_claimed_and_every_other_part_is_refused() -> None:
-    backend = descriptor.hardpoint_backend()
-    device = Device("ascend", 0, "any", "any")
-    layer = AttentionLayer(8, 8, 64, 0.125)
-    request = AttentionRequest((layer,), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
-    assert backend.capabilities(device).explain(request)
-    assert backend.capabilities(device).memory.sleep_levels == {0, 1, 2}
-    assert issubclass(backend.allocator(), DeviceAllocator)
-    for part in (backend.attention, backend.worker):
-        with pytest.raises(CapabilityRefused, match="this version of hardpoint-ascend"):
-            part()

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DeviceAllocator, DType
+from hardpoint.interfaces import (
+    AttentionLayer,
+    AttentionRequest,
+    Device,
+    DeviceAllocator,
+    DType,
+    GraphLevel,
+    IntSet,
+    TorchPoolScope,
+)
 from hardpoint.interfaces.errors import BackendBroken, BackendUnavailable, CapabilityRefused, DriverError
 from hardpoint.plugins import BackendState, installed, resolve_backend
-from hardpoint_rocm import descriptor
+from hardpoint_rocm import capabilities, descriptor
 
 DRIVER = """
 #include <string.h>
@@ -22,7 +31,12 @@ int hipDeviceGet(int *device, int index) { *device = 40 + index; return 0; }
 int hipDeviceGetName(char *name, int size, int device) { strncpy(name, "Test GPU", size); return device != 40; }
 int hipDeviceTotalMem(size_t *bytes, int device) { *bytes = 6UL << 30; return device != 40; }
 int hipDeviceGetPCIBusId(char *bus, int size, int index) { strncpy(bus, "0000:01:00.0", size); return index != 0; }
+int hipDeviceGetAttribute(int *value, int attribute, int index) { *value = attribute == 87 ? 64 : 0; return index != 0; }
 """
+
+
+DEVICE = Device("rocm", 0, "any", "any")
+REQUEST = AttentionRequest((AttentionLayer(8, 8, 64, 0.125),), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
 
 
 @pytest.fixture
@@ -44,14 +58,15 @@ def test_missing_library_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.devices, found.reason) == ((), "no libhardpoint_test_no_such_driver.so is installed")
 
 
-def test_device_is_listed_and_not_usable_in_this_version(build: Callable[[str], None]) -> None:
+def test_device_is_listed_with_what_is_missing_to_compute_on_it(build: Callable[[str], None]) -> None:
     build(DRIVER)
     found = descriptor.probe()
     (device,) = found.devices
     assert (device.name, device.torch_device, device.driver_version) == ("Test GPU", "cuda:0", "6.3")
     assert device.total_memory == 6 << 30
     assert device.properties["pci_bus"] == "0000:01:00.0"
-    assert "has no attention or worker" in found.reason
+    assert device.properties["wavefront"] == "64"
+    assert found.reason.startswith("the installed torch is not built for ROCm")
 
 
 @pytest.mark.parametrize(
@@ -89,18 +104,46 @@ def test_discovery_records_the_device_as_unavailable(build: Callable[[str], None
     (record,) = installed(refresh=True).records("rocm")
     assert record.state is BackendState.UNAVAILABLE
     assert [device.simulated for device in record.devices] == [False]
-    with pytest.raises(BackendUnavailable, match="has no attention or worker"):
+    with pytest.raises(BackendUnavailable, match="not built for ROCm"):
         resolve_backend("rocm")
 
 
-def test_memory_is_claimed_and_every_other_part_is_refused() -> None:
+def test_memory_works_without_torchs_build_and_every_other_part_is_refused() -> None:
     backend = descriptor.hardpoint_backend()
-    device = Device("rocm", 0, "any", "any")
-    layer = AttentionLayer(8, 8, 64, 0.125)
-    request = AttentionRequest((layer,), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
-    assert backend.capabilities(device).explain(request)
-    assert backend.capabilities(device).memory.sleep_levels == {0, 1, 2}
+    claims = backend.capabilities(DEVICE)
+    assert claims.explain(REQUEST)
+    assert claims.memory.sleep_levels == {0, 1, 2}
+    assert claims.memory.torch_pool is TorchPoolScope.NONE
+    assert "no attention: the installed torch is not built for ROCm" in claims.notes
+    assert (claims.tensor_parallel, claims.collectives) == (IntSet(), ())
     assert issubclass(backend.allocator(), DeviceAllocator)
     for part in (backend.attention, backend.worker):
-        with pytest.raises(CapabilityRefused, match="this version of hardpoint-rocm"):
+        with pytest.raises(CapabilityRefused, match=r"not built for ROCm.*Install torch's build for ROCm"):
             part()
+
+
+def test_everything_is_claimed_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = descriptor.hardpoint_backend()
+    monkeypatch.setattr(capabilities, "requirements", tuple)
+    claims = backend.capabilities(DEVICE)
+    assert claims.explain(REQUEST) == ()
+    assert claims.attention.graph_level is GraphLevel.UNIFORM_DECODE
+    assert (claims.collectives, 2 in claims.tensor_parallel) == ((), False)
+    monkeypatch.setattr(capabilities, "has_rccl", lambda: True)
+    claims = backend.capabilities(DEVICE)
+    assert (claims.collectives, 8 in claims.tensor_parallel, 9 in claims.tensor_parallel) == (("rccl",), True, False)
+    assert any("not verified on hardware" in note for note in claims.notes)
+
+
+@pytest.mark.parametrize(("lanes", "usable"), [(64, True), (32, False)])
+def test_attention_needs_the_wavefront_of_its_tiles(
+    build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, lanes: int, usable: bool
+) -> None:
+    build(DRIVER.replace("? 64 : 0", f"? {lanes} : 0"))
+    monkeypatch.setattr(capabilities, "requirements", tuple)
+    probed = descriptor.probe()
+    claims = capabilities.capabilities(probed.devices[0])
+    expected = "" if usable else "the device has wavefronts of 32 lanes, and the kernels' tiles are made for 64"
+    assert probed.reason == expected
+    assert bool(claims.explain(REQUEST)) is not usable
+    assert (f"no attention: {expected}" in claims.notes) is not usable

@@ -80,6 +80,7 @@ def to_json(claims: Capabilities) -> dict[str, Any]:
             "features": sorted(feature.value for feature in attention.features),
             "graph_level": attention.graph_level.name.lower(),
             "determinism": attention.determinism.name.lower(),
+            "max_cache_elements": attention.max_cache_elements,
         },
         "memory": {
             "sleep_levels": sorted(memory.sleep_levels),
@@ -108,6 +109,7 @@ def from_json(data: Mapping[str, Any]) -> Capabilities:
             features=frozenset(map(AttentionFeature, attention["features"])),
             graph_level=GraphLevel[attention["graph_level"].upper()],
             determinism=Determinism[attention["determinism"].upper()],
+            max_cache_elements=attention["max_cache_elements"],
         ),
         memory=MemoryCapabilities(
             sleep_levels=frozenset(memory["sleep_levels"]),

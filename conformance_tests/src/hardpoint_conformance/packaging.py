@@ -192,6 +192,7 @@ def claims_problems(claims: object) -> list[str]:
     single: dict[str, tuple[type, Any]] = {
         "attention.default_block_size": (int, attention.default_block_size),
         "attention.max_context": (int, attention.max_context),
+        "attention.max_cache_elements": (int, attention.max_cache_elements or 0),
         "attention.graph_level": (GraphLevel, attention.graph_level),
         "attention.determinism": (Determinism, attention.determinism),
         "memory.elastic": (bool, memory.elastic),

@@ -108,6 +108,37 @@ def test_text_shows_the_same_and_labels_a_simulated_device(machine: Machine) -> 
         assert text in ended.stdout
 
 
+CLAIMS = """
+from dataclasses import replace
+from hardpoint.interfaces import DType, GraphLevel, IntSet
+
+def claims(device):
+    none = Capabilities.none()
+    half = frozenset({DType.FLOAT16})
+    attention = replace(
+        none.attention, dtypes=half, kv_dtypes={DType.FLOAT16: half | {DType.FLOAT8_E4M3}}, graph_level=GraphLevel.UNIFORM_DECODE
+    )
+    notes = ("attention: the kernels of Acme, since others are not installed", "ranks: not verified on hardware")
+    return replace(none, attention=attention, collectives=("acl", "gloo"), notes=notes)
+"""
+
+
+def test_choices_are_shown_with_their_reasons(machine: Machine) -> None:
+    fields = {"name": "alpha", "api": (API_VERSION, API_VERSION), "priority": 5, "capabilities": "claims(device)"}
+    machine.install("alpha", source=BACKEND.format(probe=FOUND.format(name="alpha"), **fields) + CLAIMS)
+    lines = [line.split(None, 1) for line in machine.run("doctor").stdout.splitlines()]
+    shown = {line[0]: line[1].strip() for line in lines if len(line) == 2}
+    assert shown["graphs"] == "uniform decode"
+    assert shown["collectives"] == "acl, gloo"
+    assert shown["KV"] == "dtypes        float8_e4m3fn with float16"
+    assert shown["notes"] == "attention: the kernels of Acme, since others are not installed"
+    assert shown["ranks:"] == "not verified on hardware"
+    (device,) = machine.report()["backends"][0]["devices"]
+    assert device["capabilities"]["collectives"] == ["acl", "gloo"]
+    assert device["capabilities"]["attention"]["graph_level"] == "uniform_decode"
+    assert len(device["capabilities"]["notes"]) == 2
+
+
 def test_backend_in_need_of_repair_ends_with_1_and_its_traceback(machine: Machine) -> None:
     machine.install("alpha")
     machine.install("beta", source="import a_module_that_is_not_there")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,7 @@ import pytest
 from hardpoint.interfaces import Policy
 from hardpoint.interfaces.errors import CapabilityRefused, MemoryBusy
 from hardpoint.memory import TorchPoolFunctions, VirtualPool, include_dir
+from hardpoint.memory.torch_graph_pool import TorchGraphPool
 from hardpoint.memory.torch_pool import TorchPools
 from hardpoint_cpu.driver import driver_table
 
@@ -26,10 +29,11 @@ SYMBOLS = ("hp_test_malloc", "hp_test_free")
 
 @dataclass(eq=False)
 class Pool:
-    """A pool of the stand-in: the addresses that it holds, each with the bytes in use."""
+    """A pool of the stand-in: the addresses that it holds, each with the bytes in use, and the sizes of all."""
 
     entered: bool = False
     held: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
 
 
 class Torch:
@@ -50,7 +54,9 @@ class Torch:
             allocator=lambda path, malloc, free: (path, malloc, free),
             pool=self._new_pool,
             use=self._use,
-            segments=lambda pool: [{"address": one, "active_size": size} for one, size in pool.held.items()],
+            segments=lambda pool: [
+                {"address": one, "active_size": size, "total_size": pool.sizes[one]} for one, size in pool.held.items()
+            ],
             empty_cache=lambda: None,
             synchronize=lambda device: None,
             check=lambda: None,
@@ -72,7 +78,7 @@ class Torch:
 
     def allocate(self, mib: int = 2) -> int:
         address: int = self._malloc(mib * MIB, 0, None)
-        self._active.pool.held[address] = mib * MIB
+        self._active.pool.held[address] = self._active.pool.sizes[address] = mib * MIB
         return address
 
 
@@ -203,3 +209,46 @@ def test_sleep_is_refused_while_a_block_of_its_tags_is_open(pools: TorchPools) -
             pass
     with pools.quiet(None):
         pass
+
+
+def test_graph_pool_keeps_what_no_tensor_uses_until_it_is_closed(pools: TorchPools, torch: Torch, memory: Any) -> None:
+    graphs = TorchGraphPool(pools, "graphs")
+    with graphs.allocating():
+        first = torch.allocate(4)
+    torch.pools[0].held[first] = 0  # its tensor is gone; what was captured uses it still
+    pools.trim()
+    with pools.context("graphs", Policy.PRESERVE):
+        torch.allocate()
+    assert len(torch.pools) == 2, "others of the tag have a pool of their own"
+    assert allocated(memory) == {"graphs": 6}
+    assert graphs.mapped_bytes() == 4 * MIB
+    dropped = weakref.ref(torch.pools[0])
+    torch.pools[0] = Pool()
+    graphs.close()
+    graphs.close()
+    gc.collect()
+    assert dropped() is None
+    assert graphs.mapped_bytes() == 0
+
+
+def test_capture_takes_segments_by_itself_and_holds_off_sleep(pools: TorchPools, torch: Torch, memory: Any) -> None:
+    graphs = TorchGraphPool(pools, "graphs")
+    with graphs.capturing():
+        assert not torch.pools[0].entered
+        torch._active.pool = torch.pools[0]  # as torch's capture does
+        torch.allocate(8)
+        torch._active.pool = None
+        with pytest.raises(MemoryBusy), pools.quiet(frozenset({"graphs"})):
+            pass
+    assert allocated(memory) == {"graphs": 8}
+    with pools.quiet(None):
+        pass
+
+
+def test_graph_pool_is_refused_where_torch_has_no_pools(pools: TorchPools) -> None:
+    def refuse() -> None:
+        raise CapabilityRefused("no pools", ["the build has none"])
+
+    pools.functions = replace(pools.functions, check=refuse)
+    with pytest.raises(CapabilityRefused, match="the build has none"):
+        TorchGraphPool(pools, "graphs")

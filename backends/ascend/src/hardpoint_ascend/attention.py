@@ -1,15 +1,326 @@
-"""Paged attention on the device."""
+"""Paged attention over torch_npu's fused operators: one call for prompts, chunks of prompts, single tokens and mixtures of them.
+
+A layer's cache is [2, num_blocks, block_size, num_kv_heads, head_dim] in the plain format ("ND"): keys, then values. The attention operator
+takes queries as [tokens, heads, dim] (its layout "TND") and a cache as [blocks, block_size, heads * dim], with
+
+- where each sequence's queries end among all tokens, and how many keys each has, as numbers on the host;
+- one triangular mask of 2048 x 2048 for every length: `sparse_mode` 3 aligns its diagonal with a sequence's last query and last key,
+  and 4 limits it to a band, of which `pre_tokens` keys lie before a query's own position.
+
+Sources: the operators' descriptions in torch_npu 2.13 (`_op_plugin_docs.py`), and CANN's public sources of the operator's tiling, which
+decide what the layout TND allows. No device has run this yet: what the operators compute is taken from there.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from hardpoint_ascend.capabilities import refusal
+import numpy as np
+import torch
+
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
+from hardpoint.interfaces.errors import InvalidBatch
+from hardpoint.worker import copy_blocks
+from hardpoint_ascend.capabilities import (
+    MOST_ELEMENTS,
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    capabilities,
+    reasons_beyond_claims,
+)
+from hardpoint_ascend.operators import ATTEND, WRITE_KV
 
 if TYPE_CHECKING:
-    from hardpoint.interfaces import AttentionBackend
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from hardpoint.interfaces.batch import Int32Array, StepBatch
+    from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionRequest
+
+AXES = ("kv", "block", "token", "head", "dim")
+_BLOCK_AXIS = 1 + AXES.index("block")
+
+_MASK_SIZE = 2048
+_CAUSAL, _BAND = 3, 4
+
+_WIDEST_BAND = 2**31 - 1
 
 
-def attention() -> type[AttentionBackend]:
-    """Refuse: this version has no attention; raises CapabilityRefused."""
-    raise refusal("attention")
+@dataclass(frozen=True)
+class Call:
+    """Consecutive sequences of a step that the attention operator takes at once.
+
+    Attributes:
+        begin, end: their tokens in the step.
+        query_ends: end of each sequence's queries, counted from `begin`.
+        context_lens: keys of each sequence.
+        block_table: int32[sequences, blocks] on the device.
+    """
+
+    begin: int
+    end: int
+    query_ends: list[int]
+    context_lens: list[int]
+    block_table: Tensor
+
+
+@dataclass(frozen=True)
+class AscendStep:
+    """Metadata of one step.
+
+    Attributes:
+        plan: what the step keeps to.
+        num_tokens: rows of the step's queries, keys and values.
+        query_start: int32[sequences + 1], where each sequence's queries begin; those that have none are left out.
+        context_lens: int32[sequences], keys of each sequence.
+        block_table: int32[sequences, blocks] on the device.
+        slots: int32[written] on the device.
+        written: int64[written] on the device, the rows that are written; None for all.
+        num_blocks: blocks that a cache must have for the step.
+        mask: bool[2048, 2048] on the device, true above the diagonal.
+    """
+
+    plan: AttentionPlan
+    num_tokens: int
+    query_start: Int32Array
+    context_lens: Int32Array
+    block_table: Tensor
+    slots: Tensor
+    written: Tensor | None
+    num_blocks: int
+    mask: Tensor
+    _calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
+
+    def calls(self, cache_blocks: int) -> tuple[Call, ...]:
+        """Return how the step is divided for a cache of so many blocks; nearly always into one call.
+
+        The operator takes a limited number of sequences and tokens, and refuses sequences which together have more blocks than the
+        cache, even when they share them.
+        """
+        if cache_blocks not in self._calls:
+            blocks = -(-self.context_lens // self.plan.block_size)
+            edges, taken = [0], 0
+            for seq, count in enumerate(blocks.tolist()):
+                first = edges[-1]
+                is_full = (
+                    taken + count > cache_blocks
+                    or seq - first >= MOST_SEQUENCES
+                    or self.query_start[seq + 1] - self.query_start[first] > MOST_TOKENS
+                )
+                if is_full and seq > first:
+                    edges.append(seq)
+                    taken = 0
+                taken += count
+            edges.append(len(blocks))
+            self._calls[cache_blocks] = tuple(self._call(*pair) for pair in pairwise(edges) if pair[1] > pair[0])
+        return self._calls[cache_blocks]
+
+    def _call(self, first: int, last: int) -> Call:
+        begin, end = int(self.query_start[first]), int(self.query_start[last])
+        return Call(
+            begin,
+            end,
+            (self.query_start[first + 1 : last + 1] - begin).tolist(),
+            self.context_lens[first:last].tolist(),
+            self.block_table[first:last],
+        )
+
+
+class AscendAttention(AttentionBackend):
+    """Attention and KV cache over `npu_fused_infer_attention_score_v2` and `npu_scatter_pa_kv_cache`."""
+
+    def __init__(self, device: Device) -> None:
+        """Bind the operators; raises CapabilityRefused and BackendBroken as `Operator.bind` does."""
+        self._device = device
+        self._attend = ATTEND.bind()
+        self._write = WRITE_KV.bind()
+        self._mask: Tensor | None = None
+
+    def capabilities(self) -> AttentionCapabilities:
+        """Return what the operators do."""
+        return capabilities(self._device).attention
+
+    def plan(self, request: AttentionRequest) -> AttentionPlan | Refusal:
+        """Return the cache's shape and block size, or why the request cannot be served."""
+        claims = self.capabilities()
+        reasons = claims.explain(request)
+        if reasons := reasons + reasons_beyond_claims(request):
+            return Refusal(reasons)
+        first = request.layers[0]
+        spec = KVCacheSpec(
+            num_layers=len(request.layers),
+            block_size=request.block_size or claims.default_block_size,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            dtype=request.kv_dtype,
+            axes=AXES,
+        )
+        return AttentionPlan(
+            request, spec, notes=("torch_npu's fused attention over a paged cache, in the layout TND",)
+        )
+
+    def prepare(self, plan: AttentionPlan, batch: StepBatch) -> AscendStep:
+        """Return the step's arrays for the operators; raises InvalidBatch when they do not fit together."""
+        seqs, tokens = len(batch.rows), batch.num_tokens
+        expected = {"query_start": seqs + 1, "context_lens": seqs, "slot_mapping": tokens}
+        for name, length in expected.items():
+            if getattr(batch, name).shape != (length,):
+                raise InvalidBatch(
+                    f"cannot prepare a batch of {seqs} sequences and {tokens} tokens",
+                    found=f"{name} has shape {getattr(batch, name).shape} instead of ({length},)",
+                )
+        queries = np.diff(batch.query_start)
+        present = np.flatnonzero(queries)
+        context_lens = batch.context_lens[present]
+        attended = int(batch.query_start[-1])
+        if (queries < 0).any() or attended > tokens or (context_lens < queries[present]).any():
+            raise InvalidBatch(
+                "a sequence's queries are consecutive tokens of the batch, and the last ones of its context",
+                found=f"query_start {batch.query_start.tolist()}, context_lens {batch.context_lens.tolist()}, {tokens} tokens",
+            )
+        table = _needed_blocks(batch.block_table, batch.rows[present], context_lens, plan.block_size)
+        written = np.flatnonzero(batch.slot_mapping >= 0)
+        slots = batch.slot_mapping[written]
+        last_block = max(int(table.max(initial=-1)), int(slots.max(initial=-1)) // plan.block_size)
+        return AscendStep(
+            plan=plan,
+            num_tokens=tokens,
+            query_start=np.concatenate([[0], batch.query_start[present + 1]]).astype(np.int32),
+            context_lens=context_lens,
+            block_table=self._on_device(table),
+            slots=self._on_device(slots),
+            written=None if len(written) == tokens else self._on_device(written),
+            num_blocks=last_block + 1,
+            mask=self._triangle(),
+        )
+
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AscendStep) -> None:
+        """Write the step's keys and values to their slots; a slot of -1 is not written."""
+        spec = metadata.plan.kv_cache
+        keys, values = _halves(kv_cache, metadata)
+        shape = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim)
+        _check_rows("k", k, shape, kv_cache)
+        _check_rows("v", v, shape, kv_cache)
+        if not len(metadata.slots):
+            return
+        # The operator's slots are all written to: a row that has none is left out.
+        if metadata.written is not None:
+            k, v = k.index_select(0, metadata.written), v.index_select(0, metadata.written)
+        self._write(k.contiguous(), v.contiguous(), keys, values, metadata.slots, cache_mode="Norm")
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: AscendStep,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Compute attention of the step's queries over their sequences' caches into `out`.
+
+        All keys and values are read from the cache. Rows of tokens that belong to no sequence (padding) are left as they are.
+        """
+        numbers = metadata.plan.request.layers[layer]
+        if sinks is not None or alibi_slopes is not None:
+            raise InvalidBatch("the layer was planned without sinks and ALiBi", found="a tensor for one of them")
+        keys, values = _halves(kv_cache, metadata)
+        shape = (metadata.num_tokens, numbers.num_heads, numbers.head_dim)
+        _check_rows("q", q, shape, kv_cache)
+        _check_rows("out", out, shape, kv_cache)
+        window = numbers.sliding_window
+        band = {} if window is None else {"pre_tokens": min(window - 1, _WIDEST_BAND), "next_tokens": 0}
+        for call in metadata.calls(kv_cache.shape[1]):
+            result, _ = self._attend(
+                q[call.begin : call.end].contiguous(),
+                keys.flatten(2),
+                values.flatten(2),
+                atten_mask=metadata.mask,
+                actual_seq_qlen=call.query_ends,
+                actual_seq_kvlen=call.context_lens,
+                block_table=call.block_table,
+                num_query_heads=numbers.num_heads,
+                num_key_value_heads=numbers.num_kv_heads,
+                softmax_scale=numbers.scale,
+                input_layout="TND",
+                sparse_mode=_CAUSAL if window is None else _BAND,
+                block_size=metadata.plan.block_size,
+                **band,
+            )
+            out[call.begin : call.end].copy_(result)
+
+    def copy_blocks(self, kv_cache: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers, pair by pair; raises InvalidBatch, with nothing copied, for a block outside."""
+        copy_blocks(kv_cache, kv_cache, pairs, _BLOCK_AXIS)
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
+        """Copy whole blocks in all layers from one cache to another; raises InvalidBatch as copy_blocks does."""
+        copy_blocks(source, destination, pairs, _BLOCK_AXIS)
+
+    def _on_device(self, array: npt.NDArray[np.integer[Any]]) -> Tensor:
+        return torch.from_numpy(array).to(self._device.torch_device)
+
+    def _triangle(self) -> Tensor:
+        if self._mask is None:
+            ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool)
+            self._mask = ones.triu(1).to(self._device.torch_device)
+        return self._mask
+
+
+def _needed_blocks(table: Int32Array, rows: Int32Array, context_lens: Int32Array, block_size: int) -> Int32Array:
+    """Return int32[sequences, blocks]: each sequence's own blocks, then zeros, since the operator reads no block number's validity."""
+    if table.ndim != 2:
+        raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
+    needed = -(-context_lens // block_size)
+    width = int(needed.max(initial=1))
+    if width > table.shape[1]:
+        raise InvalidBatch(
+            f"a context of {int(context_lens.max())} tokens takes {width} blocks",
+            found=f"a block table with {table.shape[1]} columns",
+        )
+    owned = np.where(np.arange(width) < needed[:, None], table[rows, :width], 0).astype(np.int32)
+    if owned.min(initial=0) < 0:
+        raise InvalidBatch("blocks are numbered from 0", found=f"block {int(owned.min())} in the block table")
+    return owned
+
+
+def _halves(kv_cache: Tensor, step: AscendStep) -> tuple[Tensor, Tensor]:
+    """Return a layer's keys and values, [blocks, block_size, heads, dim] each; raises InvalidBatch when the tensor is not such a layer."""
+    spec = step.plan.kv_cache
+    shape = kv_cache.shape
+    if (
+        len(shape) != 5
+        or shape[0] != 2
+        or shape[2:] != (spec.block_size, spec.num_kv_heads, spec.head_dim)
+        or not kv_cache[0].is_contiguous()
+        or DType.of(kv_cache.dtype) is not spec.dtype
+        or kv_cache.device != step.mask.device
+    ):
+        expected = f"[2, blocks, {spec.block_size}, {spec.num_kv_heads}, {spec.head_dim}] of {spec.dtype}"
+        raise InvalidBatch(
+            f"a layer's cache is {expected}, contiguous, on {step.mask.device}",
+            found=f"{tuple(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}, on {kv_cache.device}",
+        )
+    if shape[1] < step.num_blocks:
+        raise InvalidBatch(f"the step uses block {step.num_blocks - 1}", found=f"a cache of {shape[1]} blocks")
+    if kv_cache[0].numel() > MOST_ELEMENTS:
+        raise InvalidBatch(
+            f"the attention operator addresses {MOST_ELEMENTS} elements of a layer's keys",
+            found=f"{kv_cache[0].numel()} in a cache of {shape[1]} blocks",
+            hint="Use fewer blocks",
+        )
+    return kv_cache[0], kv_cache[1]
+
+
+def _check_rows(name: str, tensor: Tensor, shape: tuple[int, int, int], kv_cache: Tensor) -> None:
+    inner = tensor.stride()[1:] == (shape[2], 1) or (shape[1] == 1 and tensor.stride(-1) == 1)
+    if tensor.shape != shape or tensor.dtype is not kv_cache.dtype or not inner or tensor.device != kv_cache.device:
+        raise InvalidBatch(
+            f"{name} is [tokens, heads, dim] = {list(shape)} of {kv_cache.dtype}, heads and dims contiguous, on {kv_cache.device}",
+            found=f"{list(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}",
+        )

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-from hardpoint_ascend import allocator, attention, capabilities, worker
+from hardpoint_ascend import allocator, capabilities
+
+if TYPE_CHECKING:
+    from hardpoint_ascend.attention import AscendAttention
+    from hardpoint_ascend.collectives import AscendCollectives
+    from hardpoint_ascend.graphs import AscendGraphRunner
+    from hardpoint_ascend.worker import AscendWorker
 
 DRIVER_VARIABLE = "HARDPOINT_ASCEND_DRIVER"
 SONAMES = ("libascendcl.so",)
@@ -17,9 +24,42 @@ hookimpl = pluggy.HookimplMarker("hardpoint")
 
 
 def probe() -> ProbeResult:
-    """Look for the CANN runtime and its devices, in a process of its own; raises BackendBroken, DriverError."""
+    """Look for the CANN runtime and its devices, in a process of its own; raises BackendBroken, DriverError.
+
+    Devices on which nothing can be computed are listed, with the reasons: their memory works.
+    """
     inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
-    return ProbeResult(inventory.as_devices("ascend", "npu"), inventory.reason or capabilities.NOT_IMPLEMENTED)
+    devices = inventory.as_devices("ascend", "npu")
+    obstacles = [capabilities.reasons(device) for device in devices]
+    return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
+
+
+def _attention() -> type[AscendAttention]:
+    if capabilities.requirements():
+        raise capabilities.refusal("attention")
+    from hardpoint_ascend.attention import AscendAttention
+
+    return AscendAttention
+
+
+def _worker() -> type[AscendWorker]:
+    if capabilities.requirements():
+        raise capabilities.refusal("worker")
+    from hardpoint_ascend.worker import AscendWorker
+
+    return AscendWorker
+
+
+def _graph_runner() -> type[AscendGraphRunner]:
+    from hardpoint_ascend.graphs import AscendGraphRunner
+
+    return AscendGraphRunner
+
+
+def _collectives() -> type[AscendCollectives]:
+    from hardpoint_ascend.collectives import AscendCollectives
+
+    return AscendCollectives
 
 
 @hookimpl
@@ -32,9 +72,13 @@ def hardpoint_backend() -> BackendDescriptor:
         probe=probe,
         capabilities=capabilities.capabilities,
         allocator=allocator.allocator,
-        attention=attention.attention,
-        worker=worker.worker,
+        attention=_attention,
+        worker=_worker,
+        graph_runner=_graph_runner,
+        collectives=_collectives,
         driver=allocator.driver,
         priority=100,
-        install_hint="Install CANN and source its set_env.sh, or give the path of libascendcl.so in HARDPOINT_ASCEND_DRIVER",
+        install_hint=(
+            f"{capabilities.INSTALL}, and source its set_env.sh, or give the path of libascendcl.so in {DRIVER_VARIABLE}"
+        ),
     )

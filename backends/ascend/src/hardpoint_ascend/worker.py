@@ -1,15 +1,13 @@
-"""One rank on the device."""
+"""The worker of the Ascend backend: the core's for accelerators."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-from hardpoint_ascend.capabilities import refusal
-
-if TYPE_CHECKING:
-    from hardpoint.interfaces import Worker
+from hardpoint.worker import AcceleratorWorker
 
 
-def worker() -> type[Worker]:
-    """Refuse: this version has no worker; raises CapabilityRefused."""
-    raise refusal("worker")
+class AscendWorker(AcceleratorWorker):
+    """Runs on one device through torch_npu."""
+
+    _torch_module: ClassVar[str] = "torch_npu.npu"

@@ -16,7 +16,7 @@ import torch
 
 from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
 from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionLayer, AttentionRequest
-from hardpoint.interfaces.errors import HardpointError
+from hardpoint.interfaces.errors import InvalidBatch
 from hardpoint_cpu import _native
 from hardpoint_cpu.capabilities import capabilities
 
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 # Codes of hp::DType.
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class InvalidBatch(HardpointError, ValueError):
-    """A step's arrays or tensors contradict the plan, the cache or each other; nothing was written."""
 
 
 @contextmanager

@@ -30,7 +30,7 @@ INSTALL = "Install torch's build for CUDA, which brings triton and NCCL"
 def capabilities(device: Device) -> Capabilities:
     """Return the claims; where something is missing, every request for attention is refused, and the notes say why."""
     missing = reasons(device)
-    collectives = () if missing or not _has_nccl() else ("nccl",)
+    collectives = () if missing or not has_nccl() else ("nccl",)
     return Capabilities(
         attention=Capabilities.none().attention if missing else _attention(),
         memory=MemoryCapabilities(
@@ -84,7 +84,7 @@ def _torch_pool_scope() -> TorchPoolScope:
     return TorchPoolScope.ALL if torch_has_library("libtorch_cuda.so") else TorchPoolScope.NONE
 
 
-def _has_nccl() -> bool:
+def has_nccl() -> bool:
     """Return whether NCCL is where torch's builds look for it: in torch's folder, or in NVIDIA's package."""
     package = find_spec("nvidia")
     folders = (package and package.submodule_search_locations) or ()

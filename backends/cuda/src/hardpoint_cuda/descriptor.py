@@ -9,8 +9,7 @@ import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-from hardpoint_cuda import allocator
-from hardpoint_cuda.capabilities import INSTALL, capabilities, reasons, refusal, requirements
+from hardpoint_cuda import allocator, capabilities
 
 if TYPE_CHECKING:
     from hardpoint_cuda.attention import CudaAttention
@@ -31,21 +30,21 @@ def probe() -> ProbeResult:
     """
     inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
     devices = inventory.as_devices("cuda", "cuda")
-    obstacles = [reasons(device) for device in devices]
+    obstacles = [capabilities.reasons(device) for device in devices]
     return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
 
 
 def _attention() -> type[CudaAttention]:
-    if requirements():
-        raise refusal("attention")
+    if capabilities.requirements():
+        raise capabilities.refusal("attention")
     from hardpoint_cuda.attention import CudaAttention
 
     return CudaAttention
 
 
 def _worker() -> type[CudaWorker]:
-    if requirements():
-        raise refusal("worker")
+    if capabilities.requirements():
+        raise capabilities.refusal("worker")
     from hardpoint_cuda.worker import CudaWorker
 
     return CudaWorker
@@ -71,7 +70,7 @@ def hardpoint_backend() -> BackendDescriptor:
         vendor="NVIDIA",
         api=(2, 2),
         probe=probe,
-        capabilities=capabilities,
+        capabilities=capabilities.capabilities,
         allocator=allocator.allocator,
         attention=_attention,
         worker=_worker,
@@ -79,5 +78,7 @@ def hardpoint_backend() -> BackendDescriptor:
         collectives=_collectives,
         driver=allocator.driver,
         priority=100,
-        install_hint=f"{INSTALL}, and NVIDIA's driver (libcuda.so.1), or give the path of a driver library in {DRIVER_VARIABLE}",
+        install_hint=(
+            f"{capabilities.INSTALL}, and NVIDIA's driver (libcuda.so.1), or give the path of a driver library in {DRIVER_VARIABLE}"
+        ),
     )

@@ -29,7 +29,7 @@ INSTALL = "Install torch's build for ROCm, which brings triton and RCCL"
 def capabilities(device: Device) -> Capabilities:
     """Return the claims; where something is missing, every request for attention is refused, and the notes say why."""
     missing = reasons(device)
-    collectives = () if missing or not _has_rccl() else ("rccl",)
+    collectives = () if missing or not has_rccl() else ("rccl",)
     return Capabilities(
         attention=Capabilities.none().attention if missing else _attention(),
         memory=MemoryCapabilities(
@@ -82,6 +82,6 @@ def _torch_pool_scope() -> TorchPoolScope:
     return TorchPoolScope.ALL if torch_has_library("libtorch_hip.so") else TorchPoolScope.NONE
 
 
-def _has_rccl() -> bool:
+def has_rccl() -> bool:
     """Return whether RCCL came with torch, whose builds for ROCm have it in their folder."""
     return torch_has_library("librccl.so") or torch_has_library("librccl.so.1")

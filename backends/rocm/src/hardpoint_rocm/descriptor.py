@@ -9,8 +9,7 @@ import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import take_inventory
-from hardpoint_rocm import allocator
-from hardpoint_rocm.capabilities import INSTALL, capabilities, reasons, refusal, requirements
+from hardpoint_rocm import allocator, capabilities
 
 if TYPE_CHECKING:
     from hardpoint_rocm.attention import RocmAttention
@@ -31,21 +30,21 @@ def probe() -> ProbeResult:
     """
     inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
     devices = inventory.as_devices("rocm", "cuda")
-    obstacles = [reasons(device) for device in devices]
+    obstacles = [capabilities.reasons(device) for device in devices]
     return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
 
 
 def _attention() -> type[RocmAttention]:
-    if requirements():
-        raise refusal("attention")
+    if capabilities.requirements():
+        raise capabilities.refusal("attention")
     from hardpoint_rocm.attention import RocmAttention
 
     return RocmAttention
 
 
 def _worker() -> type[RocmWorker]:
-    if requirements():
-        raise refusal("worker")
+    if capabilities.requirements():
+        raise capabilities.refusal("worker")
     from hardpoint_rocm.worker import RocmWorker
 
     return RocmWorker
@@ -71,7 +70,7 @@ def hardpoint_backend() -> BackendDescriptor:
         vendor="AMD",
         api=(2, 2),
         probe=probe,
-        capabilities=capabilities,
+        capabilities=capabilities.capabilities,
         allocator=allocator.allocator,
         attention=_attention,
         worker=_worker,
@@ -79,5 +78,7 @@ def hardpoint_backend() -> BackendDescriptor:
         collectives=_collectives,
         driver=allocator.driver,
         priority=100,
-        install_hint=f"{INSTALL}, and ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in {DRIVER_VARIABLE}",
+        install_hint=(
+            f"{capabilities.INSTALL}, and ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in {DRIVER_VARIABLE}"
+        ),
     )

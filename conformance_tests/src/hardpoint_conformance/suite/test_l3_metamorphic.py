@@ -159,7 +159,7 @@ def test_large_offsets(
     quality: Quality,
 ) -> None:
     """Blocks that lie more than 2^31 elements from the start of a layer's cache are read and written where they are. (In a cache as
-    large as the device's free memory permits.)"""
+    large as the claims and the device's free memory permit.)"""
     dtype = min(dtypes_claimed(claims), key=lambda dtype: dtype.itemsize)
     head_dim = members(claims.attention.head_dims, 256)[-1]
     block_size = members(claims.attention.block_sizes, 256)[-1]
@@ -167,6 +167,8 @@ def test_large_offsets(
     plan = planned(target.attention(), request_of([case.layer], dtype, block_size=block_size))
     bytes_per_block = plan.kv_cache.block_bytes
     wanted = 2**31 // (8 * head_dim * block_size) + 8
+    if claims.attention.max_cache_elements is not None:
+        wanted = min(wanted, claims.attention.max_cache_elements // (8 * head_dim * block_size))
     num_blocks = min(wanted, int(allocator.memory_info().free * 0.8) // bytes_per_block)
     # Not touched but where the sequences lie: on the host, pages that nobody touches take no memory.
     cache = torch.empty(

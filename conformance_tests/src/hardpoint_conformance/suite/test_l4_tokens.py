@@ -98,8 +98,10 @@ def test_decode_tokens(target: Target, dtype: DType, fused: bool, rng: np.random
     """Tokens decoded one by one are the oracle's, also where a sequence goes on into its next block."""
     model = tiny_model(shape_for(target.claims))
     with running(target, model, dtype=dtype, use_fused_decoder=fused) as bench:
-        count = min(bench.block_size + 3, 40)
-        prompts = random_prompts(rng, model, [max(bench.block_size - count // 2, 1), bench.block_size])
+        longest = bench.info.max_model_len
+        count = min(bench.block_size + 3, 40, max(longest - bench.block_size, 20))
+        edge = min(bench.block_size, longest - count)
+        prompts = random_prompts(rng, model, [max(edge - count // 2, 1), edge])
         sequences = bench.generate(prompts, count)
     check_tokens(model, sequences, dtype, quality)
 

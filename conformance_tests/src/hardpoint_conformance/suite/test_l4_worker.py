@@ -206,13 +206,16 @@ def test_profile_grows_with_the_step(target: Target, model: Model) -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5])
 @clause("worker.profile.utilization@1", Level.WORKER, facts="6.3 worker")
 def test_utilization_as_asked(target: Target, model: Model, share: float) -> None:
-    """The KV cache gets the asked share of the device's memory, less what is used and what the largest step takes."""
+    """The KV cache gets the asked share of the device's memory, less what is used and what the largest step takes, as far as
+    attention can address it."""
     with running(target, model, memory_utilization=share) as bench:
-        profile = bench.profile
+        profile, elements = bench.profile, target.claims.attention.max_cache_elements
         assert profile.utilization == share
-        assert profile.kv_limit is None, "no further limit where a share was asked for"
+        spec = bench.info.attention.kv_cache
+        addressable = None if elements is None else 2 * spec.num_layers * elements * spec.dtype.itemsize
+        assert profile.kv_limit == addressable, "no further limit where a share was asked for"
         left = int(profile.total * share) - profile.used - (profile.peak - profile.current)
-        assert profile.kv_bytes == left
+        assert profile.kv_bytes == (left if addressable is None else min(left, addressable))
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 64])
@@ -226,7 +229,9 @@ def test_cache_takes_what_its_blocks_take(target: Target, model: Model, blocks: 
 
 @clause("worker.kv.too-large@1", Level.WORKER, facts="allocator fact 22")
 def test_cache_larger_than_the_device(target: Target, model: Model) -> None:
-    """A KV cache larger than the device is DeviceOutOfMemory; nothing of it stays behind, and a smaller one can be had."""
+    """A KV cache larger than the device is DeviceOutOfMemory, or refused where attention cannot address it; nothing of it stays behind, and
+    a smaller one can be had."""
+    limited = target.claims.attention.max_cache_elements is not None
     config = config_for(target.claims, model)
     worker = target.worker(config)
     try:
@@ -234,7 +239,7 @@ def test_cache_larger_than_the_device(target: Target, model: Model) -> None:
         info = worker.load_model()
         total = worker.profile().total
         before = worker.memory_stats().allocated
-        with pytest.raises(DeviceOutOfMemory):
+        with pytest.raises((DeviceOutOfMemory, CapabilityRefused) if limited else DeviceOutOfMemory):
             worker.initialize_kv(8 * total // info.attention.kv_cache.block_bytes + 1, 0)
         assert worker.memory_stats().allocated == before
         worker.initialize_kv(4, 0)

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -100,11 +100,10 @@ def _table(records: tuple[BackendRecord, ...]) -> Table:
     return table
 
 
-def _device(record: BackendRecord, device: Device, diagnosis: Diagnosis) -> Table:
+def _device(record: BackendRecord, device: Device, diagnosis: Diagnosis) -> Group:
     simulated = " (simulated)" if device.simulated else ""
     table = Table.grid(padding=(0, 2))
-    table.title = Text(f"\n{device.backend} device {device.index}: {device.name}{simulated}", "bold")
-    table.title_justify = "left"
+    title = Text(f"\n{device.backend} device {device.index}: {device.name}{simulated}", "bold")
     memory = f"{device.total_memory / 2**30:.1f} GiB" if device.total_memory else "not known"
     rows = {"memory": memory, "driver": device.driver_version or "none", **device.properties}
     if (record.name, device.index) in diagnosis.memory:
@@ -113,7 +112,8 @@ def _device(record: BackendRecord, device: Device, diagnosis: Diagnosis) -> Tabl
     rows |= {"capabilities": problem} if claims is None else _summary(claims)
     for key, value in rows.items():
         table.add_row(Text(f"  {key}", "dim"), Text(value))
-    return table
+    # A title of the table's own would be folded to its width.
+    return Group(title, table)
 
 
 def _memory(found: MemoryInfo | None, problem: str) -> dict[str, str]:
@@ -131,9 +131,21 @@ def _summary(claims: dict[str, Any]) -> dict[str, str]:
         "dtypes": ", ".join(attention["dtypes"]) or "none",
         "block sizes": attention["block_sizes"],
         "head dimensions": attention["head_dims"],
-        "attention": ", ".join(attention["features"]) or "plain causal attention only",
-        "graphs": attention["graph_level"],
+        "attention": (", ".join(attention["features"]) or "plain causal attention only")
+        if attention["dtypes"]
+        else "none",
+        "KV dtypes": _pairs(attention["kv_dtypes"]),
+        "graphs": attention["graph_level"].replace("_", " "),
         "sleep levels": ", ".join(map(str, memory["sleep_levels"])) or "none",
         "sleep tiers": ", ".join(memory["tiers"]) or "none",
         "tensor parallel": claims["tensor_parallel"],
+        "collectives": ", ".join(claims["collectives"]) or "none",
+        "notes": "\n".join(claims["notes"]) or "none",
     }
+
+
+def _pairs(kv_dtypes: dict[str, list[str]]) -> str:
+    """Return which element types of the cache go with each of queries, other than the same one."""
+    others = {dtype: [kv for kv in found if kv != dtype] for dtype, found in kv_dtypes.items()}
+    listed = [f"{', '.join(found)} with {dtype}" for dtype, found in others.items() if found]
+    return "; ".join(listed) or ("those of the queries" if kv_dtypes else "none")

@@ -149,6 +149,7 @@ class AttentionCapabilities:
         group_sizes: query heads per KV head.
         max_context: longest context in tokens.
         features: supported features; all others are refused.
+        max_cache_elements: most elements of one layer's keys in the KV cache; None for as many as fit into memory.
     """
 
     dtypes: frozenset[DType]
@@ -161,6 +162,7 @@ class AttentionCapabilities:
     features: frozenset[AttentionFeature]
     graph_level: GraphLevel = GraphLevel.NONE
     determinism: Determinism = Determinism.RUN_TO_RUN
+    max_cache_elements: int | None = None
 
     def explain(self, request: AttentionRequest) -> tuple[str, ...]:
         """Return why `request` is refused, one sentence each; empty when it can be done."""

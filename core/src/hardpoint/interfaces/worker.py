@@ -2,7 +2,8 @@
 
 The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `init_device`, `load_model`,
 `profile`, `initialize_kv`, `warm_up`, then `execute` once per step, and `shutdown` at the end. `sleep`, `wake`,
-`update_weights`, `reload_weights` and the questions about weights and memory come between steps.
+`update_weights`, `reload_weights` and the questions about weights and memory come between steps. Where there are several ranks, sleep
+and wake are prepared on all of them and then committed on all, or rolled back on all.
 """
 
 from __future__ import annotations
@@ -198,6 +199,36 @@ class Worker(Contract, contract=True):
         """Take device memory again."""
 
     @abstractmethod
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
+        """Prepare `sleep(plan)`: all of it that can fail; see `DeviceAllocator.begin_sleep`.
+
+        Until `commit` or `rollback` of the same number, `execute` and whatever writes weights or changes memory raise MemoryBusy.
+
+        Args:
+            transaction: its number, above all that this worker was given before; a failed preparation uses its number up.
+
+        Raises:
+            InvalidTransaction: the number is not; nothing was done.
+            MemoryBusy: another one is open; nothing was done.
+            What `sleep` raises: nothing is open, and the state before holds.
+        """
+
+    @abstractmethod
+    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
+        """Prepare `wake(tags)`, as `begin_sleep` prepares a sleep."""
+
+    @abstractmethod
+    def commit(self, transaction: int) -> MemoryReport:
+        """Finish what was prepared, and return what it did; raises InvalidTransaction for any other number than the open one's."""
+
+    @abstractmethod
+    def rollback(self, transaction: int) -> None:
+        """Return to the state before the preparation.
+
+        Raises InvalidTransaction for any other number than the open one's, and what `MemoryTransaction.rollback` raises.
+        """
+
+    @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights by (checkpoint name, tensor) pairs; returns how many were used.
 
@@ -233,7 +264,7 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give everything back; legal in any state and more than once."""
+        """Give everything back, after rolling back what is open; legal in any state and more than once."""
 
 
 WORKER_CALLS = frozenset(contract_methods(Worker))

@@ -7,7 +7,8 @@ the engine.
 """
 
 from hardpoint.worker.accelerator import AcceleratorWorker
+from hardpoint.worker.kv_blocks import copy_blocks
 from hardpoint.worker.torch_graphs import TorchGraphRunner
 from hardpoint.worker.torch_worker import TorchWorker
 
-__all__ = ["AcceleratorWorker", "TorchGraphRunner", "TorchWorker"]
+__all__ = ["AcceleratorWorker", "TorchGraphRunner", "TorchWorker", "copy_blocks"]

@@ -143,4 +143,11 @@ class AcceleratorWorker(TorchWorker, partial=True):
         current = _need(self._allocator).stats().allocated
         logits = self._config.max_num_seqs * _need(self._info).vocab_size * DType.FLOAT32.itemsize
         utilization = self._config.memory_utilization or self._default_memory_utilization
-        return MemoryProfile(total=total, used=used, peak=current + logits, current=current, utilization=utilization)
+        return MemoryProfile(
+            total=total,
+            used=used,
+            peak=current + logits,
+            current=current,
+            utilization=utilization,
+            kv_limit=self._kv_limit(),
+        )

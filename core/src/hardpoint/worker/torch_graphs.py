@@ -66,9 +66,11 @@ class TorchGraphRunner(GraphRunner, partial=True):
         module.synchronize(self._index)
         free, mapped = allocator.memory_info().free, memory.mapped_bytes()
         graph = getattr(module, self._graph_class)()
-        # Relaxed: new segments are mapped by driver calls that the stricter modes forbid while capturing.
+        # Relaxed: new segments are mapped by driver calls that the stricter modes forbid while capturing. The current stream is
+        # entered once more, because torch's context leaves the capture's in force when its beginning fails.
         with (
             memory.capturing(),
+            module.stream(module.current_stream(self._index)),
             module.graph(graph, pool=memory.id, stream=stream, capture_error_mode="relaxed"),
         ):
             step()

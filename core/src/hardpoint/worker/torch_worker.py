@@ -24,6 +24,7 @@ from hardpoint.interfaces.allocator import (
     LiveRanges,
     MemoryReport,
     MemoryStats,
+    MemoryTransaction,
     Policy,
     SleepPlan,
 )
@@ -48,6 +49,7 @@ from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
 from hardpoint.worker.ranks import PlainSequences, check_ranks, join_ranks, place_of
+from hardpoint.worker.transactions import MemoryChange, Transactions
 from hardpoint.worker.weight_ledger import WeightLedger
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class TorchWorker(Worker, partial=True):
         self._pooler = Pooler()
         self._ledger = WeightLedger(frozenset())
         self._asleep: frozenset[str] = frozenset()
+        self._transactions = Transactions()
         self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
@@ -236,15 +239,16 @@ class TorchWorker(Worker, partial=True):
             peak=before + growth,
             current=before,
             utilization=self._config.memory_utilization or self._default_memory_utilization,
-            kv_limit=self._default_kv_bytes if self._config.memory_utilization is None else None,
+            kv_limit=self._kv_limit(),
             seconds_per_token=seconds / batch.num_tokens,
             seconds_per_swapped_block=self._seconds_per_swapped_block(),
         )
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded."""
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
         self._drop_graphs()
         spec = _need(self._plan).kv_cache
+        self._check_addressable(num_device_blocks)
         self._kv_cache = _need(self._allocator).empty(
             spec.shape(num_device_blocks), spec.dtype, KV_CACHE, Policy.DISCARD
         )
@@ -299,30 +303,29 @@ class TorchWorker(Worker, partial=True):
 
         Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
         """
-        self._synchronize()
-        allocator = _need(self._allocator)
-        before = allocator.stats()
-        plan = self._completed(plan)
-        self._check_source(plan, before)
-        try:
-            report = self._with_graphs(allocator.sleep(plan))
-            if _discards(plan, WEIGHTS):
-                self._ledger.discard_all()
-            obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
-            if obsolete:
-                allocator.discard_backup(obsolete)
-            return report
-        finally:
-            self._asleep = allocator.stats().asleep
+        self._transactions.check_none("sleep")
+        return self._with_graphs(self._prepare_sleep(plan).commit())
 
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Take device memory again."""
-        allocator = _need(self._allocator)
-        try:
-            with torch.no_grad():
-                return allocator.wake(tags)
-        finally:
-            self._asleep = allocator.stats().asleep
+        self._transactions.check_none("wake")
+        return self._prepare_wake(tags).commit()
+
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
+        """Prepare `sleep(plan)`; see `Worker.begin_sleep`."""
+        self._transactions.begin(transaction, partial(self._prepare_sleep, plan))
+
+    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
+        """Prepare `wake(tags)`; see `Worker.begin_wake`."""
+        self._transactions.begin(transaction, partial(self._prepare_wake, tags))
+
+    def commit(self, transaction: int) -> MemoryReport:
+        """Finish what was prepared; raises InvalidTransaction."""
+        return self._with_graphs(self._transactions.commit(transaction))
+
+    def rollback(self, transaction: int) -> None:
+        """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
+        self._transactions.rollback(transaction)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights by (checkpoint name, tensor) pairs; see `Worker.update_weights`."""
@@ -371,7 +374,8 @@ class TorchWorker(Worker, partial=True):
         return _need(self._allocator).stats()
 
     def shutdown(self) -> None:
-        """Give everything back; legal in any state and more than once."""
+        """Give everything back, after rolling back what is open; legal in any state and more than once."""
+        self._transactions.abandon()
         self._drop_graphs()
         self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
         self._attention = self._kernels = None
@@ -381,6 +385,37 @@ class TorchWorker(Worker, partial=True):
             self._allocator = None
 
     # Sleep
+
+    def _prepare_sleep(self, plan: SleepPlan) -> MemoryChange:
+        self._synchronize()
+        allocator = _need(self._allocator)
+        before = allocator.stats()
+        plan = self._completed(plan)
+        self._check_source(plan, before)
+        obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
+
+        def on_commit() -> None:
+            if _discards(plan, WEIGHTS):
+                self._ledger.discard_all()
+            if obsolete:
+                allocator.discard_backup(obsolete)
+
+        return self._change(lambda: allocator.begin_sleep(plan), on_commit)
+
+    def _prepare_wake(self, tags: Sequence[str] | None) -> MemoryChange:
+        allocator = _need(self._allocator)
+        with torch.no_grad():
+            return self._change(lambda: allocator.begin_wake(tags), lambda: None)
+
+    def _change(self, begin: Callable[[], MemoryTransaction], on_commit: Callable[[], None]) -> MemoryChange:
+        try:
+            return MemoryChange(begin(), on_commit, self._note_asleep)
+        except BaseException:
+            self._note_asleep()
+            raise
+
+    def _note_asleep(self) -> None:
+        self._asleep = _need(self._allocator).stats().asleep
 
     def _completed(self, plan: SleepPlan) -> SleepPlan:
         """Return the plan with what only the worker knows: bytes of live KV blocks, and whose writers are all known."""
@@ -422,6 +457,7 @@ class TorchWorker(Worker, partial=True):
             self._unsourced = reason
 
     def _check_awake(self) -> None:
+        self._transactions.check_none("compute a step")
         if self._asleep:
             raise MemoryAsleep(
                 "a step needs memory that is asleep", found=", ".join(sorted(self._asleep)), hint="Wake it first"
@@ -435,6 +471,7 @@ class TorchWorker(Worker, partial=True):
             )
 
     def _check_weights_awake(self) -> None:
+        self._transactions.check_none("write weights")
         if WEIGHTS in self._asleep:
             raise MemoryAsleep("the weights are asleep and cannot be written", hint="Wake the tag 'weights' first")
 
@@ -504,7 +541,7 @@ class TorchWorker(Worker, partial=True):
         return hidden if output is DecoderOutput.HIDDEN else cast(CapturableModel, self._model).head(hidden, output)
 
     def _with_graphs(self, report: MemoryReport) -> MemoryReport:
-        """Return a sleep's report with what the graphs still hold."""
+        """Return a report with what the graphs hold on the device now."""
         if self._graphs is None:
             return report
         return replace(report, residual={**report.residual, GRAPHS: self._graphs.resident_bytes()})
@@ -543,6 +580,30 @@ class TorchWorker(Worker, partial=True):
             attention.copy_blocks(cache, batch.copies)
 
     # Sizes
+
+    def _kv_limit(self) -> int | None:
+        """Return the most bytes for the KV cache: the worker's default where nothing was asked, and what attention can address."""
+        default = self._default_kv_bytes if self._config.memory_utilization is None else None
+        elements = _need(self._attention).capabilities().max_cache_elements
+        if elements is None:
+            return default
+        spec = _need(self._plan).kv_cache
+        addressable = 2 * spec.num_layers * elements * spec.dtype.itemsize
+        return addressable if default is None else min(default, addressable)
+
+    def _check_addressable(self, num_blocks: int) -> None:
+        """Refuse a KV cache whose layers attention cannot address."""
+        elements = _need(self._attention).capabilities().max_cache_elements
+        spec = _need(self._plan).kv_cache
+        per_block = spec.block_size * spec.num_kv_heads * spec.head_dim
+        if elements is not None and num_blocks * per_block > elements:
+            raise CapabilityRefused(
+                f"a KV cache of {num_blocks} blocks was asked for",
+                [
+                    f"attention addresses {elements} elements of a layer's keys, which are {elements // per_block} blocks"
+                ],
+                hint=f"Ask for {elements // per_block} blocks at most",
+            )
 
     def _swap_space(self, num_blocks: int) -> Tensor:
         spec = _need(self._plan).kv_cache

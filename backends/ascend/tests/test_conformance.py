@@ -1,0 +1,73 @@
+"""Ascend's attention under the conformance suite, over reference operators on the host: simulated, nothing of the vendor's runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+TOKENS = ("tokens.chunked.oracle@1", "tokens.decode.oracle@1", "tokens.mixed.oracle@1", "tokens.window.oracle@1")
+
+Run = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Install the backend over reference operators and run the suite against it: (exit status, report, output)."""
+    info = tmp_path / "site" / "ascend_reference-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ascend-reference\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hardpoint.backends]\nascend_reference = reference_backend\n")
+
+    def run_suite(*options: str) -> tuple[int, dict[str, Any], str]:
+        command = [sys.executable, "-m", "hardpoint_conformance.cli", "run", "--backend", "ascend_reference"]
+        ended = subprocess.run(
+            [*command, "--report", str(tmp_path / "out"), *options],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(info.parent), str(HERE)]), "OMP_NUM_THREADS": "1"},
+        )
+        file = tmp_path / "out" / "report.json"
+        return ended.returncode, json.loads(file.read_text()) if file.exists() else {}, ended.stdout + ended.stderr
+
+    return run_suite
+
+
+def passed(report: dict[str, Any]) -> set[str]:
+    """Return the clauses of which a test ran and none failed."""
+    ran = [result for result in report["results"] if result["applies"] and result["outcome"] != "not_run"]
+    failed = {result["clause"] for result in ran if result["outcome"] != "passed"}
+    return {result["clause"] for result in ran} - failed
+
+
+def test_attention_conforms_over_reference_operators(run: Run) -> None:
+    status, report, output = run("--level", "L2", "--level", "L3")
+    assert status == 0, output
+    assert report["simulated"]
+    assert "conformant on a simulated driver" in output
+    # Not an empty success: what is claimed was proved.
+    assert passed(report) >= {
+        "attn.decode.single@1",
+        "attn.prefill.chunk@1",
+        "attn.heads.group@1",
+        "attn.kv.no-slot@1",
+        "attn.kv.swap@1",
+        "attn.window.edge@1",
+        "attn.poison.tail@1",
+        "attn.offset.large@1",
+    }
+
+
+def test_tokens_of_a_model_are_the_oracles_over_reference_operators(run: Run) -> None:
+    options = [option for clause in TOKENS for option in ("--clause", clause)]
+    _, report, output = run(*options)
+    assert passed(report) == set(TOKENS), output

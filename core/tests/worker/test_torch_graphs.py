@@ -1,0 +1,183 @@
+"""Graphs of torch's modules, over a stand-in for one: what is launched runs at once, or is recorded while a capture is on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hardpoint.interfaces import Device, MemoryInfo
+from hardpoint.interfaces.errors import CapabilityRefused, GraphCaptureFailed
+from hardpoint.memory import TorchPoolAllocator
+from hardpoint.plugins import resolve_backend
+from hardpoint.worker import TorchGraphRunner
+
+MIB = 1 << 20
+
+
+class Module:
+    """The stand-in. `fails`: captures do not begin."""
+
+    def __init__(self) -> None:
+        self.now, self.recording, self.fails = "default", None, False
+        self.captured_in: list[tuple[Any, str, str]] = []
+
+    def launch(self, work: Callable[[], None]) -> None:
+        if self.recording is None:
+            work()
+        else:
+            self.recording.append(work)
+
+    class Graph:
+        def __init__(self) -> None:
+            self.work: list[Callable[[], None]] = []
+
+        def replay(self) -> None:
+            for work in self.work:
+                work()
+
+        def reset(self) -> None:
+            self.work.clear()
+
+    def Stream(self, index: int) -> Any:
+        return SimpleNamespace(name=f"stream of {index}", wait_stream=lambda other: None)
+
+    def current_stream(self, index: int) -> Any:
+        return SimpleNamespace(name=self.now)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream.name
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def graph(self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Any:
+        @contextmanager
+        def capture() -> Iterator[None]:
+            self.now = stream.name  # as torch's context, which undoes it only at its end
+            if self.fails:
+                raise RuntimeError("operation not supported")
+            self.captured_in.append((pool, stream.name, capture_error_mode))
+            self.recording = graph.work
+            yield
+            self.recording, self.now = None, "default"
+
+        return capture()
+
+    def synchronize(self, index: int) -> None:
+        pass
+
+
+class Runner(TorchGraphRunner):
+    """Graphs of the stand-in."""
+
+    _torch_module = "stand_in_for_torch"
+    _graph_class = "Graph"
+
+
+class Allocator(TorchPoolAllocator):
+    """What the runner asks of an allocator; each capture takes 3 MiB, 2 of them in the pool."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self.pools: list[Any] = []
+
+    def vendor_graph_pool(self, tag: str) -> Any:
+        @contextmanager
+        def capturing() -> Iterator[None]:
+            yield
+            self.captures += 1
+
+        pool = SimpleNamespace(
+            id=(0, len(self.pools)), tag=tag, allocating=nullcontext, capturing=capturing, is_open=True
+        )
+        pool.mapped_bytes = lambda: 2 * MIB * self.captures
+        pool.close = lambda: setattr(pool, "is_open", False)
+        self.pools.append(pool)
+        return pool
+
+    def memory_info(self) -> MemoryInfo:
+        return MemoryInfo(free=(1000 - 3 * self.captures) * MIB, total=1000 * MIB)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    module = Module()
+    monkeypatch.setitem(sys.modules, "stand_in_for_torch", module)  # type: ignore[arg-type]
+    return module
+
+
+@pytest.fixture
+def allocator() -> Allocator:
+    return Allocator()
+
+
+@pytest.fixture
+def runner(allocator: Allocator) -> Runner:
+    runner = Runner(Device("any", 1, "any", "meta:1"))
+    runner.start(allocator)
+    return runner
+
+
+def test_a_step_runs_once_before_it_is_recorded_and_then_with_every_replay(module: Module, runner: Runner) -> None:
+    ran: list[int] = []
+    runner.capture(8, lambda: module.launch(lambda: ran.append(8)))
+    runner.capture(4, lambda: module.launch(lambda: ran.append(4)))
+    assert ran == [8, 4]
+    for key in (4, 8, 4):
+        runner.replay(key)
+    assert ran == [8, 4, 4, 8, 4]
+    with pytest.raises(KeyError):
+        runner.replay(2)
+
+
+def test_all_graphs_share_one_pool_with_the_tag_and_one_stream(
+    module: Module, runner: Runner, allocator: Allocator
+) -> None:
+    for key in (8, 4, 2):
+        runner.capture(key, lambda: None)
+    assert [pool.tag for pool in allocator.pools] == ["graphs"]
+    assert module.captured_in == [((0, 0), "stream of 1", "relaxed")] * 3
+
+
+def test_bytes_are_those_of_the_pool_and_what_the_driver_took(
+    runner: Runner, allocator: Allocator, module: Module
+) -> None:
+    assert runner.resident_bytes() == 0
+    runner.capture(4, lambda: None)
+    runner.capture(2, lambda: None)
+    assert runner.resident_bytes() == 6 * MIB
+    runner.reset()
+    assert runner.resident_bytes() == 0
+    assert not allocator.pools[0].is_open
+    with pytest.raises(KeyError):
+        runner.replay(4)
+    runner.capture(4, lambda: None)
+    assert len(allocator.pools) == 2
+
+
+def test_a_capture_that_does_not_begin_leaves_the_stream_as_it_was(runner: Runner, module: Module) -> None:
+    module.fails = True
+    with pytest.raises(RuntimeError, match="not supported"):
+        runner.capture(4, lambda: None)
+    assert module.now == "default"
+    runner.reset()
+
+
+def test_nothing_is_captured_before_the_start_or_without_torch_pools(module: Module) -> None:
+    runner = Runner(Device("any", 0, "any", "meta:0"))
+    with pytest.raises(GraphCaptureFailed, match="Call start first"):
+        runner.capture(1, lambda: None)
+    runner.reset()
+
+    resolved = resolve_backend("cpu")
+    plain = resolved.descriptor.make("allocator", resolved.device)
+    with pytest.raises(CapabilityRefused, match="has no torch pools"):
+        runner.start(plain)
+    plain.close()

@@ -1,0 +1,78 @@
+"""The engine over captured decodes gives the tokens of eager steps: real schedules with preemption, prefixes, samples, sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from conformance_tests.tests.recorded_graphs import Recorder, StaleAttention, graphed
+from hardpoint import LLM, SamplingParams
+from hardpoint.plugins import Resolved
+from hardpoint_conformance.target import Target
+from hardpoint_conformance.tiny_model import shape_for, tiny_model
+
+SHARED = [5, 6, 7, 8] * 8
+PROMPTS = [[*SHARED, index, index + 1] for index in range(6)] + [[9], [11, 12, 13]]
+
+
+@contextmanager
+def engine(monkeypatch: pytest.MonkeyPatch, target: Target | None = None, **settings: Any) -> Iterator[LLM]:
+    """An engine on the host whose decodes can be captured, with too few KV blocks for all prompts at once."""
+    target = target or graphed()
+    monkeypatch.setattr(
+        "hardpoint.engine.core.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
+    )
+    Recorder.replays.clear()
+    llm = LLM(
+        tiny_model(shape_for(target.claims)).path,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        use_fused_decoder=False,
+        block_size=8,
+        num_device_blocks=26,
+        max_num_seqs=6,
+        max_model_len=160,
+        enable_sleep_mode=True,
+        **settings,
+    )
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def tokens(llm: LLM) -> list[list[list[int]]]:
+    """Return the tokens of all prompts, before and after a sleep, greedy and sampled."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=12, ignore_eos=True, logprobs=1)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    served = llm.generate(prompts, greedy) + llm.generate(prompts[:3], sampled)
+    llm.sleep(level=1)
+    llm.wake_up()
+    served += llm.generate(prompts[3:], greedy)
+    return [[list(one.token_ids) for one in output.outputs] for output in served]
+
+
+@pytest.fixture(scope="module")
+def eager() -> list[list[list[int]]]:
+    with pytest.MonkeyPatch.context() as monkeypatch, engine(monkeypatch, enforce_eager=True) as llm:
+        found = tokens(llm)
+        assert llm.engine.totals.preemptions > 0
+    assert not Recorder.replays
+    return found
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_tokens_are_those_of_eager_steps(eager: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    with engine(monkeypatch, preemption_mode=mode) as llm:
+        assert tokens(llm) == eager
+        assert llm.engine.totals.preemptions > 0
+    assert set(Recorder.replays) == {1, 2, 4, 6}
+
+
+def test_graphs_with_old_metadata_show_in_the_tokens(eager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(monkeypatch, graphed(attention=StaleAttention)) as llm:
+        assert tokens(llm) != eager

@@ -1,0 +1,210 @@
+"""A worker on a real build of torch over its simulated driver: everything up to the first step that would compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import LLM
+from hardpoint.interfaces import (
+    GRAPHS,
+    KV_CACHE,
+    WEIGHTS,
+    DType,
+    Policy,
+    SequenceSampling,
+    SleepPlan,
+    SleepTier,
+    StepInput,
+    WorkerConfig,
+    WorkerContext,
+)
+from hardpoint.interfaces.errors import CapabilityRefused, GraphCaptureFailed
+from hardpoint.worker.dummy import dummy_batch
+from hardpoint_conformance.tiny_model import Model, Shape, tiny_model
+
+MIB = 1 << 20
+BLOCKS = 256
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model(Shape(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=4096))
+
+
+@pytest.fixture
+def started(machine: Any, model: Model) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """A worker with its weights loaded and its KV cache allocated, and the tensors that it holds on the device."""
+    held: dict[str, torch.Tensor] = {}
+    allocator = machine.descriptor.allocator()
+
+    class Noting(allocator):  # type: ignore[misc, valid-type]
+        def materialise(self, module: Any, tag: str = WEIGHTS) -> None:
+            super().materialise(module, tag)
+            held.update(module.named_parameters())
+            held.update(module.named_buffers())
+
+        def empty(self, shape: Any, dtype: Any, tag: str = "default", *more: Any, **named: Any) -> Any:
+            tensor = super().empty(shape, dtype, tag, *more, **named)
+            if tag == KV_CACHE:
+                held[KV_CACHE] = tensor
+            return tensor
+
+    descriptor = replace(machine.descriptor, allocator=lambda: Noting)
+    config = WorkerConfig(
+        model=model.path, dtype=DType.BFLOAT16, swap_space=4 * MIB, max_num_batched_tokens=256, max_num_seqs=8
+    )
+    worker = descriptor.worker()(WorkerContext(descriptor, machine.devices[1], config))
+    broken_before = len(machine.broken_rules())
+    used_before = machine.used(1)
+    worker.init_device()
+    worker.load_model()
+    worker.initialize_kv(BLOCKS, 2)
+    yield worker, held
+    held.clear()
+    worker.shutdown()
+    assert machine.used(1) == used_before
+    assert machine.broken_rules()[broken_before:] == []
+
+
+def content(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in held.items() if name != KV_CACHE}
+
+
+def addresses(held: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in held.items()}
+
+
+def test_weights_and_cache_lie_in_the_devices_memory(started: Any, machine: Any, model: Model) -> None:
+    worker, held = started
+    cache = held[KV_CACHE]
+    assert cache.device == torch.device(machine.devices[1].torch_device)
+    assert {tensor.device for tensor in held.values()} == {cache.device}
+    embedding = held["embed"].cpu().float()
+    assert torch.equal(embedding, model.weights["model.embed_tokens.weight"].to(torch.bfloat16).float())
+    books = worker.memory_stats().tags
+    assert books[KV_CACHE].allocated == cache.nbytes == BLOCKS * 2 * 2 * 32 * 2 * 64 * 2
+    assert books[WEIGHTS].allocated == sum(
+        held[name].nbytes for name in held if name[:4] not in ("kv_c", "cos_", "sin_")
+    )
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_kv_cache_is_sized_from_the_devices_memory_without_a_step(started: Any, machine: Any) -> None:
+    worker, _ = started
+    profile = worker.profile()
+    assert profile.total == 1 << 30
+    assert profile.used == machine.used(1)
+    assert profile.kv_bytes == int(0.9 * profile.total) - profile.used - 8 * 4096 * 4
+
+
+@pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.SOURCE, SleepTier.DISK])
+def test_sleep_gives_the_memory_back_and_wake_restores_bytes_and_addresses(
+    started: Any, machine: Any, tier: SleepTier, tmp_path: Any
+) -> None:
+    worker, held = started
+    before, places = content(held), addresses(held)
+    policies = {WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}
+    report = worker.sleep(SleepPlan(policies=policies, tier=tier, disk_directory=str(tmp_path)))
+    assert report.unmapped >= sum(tensor.nbytes for tensor in held.values())
+    assert machine.used(1) < 2 * MIB
+    worker.wake([WEIGHTS])
+    worker.wake()
+    assert addresses(held) == places
+    after = content(held)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_weights_are_updated_in_place(started: Any, model: Model) -> None:
+    worker, held = started
+    places = addresses(held)
+    new = torch.full_like(model.weights["model.norm.weight"], 0.5)
+    assert worker.update_weights([("model.norm.weight", new)]) == 1
+    assert held["final_norm"].cpu().float().unique().tolist() == [0.5]
+    assert worker.reload_weights() == len(model.weights)
+    assert torch.equal(held["final_norm"].cpu().float(), model.weights["model.norm.weight"].to(torch.bfloat16).float())
+    assert addresses(held) == places
+
+
+def test_blocks_swap_to_pinned_memory_of_the_size_asked_for(started: Any) -> None:
+    worker, _ = started
+    assert worker._host_kv_cache.is_pinned()
+    assert worker._host_kv_cache.shape[2] == 2
+
+
+def test_a_step_says_that_the_driver_is_simulated(started: Any) -> None:
+    worker, _ = started
+    batch = dummy_batch(num_tokens=4, max_len=4, block_size=32, max_seqs=1)
+    step = StepInput(batch, (SequenceSampling(0, (1, 2, 3, 4), seed=0, temperature=0.0),))
+    for call in (worker.warm_up, lambda: worker.execute(step)):
+        with pytest.raises(CapabilityRefused, match=r"the driver of backend '\w+' is a simulation"):
+            call()
+
+
+def test_engine_ends_with_the_same_words_and_gives_everything_back(machine: Any, model: Model) -> None:
+    used = machine.used(0)
+    with pytest.raises(CapabilityRefused, match="is a simulation"):
+        LLM(model.path, backend=machine.backend, max_num_seqs=4, swap_space=0.001)
+    assert machine.used(0) == used
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "reasons"),
+    [
+        (Shape(head_dim=24, hidden=96), {}, ["head dimension 24 is not supported (supported: 16 to 256"]),
+        (Shape(), {"block_size": 24}, ["block size 24 is not supported (supported: 16, 32, 64, 128)"]),
+        (
+            Shape(head_dim=8, hidden=32),
+            {"dtype": "float32", "kv_cache_dtype": "float8_e4m3fn", "block_size": 8},
+            ["KV dtype float8_e4m3fn with float32", "block size 8", "head dimension 8"],
+        ),
+    ],
+    ids=["head dimension", "block size", "three at once"],
+)
+def test_engine_refuses_what_the_kernels_do_not_do_with_all_reasons(
+    machine: Any, shape: Shape, settings: dict[str, Any], reasons: list[str]
+) -> None:
+    used = machine.used(0)
+    with pytest.raises(CapabilityRefused) as caught:
+        LLM(tiny_model(shape).path, backend=machine.backend, **settings)
+    for reason in reasons:
+        assert reason in str(caught.value)
+    assert machine.used(0) == used
+
+
+def test_capture_that_the_driver_cannot_do_is_an_error_and_leaves_no_graph(machine: Any, allocator: Any) -> None:
+    runner = machine.descriptor.make("graph_runner", machine.devices[0])
+    with pytest.raises(GraphCaptureFailed, match="Call start first"):
+        runner.capture(1, lambda: None)
+    runner.start(allocator)
+    stream = machine.torch.current_stream()
+    with pytest.raises(RuntimeError, match="not supported"):
+        runner.capture(1, lambda: None)
+    assert machine.torch.current_stream() == stream
+    with pytest.raises(KeyError):
+        runner.replay(1)
+    runner.reset()
+    assert runner.resident_bytes() == 0
+
+
+def test_memory_of_captured_work_sleeps_and_stays_until_it_is_closed(machine: Any, allocator: Any) -> None:
+    pool = allocator.vendor_graph_pool(GRAPHS)
+    with pool.allocating():
+        tensor = torch.empty(48 * MIB - 512, dtype=torch.uint8, device=machine.devices[0].torch_device)
+    tensor.copy_(torch.full(tensor.shape, 7, dtype=torch.uint8))
+    mapped, address = pool.mapped_bytes(), tensor.data_ptr()
+    assert mapped == allocator.stats().tags[GRAPHS].mapped >= 48 * MIB
+    allocator.sleep(SleepPlan(policies={WEIGHTS: Policy.DISCARD}))
+    assert (pool.mapped_bytes(), machine.used()) == (0, 0)
+    allocator.wake()
+    assert (tensor.data_ptr(), tensor.cpu().unique().tolist()) == (address, [7])
+    del tensor
+    allocator.vendor_trim()
+    assert pool.mapped_bytes() == mapped
+    pool.close()
+    assert allocator.stats().tags[GRAPHS].allocated == 0
