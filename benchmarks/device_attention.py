@@ -2,11 +2,11 @@
 
     python benchmarks/device_attention.py --backend cuda [--device 0] [--repeats 20] [--json FILE]
 
-Attention has the shape of Qwen3-0.6B: 16 query heads, 8 heads of keys and values of 128 elements, bfloat16. A case has sequences of one length,
-whose blocks are scattered over a cache of so many layers that they do not fit into the device's caches; one run attends over every
-layer once. Decodes are captured in a graph and replayed, as the engine does it, so that launching is not measured. GB/s are bytes of keys and
-values over time. Torch's attention runs twice: over keys and values that are gathered from the blocks first, as paged memory makes
-it necessary, and over such that lie together already. FlashInfer runs over the same blocks where it is installed.
+Attention has the shape of Qwen3-0.6B: 16 query heads, 8 heads of keys and values of 128 elements, bfloat16. A case has sequences of
+one length, whose blocks are scattered over a cache of so many layers that they do not fit into the device's caches; one run attends
+over every layer once. Decodes are captured in a graph and replayed, as the engine does it, so that launching is not measured. GB/s
+are bytes of keys and values over time. Torch's attention runs twice: over keys and values that are gathered from the blocks first, as
+paged memory makes it necessary, and over such that lie together already. FlashInfer runs over the same blocks where it is installed.
 Results of all are compared before they are timed.
 
 `--backend cpu --quick` shows that everything runs; its figures mean nothing and decide no bar.
@@ -110,7 +110,9 @@ class Problem:
         if not isinstance(plan, AttentionPlan):
             raise ValueError("; ".join(plan.reasons))
         if plan.kv_cache.axes != ("kv", "block", "head", "token", "dim"):
-            raise ValueError(f"the cache has the axes {plan.kv_cache.axes}, over which torch's attention was not written")
+            raise ValueError(
+                f"the cache has the axes {plan.kv_cache.axes}, over which torch's attention was not written"
+            )
         self.plan = plan
         self.layers = 1 if small else min(max(1, -(-CACHED // case.kv_bytes)), MOST_LAYERS)
         blocks = -(-case.context // plan.block_size)
@@ -299,9 +301,7 @@ def main() -> None:
         }
 
     before, cases = measured_limits(), cases_of(arguments.quick)
-    results = {
-        case.name: measure(resolved, clock, case, arguments.repeats, small=arguments.quick) for case in cases
-    }
+    results = {case.name: measure(resolved, clock, case, arguments.repeats, small=arguments.quick) for case in cases}
     after = measured_limits()
     limits = {key: max(before[key], after[key]) for key in before}
     found = verdicts(cases, results, limits, held)

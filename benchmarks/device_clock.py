@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Clock:
             run()
             mark.record()
         self.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in zip(marks, marks[1:], strict=False)]
+        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
 
     def _capture(self, work: Work) -> Work:
         stream = self._module.Stream()

@@ -2,14 +2,14 @@
 
     python benchmarks/device_engine.py --backend cuda [--device 0] [--repeats 3] [--seconds 400] [--json FILE]
 
-The model has the shape of Qwen3-0.6B and random weights in bfloat16, written once to build/benchmarks; all systems load these files and
-get the same prompts of random tokens. Each system runs in a process of its own; greedy, prefix caching off, end of text ignored.
+The model has the shape of Qwen3-0.6B and random weights in bfloat16, written once to build/benchmarks; all systems load these files
+and get the same prompts of random tokens. Each system runs in a process of its own; greedy, prefix caching off, end of text ignored.
 
-Decoding: a case "32 x 512" submits 32 prompts of 512 tokens at once. Its rate is that of the window in which all requests decode and none is
-prefilled, the same for every system: from the last request's first token to the first request's last token. The roofline of a
+Decoding: a case "32 x 512" submits 32 prompts of 512 tokens at once. Its rate is that of the window in which all requests decode and
+none is prefilled, the same for every system: from the last request's first token to the first request's last token. The roofline of a
 step is the time in which the device copies as many bytes as the step must read at least: all weights once, the embedding as the head
-among them, and the keys and values of every sequence. Copies are measured in the same run, before and after. Prefilling: prompts with one
-output token, held against matrix products of random numbers.
+among them, and the keys and values of every sequence. Copies are measured in the same run, before and after. Prefilling: prompts with
+one output token, held against matrix products of random numbers.
 
 `--backend cpu --quick` shows that everything runs, with a tiny model; its figures mean nothing and decide no bar.
 """
@@ -89,7 +89,9 @@ def cases_of(quick: bool) -> list[Case]:
 def decoding(prompts: int, length: int, budget: int) -> Case:
     """Return a case with so many output tokens that the first request is still decoding long after the last one is prefilled."""
     steps_of_prefill = -(-prompts * (length + prompts) // budget)
-    return Case(prompts, length, 96 + 2 * steps_of_prefill if budget == TOKEN_BUDGET else 16 + 2 * steps_of_prefill, True)
+    return Case(
+        prompts, length, 96 + 2 * steps_of_prefill if budget == TOKEN_BUDGET else 16 + 2 * steps_of_prefill, True
+    )
 
 
 def systems_of(torch_device: str) -> list[System]:

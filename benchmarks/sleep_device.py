@@ -2,13 +2,13 @@
 
     python benchmarks/sleep_device.py --backend cuda [--device 0] [--gib 8] [--rounds 5] [--model qwen3-0.6b] [--json FILE]
 
-Works on any backend's memory driver, without torch; where the backend computes too, a whole engine sleeps and wakes at the end, with the graphs
-that it captured, and must give the same tokens after every wake. The limit is what large copies between the device and pinned host memory
-reach on one stream, best of several, in each direction. Held against it are the first sleep, with its host memory pinned on the
-way and pinned before in the background (the time of pinning is shown apart), and later sleeps and wakes to the host; without a
-copy: sleep of weights whose backup is kept, and of level 2; and the disk tier. After each wake that restores bytes, the first, the
-last and random ones are compared. Bars are for real accelerators, and one that is not met ends the run with status 1: over a
-simulated driver the figures mean nothing, and on the CPU `sleep.py` has its own.
+Works on any backend's memory driver, without torch; where the backend computes too, a whole engine sleeps and wakes at the end, with
+the graphs that it captured, and must give the same tokens after every wake. The limit is what large copies between the device and
+pinned host memory reach on one stream, best of several, in each direction. Held against it are the first sleep, with its host memory
+pinned on the way and pinned before in the background (the time of pinning is shown apart), and later sleeps and wakes to the host;
+without a copy: sleep of weights whose backup is kept, and of level 2; and the disk tier. After each wake that restores bytes, the
+first, the last and random ones are compared. Bars are for real accelerators, and one that is not met ends the run with status 1: over
+a simulated driver the figures mean nothing, and on the CPU `sleep.py` has its own.
 """
 
 from __future__ import annotations
@@ -287,7 +287,9 @@ def main() -> None:
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--gib", type=float, default=8.0, help="of weights; less where device or host have no room")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", choices=tuple(DECODERS), default="qwen3-0.6b", help="of the engine that sleeps at the end")
+    parser.add_argument(
+        "--model", choices=tuple(DECODERS), default="qwen3-0.6b", help="of the engine that sleeps at the end"
+    )
     parser.add_argument("--directory", type=Path, help="for backups on disk; default: build/ of the checkout")
     parser.add_argument("--json", type=Path, help="write results here")
     arguments = parser.parse_args()

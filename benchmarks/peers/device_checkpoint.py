@@ -1,6 +1,6 @@
 """Write a model of random weights, as every system of `device_engine.py` loads it: config.json and safetensors in bfloat16.
 
-    python device_checkpoint.py FOLDER TORCH_DEVICE        (the folder has config.json)
+python device_checkpoint.py FOLDER TORCH_DEVICE        (the folder has config.json)
 """
 
 from __future__ import annotations

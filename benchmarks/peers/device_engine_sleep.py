@@ -63,7 +63,8 @@ def measure(backend: str, device: int, model: str, rounds: int) -> dict[str, Any
             wakes.append(llm.wake_up().seconds)
             sleeps.append(report.seconds)
             found = answers(llm, prompts)
-            same.append(sum(a == b for one, other in zip(expected, found, strict=True) for a, b in zip(one, other)))
+            pairs = zip(expected, found, strict=True)
+            same.append(sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True)))
         captured = "graphs" in report.tags
         graphs = llm.sleep(1, tags="graphs").freed if captured else 0
         if captured:

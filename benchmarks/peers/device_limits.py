@@ -1,6 +1,6 @@
 """Measure a device's copy bandwidth and matrix peak in a process of its own, so that nothing of it stays in the device's memory.
 
-    python device_limits.py TORCH_DEVICE COPY_BYTES MATRIX_WIDTH REPEATS
+python device_limits.py TORCH_DEVICE COPY_BYTES MATRIX_WIDTH REPEATS
 """
 
 from __future__ import annotations

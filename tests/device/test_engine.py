@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.device_shapes import TINY
-
 from hardpoint.interfaces import AttentionCapabilities, DType, GraphLevel
 
 from .targets import DEVICE, SIMULATION_EXPECTED
