@@ -29,12 +29,15 @@ class Transformers:
 
     def begin(self, prompts: int, length: int, output_tokens: int) -> None:
         """Drop the manager of the case before, which is sized for its requests."""
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
         with contextlib.suppress(AttributeError):
             self._model.destroy_cached_continuous_batching_manager()
         self._settings = dict(self._options["settings"])
         if self._options["torch_device"] == "cpu":
             # Sizes are found by the device's free memory alone.
-            page = self._settings.setdefault("page_size", 32)
+            default = ContinuousBatchingConfig()
+            page = getattr(default, "page_size", None) or default.block_size
             self._settings |= {"num_blocks": 2 * prompts * (-(-(length + output_tokens) // page) + 1)}
 
     def run(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> dict[str, Any]:
