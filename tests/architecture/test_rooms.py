@@ -15,8 +15,17 @@ PARTS = {"__init__.py", "allocator.py", "attention.py", "capabilities.py", "desc
 
 VENDORS = ("ascend", "cuda", "rocm")
 
-OWN = {"ascend": {"operators.py", "reference_backend.py", "reference_operators.py"}}
-"""Files that a vendor's backend has beside those of all: where it has operators, and they take no kernel of the core's."""
+OWN = {
+    "ascend": {
+        "operators.py",
+        "reference_backend.py",
+        "reference_operators.py",
+        "test_attention.py",
+        "test_conformance.py",
+        "test_operators.py",
+    }
+}
+"""Files of a vendor's backend beside those of all: attention over the vendor's operators, and not over the core's kernels."""
 
 
 def packages(root: Path) -> list[Path]:

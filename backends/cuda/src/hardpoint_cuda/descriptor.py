@@ -12,6 +12,7 @@ from hardpoint.memory.driver_probe import take_inventory
 from hardpoint_cuda import allocator, capabilities
 
 if TYPE_CHECKING:
+    from hardpoint.triton import TritonKernels
     from hardpoint_cuda.attention import CudaAttention
     from hardpoint_cuda.collectives import CudaCollectives
     from hardpoint_cuda.graphs import CudaGraphRunner
@@ -50,6 +51,14 @@ def _worker() -> type[CudaWorker]:
     return CudaWorker
 
 
+def _kernels() -> type[TritonKernels]:
+    if capabilities.requirements():
+        raise capabilities.refusal("kernel set")
+    from hardpoint.triton import TritonKernels
+
+    return TritonKernels
+
+
 def _graph_runner() -> type[CudaGraphRunner]:
     from hardpoint_cuda.graphs import CudaGraphRunner
 
@@ -74,6 +83,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=_attention,
         worker=_worker,
+        kernels=_kernels,
         graph_runner=_graph_runner,
         collectives=_collectives,
         driver=allocator.driver,

@@ -12,6 +12,7 @@ from hardpoint.memory.driver_probe import take_inventory
 from hardpoint_rocm import allocator, capabilities
 
 if TYPE_CHECKING:
+    from hardpoint.triton import TritonKernels
     from hardpoint_rocm.attention import RocmAttention
     from hardpoint_rocm.collectives import RocmCollectives
     from hardpoint_rocm.graphs import RocmGraphRunner
@@ -50,6 +51,14 @@ def _worker() -> type[RocmWorker]:
     return RocmWorker
 
 
+def _kernels() -> type[TritonKernels]:
+    if capabilities.requirements():
+        raise capabilities.refusal("kernel set")
+    from hardpoint.triton import TritonKernels
+
+    return TritonKernels
+
+
 def _graph_runner() -> type[RocmGraphRunner]:
     from hardpoint_rocm.graphs import RocmGraphRunner
 
@@ -74,6 +83,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=_attention,
         worker=_worker,
+        kernels=_kernels,
         graph_runner=_graph_runner,
         collectives=_collectives,
         driver=allocator.driver,

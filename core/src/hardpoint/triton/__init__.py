@@ -1,4 +1,4 @@
-"""Paged attention in Triton, for every device that Triton compiles for and for its interpreter.
+"""Paged attention and the operators of rows in Triton, for every device that Triton compiles for and for its interpreter.
 
 What belongs here: the kernels, how their work is divided and how large their tiles are, and the attention backend over them, from facts
 about a device and without the name of one. Backends derive their attention from `TritonAttention`. Nothing here imports triton, which
@@ -13,8 +13,9 @@ from hardpoint.triton.capabilities import triton_attention_capabilities
 
 if TYPE_CHECKING:
     from hardpoint.triton.attention import TritonAttention
+    from hardpoint.triton.operators import TritonKernels
 
-__all__ = ["TritonAttention", "triton_attention_capabilities"]
+__all__ = ["TritonAttention", "TritonKernels", "triton_attention_capabilities"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from hardpoint.triton.attention import TritonAttention
 
         return TritonAttention
+    if name == "TritonKernels":
+        from hardpoint.triton.operators import TritonKernels
+
+        return TritonKernels
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

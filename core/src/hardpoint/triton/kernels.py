@@ -69,17 +69,13 @@ def _encode_e4m3(x):
 
 
 @triton.jit
-def _load_rows(base, offsets, inside, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows of D elements at `offsets` as [rows, D_PAD]; what is not inside is zero and not read."""
+def _load_rows(base, offsets, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Load rows of D elements at `offsets` as [rows, D_PAD]; beyond D they are zero."""
     d = tl.arange(0, D_PAD)
     pointers = base + offsets[:, None] + d[None, :]
-    if MASKED:
-        if D == D_PAD:
-            return tl.load(pointers, mask=inside[:, None], other=0)
-        return tl.load(pointers, mask=inside[:, None] & (d[None, :] < D), other=0)
     if D == D_PAD:
         return tl.load(pointers)
-    return tl.load(pointers, mask=d[None, :] < D, other=0)
+    return tl.load(pointers, mask=d[None, :] < D, other=0.0)
 
 
 @triton.jit
@@ -92,37 +88,41 @@ def _operand(x, dtype: tl.constexpr, KV_FORMAT: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    q, state_max, state_sum, accumulator, keys, values, table, key, key_end, position, slope,
+    q, state_max, state_sum, accumulator, keys, values, table, key, key_low, key_high, position, slope,
     block_stride, scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, KV_FORMAT: tl.constexpr, SINGLE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys `key..key + BLOCK_N` into the state of the online softmax. MASKED: not every row sees every one of them."""
+    """Take the keys `key..key + BLOCK_N` into the state of the online softmax. MASKED: not every row sees every one of them.
+
+    Keys below `key_low` or above `key_high`, which no row sees, are not read: in their place stands one that is, with a weight of zero.
+    So no load needs a mask, and nothing that may be NaN comes near a sum.
+    """
     n = key + tl.arange(0, BLOCK_N)
-    inside = n < key_end
+    there = n
     if MASKED:
-        block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0)
-    else:
-        block = tl.load(table + n // BLOCK_SIZE)
-    offsets = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * D
-    k = _operand(_load_rows(keys, offsets, inside, D, D_PAD, MASKED), q.dtype, KV_FORMAT)
+        there = tl.minimum(tl.maximum(n, key_low), key_high)
+    block = tl.load(table + there // BLOCK_SIZE)
+    offsets = block.to(tl.int64) * block_stride + (there % BLOCK_SIZE) * D
+    k = _operand(_load_rows(keys, offsets, D, D_PAD), q.dtype, KV_FORMAT)
     zero = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
     logits = _dot(q, tl.trans(k), zero, SINGLE) * scale
     if SOFT_CAP:
         logits = _tanh(logits) * cap
+    distance = position[:, None] - n[None, :]
     if ALIBI:
-        logits += slope[:, None] * (n[None, :] - position[:, None]).to(tl.float32)
+        logits -= slope[:, None] * distance.to(tl.float32)
     if MASKED:
-        visible = inside[None, :] & (n[None, :] <= position[:, None])
+        visible = distance >= 0
         if WINDOW:
-            visible = visible & (n[None, :] > position[:, None] - window)
+            visible = visible & (distance < window)
         logits = tl.where(visible, logits, float("-inf"))
     new_max = tl.maximum(state_max, tl.max(logits, 1))
     shrink = tl.exp2(state_max - new_max)
     weights = tl.exp2(logits - new_max[:, None])
     state_sum = state_sum * shrink + tl.sum(weights, 1)
-    v = _operand(_load_rows(values, offsets, inside, D, D_PAD, MASKED), q.dtype, KV_FORMAT)
+    v = _operand(_load_rows(values, offsets, D, D_PAD), q.dtype, KV_FORMAT)
     accumulator = _dot(weights.to(q.dtype), v, accumulator * shrink[:, None], SINGLE)
     return new_max, state_sum, accumulator
 
@@ -137,7 +137,7 @@ def _attend(
     """Attend over the keys `key_begin..key_end`, key_begin at a tile's begin; return the state: maximum, sum, weighted values.
 
     `first_position` and `last_position` are those of the rows: between what the last row's window hides and what the first row does not
-    see yet, tiles need no mask.
+    see yet, tiles need no mask. key_end is a tile's end, or no row is behind it.
     """
     state_max = tl.full([BLOCK_M], _LOWEST, tl.float32)
     state_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -146,30 +146,32 @@ def _attend(
     if ALIBI:
         slope = tl.load(slopes + head) * _LOG2_E
     open_begin = key_begin
+    key_low = key_begin
     if WINDOW:
         open_begin = tl.maximum(key_begin, tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N) * BLOCK_N)
+        key_low = tl.maximum(key_begin, first_position - window + 1)
     seen_by_all = tl.minimum(first_position + 1, key_end)
     open_end = tl.maximum(open_begin, seen_by_all // BLOCK_N * BLOCK_N)
     for key in tl.range(open_begin, open_end, BLOCK_N):
         state_max, state_sum, accumulator = _attend_tile(
-            q, state_max, state_sum, accumulator, keys, values, table, key, key_end, position, slope, block_stride, scale, cap,
-            window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, SINGLE, False,
+            q, state_max, state_sum, accumulator, keys, values, table, key, key_low, key_end - 1, position, slope, block_stride, scale,
+            cap, window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, SINGLE, False,
         )  # fmt: skip
     # The tiles before and behind the open ones, in one loop.
     skipped = open_end - open_begin
     for edge in tl.range(key_begin, key_end - skipped, BLOCK_N):
         key = tl.where(edge < open_begin, edge, edge + skipped)
         state_max, state_sum, accumulator = _attend_tile(
-            q, state_max, state_sum, accumulator, keys, values, table, key, key_end, position, slope, block_stride, scale, cap,
-            window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, SINGLE, True,
+            q, state_max, state_sum, accumulator, keys, values, table, key, key_low, key_end - 1, position, slope, block_stride, scale,
+            cap, window, D, D_PAD, BLOCK_N, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, KV_FORMAT, SINGLE, True,
         )  # fmt: skip
     return state_max, state_sum, accumulator
 
 
 @triton.jit
-def _with_sink(state_max, state_sum, accumulator, sinks, head, valid):
-    """Add the sinks of the rows' heads to a state: `exp(sink)` to the sum and nothing to the values."""
-    sink = tl.load(sinks + head, mask=valid, other=0.0) * _LOG2_E
+def _with_sink(state_max, state_sum, sinks, head):
+    """Return the sum with `exp(sink)` of the rows' heads added, and by what the values shrink with it."""
+    sink = tl.load(sinks + head) * _LOG2_E
     new_max = tl.maximum(state_max, sink)
     shrink = tl.exp2(state_max - new_max)
     return state_sum * shrink + tl.exp2(sink - new_max), shrink
@@ -233,7 +235,7 @@ def decode(
             head = kv_head * GROUP + tl.minimum(row, GROUP - 1)
             position = tl.zeros([BLOCK_M], tl.int32) + (context - 1)
             offset = seq.to(tl.int64) * q_stride + head * D
-            rows = _load_rows(q, offset, valid, D, D_PAD, True)
+            rows = _load_rows(q, offset, D, D_PAD)
             part = kv_head.to(tl.int64) * (BLOCK_SIZE * D)
             state_max, state_sum, accumulator = _attend(
                 rows, position, head, keys + part, values + part, tables + seq.to(tl.int64) * stride, key_begin, key_end, context - 1,
@@ -242,7 +244,7 @@ def decode(
             )  # fmt: skip
             if end - first <= length:
                 if SINKS:
-                    state_sum, shrink = _with_sink(state_max, state_sum, accumulator, sinks, head, valid)
+                    state_sum, shrink = _with_sink(state_max, state_sum, sinks, head)
                     accumulator = accumulator * shrink[:, None]
                 result = accumulator * (value_scale / state_sum)[:, None]
                 _store_rows(out, seq.to(tl.int64) * out_stride + head * D, result, valid, D, D_PAD)
@@ -319,7 +321,7 @@ def prefill(
     key_begin = context * 0
     if WINDOW:
         key_begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
-    rows = _load_rows(q, (start + token).to(tl.int64) * q_stride + head * D, valid, D, D_PAD, True)
+    rows = _load_rows(q, (start + token).to(tl.int64) * q_stride + head * D, D, D_PAD)
     part = kv_head.to(tl.int64) * (BLOCK_SIZE * D)
     state_max, state_sum, accumulator = _attend(
         rows, position, head, keys + part, values + part, tables + seq.to(tl.int64) * tl.load(header + 1), key_begin, last_position + 1,
@@ -327,7 +329,7 @@ def prefill(
         SOFT_CAP, ALIBI, KV_FORMAT, SINGLE,
     )  # fmt: skip
     if SINKS:
-        state_sum, shrink = _with_sink(state_max, state_sum, accumulator, sinks, head, valid)
+        state_sum, shrink = _with_sink(state_max, state_sum, sinks, head)
         accumulator = accumulator * shrink[:, None]
     result = accumulator * (value_scale / state_sum)[:, None]
     _store_rows(out, (start + token).to(tl.int64) * out_stride + head * D, result, valid, D, D_PAD)
@@ -348,8 +350,9 @@ def write_kv(
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
     there = slot >= 0
     place = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + (kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * D
-    key = _load_rows(k, token.to(tl.int64) * k_stride + kv_head * D, there, D, D_PAD, True)
-    value = _load_rows(v, token.to(tl.int64) * v_stride + kv_head * D, there, D, D_PAD, True)
+    read = tl.minimum(token, num_tokens - 1).to(tl.int64)
+    key = _load_rows(k, read * k_stride + kv_head * D, D, D_PAD)
+    value = _load_rows(v, read * v_stride + kv_head * D, D, D_PAD)
     if KV_FORMAT != "same":
         key = _encode_e4m3(key.to(tl.float32) * key_factor)
         value = _encode_e4m3(value.to(tl.float32) * value_factor)

@@ -77,7 +77,7 @@ def decode_tiles(head_dim: int, group: int, itemsize: int, target: Target) -> Ti
         return Tiles(rows, 16 if dim > 128 or rows > 16 else 32, 4, 2 if target.lanes == 32 else 1)
     if target.lanes == 64:
         return Tiles(rows, 32 if dim > 128 else 64, 4, 2 if dim <= 64 else 1)
-    return Tiles(rows, 32 if dim > 128 else 64, 4, 3)
+    return Tiles(rows, 32 if dim > 128 else 64, 8 if rows > 32 and dim > 128 else 4, 4)
 
 
 def prefill_tiles(head_dim: int, itemsize: int, target: Target) -> Tiles:
@@ -86,7 +86,7 @@ def prefill_tiles(head_dim: int, itemsize: int, target: Target) -> Tiles:
     if target.interpreted:
         return Tiles(128, 128, 4, 1)
     if itemsize == 4:
-        return Tiles(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
+        return Tiles(16, 16, 4, 1) if dim > 128 else Tiles(32, 32, 8, 1)
     if target.lanes == 64:
         return Tiles(64, 32 if dim > 128 else 64, 4, 1)
     if dim > 128:

@@ -1,0 +1,130 @@
+"""A kernel set in Triton: what lies between the matrix products and attention, in one launch each.
+
+Matrix products and the argmax are torch's, whose libraries have the best ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.kernels import Activation, KernelSet
+from hardpoint.triton.tiles import padded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.backend import Device
+
+_ROTARY_HEADS = 16
+"""Heads that one program rotates."""
+_ACTIVATION_BLOCK = 1024
+
+
+class TritonKernels(KernelSet):
+    """Norms, rotary embedding and gated activations of rows, for any device that Triton compiles for, and its interpreter.
+
+    Raises:
+        CapabilityRefused: triton is not installed.
+    """
+
+    def __init__(self, device: Device) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise CapabilityRefused(
+                f"operators in Triton were asked for on '{device.name}'",
+                ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
+            )
+        self._kernels: Any = importlib.import_module("hardpoint.triton.row_kernels")
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Return torch's product with the weight as it is."""
+        return partial(functional.linear, weight=weight, bias=bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return RMSNorm over the last axis of x, which has two or three axes, computed in float32, in x's dtype."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        width, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+        rows = prod(x.shape[:-1])
+        if rows:
+            self._kernels.rms_norm[(rows,)](
+                x, weight, out, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0, inner, **norm_constants(width)
+            )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x [rows, width] to `residual` in place, and return RMSNorm of the sum as it was rounded."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if len(x):
+            self._kernels.add_rms_norm[(len(x),)](
+                x, residual, weight, out, eps, x.stride(0), residual.stride(0), **norm_constants(x.shape[-1])
+            )
+        return out
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate q [T, heads, dim] and k [T, kv_heads, dim] in place (halves); cos, sin float32[max, rotary_dim / 2]."""
+        if not len(q):
+            return
+        constants = rotary_constants(q.shape[1], k.shape[1], cos.shape[1])
+        heads = constants["HEADS"]
+        self._kernels.rotary[(len(q), -(-q.shape[1] // heads) + -(-k.shape[1] // heads))](
+            q,
+            k,
+            positions,
+            cos,
+            sin,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            **constants,
+        )
+
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return `act(x[:, :n]) * x[:, n:]` of x [rows, 2n]."""
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+        if rows:
+            constants = activation_constants(width, activation)
+            grid = (rows, -(-width // constants["BLOCK"]))
+            self._kernels.gated_activation[grid](x, out, x.stride(0), **constants)
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return int64[rows], the lowest index of the highest value in each row; torch's reduction keeps to the lowest."""
+        return logits.argmax(dim=-1)
+
+
+def norm_constants(width: int) -> dict[str, int]:
+    """Return the compile-time arguments of norms over `width` elements: a program has one row, eight elements a thread where it is wide."""
+    pad = padded(width)
+    return {"N": width, "N_PAD": pad, "num_warps": min(16, max(1, pad // 256))}
+
+
+def rotary_constants(q_heads: int, k_heads: int, half: int) -> dict[str, int]:
+    """Return the compile-time arguments of the rotation of heads by `half` angles."""
+    heads = min(_ROTARY_HEADS, padded(max(q_heads, k_heads)))
+    return {
+        "Q_HEADS": q_heads,
+        "K_HEADS": k_heads,
+        "HEADS": heads,
+        "HALF": half,
+        "HALF_PAD": padded(half),
+        "num_warps": 4,
+    }
+
+
+def activation_constants(width: int, activation: Activation) -> dict[str, int]:
+    """Return the compile-time arguments of a gated activation whose result has `width` elements."""
+    return {
+        "N": width,
+        "BLOCK": min(_ACTIVATION_BLOCK, padded(width)),
+        "SILU": activation is Activation.SILU,
+        "num_warps": 4,
+    }

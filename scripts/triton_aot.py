@@ -1,0 +1,320 @@
+"""Compile the kernels of attention and of rows for every target without a device, and fail where one spills: `make aot`.
+
+    python scripts/triton_aot.py [--jobs N] [--target sm_90] [--cache FOLDER] [--spilling]
+
+Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives
+it, for the element types, head dimensions and features below, and those of `hardpoint.triton.row_kernels` for common
+widths. Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel spills registers to memory
+or needs more shared memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from
+the cubin (cuobjdump --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata
+of the assembly (`.vgpr_spill_count`, `.sgpr_spill_count`, `.private_segment_fixed_size`). What was compiled before is
+kept, by the hash of the kernels' source, the arguments and Triton's version. `--spilling` compiles a kernel that must
+spill instead, to show that it is found.
+
+Needs triton (`.torch/triton`), no torch build for the target and no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from hardpoint.interfaces import Activation, AttentionLayer, AttentionRequest, DType
+from hardpoint.triton.launch import KernelConstants
+from hardpoint.triton.operators import activation_constants, norm_constants, rotary_constants
+from hardpoint.triton.tiles import COPY_WORDS, Target
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = [ROOT / "core" / "src" / "hardpoint" / "triton" / f"{name}.py" for name in ("kernels", "row_kernels")]
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A target of the compiler.
+
+    Attributes:
+        backend, arch: as Triton names them.
+        facts: as the attention is told them.
+        shared_bytes: shared memory that one program may have (CUDA C++ Programming Guide, table of compute capabilities; the LDS of a
+            CDNA 2 or CDNA 3 workgroup).
+    """
+
+    backend: str
+    arch: int | str
+    facts: Target
+    shared_bytes: int
+
+
+MACHINES = {
+    "sm_80": Machine("cuda", 80, Target(32, 80, 108), 163 << 10),
+    "sm_90": Machine("cuda", 90, Target(32, 90, 132), 227 << 10),
+    "gfx90a": Machine("hip", "gfx90a", Target(64, 0, 104), 64 << 10),
+    "gfx942": Machine("hip", "gfx942", Target(64, 0, 304), 64 << 10),
+}
+TYPES = {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT8_E4M3: "fp8e4nv"}
+INTS = {"header", "contexts", "starts", "items", "tables", "slots", "pairs"}
+SINGLES = {"partial", "partial_state", "sinks", "slopes"}
+FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor", "eps"}
+ALIGNED = {"q_stride", "out_stride", "k_stride", "v_stride", "block_stride", "x_stride", "residual_stride"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile for one machine.
+
+    Attributes:
+        what: of the model, for people.
+        types: of the run-time arguments, by name, in order.
+        constants: compile-time arguments, by name.
+        options: of the launch.
+    """
+
+    machine: str
+    kernel: str
+    what: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+    def key(self) -> str:
+        """Return the name under which the result is kept."""
+        text = json.dumps([self.machine, self.kernel, self.types, self.constants, self.options], sort_keys=True)
+        return hashlib.sha256(f"{text}{_fingerprint()}".encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What compiled code needs.
+
+    Attributes:
+        registers: of a thread.
+        shared: bytes of a program.
+        spilled: bytes of a thread that lie in memory.
+        seconds: that it took to compile.
+    """
+
+    registers: int
+    shared: int
+    spilled: int
+    seconds: float
+
+
+@cache
+def _fingerprint() -> str:
+    import triton
+
+    sources = b"".join(path.read_bytes() for path in [*SOURCES, Path(__file__)])
+    return hashlib.sha256(sources + triton.__version__.encode()).hexdigest()
+
+
+def requests() -> Iterator[tuple[str, AttentionRequest]]:
+    """Yield what is compiled: (description, request of one layer)."""
+    plain = AttentionLayer(16, 8, 128, 0.1)
+    rich = replace(plain, sliding_window=512, soft_cap=30.0, sinks=True, alibi=True)
+    fp8, bf16, fp16, fp32 = DType.FLOAT8_E4M3, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
+    wanted = [(bf16, bf16, dim, 16, layer) for dim in (64, 128, 256) for layer in (plain, rich)]
+    wanted += [(bf16, fp8, dim, 16, plain) for dim in (64, 128, 256)]
+    wanted += [(fp16, fp16, 128, 16, plain), (fp16, fp16, 256, 16, rich), (fp16, fp8, 128, 16, rich)]
+    wanted += [
+        (bf16, bf16, 80, 16, plain),
+        (bf16, bf16, 192, 16, plain),
+        (bf16, bf16, 128, 256, rich),
+        (bf16, bf16, 256, 512, plain),
+    ]
+    wanted += [(fp32, fp32, 64, 16, plain), (fp32, fp32, 128, 16, plain), (fp32, fp32, 256, 16, rich)]
+    for dtype, kv_dtype, dim, heads, kind in wanted:
+        layer = replace(kind, head_dim=dim, num_heads=heads)
+        what = (
+            f"{TYPES[dtype]} kv {TYPES[kv_dtype]} dim {dim} group {heads // 8}{' all features' if kind is rich else ''}"
+        )
+        yield what, AttentionRequest((layer,), dtype, kv_dtype, BLOCK_SIZE, 32768)
+
+
+def jobs(machines: Sequence[str]) -> Iterator[Job]:
+    """Yield everything that is compiled."""
+    from hardpoint.triton import kernels, row_kernels
+
+    seen = set()
+    for name in machines:
+        facts = MACHINES[name].facts
+        for what, request in requests():
+            constants = KernelConstants.of(request, request.layers[0], BLOCK_SIZE, facts)
+            q = TYPES[request.dtype]
+            narrow = {"native": "fp8e4nv", "bits": "u8", "same": q}[constants.decode["KV_FORMAT"]]
+            given = {
+                "write_kv": constants.write,
+                "decode": constants.decode,
+                "merge": constants.merge,
+                "prefill": constants.prefill,
+            }
+            for kernel, values in given.items():
+                # Writing takes bytes in any case.
+                cache_type = "u8" if kernel == "write_kv" and narrow != q else narrow
+                job = _job(name, kernel, what, getattr(kernels, kernel), values, {"q": q, "kv": cache_type})
+                if job.key() not in seen:
+                    seen.add(job.key())
+                    yield job
+        for kernel, what, values in row_operators():
+            yield _job(name, kernel, f"bf16 {what}", getattr(row_kernels, kernel), values, {"q": "bf16"})
+        yield _job(name, "copy_blocks", "any", kernels.copy_blocks, {"WORDS": COPY_WORDS, "num_warps": 4}, {})
+
+
+def row_operators() -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Yield the operators of rows: (kernel, of what, compile-time arguments)."""
+    for width in (128, 1024, 4096, 16384):
+        yield "rms_norm", f"width {width}", norm_constants(width)
+        yield "add_rms_norm", f"width {width}", norm_constants(width)
+    for heads, dim in ((16, 64), (64, 128), (8, 256)):
+        yield "rotary", f"{heads} heads of {dim}", rotary_constants(heads, 8, dim // 2)
+    for activation in Activation:
+        yield "gated_activation", f"{activation} of 3072", activation_constants(3072, activation)
+
+
+def spilling_job() -> Job:
+    """Return a job whose tile cannot fit into a program's registers."""
+    from hardpoint.triton import kernels
+
+    what, request = next((w, r) for w, r in requests() if r.layers[0].head_dim == 256)
+    constants = KernelConstants.of(request, request.layers[0], BLOCK_SIZE, MACHINES["sm_90"].facts).prefill
+    constants = constants | {"BLOCK_M": 128, "num_warps": 1, "num_stages": 1}
+    return _job("sm_90", "prefill", f"{what}, one warp", kernels.prefill, constants, {"q": "bf16", "kv": "bf16"})
+
+
+def _job(machine: str, name: str, what: str, kernel: Any, values: dict[str, Any], types: dict[str, str]) -> Job:
+    options = {key: value for key, value in values.items() if key.startswith("num_")}
+    constants = {key: value for key, value in values.items() if key not in options}
+    given = {argument: _type(argument, types) for argument in kernel.arg_names if argument not in constants}
+    return Job(machine, name, what, given, constants, options)
+
+
+def _type(argument: str, types: dict[str, str]) -> str:
+    if argument in INTS:
+        return "*i32"
+    if argument in SINGLES:
+        return "*fp32"
+    if argument in FACTORS:
+        return "fp32"
+    if argument in ("keys", "values"):
+        return f"*{types['kv']}"
+    if argument in ("cos", "sin"):
+        return "*fp32"
+    if argument == "positions":
+        return "*i64"
+    if argument in ("q", "out", "k", "v", "x", "residual", "weight"):
+        return f"*{types['q']}"
+    return "*i64" if argument in ("source", "destination") else "i32"
+
+
+def compiled(job: Job, folder: Path) -> Resources:
+    """Return what a job's code needs, compiled now or before."""
+    kept = folder / f"{job.key()}.json"
+    if kept.exists():
+        return Resources(**json.loads(kept.read_text()))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hardpoint.triton import kernels, row_kernels
+
+    module = row_kernels if hasattr(row_kernels, job.kernel) else kernels
+    function, machine, began = getattr(module, job.kernel), MACHINES[job.machine], time.perf_counter()
+    signature = {name: job.types.get(name, "constexpr") for name in function.arg_names}
+    # What Triton knows of arguments at run time: where tensors and rows begin is a multiple of 16.
+    aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in ALIGNED]
+    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(function, signature=signature, constexprs=job.constants, attrs=attributes)
+    target = GPUTarget(machine.backend, machine.arch, machine.facts.lanes)
+    kernel = triton.compile(source, target=target, options=job.options)
+    used = _of_cubin(kernel.asm["cubin"]) if machine.backend == "cuda" else _of_assembly(kernel.asm["amdgcn"])
+    result = Resources(used[0], int(kernel.metadata.shared), used[1], round(time.perf_counter() - began, 2))
+    kept.write_text(json.dumps(asdict(result)))
+    return result
+
+
+def _of_cubin(code: bytes) -> tuple[int, int]:
+    """Return registers, and bytes of stack and local memory."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).with_name("bin") / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def _of_assembly(text: str) -> tuple[int, int]:
+    """Return vector registers (accumulation registers included), and bytes of spilled registers and private memory."""
+
+    def number(name: str) -> int:
+        found = re.search(rf"^\s*(?:- )?\.{name}:\s*(\d+)", text, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"the assembly says nothing of .{name}")
+        return int(found[1])
+
+    spilled = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count")) + number("private_segment_fixed_size")
+    return number("vgpr_count"), spilled
+
+
+def problems(job: Job, used: Resources) -> list[str]:
+    """Return what is wrong with a kernel's needs, in words."""
+    limit, found = MACHINES[job.machine].shared_bytes, []
+    if used.spilled:
+        found.append(f"spills {used.spilled} bytes")
+    if used.shared > limit:
+        found.append(f"needs {used.shared} bytes of shared memory, of {limit}")
+    return found
+
+
+def run(wanted: Sequence[Job], folder: Path, workers: int) -> int:
+    """Compile, print a table, and return the number of kernels with problems."""
+    folder.mkdir(parents=True, exist_ok=True)
+    began, bad = time.perf_counter(), 0
+    print(f"{'target':8}{'kernel':12}{'registers':>10}{'shared':>9}{'spilled':>9}  {'warps x stages':16}for")
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for job, used in zip(wanted, pool.map(compiled, wanted, [folder] * len(wanted)), strict=True):
+            wrong = problems(job, used)
+            bad += bool(wrong)
+            shape = f"{job.options.get('num_warps')} x {job.options.get('num_stages', 1)}"
+            line = f"{job.machine:8}{job.kernel:12}{used.registers:>10}{used.shared:>9}{used.spilled:>9}  {shape:16}{job.what}"
+            print(line + ("".join(f"  <- {text}" for text in wrong)), flush=True)
+    verdict = f"{bad} of {len(wanted)} kernels must not be used" if bad else f"{len(wanted)} kernels, none spills"
+    print(f"{verdict}; {time.perf_counter() - began:.0f} s, triton {__import__('triton').__version__}")
+    return bad
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--target", action="append", choices=MACHINES)
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "aot")
+    parser.add_argument("--spilling", action="store_true", help="compile a kernel that must spill, and nothing else")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET"):
+        print("TRITON_INTERPRET is set: kernels would be interpreted and not compiled", file=sys.stderr)
+        return 2
+    os.environ.setdefault("TRITON_CACHE_DIR", str(options.cache / "triton"))
+    wanted = [spilling_job()] if options.spilling else list(jobs(options.target or list(MACHINES)))
+    return 1 if run(wanted, options.cache, options.jobs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
