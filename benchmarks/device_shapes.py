@@ -88,7 +88,7 @@ class Decoder:
 QWEN3_0_6B = Decoder(
     layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, max_len=8192
 )
-TINY = Decoder(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=512, max_len=512)
+TINY = Decoder(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=512, max_len=1024)
 """For showing that a benchmark runs; its figures mean nothing."""
 
 DECODERS = {"qwen3-0.6b": QWEN3_0_6B, "tiny": TINY}

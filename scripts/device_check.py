@@ -1,6 +1,6 @@
 """Every check of real hardware, in one command: `make device-check`.
 
-    python scripts/device_check.py [--backend NAME] [--simulated] [--only STEPS] [--seconds N] [--gib N] [--python INTERPRETER]
+    python scripts/device_check.py [--backend NAME] [--simulated] [--only STEPS] [--quick] [--seconds N] [--gib N] [--python INTERPRETER]
 
 Looks for devices as the backends' probes do. Where there is none, says what it looked for and what it would have run, and ends
 with status 0: nothing was checked, and nothing is claimed. Where there are, builds what is needed and runs, for the first device of
@@ -36,6 +36,7 @@ from device_steps import (
     check_doctor,
     check_engine,
     check_misuse,
+    check_profile,
     check_sleep,
     check_tests,
 )
@@ -55,6 +56,7 @@ STEPS = {
     "attention": "benchmarks/device_attention.py: attention kernels beside the speed of copies and torch's own attention",
     "sleep": "benchmarks/sleep_device.py: sleep and wake beside the speed of pinned copies, and of an engine with its graphs",
     "engine": "benchmarks/device_engine.py: decode and prefill beside the device's limits and transformers",
+    "profile": "benchmarks/device_profile.py: where the time of a decode step goes, on the device and on the host",
     "conformance": "the conformance suite: memory, attention, worker, graphs",
 }
 """By the names that `--only` takes, in the order in which they run."""
@@ -167,6 +169,7 @@ def checks(gib: float) -> dict[str, Callable[[Run, Finding], None]]:
         "attention": check_attention,
         "sleep": partial(check_sleep, gib=gib),
         "engine": check_engine,
+        "profile": check_profile,
         "conformance": check_conformance,
     }
 
@@ -190,14 +193,19 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="for everything; steps that do not fit are not run"
     )
-    parser.add_argument("--gib", type=float, help="of weights in the benchmark; default 8, and 0.25 when simulated")
+    parser.add_argument(
+        "--quick", action="store_true", help="benchmarks run little, and decide no bar but that of equal tokens"
+    )
+    parser.add_argument(
+        "--gib", type=float, help="of weights in the benchmark; default 8, and 0.25 when simulated or quick"
+    )
     parser.add_argument("--python", default=sys.executable, help="interpreter for the checks")
     options = parser.parse_args()
     backends = ["cuda"] if options.simulated else options.backend or list(BACKENDS)
 
     label = "simulated_" if options.simulated else ""
     out = Path(os.environ.get("OUT") or WORK / "reports").absolute()
-    run = Run(options.python, out, label, time.monotonic() + options.seconds)
+    run = Run(options.python, out, label, options.quick, time.monotonic() + options.seconds)
     if options.simulated:
         say("SIMULATED: the CUDA backend over the simulated driver; no hardware is looked for.")
         findings: list[Finding] = []
@@ -219,7 +227,7 @@ def main() -> int:
         if options.simulated:
             simulate(run)
             findings = [look_for("cuda", run.environment)]
-        gib = options.gib or (0.25 if options.simulated else 8.0)
+        gib = options.gib or (0.25 if options.simulated or options.quick else 8.0)
         for finding in findings:
             if finding.devices:
                 say(f"{finding.backend} device 0: {finding.devices[0]}{' (simulated)' if finding.simulated else ''}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import subprocess
@@ -67,6 +66,7 @@ class Run:
     Attributes:
         python: interpreter with which the checks run.
         label: put before the names of reports: "simulated_" where the driver is a simulation.
+        quick: benchmarks run little, and their figures mean nothing.
         end: when the run must have ended, by the monotonic clock.
         environment: of the processes that are started.
     """
@@ -74,6 +74,7 @@ class Run:
     python: str
     out: Path
     label: str
+    quick: bool = False
     end: float = float("inf")
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     steps: list[Step] = field(default_factory=list)
@@ -182,9 +183,12 @@ def _wait(process: subprocess.Popen[str], limit: float) -> tuple[str, str]:
         return stdout, stderr or ""
     except subprocess.TimeoutExpired:
         process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    how = "ended"
+    try:
         stdout, stderr = process.communicate(timeout=GRACE_SECONDS)
-        return f"{stdout}\nended after {limit:.0f} s", f"{stderr or ''}\nended after {limit:.0f} s"
-    process.kill()
-    stdout, stderr = process.communicate()
-    return f"{stdout}\nkilled after {limit:.0f} s", f"{stderr or ''}\nkilled after {limit:.0f} s"
+    except subprocess.TimeoutExpired:
+        how = "killed"
+        process.kill()
+        stdout, stderr = process.communicate()
+    words = f"{how} after {limit:.0f} s"
+    return f"{stdout.rstrip()}\n{words}", f"{(stderr or '').rstrip()}\n{words}"

@@ -33,7 +33,7 @@ FAILURES = ("failed", "error", "crashed", "hung")
 LISTED = 10
 """Most names of failed tests that are printed."""
 
-ENGINE_MARGIN = 60.0
+ENGINE_MARGIN = 90.0
 """Seconds beside those that the engine's benchmark measures in: its last process may take so long to start."""
 
 SECONDS = {"device tests": 400.0, "conformance": 1800.0, "benchmark of the engine": 600.0}
@@ -150,13 +150,20 @@ def _progress(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 def check_sleep(run: Run, finding: Finding, gib: float) -> None:
     """Sleep and wake beside pinned copies, and of an engine with its graphs."""
-    _benchmark(run, finding, "sleep", "benchmark of sleep", "sleep_device.py", ["--gib", f"{gib:g}"])
+    arguments = ["--gib", f"{gib:g}", *(["--rounds", "1", "--model", "tiny"] if run.quick else [])]
+    _benchmark(run, finding, "sleep", "benchmark of sleep", "sleep_device.py", arguments)
 
 
 def check_attention(run: Run, finding: Finding) -> None:
     """Attention kernels beside copies and torch's own."""
     if _computes(run, finding, "benchmark of attention"):
-        _benchmark(run, finding, "attention", "benchmark of attention", "device_attention.py", [])
+        _benchmark(run, finding, "attention", "benchmark of attention", "device_attention.py", _quick(run))
+
+
+def check_profile(run: Run, finding: Finding) -> None:
+    """Where the time of a decode step goes; holds nothing against a bar."""
+    if _computes(run, finding, "profile"):
+        _benchmark(run, finding, "profile", "profile", "device_profile.py", ["--quick"] if run.quick else [])
 
 
 def check_engine(run: Run, finding: Finding) -> None:
@@ -166,7 +173,7 @@ def check_engine(run: Run, finding: Finding) -> None:
         return
     limit = min(SECONDS[name], run.left)
     seconds = max(limit - ENGINE_MARGIN, 30.0)
-    _benchmark(run, finding, "engine", name, "device_engine.py", ["--seconds", f"{seconds:.0f}"], limit)
+    _benchmark(run, finding, "engine", name, "device_engine.py", ["--seconds", f"{seconds:.0f}", *_quick(run)], limit)
 
 
 def _benchmark(
@@ -196,6 +203,11 @@ def _benchmark(
         for reason in result.get("not_run", []):
             step.note += f"; {reason.splitlines()[0]}"
     run.add(step)
+
+
+def _quick(run: Run) -> list[str]:
+    """Return the arguments for little work, where little is asked for."""
+    return ["--quick", "--repeats", "1"] if run.quick else []
 
 
 def _computes(run: Run, finding: Finding, name: str) -> bool:

@@ -1,7 +1,8 @@
 """The frame of every process that `device_engine.py` starts: a job file in, one line of JSON out, the last on stdout.
 
-A system is made once and runs every case of its job, each `repeats` times after a run that is not counted. Cases that would begin after
-`deadline_s` are left out. Standard library only: it runs in environments that share nothing.
+A system is made once and runs every case of its job, each `repeats` times after a run that is not counted. Cases that would begin
+after `deadline_s` are left out, and one that has not ended `GRACE_S` later is given up, so that the answer has those before it.
+Standard library only: it runs in environments that share nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from harness import stdout_to_stderr, versions
+
+GRACE_S = 30.0
 
 
 class System(Protocol):
@@ -37,13 +41,22 @@ def main(make: Callable[[dict[str, Any]], System], packages: Sequence[str]) -> N
     started = time.monotonic()
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with stdout_to_stderr() as answer:
+        result: dict[str, Any] = {"versions": versions(packages), "cases": {}, "details": {}}
+
+        def give_up() -> None:
+            print(json.dumps(result), file=answer, flush=True)
+            os._exit(0)
+
+        watchdog = threading.Timer(job["deadline_s"] + GRACE_S, give_up)
+        watchdog.daemon = True
+        watchdog.start()
         system = make(job["options"])
-        result: dict[str, Any] = {"ready_s": time.monotonic() - started, "versions": versions(packages), "cases": {}}
+        result |= {"ready_s": time.monotonic() - started, "details": getattr(system, "details", {})}
         for case in job["cases"]:
             if time.monotonic() - started > job["deadline_s"]:
                 break
             result["cases"][case["name"]] = _runs(system, case, job, started + job["deadline_s"])
-        result["details"] = getattr(system, "details", {})
+        watchdog.cancel()
         print(json.dumps(result), file=answer, flush=True)
     # Engines with threads and device runtimes can hang while the interpreter unwinds them, after the answer is out.
     os._exit(0)
