@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from conformance_tests.tests.recorded_graphs import Recorder, StaleAttention, graphed
 from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, SleepPlan
-from hardpoint.interfaces.errors import GraphCaptureFailed
+from hardpoint.interfaces.errors import GraphCaptureFailed, WorkerError
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
 from hardpoint_conformance.worker_bench import Bench, running
@@ -149,7 +149,11 @@ def test_graphs_give_the_tokens_of_eager_steps(model: Model, eager: list[list[in
 )
 def test_stale_graphs_show_in_the_tokens(model: Model, eager: list[list[int]], parts: dict[str, type]) -> None:
     with serving(model, graphed(**parts)) as bench:
-        assert serve(bench, model) != eager
+        try:
+            found = serve(bench, model)
+        except WorkerError:  # what lies in blocks that nobody wrote may be no number
+            return
+        assert found != eager
 
 
 def test_steps_beyond_the_largest_graph_and_with_prompts_run_eagerly(model: Model) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from conformance_tests.tests.recorded_graphs import Recorder, StaleAttention, graphed
 from hardpoint import LLM, SamplingParams
+from hardpoint.interfaces.errors import WorkerError
 from hardpoint.plugins import Resolved
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import shape_for, tiny_model
@@ -75,4 +76,8 @@ def test_tokens_are_those_of_eager_steps(eager: Any, monkeypatch: pytest.MonkeyP
 
 def test_graphs_with_old_metadata_show_in_the_tokens(eager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(monkeypatch, graphed(attention=StaleAttention)) as llm:
-        assert tokens(llm) != eager
+        try:
+            found = tokens(llm)
+        except WorkerError:  # what lies in blocks that nobody wrote may be no number
+            return
+        assert found != eager

@@ -31,6 +31,8 @@ from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.worker import TorchWorker
 
 BACKENDS = ("ascend", "cpu", "cuda", "rocm")
+CHIP = "Ascend910B3"
+"""A device for which Ascend's operator is described."""
 CONFIG: dict[str, Any] = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
@@ -56,10 +58,12 @@ class HostWorker(TorchWorker):
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Resolved:
     """A backend whose claims are its own, and whose other parts are the host's; `backend.descriptor` makes them."""
     name = request.param
-    if name in ("cuda", "rocm"):
+    if name != "cpu":
         monkeypatch.setattr(import_module(f"hardpoint_{name}.capabilities"), "requirements", tuple)
     descriptor: BackendDescriptor = import_module(f"hardpoint_{name}.descriptor").hardpoint_backend()
-    return on_the_host(descriptor, Device(name, 0, f"a device of {name}", "cpu"), monkeypatch)
+    return on_the_host(
+        descriptor, Device(name, 0, CHIP if name == "ascend" else f"a device of {name}", "cpu"), monkeypatch
+    )
 
 
 def on_the_host(

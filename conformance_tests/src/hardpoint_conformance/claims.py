@@ -91,6 +91,7 @@ def to_json(claims: Capabilities) -> dict[str, Any]:
         "tensor_parallel": _from_set(claims.tensor_parallel),
         "collectives": list(claims.collectives),
         "quantisation": sorted(claims.quantisation),
+        "notes": list(claims.notes),
     }
 
 
@@ -109,7 +110,7 @@ def from_json(data: Mapping[str, Any]) -> Capabilities:
             features=frozenset(map(AttentionFeature, attention["features"])),
             graph_level=GraphLevel[attention["graph_level"].upper()],
             determinism=Determinism[attention["determinism"].upper()],
-            max_cache_elements=attention["max_cache_elements"],
+            max_cache_elements=attention.get("max_cache_elements"),
         ),
         memory=MemoryCapabilities(
             sleep_levels=frozenset(memory["sleep_levels"]),
@@ -120,6 +121,7 @@ def from_json(data: Mapping[str, Any]) -> Capabilities:
         tensor_parallel=_to_set(data["tensor_parallel"]),
         collectives=tuple(data["collectives"]),
         quantisation=frozenset(data["quantisation"]),
+        notes=tuple(data.get("notes", ())),
     )
 
 

@@ -188,6 +188,7 @@ def claims_problems(claims: object) -> list[str]:
         "memory.tiers": (frozenset, SleepTier, memory.tiers),
         "quantisation": (frozenset, str, claims.quantisation),
         "collectives": (tuple, str, claims.collectives),
+        "notes": (tuple, str, claims.notes),
     }
     single: dict[str, tuple[type, Any]] = {
         "attention.default_block_size": (int, attention.default_block_size),

@@ -39,8 +39,12 @@ class Executor(ABC):
         Every rank is called, whatever the others answer; then the error of the first rank that failed is raised, with its rank.
         """
         outcomes = self._checked_call(name, args)
-        raise_first(outcomes)
-        return outcomes
+        try:
+            raise_first(outcomes)
+            return outcomes
+        finally:
+            # An exception leads to this frame: if the frame led back to it, all tensors of its frames would stay until a collection.
+            del outcomes
 
     def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
         """Put all ranks to sleep, or none; returns their reports in the order of ranks.
@@ -121,9 +125,13 @@ class Executor(ABC):
 
 def raise_first(outcomes: Sequence[Any]) -> None:
     """Raise the first exception among the outcomes of ranks; where there are several ranks, it says which one failed."""
-    for rank, outcome in enumerate(outcomes):
-        if isinstance(outcome, BaseException):
-            raise at_rank(outcome, rank, len(outcomes))
+    failed = next((rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)), None)
+    if failed is None:
+        return
+    try:
+        raise at_rank(outcomes[failed], failed, len(outcomes))
+    finally:
+        del outcomes
 
 
 def at_rank(error: BaseException, rank: int, num_ranks: int) -> BaseException:

@@ -8,6 +8,7 @@ for memory, ...), so that ordinary Python code handles it without importing this
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 
 class HardpointError(Exception):
@@ -36,15 +37,22 @@ class HardpointError(Exception):
         self.rank = rank
         self.args = (f"rank {rank}: {self}",)
 
+    @classmethod
+    def restore(cls, args: tuple[object, ...], state: Mapping[str, object]) -> Self:
+        """Return an error as it was in another process, or before it was pickled.
+
+        Args:
+            args, state: its `args` and attributes.
+        """
+        # Not cls.__new__: where a built-in exception comes later among the bases, that finds one that refuses the class.
+        base: Any = cls.__base__
+        error: Self = base.__new__(cls)
+        error.args = args
+        error.__dict__.update(state)
+        return error
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(cls: type[HardpointError], args: tuple[object, ...], state: dict[str, object]) -> HardpointError:
-    error = cls.__new__(cls)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        return type(self).restore, (self.args, self.__dict__)
 
 
 class ConfigError(HardpointError, ValueError):
@@ -298,3 +306,27 @@ class ParticipantError(HardpointError, RuntimeError):
 
 class EngineDead(HardpointError, RuntimeError):
     """The engine failed and cannot serve any more; build a new one."""
+
+
+class RankFailed(EngineDead):
+    """A rank ended, was stopped, or does not answer; all ranks were ended, and the engine cannot serve any more.
+
+    Attributes:
+        ended: what became of it: an exit code, a signal, a time limit, or an error that left it out of step with the others.
+        output: its traceback, or the last lines that it wrote.
+    """
+
+    ended: str = ""
+    output: str = ""
+
+    @classmethod
+    def of(cls, rank: int, ended: str, output: str = "", hint: str = "") -> RankFailed:
+        """Return the error for what became of `rank`; `output` is what it left behind."""
+        found = f"{ended}; it left:\n{output.rstrip()}\n" if output.strip() else ended
+        error = cls(f"rank {rank} failed", found=found, hint=hint or "All ranks were ended; make a new engine")
+        error.rank, error.ended, error.output = rank, ended, output
+        return error
+
+
+class MalformedMessage(HardpointError, ValueError):
+    """A message between processes is of no known kind, out of sequence, or not what its kind says; or a value cannot be sent."""

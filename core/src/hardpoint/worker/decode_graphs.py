@@ -14,7 +14,7 @@ import torch
 
 from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan
-from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.batch import Int64Array, StepBatch
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import GraphCaptureFailed
 from hardpoint.interfaces.graphs import GraphRunner
@@ -71,12 +71,17 @@ class DecodeGraphs:
         self._cache = kv_cache
         largest = sizes[-1]
         self._larger = [next(size for size in sizes if size >= count) for count in range(largest + 1)]
-        self._table_shape = (largest, -(-plan.request.max_context // plan.block_size))
         self._inputs = allocator.empty((2 * largest,), DType.INT64, GRAPHS)
         self._rows = allocator.empty((largest,), DType.INT32, GRAPHS)
         self._hidden = allocator.empty((largest, model.hidden_size), plan.request.dtype, GRAPHS)
         self._host = empty_host((2 * largest,), torch.int64)
-        self._staged = self._host.numpy()
+        staged = self._host.numpy()
+        self._steps = {
+            size: PaddedStep(
+                staged[:size], staged[size : 2 * size], (largest, -(-plan.request.max_context // plan.block_size))
+            )
+            for size in sizes
+        }
         self._rows.copy_(torch.arange(largest, dtype=torch.int32))
         self._inputs.copy_(torch.zeros(2 * largest, dtype=torch.int64))
         start = time.perf_counter()
@@ -104,9 +109,7 @@ class DecodeGraphs:
         """
         count = batch.num_seqs
         size = self._larger[count]
-        padded = pad_decodes(batch, size)
-        self._staged[:size] = padded.token_ids
-        self._staged[size : 2 * size] = padded.positions
+        padded = self._steps[size].fill(batch)
         self._inputs[: 2 * size].copy_(self._host[: 2 * size], non_blocking=True)
         self._attention.prepare(self._plan, padded)
         self._runner.replay(size)
@@ -119,13 +122,13 @@ class DecodeGraphs:
     def reset(self) -> None:
         """Drop the graphs and their memory."""
         self._runner.reset()
-        del self._inputs, self._rows, self._hidden, self._host, self._staged
+        del self._inputs, self._rows, self._hidden, self._host, self._steps
 
     def _capture(self, sizes: Sequence[int]) -> None:
         self._attention.begin_capture(self._plan, sizes[-1])
         try:
             for size in reversed(sizes):
-                metadata = self._attention.prepare(self._plan, pad_decodes(_no_sequences(self._table_shape), size))
+                metadata = self._attention.prepare(self._plan, self._steps[size].empty)
                 try:
                     self._runner.capture(size, partial(self._step, size, metadata))
                 except Exception as error:
@@ -152,48 +155,64 @@ class DecodeGraphs:
         self._hidden[:size].copy_(hidden)
 
 
-def pad_decodes(batch: StepBatch, size: int) -> StepBatch:
-    """Return a batch of decodes with `size` tokens and sequences; those added have the slot -1, and no tokens and no context."""
-    count = batch.num_seqs
-    if count == size:
-        return batch
-    query_start = np.full(size + 1, count, np.int32)
-    query_start[: count + 1] = batch.query_start
-    return replace(
-        batch,
-        token_ids=_extended(batch.token_ids, size, 0),
-        positions=_extended(batch.positions, size, 0),
-        slot_mapping=_extended(batch.slot_mapping, size, -1),
-        query_start=query_start,
-        context_lens=_extended(batch.context_lens, size, 0),
-        rows=_extended(batch.rows, size, 0),
-        seq_ids=_extended(batch.seq_ids, size, -1),
-    )
+class PaddedStep:
+    """A step of `size` sequences with one token each, whose arrays are filled anew for every batch.
 
+    What a smaller batch leaves over is padding: tokens that belong to no sequence, with the slot -1, and sequences without tokens and
+    context.
+    """
 
-def _extended(values: np.ndarray[Any, Any], size: int, padding: int) -> np.ndarray[Any, Any]:
-    extended = np.full(size, padding, values.dtype)
-    extended[: len(values)] = values
-    return extended
+    def __init__(self, token_ids: Int64Array, positions: Int64Array, table_shape: tuple[int, int]) -> None:
+        """Make the step, all padding, over arrays int64[size] of the caller's.
 
+        Args:
+            table_shape: of a block table that stands for one until there is a batch.
+        """
+        size = len(token_ids)
+        no_pairs, nobody = np.zeros((0, 2), np.int32), np.zeros(0, np.int64)
+        self._step = StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=np.zeros(size, np.int32),
+            query_start=np.zeros(size + 1, np.int32),
+            context_lens=np.zeros(size, np.int32),
+            block_table=np.zeros(table_shape, np.int32),
+            rows=np.zeros(size, np.int32),
+            seq_ids=np.full(size, -1, np.int64),
+            num_decodes=0,
+            sample_rows=np.zeros(0, np.int32),
+            sample_seq_ids=nobody,
+            swap_out=no_pairs,
+            swap_in=no_pairs,
+            copies=no_pairs,
+            preempted=nobody,
+        )
+        self._clear(0)
 
-def _no_sequences(table_shape: tuple[int, int]) -> StepBatch:
-    """Return a step without sequences, to be padded."""
-    long, short, pairs = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
-    return StepBatch(
-        token_ids=long,
-        positions=long,
-        slot_mapping=short,
-        query_start=np.zeros(1, np.int32),
-        context_lens=short,
-        block_table=np.zeros(table_shape, np.int32),
-        rows=short,
-        seq_ids=long,
-        num_decodes=0,
-        sample_rows=short,
-        sample_seq_ids=long,
-        swap_out=pairs,
-        swap_in=pairs,
-        copies=pairs,
-        preempted=long,
-    )
+    @property
+    def empty(self) -> StepBatch:
+        """The step as it was made, without a sequence; before the first `fill`."""
+        return self._step
+
+    def fill(self, batch: StepBatch) -> StepBatch:
+        """Return the step with a batch of decodes at its beginning; it holds until the next call."""
+        step, count = self._step, batch.num_seqs
+        step.token_ids[:count] = batch.token_ids
+        step.positions[:count] = batch.positions
+        step.slot_mapping[:count] = batch.slot_mapping
+        step.query_start[: count + 1] = batch.query_start
+        step.context_lens[:count] = batch.context_lens
+        step.rows[:count] = batch.rows
+        if count < len(step.rows):
+            self._clear(count)
+        if step.num_decodes != count or step.block_table is not batch.block_table:
+            self._step = replace(step, num_decodes=count, block_table=batch.block_table)
+        return self._step
+
+    def _clear(self, count: int) -> None:
+        """Make padding of what follows the first `count` sequences."""
+        step = self._step
+        step.token_ids[count:] = step.positions[count:] = 0
+        step.slot_mapping[count:] = -1
+        step.query_start[count + 1 :] = count
+        step.context_lens[count:] = step.rows[count:] = 0

@@ -36,7 +36,7 @@ def copy_blocks(source: Tensor, destination: Tensor, pairs: Int32Array, axis: in
     is_chained = source is destination and bool(np.isin(pairs[:, 0], pairs[:, 1]).any())
     block_bytes = source.nbytes // source.shape[axis]
     numbers = torch.from_numpy(np.ascontiguousarray(pairs, dtype=np.int64))
-    for piece in numbers.split(1 if is_chained else max(1, _PIECE_BYTES // block_bytes)):
+    for piece in torch.split(numbers, 1 if is_chained else max(1, _PIECE_BYTES // block_bytes)):
         gathered = source.index_select(axis, piece[:, 0].to(source.device))
         destination.index_copy_(axis, piece[:, 1].to(destination.device), gathered.to(destination.device))
 
