@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from device_build import missing
 from device_run import Finding, Run, Step, last_line, timed
 
 DOCTOR = """
@@ -25,6 +26,9 @@ from importlib import import_module
 print(import_module(f"hardpoint_{sys.argv[1]}.descriptor").hardpoint_backend().probe().reason)
 """
 """Prints why nothing can be computed on a backend's devices."""
+
+COMPUTING_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "msgspec")
+"""What an engine needs beside what the tests of memory need."""
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L6")
 """Of the conformance suite on one device; L5 is about several ranks, each on a device of its own."""
@@ -211,7 +215,7 @@ def _quick(run: Run) -> list[str]:
 
 
 def _computes(run: Run, finding: Finding, name: str) -> bool:
-    """Whether something can be computed on the device; a step that cannot be run for want of it is added."""
+    """Whether something can be computed on the device with the interpreter; a step that cannot be run for want of it is added."""
     if finding.simulated:
         reason = "a simulated driver computes nothing"
     else:
@@ -222,4 +226,7 @@ def _computes(run: Run, finding: Finding, name: str) -> bool:
         reason = text.strip()
     if reason:
         run.add(Step(name, "not run", reason))
-    return not reason
+        return False
+    if lacking := missing(run.python, COMPUTING_MODULES, run.environment):
+        run.add(Step(name, "failed", f"{run.python} has no {', '.join(lacking)}"))
+    return not lacking

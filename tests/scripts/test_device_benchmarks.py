@@ -162,6 +162,16 @@ def test_nothing_is_computed_where_the_backend_says_why(imported: Any, run: Any)
     assert step.note
 
 
+def test_modules_that_an_engine_lacks_are_named(
+    imported: Any, run: Any, cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = imported("device_steps")
+    monkeypatch.setattr(steps, "COMPUTING_MODULES", ("torch", "no_such_module"))
+    steps.check_engine(run, cpu)
+    (step,) = run.steps
+    assert (step.status, step.note) == ("failed", f"{sys.executable} has no no_such_module")
+
+
 def test_window_is_where_all_requests_decode_and_none_is_prefilled(imported: Any) -> None:
     emissions = [(1.0, 1), (2.0, 2), (3.0, 2), (4.0, 2), (5.0, 1)]
     found = imported("decode_window").window_of(emissions, first_token=2.0, first_end=4.0, start=0.5)
