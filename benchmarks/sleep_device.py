@@ -1,19 +1,21 @@
 """Sleep and wake of the memory engine on a device, beside the speed of pinned copies measured there in the same run.
 
-    python benchmarks/sleep_device.py --backend cuda [--device 0] [--gib 8] [--rounds 5] [--json FILE]
+    python benchmarks/sleep_device.py --backend cuda [--device 0] [--gib 8] [--rounds 5] [--model qwen3-0.6b] [--json FILE]
 
-Works on any backend's memory driver, without torch. The limit is what large copies between the device and pinned host memory
-reach on one stream, best of several, in each direction. Held against it are the first sleep, with its host memory pinned on the
-way and pinned before in the background (the time of pinning is shown apart), and later sleeps and wakes to the host; without a
-copy: sleep of weights whose backup is kept, and of level 2; and the disk tier. After each wake that restores bytes, the first, the
-last and random ones are compared. Bars are for real accelerators, and one that is not met ends the run with status 1: over a
-simulated driver the figures mean nothing, and on the CPU `sleep.py` has its own.
+Works on any backend's memory driver, without torch; where the backend computes too, a whole engine sleeps and wakes at the end, with
+the graphs that it captured, and must give the same tokens after every wake. The limit is what large copies between the device and
+pinned host memory reach on one stream, best of several, in each direction. Held against it are the first sleep, with its host memory
+pinned on the way and pinned before in the background (the time of pinning is shown apart), and later sleeps and wakes to the host;
+without a copy: sleep of weights whose backup is kept, and of level 2; and the disk tier. After each wake that restores bytes, the
+first, the last and random ones are compared. Bars are for real accelerators, and one that is not met ends the run with status 1: over
+a simulated driver the figures mean nothing, and on the CPU `sleep.py` has its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import mmap
 import os
 import random
@@ -26,6 +28,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from child import ChildFailed, run_script
+from device_shapes import DECODERS
 from report import REPOSITORY, Verdict, command, machine, median, verdict_table, write_json
 
 from hardpoint.interfaces import WEIGHTS, MemoryReport, Policy, SleepPlan, SleepTier
@@ -197,6 +201,38 @@ def measure_steady(weights: Weights, samples: Samples, rounds: int, directory: P
     return {"direct_io": cycle("disk", disk, min(rounds, 3)).direct_io}
 
 
+def measure_engine(backend: str, device: int, simulated: bool, model: str, rounds: int) -> dict[str, Any]:
+    """Let a whole engine sleep and wake with its graphs, in a process of its own; returns its answer, or why there is none."""
+    descriptor = import_module(f"hardpoint_{backend}.descriptor").hardpoint_backend()
+    if simulated:
+        return {"not_run": "the driver is simulated, and computes nothing"}
+    found = descriptor.probe()
+    if found.reason:
+        return {"not_run": found.reason}
+    script = Path(__file__).parent / "peers" / "device_engine_sleep.py"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(DECODERS[model].config), encoding="utf-8")
+        arguments = [backend, str(device), folder, str(rounds)]
+        try:
+            return {"model": model} | run_script(sys.executable, script, arguments, timeout_s=180)
+        except ChildFailed as error:
+            return {"error": str(error)}
+
+
+def engine_verdicts(engine: dict[str, Any]) -> list[Verdict]:
+    """Return the lines of the engine's sleep; on every device the tokens must be the same."""
+    if "tokens" not in engine:
+        return []
+    what = f"engine ({engine['model']}, {'with' if engine['graphs'] else 'without'} graphs)"
+    same, all_tokens = min(engine["same_tokens"]), engine["tokens"]
+    return [
+        Verdict(f"{what}: sleep, ms", median(engine["sleep_s"]) * 1e3, None, "", None, None),
+        Verdict(f"{what}: wake, ms", median(engine["wake_s"]) * 1e3, None, "", None, None),
+        Verdict(f"{what}: memory of graphs, MB", engine["graph_bytes"] / 1e6, None, "", None, None),
+        Verdict(f"{what}: equal tokens after a wake", same, all_tokens, "before", "= 1.00", same == all_tokens),
+    ]
+
+
 def verdicts(samples: Samples, copies: dict[str, float], size: int, simulated: bool, held: bool) -> list[Verdict]:
     """Hold the results against the copies, and where `held` against the bars."""
     note = " (simulated)" if simulated else ""
@@ -251,6 +287,9 @@ def main() -> None:
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--gib", type=float, default=8.0, help="of weights; less where device or host have no room")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--model", choices=tuple(DECODERS), default="qwen3-0.6b", help="of the engine that sleeps at the end"
+    )
     parser.add_argument("--directory", type=Path, help="for backups on disk; default: build/ of the checkout")
     parser.add_argument("--json", type=Path, help="write results here")
     arguments = parser.parse_args()
@@ -285,24 +324,28 @@ def main() -> None:
         disk = measure_steady(weights, samples, arguments.rounds, Path(directory))
     weights.close()
     after = pinned.measure(arguments.rounds)
+    simulated = driver.simulated
     driver.close()
+    engine = measure_engine(arguments.backend, arguments.device, simulated, arguments.model, arguments.rounds)
     copies = {way: max(before[way], after[way]) for way in before}
 
-    held = arguments.backend != "cpu" and not driver.simulated
-    found = verdicts(samples, copies, size, driver.simulated, held)
+    held = arguments.backend != "cpu" and not simulated
+    found = verdicts(samples, copies, size, simulated, held) + engine_verdicts(engine)
     print(command())
-    simulated = " SIMULATED DRIVER: ratios and times mean nothing." if driver.simulated else ""
-    print(f"{device['name']}, driver {device['driver_version']}, {size / GIB:g} GiB of weights.{simulated}")
+    warning = " SIMULATED DRIVER: ratios and times mean nothing." if simulated else ""
+    print(f"{device['name']}, driver {device['driver_version']}, {size / GIB:g} GiB of weights.{warning}")
     if size < asked // TENSOR * TENSOR:
         print(f"{arguments.gib:g} GiB were asked for; device and host have no more room.")
     print(
         f"Medians of {arguments.rounds} rounds; pinned copies of {pinned.size / GIB:g} GiB, best of {2 * arguments.rounds}.\n"
     )
     print(verdict_table(found))
+    if problem := engine.get("not_run") or engine.get("error"):
+        print(f"\nThe sleep of an engine {'was not run' if 'not_run' in engine else 'FAILED'}: {problem}")
     if arguments.json:
         result = {
             "command": command(),
-            "simulated": driver.simulated,
+            "simulated": simulated,
             "machine": about,
             "device": device,
             "bytes": size,
@@ -311,10 +354,11 @@ def main() -> None:
             "seconds": samples.seconds,
             "memory_returned": samples.returned,
             "disk": disk,
+            "engine": engine,
             "verdicts": [verdict.as_dict() for verdict in found],
         }
         write_json(arguments.json, result)
-    if any(verdict.met is False for verdict in found):
+    if "error" in engine or any(verdict.met is False for verdict in found):
         sys.exit(1)
 
 

@@ -37,7 +37,7 @@ def run(import_system: Callable[[], Build], packages: Sequence[str]) -> None:
         packages: distributions whose versions belong beside the numbers.
     """
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    with _stdout_to_stderr() as answer:
+    with stdout_to_stderr() as answer:
         started = time.perf_counter()
         build = import_system()
         imported = time.perf_counter()
@@ -46,7 +46,7 @@ def run(import_system: Callable[[], Build], packages: Sequence[str]) -> None:
         result: dict[str, Any] = {"import_s": imported - started, "load_s": loaded - imported}
         result.update(_measure(system, job["workload"]))
         result["peak_rss_mb"] = _peak_rss_bytes() / 1e6
-        result["versions"] = _versions(packages)
+        result["versions"] = versions(packages)
         result["details"] = getattr(system, "details", {})
         print(json.dumps(result), file=answer, flush=True)
     # Engines with worker processes and device runtimes can hang or crash while the interpreter unwinds them, after the
@@ -116,7 +116,8 @@ def _peak_rss_bytes() -> int:
     return total
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -125,7 +126,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Any:
+def stdout_to_stderr() -> Any:
     """Give what libraries print, from Python or C, to stderr; yield a file on the real stdout for the answer."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:

@@ -32,7 +32,14 @@ def test_without_a_device_it_explains_itself_and_claims_nothing(tmp_path: Path) 
     if "looked for" not in ended.stdout:
         pytest.skip("this machine has a CUDA driver")
     assert (ended.returncode, ended.stderr) == (0, "")
-    for text in ("nothing was checked", "$HARDPOINT_CUDA_DRIVER", "libcuda.so.1", "tests/device", "sleep_device.py"):
+    for text in (
+        "nothing was checked",
+        "$HARDPOINT_CUDA_DRIVER",
+        "libcuda.so.1",
+        "tests/device",
+        "sleep_device.py",
+        "device_engine.py",
+    ):
         assert text in ended.stdout
     assert "passed" not in ended.stdout
     assert list(tmp_path.iterdir()) == []
@@ -69,3 +76,19 @@ def test_interpreter_without_what_the_checks_need_is_named(tmp_path: Path) -> No
     assert f"{bare} has no pluggy, pytest" in ended.stdout
     summary = json.loads((tmp_path / "simulated_summary.json").read_text("utf-8"))
     assert (summary["simulated"], summary["passed"]) == (True, False)
+
+
+def test_step_without_time_is_not_run_and_the_run_does_not_pass(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--simulated", "--only", "misuse", "--seconds", "15")
+    assert ended.returncode == 1
+    summary = json.loads((tmp_path / "simulated_summary.json").read_text("utf-8"))
+    assert [(step["name"], step["status"], step["note"]) for step in summary["steps"][1:]] == [
+        ("misuse", "not run", "no time was left")
+    ]
+    assert summary["passed"] is False
+
+
+def test_unknown_step_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--only", "doctor,everything")
+    assert ended.returncode == 1
+    assert "no step is called everything; steps: doctor, tests," in ended.stderr
