@@ -131,7 +131,10 @@ class TritonAttention(AttentionBackend):
 
         Pairs may be copied in any order unless one reads what another writes: then they are copied one after the other.
         """
-        chained = len(pairs) and np.intersect1d(pairs[:, 0], pairs[:, 1]).size
+        if not len(pairs):
+            return
+        _check_copy(kv_cache, kv_cache, pairs)
+        chained = np.intersect1d(pairs[:, 0], pairs[:, 1]).size
         for some in np.split(pairs, len(pairs)) if chained else [pairs]:
             self._copy(kv_cache, kv_cache, some)
 
@@ -141,12 +144,11 @@ class TritonAttention(AttentionBackend):
         Between the device and pinned memory of the host one kernel reads and writes both, and the call does not wait for it. Other
         memory of the host is copied block by block.
         """
-        self._copy(source, destination, pairs)
+        if len(pairs):
+            _check_copy(source, destination, pairs)
+            self._copy(source, destination, pairs)
 
     def _copy(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
-        if not len(pairs):
-            return
-        _check_copy(source, destination, pairs)
         if self._reaches(source) and self._reaches(destination):
             device_pairs = torch.from_numpy(np.ascontiguousarray(pairs, np.int32)).to(self._device, copy=True)
             words, planes = source[0, 0, 0].numel() * source.element_size() // 8, source.shape[0] * source.shape[1]
