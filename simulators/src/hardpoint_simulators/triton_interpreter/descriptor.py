@@ -21,7 +21,7 @@ from hardpoint.interfaces import (
     TorchPoolScope,
 )
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.triton import triton_attention_capabilities
+from hardpoint.triton import attention_note, triton_attention_capabilities
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import Worker
@@ -53,6 +53,7 @@ def probe() -> ProbeResult:
         total_memory=BUDGET,
         driver_version=f"{platform.system()} {platform.release()}",
         simulated=True,
+        properties={"attention": attention_note()},
     )
     return ProbeResult((device,))
 
