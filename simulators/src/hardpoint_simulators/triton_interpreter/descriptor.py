@@ -53,7 +53,7 @@ def probe() -> ProbeResult:
         total_memory=BUDGET,
         driver_version=f"{platform.system()} {platform.release()}",
         simulated=True,
-        properties={"attention": attention_note()},
+        properties={"attention kernels": attention_note()},
     )
     return ProbeResult((device,))
 
