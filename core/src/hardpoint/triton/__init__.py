@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.triton.capabilities import triton_attention_capabilities
-from hardpoint.triton.choice import attention_note
 
 if TYPE_CHECKING:
     from hardpoint.triton.attention import TritonAttention
 
-__all__ = ["TritonAttention", "attention_note", "triton_attention_capabilities"]
+__all__ = ["TritonAttention", "triton_attention_capabilities"]
 
 
 def __getattr__(name: str) -> Any:

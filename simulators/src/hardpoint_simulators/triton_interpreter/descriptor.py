@@ -21,7 +21,8 @@ from hardpoint.interfaces import (
     TorchPoolScope,
 )
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.triton import attention_note, triton_attention_capabilities
+from hardpoint.triton import triton_attention_capabilities
+from hardpoint.triton.choice import attention_note
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import Worker
