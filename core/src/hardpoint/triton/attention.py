@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
-from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import attention_choice
@@ -56,6 +55,7 @@ class TritonAttention(AttentionBackend):
         self._claims = claims or triton_attention_capabilities()
         self._given_target = target
         self._launches: dict[AttentionRequest, Launches] = {}
+        self._recent: tuple[AttentionPlan, Launches] | None = None
         self._captured: StepBuilder | None = None
 
     def capabilities(self) -> AttentionCapabilities:
@@ -177,9 +177,13 @@ class TritonAttention(AttentionBackend):
         return self._given_target or _ask_driver(self._device)
 
     def _launches_of(self, plan: AttentionPlan) -> Launches:
+        # A request's hash is that of all its layers: too long for each layer of each step.
+        if self._recent is not None and self._recent[0] is plan:
+            return self._recent[1]
         found = self._launches.get(plan.request)
         if found is None:
             found = self._launches[plan.request] = Launches(plan, self._target, self._device)
+        self._recent = (plan, found)
         return found
 
     def _check_cache(self, kv_cache: Tensor, spec: KVCacheSpec, step: Step) -> None:
@@ -189,7 +193,7 @@ class TritonAttention(AttentionBackend):
             or shape[0] != 2
             or shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim)
             or not kv_cache.is_contiguous()
-            or DType.of(kv_cache.dtype) is not spec.dtype
+            or kv_cache.dtype is not spec.dtype.to_torch()
             or kv_cache.device.type != self._device.type
         ):
             expected = f"[2, blocks, {spec.num_kv_heads}, {spec.block_size}, {spec.head_dim}] of {spec.dtype}"
