@@ -126,7 +126,7 @@ def requests() -> Iterator[tuple[str, AttentionRequest]]:
     plain = AttentionLayer(16, 8, 128, 0.1)
     rich = replace(plain, sliding_window=512, soft_cap=30.0, sinks=True, alibi=True)
     fp8, bf16, fp16, fp32 = DType.FLOAT8_E4M3, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
-    wanted = [(bf16, bf16, dim, 16, plain) for dim in (64, 80, 128, 192, 256)]
+    wanted = [(bf16, bf16, dim, 16, plain) for dim in (16, 64, 80, 128, 192, 256)]
     wanted += [(bf16, bf16, 64, 16, rich), (bf16, bf16, 128, 256, rich), (bf16, bf16, 256, 512, rich)]
     wanted += [(bf16, fp8, 64, 16, rich), (bf16, fp8, 128, 16, plain), (bf16, fp8, 256, 16, plain)]
     wanted += [(fp16, fp16, 128, 16, plain), (fp16, fp8, 128, 16, rich)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import Device
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
-from hardpoint.triton.choice import attention_choice
+from hardpoint.triton.choice import attention_choice, attention_note
 from hardpoint.triton.tiles import SPLIT_KEYS, Target, decode_tiles, max_splits, padded, prefill_tiles
 
 TARGETS = [Target(32, 80, 108), Target(32, 90, 132), Target(64, 0, 304), Target(32, 0, 1, interpreted=True)]
@@ -65,6 +65,13 @@ def test_own_kernels_are_chosen_and_every_library_has_a_reason() -> None:
 def test_other_kernels_are_refused(asked: str) -> None:
     with pytest.raises(ConfigError, match=asked):
         attention_choice({"HARDPOINT_ATTENTION": asked}, lambda module: True)
+
+
+def test_the_note_for_doctor_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARDPOINT_ATTENTION", "flashinfer")
+    assert attention_note().startswith("none: HARDPOINT_ATTENTION=flashinfer")
+    monkeypatch.delenv("HARDPOINT_ATTENTION")
+    assert attention_note().startswith("triton (")
 
 
 def test_own_kernels_can_be_named() -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
-from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import attention_choice
@@ -56,6 +55,7 @@ class TritonAttention(AttentionBackend):
         self._claims = claims or triton_attention_capabilities()
         self._given_target = target
         self._launches: dict[AttentionRequest, Launches] = {}
+        self._recent: tuple[AttentionPlan, Launches] | None = None
         self._captured: StepBuilder | None = None
 
     def capabilities(self) -> AttentionCapabilities:
@@ -131,7 +131,10 @@ class TritonAttention(AttentionBackend):
 
         Pairs may be copied in any order unless one reads what another writes: then they are copied one after the other.
         """
-        chained = len(pairs) and np.intersect1d(pairs[:, 0], pairs[:, 1]).size
+        if not len(pairs):
+            return
+        _check_copy(kv_cache, kv_cache, pairs)
+        chained = np.intersect1d(pairs[:, 0], pairs[:, 1]).size
         for some in np.split(pairs, len(pairs)) if chained else [pairs]:
             self._copy(kv_cache, kv_cache, some)
 
@@ -141,12 +144,11 @@ class TritonAttention(AttentionBackend):
         Between the device and pinned memory of the host one kernel reads and writes both, and the call does not wait for it. Other
         memory of the host is copied block by block.
         """
-        self._copy(source, destination, pairs)
+        if len(pairs):
+            _check_copy(source, destination, pairs)
+            self._copy(source, destination, pairs)
 
     def _copy(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
-        if not len(pairs):
-            return
-        _check_copy(source, destination, pairs)
         if self._reaches(source) and self._reaches(destination):
             device_pairs = torch.from_numpy(np.ascontiguousarray(pairs, np.int32)).to(self._device, copy=True)
             words, planes = source[0, 0, 0].numel() * source.element_size() // 8, source.shape[0] * source.shape[1]
@@ -175,9 +177,13 @@ class TritonAttention(AttentionBackend):
         return self._given_target or _ask_driver(self._device)
 
     def _launches_of(self, plan: AttentionPlan) -> Launches:
+        # A request's hash is that of all its layers: too long for each layer of each step.
+        if self._recent is not None and self._recent[0] is plan:
+            return self._recent[1]
         found = self._launches.get(plan.request)
         if found is None:
             found = self._launches[plan.request] = Launches(plan, self._target, self._device)
+        self._recent = (plan, found)
         return found
 
     def _check_cache(self, kv_cache: Tensor, spec: KVCacheSpec, step: Step) -> None:
@@ -187,7 +193,7 @@ class TritonAttention(AttentionBackend):
             or shape[0] != 2
             or shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim)
             or not kv_cache.is_contiguous()
-            or DType.of(kv_cache.dtype) is not spec.dtype
+            or kv_cache.dtype is not spec.dtype.to_torch()
             or kv_cache.device.type != self._device.type
         ):
             expected = f"[2, blocks, {spec.num_kv_heads}, {spec.block_size}, {spec.head_dim}] of {spec.dtype}"

@@ -47,3 +47,11 @@ def attention_choice(
         known = f"{name} is known and {_NO_ADAPTER}" if (name := asked) in LIBRARIES else f"'{asked}' is not known"
         raise ConfigError(f"{VARIABLE}={asked} was asked for", found=known, hint=f"unset it, or set it to '{OWN}'")
     return AttentionChoice(OWN, (f"{VARIABLE} says so" if asked else "Hardpoint's own kernels", *reasons))
+
+
+def attention_note() -> str:
+    """Return the choice in words, for a device's properties, which `doctor` prints; never raises."""
+    try:
+        return str(attention_choice())
+    except ConfigError as error:
+        return f"none: {error}"

@@ -84,7 +84,7 @@ def decode_tiles(head_dim: int, group: int, itemsize: int, target: Target) -> Ti
     if itemsize == 4:
         return Tiles(rows, 16 if dim > 128 or rows > 16 else 32, 4, 2 if target.lanes == 32 else 1)
     if target.lanes == 64:
-        return Tiles(rows, 32 if dim > 128 else 64, 4, 1)
+        return Tiles(rows, 32 if dim > 128 or rows > 16 else 64, 4, 1)
     # The pipeline loads a tile's blocks from the table, then its keys and values: five stages keep two tiles of these.
     if dim > 128:
         return Tiles(rows, 32, 8 if rows > 32 else 4, 3)

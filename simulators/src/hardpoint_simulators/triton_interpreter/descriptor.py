@@ -22,6 +22,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.triton import triton_attention_capabilities
+from hardpoint.triton.choice import attention_note
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import Worker
@@ -53,6 +54,7 @@ def probe() -> ProbeResult:
         total_memory=BUDGET,
         driver_version=f"{platform.system()} {platform.release()}",
         simulated=True,
+        properties={"attention kernels": attention_note()},
     )
     return ProbeResult((device,))
 
