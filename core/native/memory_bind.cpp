@@ -53,6 +53,7 @@ const char* error_name(Fault kind) {
     case Fault::kUnknownTag: return "UnknownTag";
     case Fault::kAsleep: return "MemoryAsleep";
     case Fault::kBusy: return "MemoryBusy";
+    case Fault::kEnded: return "InvalidTransaction";
     case Fault::kInvalid: return "InvalidAllocation";
     case Fault::kForeign: return "ForeignMemory";
     case Fault::kCorrupt: return "BackupCorrupt";
@@ -182,6 +183,7 @@ void bind_memory(py::module_& m) {
       });
 
   py::class_<Operation>(m, "MemoryOperation")
+      .def("hold", &Operation::hold, Released())
       .def("commit",
            [](Operation& operation) {
              Report report;

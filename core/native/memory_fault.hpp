@@ -14,6 +14,7 @@ enum class Fault {
   kUnknownTag,
   kAsleep,
   kBusy,
+  kEnded,
   kInvalid,
   kForeign,
   kCorrupt,

@@ -29,9 +29,20 @@ void PoolOperation::end() {
   if (can_act()) pool_.end_operation();
 }
 
-void PoolOperation::check_running(const char* what) const {
-  if (ended_) throw MemoryFault(Fault::kInvalid, what, "the operation has ended", "Begin another one");
-  pool_.check_usable(what);
+void PoolOperation::hold() {
+  if (ended_) return;
+  held_since_ = std::chrono::steady_clock::now();
+  pool_.hold_operation();
+}
+
+void PoolOperation::begin_end(const char* what) {
+  pool_.check_process(what);
+  if (ended_) throw MemoryFault(Fault::kEnded, std::string("cannot ") + what, "it has ended", "Begin another one");
+  if (!held_since_) return;
+  const auto held = std::chrono::steady_clock::now() - *held_since_;
+  start_ += held;
+  lap_ += held;
+  held_since_.reset();
 }
 
 bool PoolOperation::can_act() const { return !pool_.abandoned_ && !pool_.is_forked(); }

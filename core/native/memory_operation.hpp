@@ -18,6 +18,7 @@ class PoolOperation : public Operation {
   static constexpr uint64_t kStaging = uint64_t{8} << 20;  // bytes that pass through a staging buffer at a time
 
   ~PoolOperation() override;
+  void hold() override;
 
  protected:
   static constexpr uint64_t kSyncBytes = uint64_t{256} << 20;   // progress is reported at least this often
@@ -43,8 +44,9 @@ class PoolOperation : public Operation {
 
   // Ends the operation for good: another one may begin, however long this object lives.
   void end();
-  // Throws kInvalid when it has ended. `what`: what cannot be done with it.
-  void check_running(const char* what) const;
+  // Begins the end of the operation; the time for which it was held is nobody's. Throws kEnded when it has ended, kForked; `what`: what cannot be
+  // done with it.
+  void begin_end(const char* what);
   // Whether the driver may still be called: false in a forked child and at the end of the process.
   bool can_act() const;
   void lap(const char* phase);  // ends a phase of the report's times
@@ -84,6 +86,7 @@ class PoolOperation : public Operation {
  private:
   bool holds_slot_ = true;
   std::chrono::steady_clock::time_point start_, lap_;
+  std::optional<std::chrono::steady_clock::time_point> held_since_;
 };
 
 class Sleep final : public PoolOperation {
@@ -105,12 +108,8 @@ class Sleep final : public PoolOperation {
   bool unmaps_last() const;
   void unmap(const Group& units);
   void release_all();
-  void release_recoverable();
   std::vector<DiskPiece> disk_pieces() const;
-  // Whether the bytes can be put back after their memory was released.
-  static bool recoverable(const Entry& entry);
   void undo();
-  void bring_back(Entry& entry, Mover& mover);
   void wait_for_lagging_counter();
 
   std::shared_ptr<DiskFile> disk_;
@@ -123,6 +122,7 @@ class Wake final : public PoolOperation {
  public:
   Wake(Pool& pool, const std::optional<std::vector<std::string>>& tags, const Progress& progress);
   ~Wake() override;
+  void hold() override;
   Report commit() override;
   void rollback() override;
   std::vector<uint64_t> rebuilds() const override;

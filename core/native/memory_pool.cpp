@@ -16,6 +16,8 @@ constexpr size_t kSmall = size_t{8} << 20;    // blocks below this share an allo
 constexpr size_t kMinShared = size_t{4} << 20, kMaxShared = size_t{64} << 20;
 constexpr size_t kElasticPieces = 256;  // an elastic allocation grows in about this many steps to its capacity
 
+const char* const kHeld = "a sleep or wake of this memory is prepared and neither committed nor rolled back";
+
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // How many forks lie between this process and the first that used the library. A process-wide handler is the only way to learn of
@@ -571,6 +573,7 @@ void Pool::mark_written(const std::vector<std::string>& tags) {
 
 void Pool::discard_backup(const std::vector<std::string>& tags) {
   check_process("discard a backup");
+  check_not_held("discard a backup");
   std::lock_guard lock(books_);
   const std::vector<bool> chosen = selected(tags);
   for (auto& [address, allocation] : allocations_) {
@@ -695,21 +698,36 @@ void Pool::abandon() {
 
 void Pool::begin_operation(const char* what) {
   std::unique_lock lock(operation_mutex_);
-  if (operating_ && operator_ == std::this_thread::get_id()) {
-    throw MemoryFault(Fault::kBusy, std::string("cannot ") + what + " now", "a sleep, wake or resize of this memory is under way in the same thread",
-                      "Do it after that has ended");
-  }
-  operation_ended_.wait(lock, [this] { return !operating_; });
+  const auto refuse = [&](const char* found) {
+    throw MemoryFault(Fault::kBusy, std::string("cannot ") + what + " now", found, "Do it after that has ended");
+  };
+  if (operating_ && !held_ && operator_ == std::this_thread::get_id()) refuse("a sleep, wake or resize of this memory is under way in the same thread");
+  operation_changed_.wait(lock, [this] { return !operating_ || held_; });
+  if (operating_) refuse(kHeld);
   operating_ = true;
   operator_ = std::this_thread::get_id();
+}
+
+void Pool::hold_operation() {
+  {
+    std::lock_guard lock(operation_mutex_);
+    held_ = true;
+  }
+  operation_changed_.notify_all();
+}
+
+void Pool::check_not_held(const char* what) {
+  std::lock_guard lock(operation_mutex_);
+  if (!held_) return;
+  throw MemoryFault(Fault::kBusy, std::string("cannot ") + what + " now", kHeld, "Do it after that has ended");
 }
 
 void Pool::end_operation() {
   {
     std::lock_guard lock(operation_mutex_);
-    operating_ = false;
+    operating_ = held_ = false;
   }
-  operation_ended_.notify_one();
+  operation_changed_.notify_one();
 }
 
 }  // namespace hardpoint::memory

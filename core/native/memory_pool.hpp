@@ -43,7 +43,7 @@ struct Report {
   uint64_t tiers[3] = {};
   uint64_t free_before = 0, free_after = 0;
   uint64_t allocations = 0;
-  uint64_t retained = 0;  // bytes whose release the driver refused after the point of no return: kept in the books, released later
+  uint64_t retained = 0;  // bytes whose release the driver refused: kept in the books, released later
   bool disk_direct = true;
   std::vector<std::pair<std::string, double>> seconds;
   std::vector<std::string> still_asleep;
@@ -102,7 +102,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void read_backup(uint64_t address, void* target, size_t size) const;
   void prepare_host(const SleepPlan& plan);
 
-  // Runs a sleep up to the point where only giving memory back is left. The operation is ended by its commit or rollback.
+  // Runs a sleep up to the point where only giving memory back is left. The operation is ended by its commit or rollback. Meanwhile those of other
+  // threads wait, or are refused once it is held.
   std::unique_ptr<Operation> begin_sleep(const SleepPlan& plan, const Progress& progress);
   // Runs a wake up to the point where only callbacks (`Operation::rebuilds`) are left.
   std::unique_ptr<Operation> begin_wake(const std::optional<std::vector<std::string>>& tags, const Progress& progress);
@@ -151,7 +152,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void drop(std::vector<std::shared_ptr<Backup>> backups);
   std::unique_ptr<DiskFile> disk_file(const SleepPlan& plan, uint64_t bytes, size_t pieces);
 
+  // Waits for the operation under way; throws kBusy when that is this thread's own, or is held.
   void begin_operation(const char* what);
+  void hold_operation();
+  void check_not_held(const char* what);
   void end_operation();
 
   const int fork_generation_;
@@ -170,9 +174,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   BackgroundThread dropping_;
 
-  std::mutex operation_mutex_;  // guards operating_ and operator_: one operation at a time
-  std::condition_variable operation_ended_;
-  bool operating_ = false;
+  std::mutex operation_mutex_;  // guards the next three: one operation at a time
+  std::condition_variable operation_changed_;  // ended or held
+  bool operating_ = false, held_ = false;
   std::thread::id operator_;
 };
 
@@ -180,7 +184,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
 class Operation {
  public:
   virtual ~Operation() = default;
-  // Ends it for good and returns what was done. When the driver refuses before the point of no return, everything is undone and the fault is thrown.
+  // Says that its end is long in coming, for others vote on it: operations that would wait for it throw kBusy instead, and its memory is nobody's.
+  // To be called when callbacks have run.
+  virtual void hold() = 0;
+  // Ends it for good and returns what was done. No call of the driver makes it fail.
   virtual Report commit() = 0;
   // Restores the state before it. A fault names what could not be restored; that memory is asleep with its backup, and a wake tries again.
   virtual void rollback() = 0;

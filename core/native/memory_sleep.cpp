@@ -450,23 +450,9 @@ std::vector<DiskPiece> Sleep::disk_pieces() const {
   return pieces;
 }
 
-bool Sleep::recoverable(const Entry& entry) {
-  return entry.backup && !entry.narrowed && std::none_of(entry.backup->pieces.begin(), entry.backup->pieces.end(),
-                                      [](const Piece& piece) { return piece.kind == Piece::Kind::kRebuild; });
-}
-
 Report Sleep::commit() {
-  check_running("commit a sleep");
-  try {
-    release_all();
-  } catch (MemoryFault& fault) {
-    try {
-      undo();
-    } catch (const MemoryFault& second) {
-      fault.append(std::string(kUndoFailed) + " (" + second.problem() + ": " + second.found() + ")");
-    }
-    throw;
-  }
+  begin_end("commit a sleep");
+  release_all();
   for (Entry& entry : entries_) renew_address(*entry.allocation);
   settle([&](Entry& entry, size_t index) {
     Allocation& allocation = *entry.allocation;
@@ -485,38 +471,12 @@ Report Sleep::commit() {
   return std::move(report_);
 }
 
-// Gives the memory back: first what a backup can restore, then what is dropped. As long as nothing is lost, a failure is undone by the caller;
-// after that it is a fact that the rest follows: memory that the driver does not take stays in the books and is released by a later operation.
+// Gives the memory back, by several threads: where the host itself is the device, giving pages back is the processor's work. What the driver does
+// not take stays in the books and is offered to it again by a later operation.
 void Sleep::release_all() {
-  release_recoverable();
-  bool lost_bytes = false;
-  for (Entry& entry : entries_) {
-    if (recoverable(entry)) continue;
-    Allocation& allocation = *entry.allocation;
-    for (size_t index = 0; index < allocation.chunks.size(); ++index) {
-      Chunk& chunk = allocation.chunks[index];
-      if (chunk.state != Chunk::State::kDetached) continue;
-      const uint64_t size = allocation.chunk_range(index).size;
-      try {
-        pool_.driver_.release(chunk.handle, size);
-        report_.unmapped += size;
-        lost_bytes = true;
-      } catch (const MemoryFault&) {
-        if (!lost_bytes) throw;
-        report_.retained += size;
-        pool_.bury(remains(chunk, size));
-      }
-      chunk.state = Chunk::State::kEmpty;
-    }
-  }
-}
-
-// By several threads: where the host itself is the device, giving pages back is the processor's work.
-void Sleep::release_recoverable() {
   std::vector<std::pair<Chunk*, uint64_t>> held;
   uint64_t bytes = 0;
   for (Entry& entry : entries_) {
-    if (!recoverable(entry)) continue;
     for (size_t index = 0; index < entry.allocation->chunks.size(); ++index) {
       Chunk& chunk = entry.allocation->chunks[index];
       if (chunk.state != Chunk::State::kDetached) continue;
@@ -526,25 +486,38 @@ void Sleep::release_recoverable() {
   }
   const auto release = [&](size_t item, size_t) {
     const auto [chunk, size] = held[item];
-    pool_.driver_.release(chunk->handle, size);
-    chunk->state = Chunk::State::kEmpty;
+    try {
+      pool_.driver_.release(chunk->handle, size);
+      chunk->state = Chunk::State::kEmpty;
+    } catch (const MemoryFault&) {
+      // It is still detached, which is looked for below.
+    }
   };
   run_workers(bytes >= kParallelBytes ? threads(false) : 1, held.size(), release, {});
-  report_.unmapped += bytes;
+  for (const auto& [chunk, size] : held) {
+    if (chunk->state == Chunk::State::kEmpty) {
+      report_.unmapped += size;
+      continue;
+    }
+    report_.retained += size;
+    pool_.bury(remains(*chunk, size));
+    chunk->state = Chunk::State::kEmpty;
+  }
 }
 
 void Sleep::rollback() {
-  check_running("undo a sleep");
+  begin_end("roll back a sleep");
   undo();
 }
 
+// Nothing has been released and no address given up: all bytes are in the memory that is mapped again.
 void Sleep::undo() {
-  Mover mover;
   std::unique_ptr<MemoryFault> failure;
   std::vector<bool> awake(entries_.size(), true);
   for (size_t index = 0; index < entries_.size(); ++index) {
     try {
-      bring_back(entries_[index], mover);
+      Allocation& allocation = *entries_[index].allocation;
+      for (size_t chunk = 0; chunk < allocation.num_chunks(); ++chunk) attach(allocation, chunk);
     } catch (const MemoryFault& fault) {
       awake[index] = false;
       if (!failure) failure = std::make_unique<MemoryFault>(fault);
@@ -559,24 +532,6 @@ void Sleep::undo() {
     allocation.keep_backup = false;
   });
   if (failure) throw *failure;
-}
-
-void Sleep::bring_back(Entry& entry, Mover& mover) {
-  Allocation& allocation = *entry.allocation;
-  renew_address(allocation);
-  if (allocation.address_lost) {
-    throw MemoryFault(Fault::kForeign, "the address of memory was taken by something else while it was asleep");
-  }
-  for (size_t index = 0; index < allocation.num_chunks(); ++index) {
-    attach(allocation, index);
-    if (allocation.chunks[index].intact || !entry.backup) continue;
-    const Range range = allocation.chunk_range(index);
-    for (const Piece& piece : entry.backup->pieces) {
-      if (piece.range.start >= range.start && piece.range.start < range.end()) restore(entry, piece, mover);
-    }
-  }
-  if (mover.stream) mover.stream->synchronize();
-  for (Chunk& chunk : allocation.chunks) chunk.intact = true;
 }
 
 void Sleep::wait_for_lagging_counter() {

@@ -21,6 +21,14 @@ Wake::Wake(Pool& pool, const std::optional<std::vector<std::string>>& tags, cons
   }
 }
 
+void Wake::hold() {
+  {
+    std::lock_guard lock(pool_.books_);
+    for (const Entry& entry : entries_) entry.allocation->state = State::kRestoring;
+  }
+  PoolOperation::hold();
+}
+
 void Wake::await_callbacks() {
   std::lock_guard lock(pool_.books_);
   for (const Entry& entry : entries_) {
@@ -130,7 +138,7 @@ std::vector<uint64_t> Wake::rebuilds() const {
 }
 
 Report Wake::commit() {
-  check_running("commit a wake");
+  begin_end("commit a wake");
   for (const Entry& entry : entries_) report_.unmapped += entry.allocation->mapped_now();
   settle([](Entry& entry, size_t) {
     Allocation& allocation = *entry.allocation;
@@ -151,7 +159,7 @@ Report Wake::commit() {
 }
 
 void Wake::rollback() {
-  check_running("undo a wake");
+  begin_end("roll back a wake");
   undo();
 }
 

@@ -54,6 +54,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.asleep: dict[str, Policy] = {}
+        self.open: dict[int, Callable[[], MemoryReport]] = {}
         self.missing: frozenset[str] = frozenset()
 
     def memory_stats(self) -> MemoryStats:
@@ -77,6 +78,15 @@ class Rank:
         woken = {tag: self.asleep.pop(tag) for tag in tags}
         preserved = sum(SIZES[tag] for tag, policy in woken.items() if policy is Policy.PRESERVE)
         return self._report(preserved, sum(SIZES[tag] for tag in woken))
+
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
+        self.open[transaction] = lambda: self.sleep(plan)
+
+    def begin_wake(self, transaction: int, tags: list[str]) -> None:
+        self.open[transaction] = lambda: self.wake(tags)
+
+    def commit(self, transaction: int) -> MemoryReport:
+        return self.open.pop(transaction)()
 
     def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
         self._check_awake()
@@ -133,13 +143,17 @@ class Ranks(Executor):
     def asleep(self) -> set[str]:
         return set(self.ranks[0].asleep)
 
-    def _call(self, name: str, args: tuple[Any, ...]) -> list[Any]:
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         if name not in ("memory_stats", "missing_weights"):
             self.calls.append(name)
         if name == "sleep":
             self.plans.append(args[0])
         if name in self.fail:
-            raise self.fail[name]
+            return [self.fail[name]]
         return [getattr(rank, name)(*args) for rank in self.ranks]
 
 

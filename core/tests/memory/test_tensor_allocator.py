@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hardpoint.interfaces import BUFFERS, DEFAULT, WEIGHTS, DType, MemoryInfo, MemoryReport, MemoryStats, Policy
+from hardpoint.interfaces import BUFFERS, DEFAULT, WEIGHTS, DType, MemoryInfo, MemoryStats, Policy
 from hardpoint.interfaces.capabilities import MemoryCapabilities
 from hardpoint.memory import Books, TensorAllocator
 
@@ -44,12 +44,6 @@ class PlainAllocator(TensorAllocator):
         return tensor
 
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> Any:
-        raise NotImplementedError
-
-    def sleep(self, plan: Any) -> MemoryReport:
-        raise NotImplementedError
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         raise NotImplementedError
 
     def resize(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:

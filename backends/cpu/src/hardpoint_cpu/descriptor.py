@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hardpoint.memory import DriverTable
     from hardpoint_cpu.allocator import CpuAllocator
     from hardpoint_cpu.attention import CpuAttention
+    from hardpoint_cpu.collectives import CpuCollectives
     from hardpoint_cpu.kernels import CpuKernels
     from hardpoint_cpu.worker import CpuWorker
 
@@ -57,6 +58,12 @@ def _kernels() -> type[CpuKernels]:
     return CpuKernels
 
 
+def _collectives() -> type[CpuCollectives]:
+    from hardpoint_cpu.collectives import CpuCollectives
+
+    return CpuCollectives
+
+
 def _driver(device: Device) -> DriverTable:
     from hardpoint_cpu.driver import driver_table
 
@@ -76,6 +83,7 @@ def hardpoint_backend() -> BackendDescriptor:
         attention=_attention,
         worker=_worker,
         kernels=_kernels,
+        collectives=_collectives,
         driver=_driver,
         priority=0,
         accelerator=False,

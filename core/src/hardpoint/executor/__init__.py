@@ -5,5 +5,7 @@ An executor knows ranks and calls; it knows nothing of requests. Calls go throug
 
 from hardpoint.executor.base import Executor
 from hardpoint.executor.in_process import InProcessExecutor
+from hardpoint.executor.limits import RankLimits
+from hardpoint.executor.multi_process import MultiProcessExecutor
 
-__all__ = ["Executor", "InProcessExecutor"]
+__all__ = ["Executor", "InProcessExecutor", "MultiProcessExecutor", "RankLimits"]

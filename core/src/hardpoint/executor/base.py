@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
+from hardpoint.interfaces.allocator import MemoryReport, SleepPlan
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import ConfigError
+from hardpoint.interfaces.errors import ConfigError, EngineDead, HardpointError, InvalidTransaction, RanksDiverged
 from hardpoint.interfaces.worker import WORKER_CALLS
+
+_ENDINGS = {"commit": "commit", "rollback": "roll back"}
 
 
 class Executor(ABC):
     """Drives all ranks of one model as if they were one worker."""
+
+    _last_transaction = 0
+
+    @property
+    @abstractmethod
+    def num_ranks(self) -> int:
+        """How many workers there are."""
 
     @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
@@ -22,14 +33,97 @@ class Executor(ABC):
         """End all workers; legal in any state and more than once."""
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a worker method by name on every rank; returns the results in the order of ranks."""
+        """Call a worker method by name on every rank; returns the results in the order of ranks.
+
+        Every rank is called, whatever the others answer; then the error of the first rank that failed is raised, with its rank.
+        """
+        outcomes = self._checked_call(name, args)
+        raise_first(outcomes)
+        return outcomes
+
+    def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
+        """Put all ranks to sleep, or none; returns their reports in the order of ranks.
+
+        Raises:
+            What the first rank that failed raises, with its rank: all are awake as before.
+            RanksDiverged: some ended it and others did not.
+            EngineDead: a rank is gone.
+        """
+        return self._on_all_or_none("sleep", plan)
+
+    def wake(self, tags: Sequence[str] | None = None) -> list[MemoryReport]:
+        """Wake all ranks, or none; None for all tags. Returns and raises as `sleep` does."""
+        return self._on_all_or_none("wake", tags)
+
+    def _on_all_or_none(self, name: str, argument: Any) -> list[MemoryReport]:
+        """Prepare on all ranks; then commit on all, or roll back on all if one failed."""
+        if self.num_ranks == 1:
+            return self.call(name, argument)
+        self._last_transaction += 1
+        transaction = self._last_transaction
+        try:
+            prepared = self._checked_call(f"begin_{name}", (transaction, argument))
+            raise_first(prepared)
+        except EngineDead:
+            raise
+        except BaseException:
+            self._end("rollback", name, transaction, may_be_over=True)
+            raise
+        try:
+            return self._end("commit", name, transaction, may_be_over=False)
+        except (RanksDiverged, EngineDead):
+            raise
+        except BaseException:
+            # The wait was interrupted, and some ranks may not have been told: a transaction left open would block them.
+            self._end("commit", name, transaction, may_be_over=True)
+            raise
+
+    def _end(self, call: str, name: str, transaction: int, *, may_be_over: bool) -> list[Any]:
+        """Commit or roll back on every rank; with `may_be_over`, ranks on which nothing is open are as they should be."""
+        outcomes = self._checked_call(call, (transaction,))
+        failures = {
+            rank: outcome
+            for rank, outcome in enumerate(outcomes)
+            if isinstance(outcome, BaseException) and not (may_be_over and isinstance(outcome, InvalidTransaction))
+        }
+        for rank, failure in failures.items():
+            if isinstance(failure, EngineDead):
+                raise at_rank(failure, rank, len(outcomes))
+        if failures:
+            raise RanksDiverged.of(f"{_ENDINGS[call]} a {name}", failures) from next(iter(failures.values()))
+        return outcomes
+
+    def _checked_call(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         if name not in WORKER_CALLS:
             raise ConfigError(
                 f"'{name}' is not a call of the worker contract",
                 hint=f"The calls are {', '.join(sorted(WORKER_CALLS))}",
             )
-        return self._call(name, args)
+        return self._call_all(name, args)
 
     @abstractmethod
-    def _call(self, name: str, args: tuple[Any, ...]) -> list[Any]:
-        """Call a checked method name on every rank."""
+    def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
+        """Call a checked method name on every rank and return one outcome for each, in the order of ranks.
+
+        An outcome is what the method returned, or the exception (as an object, not raised) with which the rank failed. All
+        ranks are called even when one fails, and no rank's outcome is lost to another's failure: a rank that died has a
+        typed error as its outcome while the others have theirs. What is raised instead of being returned (KeyboardInterrupt
+        while waiting, say) means that no outcome is known; the next call must be answered with its own outcomes all the same.
+        """
+
+
+def raise_first(outcomes: Sequence[Any]) -> None:
+    """Raise the first exception among the outcomes of ranks; where there are several ranks, it says which one failed."""
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, BaseException):
+            raise at_rank(outcome, rank, len(outcomes))
+
+
+def at_rank(error: BaseException, rank: int, num_ranks: int) -> BaseException:
+    """Return the exception with the rank that it came from, unless it says it already or there is only one."""
+    if num_ranks > 1:
+        if not isinstance(error, HardpointError):
+            error.add_note(f"on rank {rank} of {num_ranks}")
+        elif error.rank is None:
+            error.name_rank(rank)
+    return error

@@ -15,6 +15,11 @@ class InProcessExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
+    @property
+    def num_ranks(self) -> int:
+        """One."""
+        return 1
+
     def execute(self, step: StepInput) -> StepOutput:
         """Run one step."""
         return self._worker.execute(step)
@@ -23,5 +28,8 @@ class InProcessExecutor(Executor):
         """End the worker."""
         self._worker.shutdown()
 
-    def _call(self, name: str, args: tuple[Any, ...]) -> list[Any]:
-        return [getattr(self._worker, name)(*args)]
+    def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
+        try:
+            return [getattr(self._worker, name)(*args)]
+        except Exception as error:
+            return [error]

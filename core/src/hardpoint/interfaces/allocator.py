@@ -171,6 +171,30 @@ class MemoryStats:
         return sum(tag.allocated for tag in self.tags.values())
 
 
+class MemoryTransaction(Contract, contract=True):
+    """A sleep or wake that is prepared: everything that can fail has been done, and both ways out are open.
+
+    While it is, its memory must not be used, and the allocator refuses other changes with MemoryBusy; tensors may be freed. It
+    ends once, by `commit` or by `rollback`; a second end raises InvalidTransaction. One that is dropped without an end is rolled
+    back.
+    """
+
+    @abstractmethod
+    def commit(self) -> MemoryReport:
+        """Make it so, and return what was done. No call of the device can make it fail.
+
+        What the driver refuses to take back is `retained`: it stays in the books, and later operations try again.
+        """
+
+    @abstractmethod
+    def rollback(self) -> None:
+        """Return to the state before, with all bytes.
+
+        Raises DriverError, DeviceOutOfMemory or ForeignMemory when memory of a sleep could not be mapped again; that memory is
+        then asleep with its backup, and a wake can be tried. The transaction has ended all the same.
+        """
+
+
 class DeviceAllocator(Contract, contract=True):
     """Memory of one device for one engine; made by the descriptor's factory with the device as its only argument.
 
@@ -228,18 +252,28 @@ class DeviceAllocator(Contract, contract=True):
         """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
 
     @abstractmethod
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back as planned; raises UnknownTag, HostBudgetExceeded, DriverError, CapabilityRefused.
+    def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
+        """Do everything of a sleep that can fail: check, take room for backups, copy, and unmap.
 
-        A tag that is asleep already is left as it is.
+        Raises UnknownTag, HostBudgetExceeded, DriverError, CapabilityRefused, BackupStale; the state before then holds. A tag that
+        is asleep already is left as it is.
         """
 
     @abstractmethod
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Map memory again at the same addresses and restore what was preserved; None for all tags.
+    def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
+        """Do everything of a wake that can fail: map memory at the same addresses, restore what was preserved, run callbacks.
 
-        Raises UnknownTag, DeviceOutOfMemory, DriverError, BackupCorrupt; the memory then stays asleep with its backups.
+        None for all tags. Raises UnknownTag, DeviceOutOfMemory, DriverError, BackupCorrupt, and what a callback raises; the memory
+        then stays asleep with its backups.
         """
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        """Give device memory back as planned: `begin_sleep` and its commit."""
+        return self.begin_sleep(plan).commit()
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Map memory again and restore what was preserved: `begin_wake` and its commit."""
+        return self.begin_wake(tags).commit()
 
     @abstractmethod
     def discard_backup(self, tags: Sequence[str]) -> None:

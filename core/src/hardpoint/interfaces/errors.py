@@ -7,7 +7,7 @@ for memory, ...), so that ordinary Python code handles it without importing this
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class HardpointError(Exception):
@@ -17,7 +17,12 @@ class HardpointError(Exception):
         problem: what was asked and could not be done, one sentence without a final stop.
         found: what was found instead.
         hint: what the reader can do about it.
+
+    Attributes:
+        rank: the rank that raised it, where there are several.
     """
+
+    rank: int | None = None
 
     def __init__(self, problem: str, *, found: str | None = None, hint: str | None = None) -> None:
         self.problem = problem
@@ -25,6 +30,11 @@ class HardpointError(Exception):
         self.hint = hint
         text = problem if found is None else f"{problem}: {found}"
         super().__init__(text if hint is None else f"{text}. {hint}")
+
+    def name_rank(self, rank: int) -> None:
+        """Say which rank raised it."""
+        self.rank = rank
+        self.args = (f"rank {rank}: {self}",)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -171,6 +181,31 @@ class MemoryBusy(MemoryFault):
     """A sleep, wake or resize was started from within another one (its progress callback, a rebuild callback, a participant)."""
 
 
+class InvalidTransaction(MemoryFault, ValueError):
+    """A transaction's number is not positive, not above all earlier ones, or not that of the one that is open; nothing was done."""
+
+
+class RanksDiverged(MemoryFault):
+    """A sleep or wake was not ended on every rank: they may differ in what is asleep, and nothing is served before a wake of all.
+
+    Attributes:
+        ranks: those that did not end it.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, failures: Mapping[int, BaseException]) -> RanksDiverged:
+        """Return the error for `what` (as "commit a sleep"), in which the ranks failed so."""
+        error = cls(
+            f"cannot {what} on every rank",
+            found="; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in failures.items()),
+            hint="wake_up() brings the ranks together where they can be; otherwise make a new engine",
+        )
+        error.ranks = tuple(failures)
+        return error
+
+
 class InvalidAllocation(MemoryFault, ValueError):
     """An allocation of no bytes, or of a size that cannot be addressed."""
 
@@ -252,3 +287,27 @@ class ParticipantError(HardpointError, RuntimeError):
 
 class EngineDead(HardpointError, RuntimeError):
     """The engine failed and cannot serve any more; build a new one."""
+
+
+class RankFailed(EngineDead):
+    """A rank ended, was stopped, or does not answer; all ranks were ended, and the engine cannot serve any more.
+
+    Attributes:
+        ended: what became of it: an exit code, a signal, a time limit, or an error that left it out of step with the others.
+        output: its traceback, or the last lines that it wrote.
+    """
+
+    ended: str = ""
+    output: str = ""
+
+    @classmethod
+    def of(cls, rank: int, ended: str, output: str = "", hint: str = "") -> RankFailed:
+        """Return the error for what became of `rank`; `output` is what it left behind."""
+        found = f"{ended}; it left:\n{output.rstrip()}\n" if output.strip() else ended
+        error = cls(f"rank {rank} failed", found=found, hint=hint or "All ranks were ended; make a new engine")
+        error.rank, error.ended, error.output = rank, ended, output
+        return error
+
+
+class MalformedMessage(HardpointError, ValueError):
+    """A message between processes is of no known kind, out of sequence, or not what its kind says; or a value cannot be sent."""

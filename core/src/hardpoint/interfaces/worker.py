@@ -2,7 +2,8 @@
 
 The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `init_device`, `load_model`,
 `profile`, `initialize_kv`, `warm_up`, then `execute` once per step, and `shutdown` at the end. `sleep`, `wake`,
-`update_weights`, `reload_weights` and the questions about weights and memory come between steps.
+`update_weights`, `reload_weights` and the questions about weights and memory come between steps. Where there are several ranks, sleep
+and wake are prepared on all of them and then committed on all, or rolled back on all.
 """
 
 from __future__ import annotations
@@ -74,6 +75,21 @@ class WorkerConfig:
     communication_timeout: float = 60.0
     seed: int = 0
     prepare_sleep: SleepPlan | None = None
+
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's place among those that share its layers."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage of the pipeline, 0 for the first layers."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def driver_rank(self) -> int:
+        """The rank that samples, the first of the last stage: its `StepOutput` counts, those of all others are empty."""
+        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,10 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
+        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing.
+
+        All ranks are called with the same step at the same time; ranks other than `WorkerConfig.driver_rank` return an empty output.
+        """
 
     @abstractmethod
     def sleep(self, plan: SleepPlan) -> MemoryReport:
@@ -178,6 +197,36 @@ class Worker(Contract, contract=True):
     @abstractmethod
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Take device memory again."""
+
+    @abstractmethod
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
+        """Prepare `sleep(plan)`: all of it that can fail; see `DeviceAllocator.begin_sleep`.
+
+        Until `commit` or `rollback` of the same number, `execute` and whatever writes weights or changes memory raise MemoryBusy.
+
+        Args:
+            transaction: its number, above all that this worker was given before; a failed preparation uses its number up.
+
+        Raises:
+            InvalidTransaction: the number is not; nothing was done.
+            MemoryBusy: another one is open; nothing was done.
+            What `sleep` raises: nothing is open, and the state before holds.
+        """
+
+    @abstractmethod
+    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
+        """Prepare `wake(tags)`, as `begin_sleep` prepares a sleep."""
+
+    @abstractmethod
+    def commit(self, transaction: int) -> MemoryReport:
+        """Finish what was prepared, and return what it did; raises InvalidTransaction for any other number than the open one's."""
+
+    @abstractmethod
+    def rollback(self, transaction: int) -> None:
+        """Return to the state before the preparation.
+
+        Raises InvalidTransaction for any other number than the open one's, and what `MemoryTransaction.rollback` raises.
+        """
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
@@ -215,7 +264,7 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give everything back; legal in any state and more than once."""
+        """Give everything back, after rolling back what is open; legal in any state and more than once."""
 
 
 WORKER_CALLS = frozenset(contract_methods(Worker))

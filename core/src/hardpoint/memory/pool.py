@@ -20,6 +20,7 @@ from hardpoint.interfaces.allocator import (
     MemoryInfo,
     MemoryReport,
     MemoryStats,
+    MemoryTransaction,
     Policy,
     SleepPlan,
     TagStats,
@@ -176,26 +177,36 @@ class VirtualPool:
         """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
         self.native.prepare_host(self._native_plan(plan, {}))
 
-    def sleep(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None) -> MemoryReport:
-        """Give device memory back as planned; see `DeviceAllocator.sleep`.
+    def begin_sleep(
+        self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None
+    ) -> MemoryTransaction:
+        """Do everything of a sleep that can fail; see `DeviceAllocator.begin_sleep`.
+
+        Until it ends, operations of any thread raise MemoryBusy.
 
         Args:
             live: by address of an allocation: the (first byte, number of bytes) of it that count.
         """
-        return _report(self.native.begin_sleep(self._native_plan(plan, live or {}), plan.progress).commit())
+        return _Prepared(self._prepared_sleep(plan, live))
+
+    def begin_wake(
+        self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> MemoryTransaction:
+        """Do everything of a wake that can fail, callbacks of declared sources included; see `DeviceAllocator.begin_wake`.
+
+        Until it ends, operations of any thread raise MemoryBusy.
+        """
+        return _Prepared(self._prepared_wake(tags, progress))
+
+    def sleep(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None) -> MemoryReport:
+        """Give device memory back as planned; operations of other threads wait for it."""
+        return _report(self._prepared_sleep(plan, live).commit())
 
     def wake(
         self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
     ) -> MemoryReport:
-        """Map memory again and restore what was preserved; callbacks of declared sources run before it counts as awake."""
-        operation = self.native.begin_wake(None if tags is None else list(tags), progress)
-        try:
-            for key in operation.rebuilds():
-                self._rebuilds[key]()
-        except BaseException:
-            operation.rollback()
-            raise
-        return _report(operation.commit())
+        """Map memory again and restore what was preserved; operations of other threads wait for it."""
+        return _report(self._prepared_wake(tags, progress).commit())
 
     def discard_backup(self, tags: Sequence[str]) -> None:
         """Drop the backups of memory that is asleep; raises UnknownTag."""
@@ -236,6 +247,19 @@ class VirtualPool:
         """Refuse new memory; what is in use stays until it is freed."""
         self.native.close()
 
+    def _prepared_sleep(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None) -> Any:
+        return self.native.begin_sleep(self._native_plan(plan, live or {}), plan.progress)
+
+    def _prepared_wake(self, tags: Sequence[str] | None, progress: Callable[[int, int], None] | None) -> Any:
+        operation = self.native.begin_wake(None if tags is None else list(tags), progress)
+        try:
+            for key in operation.rebuilds():
+                self._rebuilds[key]()
+        except BaseException:
+            operation.rollback()
+            raise
+        return operation
+
     def _drop_unused_callbacks(self) -> None:
         if len(self._rebuilds) < self._many_rebuilds:
             return
@@ -257,6 +281,22 @@ class VirtualPool:
         if plan.tier is SleepTier.DISK:
             native.disk_directory = str(_sleep_directory(plan.disk_directory))
         return native
+
+
+class _Prepared(MemoryTransaction):
+    """A native operation whose end may be long in coming."""
+
+    def __init__(self, operation: Any) -> None:
+        operation.hold()
+        self._operation = operation
+
+    def commit(self) -> MemoryReport:
+        """Make it so."""
+        return _report(self._operation.commit())
+
+    def rollback(self) -> None:
+        """Return to the state before."""
+        self._operation.rollback()
 
 
 def _report(report: Mapping[str, Any]) -> MemoryReport:

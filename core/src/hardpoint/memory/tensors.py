@@ -12,8 +12,8 @@ from hardpoint.interfaces.allocator import (
     WEIGHTS,
     DeviceAllocator,
     FileExtent,
-    MemoryReport,
     MemoryStats,
+    MemoryTransaction,
     Policy,
     SleepPlan,
     TagStats,
@@ -80,11 +80,11 @@ class TensorAllocator(DeviceAllocator, partial=True):
         """Refused."""
         raise _refusal("sleep")
 
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
+    def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
         """Refused."""
         raise _refusal("sleep")
 
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+    def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
         """Refused."""
         raise _refusal("wake")
 

@@ -13,6 +13,7 @@ from hardpoint.interfaces.allocator import (
     MemoryInfo,
     MemoryReport,
     MemoryStats,
+    MemoryTransaction,
     Policy,
     SleepPlan,
 )
@@ -109,12 +110,20 @@ class VirtualAllocator(TensorAllocator):
         """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
         self._pool.prepare_sleep(plan)
 
+    def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
+        """Do everything of a sleep that can fail; see `DeviceAllocator.begin_sleep`."""
+        return self._pool.begin_sleep(plan, _live(plan))
+
+    def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
+        """Do everything of a wake that can fail; see `DeviceAllocator.begin_wake`."""
+        return self._pool.begin_wake(tags)
+
     def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back as planned."""
-        return self._pool.sleep(plan, {live.tensor.data_ptr(): live.ranges for live in plan.live})
+        """Give device memory back as planned; other threads' operations wait for it."""
+        return self._pool.sleep(plan, _live(plan))
 
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Map memory again at the same addresses and restore what was preserved; None for all tags."""
+        """Map memory again at the same addresses and restore what was preserved; other threads' operations wait for it."""
         return self._pool.wake(tags)
 
     def discard_backup(self, tags: Sequence[str]) -> None:
@@ -149,3 +158,8 @@ class VirtualAllocator(TensorAllocator):
 
         storage: Tensor = from_dlpack(capsule)
         return storage.view(dtype).view(shape)
+
+
+def _live(plan: SleepPlan) -> dict[int, Sequence[tuple[int, int]]]:
+    """Return the bytes of tensors that count, by address."""
+    return {live.tensor.data_ptr(): live.ranges for live in plan.live}

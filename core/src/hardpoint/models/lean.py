@@ -180,11 +180,33 @@ class LeanDecoder(RunnableModel):
     def scratch_bytes(self) -> int:
         return 0
 
-    @torch.no_grad()
     def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
-        rows = rows.to(self._device)
+        return self.compute(token_ids, positions, metadata, kv_cache, rows.to(self._device), output)
+
+    @torch.no_grad()
+    def compute(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: Any,
+        kv_cache: Tensor,
+        rows: Tensor,
+        output: DecoderOutput,
+    ) -> Tensor:
+        """Run one step whose inputs are on the device, and return what `run` does.
+
+        Every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
+        captured once and replayed with other contents.
+
+        Args:
+            token_ids: int64[T].
+            positions: int64[T].
+            metadata: what the attention backend's `prepare` returned for the step.
+            kv_cache: the whole cache, all layers.
+            rows: int32[rows], indices of tokens in the step.
+        """
         residual = functional.embedding(token_ids, self._embed)
         if self._spec.embed_scale != 1.0:
             residual = residual * self._spec.embed_scale

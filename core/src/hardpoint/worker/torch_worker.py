@@ -21,6 +21,7 @@ from hardpoint.interfaces.allocator import (
     LiveRanges,
     MemoryReport,
     MemoryStats,
+    MemoryTransaction,
     Policy,
     SleepPlan,
 )
@@ -43,6 +44,7 @@ from hardpoint.sampling import Sampler
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
+from hardpoint.worker.transactions import MemoryChange, Transactions
 from hardpoint.worker.weight_ledger import WeightLedger
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class TorchWorker(Worker, partial=True):
         self._pooler = Pooler()
         self._ledger = WeightLedger(frozenset())
         self._asleep: frozenset[str] = frozenset()
+        self._transactions = Transactions()
         self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
@@ -271,30 +274,29 @@ class TorchWorker(Worker, partial=True):
 
         Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
         """
-        self._synchronize()
-        allocator = _need(self._allocator)
-        before = allocator.stats()
-        plan = self._completed(plan)
-        self._check_source(plan, before)
-        try:
-            report = allocator.sleep(plan)
-            if _discards(plan, WEIGHTS):
-                self._ledger.discard_all()
-            obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
-            if obsolete:
-                allocator.discard_backup(obsolete)
-            return report
-        finally:
-            self._asleep = allocator.stats().asleep
+        self._transactions.check_none("sleep")
+        return self._prepare_sleep(plan).commit()
 
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Take device memory again."""
-        allocator = _need(self._allocator)
-        try:
-            with torch.no_grad():
-                return allocator.wake(tags)
-        finally:
-            self._asleep = allocator.stats().asleep
+        self._transactions.check_none("wake")
+        return self._prepare_wake(tags).commit()
+
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
+        """Prepare `sleep(plan)`; see `Worker.begin_sleep`."""
+        self._transactions.begin(transaction, partial(self._prepare_sleep, plan))
+
+    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
+        """Prepare `wake(tags)`; see `Worker.begin_wake`."""
+        self._transactions.begin(transaction, partial(self._prepare_wake, tags))
+
+    def commit(self, transaction: int) -> MemoryReport:
+        """Finish what was prepared; raises InvalidTransaction."""
+        return self._transactions.commit(transaction)
+
+    def rollback(self, transaction: int) -> None:
+        """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
+        self._transactions.rollback(transaction)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights by (checkpoint name, tensor) pairs; see `Worker.update_weights`."""
@@ -343,7 +345,8 @@ class TorchWorker(Worker, partial=True):
         return _need(self._allocator).stats()
 
     def shutdown(self) -> None:
-        """Give everything back; legal in any state and more than once."""
+        """Give everything back, after rolling back what is open; legal in any state and more than once."""
+        self._transactions.abandon()
         self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
         self._attention = self._kernels = None
         if self._allocator is not None:
@@ -351,6 +354,37 @@ class TorchWorker(Worker, partial=True):
             self._allocator = None
 
     # Sleep
+
+    def _prepare_sleep(self, plan: SleepPlan) -> MemoryChange:
+        self._synchronize()
+        allocator = _need(self._allocator)
+        before = allocator.stats()
+        plan = self._completed(plan)
+        self._check_source(plan, before)
+        obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
+
+        def on_commit() -> None:
+            if _discards(plan, WEIGHTS):
+                self._ledger.discard_all()
+            if obsolete:
+                allocator.discard_backup(obsolete)
+
+        return self._change(lambda: allocator.begin_sleep(plan), on_commit)
+
+    def _prepare_wake(self, tags: Sequence[str] | None) -> MemoryChange:
+        allocator = _need(self._allocator)
+        with torch.no_grad():
+            return self._change(lambda: allocator.begin_wake(tags), lambda: None)
+
+    def _change(self, begin: Callable[[], MemoryTransaction], on_commit: Callable[[], None]) -> MemoryChange:
+        try:
+            return MemoryChange(begin(), on_commit, self._note_asleep)
+        except BaseException:
+            self._note_asleep()
+            raise
+
+    def _note_asleep(self) -> None:
+        self._asleep = _need(self._allocator).stats().asleep
 
     def _completed(self, plan: SleepPlan) -> SleepPlan:
         """Return the plan with what only the worker knows: bytes of live KV blocks, and whose writers are all known."""
@@ -392,6 +426,7 @@ class TorchWorker(Worker, partial=True):
             self._unsourced = reason
 
     def _check_awake(self) -> None:
+        self._transactions.check_none("compute a step")
         if self._asleep:
             raise MemoryAsleep(
                 "a step needs memory that is asleep", found=", ".join(sorted(self._asleep)), hint="Wake it first"
@@ -405,6 +440,7 @@ class TorchWorker(Worker, partial=True):
             )
 
     def _check_weights_awake(self) -> None:
+        self._transactions.check_none("write weights")
         if WEIGHTS in self._asleep:
             raise MemoryAsleep("the weights are asleep and cannot be written", hint="Wake the tag 'weights' first")
 

@@ -247,7 +247,7 @@ class LifeCycle:
             if work.new:
                 self.participants.before_sleep(plan, work.new)
             try:
-                memory = over_ranks(self._executor.call("sleep", plan))
+                memory = over_ranks(self._executor.sleep(plan))
             except BaseException:
                 self._read_books()
                 self.participants.undo(work.new - self._asleep)
@@ -387,7 +387,7 @@ class LifeCycle:
         with self._flying(EngineState.WAKING):
             if woken:
                 try:
-                    memory = over_ranks(self._executor.call("wake", sorted(woken)))
+                    memory = over_ranks(self._executor.wake(sorted(woken)))
                 finally:
                     self._read_books()
             self.participants.after_wake(self._asleep)

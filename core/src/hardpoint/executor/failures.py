@@ -1,0 +1,88 @@
+"""Errors as values: what a rank raised is raised again in the engine's process, as the same class and with the same fields."""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from typing import Any
+
+import msgspec
+
+from hardpoint.interfaces import errors
+from hardpoint.interfaces.errors import HardpointError, WorkerError
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An exception of another process.
+
+    Attributes:
+        kind: name of a class of `hardpoint.interfaces.errors` or of Python's own exceptions; empty for a foreign class.
+        name: of the class itself.
+        arguments, state: its `args` and attributes, as far as they are plain values.
+        trace: its traceback as text.
+    """
+
+    kind: str
+    name: str
+    text: str
+    arguments: tuple[Any, ...] = ()
+    state: dict[str, Any] = {}  # msgspec copies it
+    trace: str = ""
+
+
+def describe(error: BaseException) -> Failure:
+    """Return an exception as a value; of a foreign class, the nearest base that both sides know stands for it."""
+    known = next((cls for cls in type(error).__mro__ if _is_known(cls)), None)
+    return Failure(
+        kind="" if known is None else known.__name__,
+        name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
+        text=str(error),
+        arguments=tuple(_plain(argument) for argument in error.args),
+        state={name: _plain(value) for name, value in vars(error).items() if not name.startswith("_")},
+        trace="".join(traceback.format_exception(error)),
+    )
+
+
+def rebuild(failure: Failure, where: str) -> Exception:
+    """Return the exception again, with a note that says where it was raised and its traceback there.
+
+    Args:
+        where: for people, for example "rank 1 of 2".
+    """
+    error = _rebuilt(failure, where)
+    error.add_note(f"Raised by {where}:\n{failure.trace.rstrip()}")
+    return error
+
+
+def _rebuilt(failure: Failure, where: str) -> Exception:
+    cls = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None) if failure.kind else None
+    if cls is None or not _is_known(cls):
+        return WorkerError(f"{where} raised {failure.name}", found=failure.text or None)
+    if issubclass(cls, HardpointError):
+        error: Exception = cls.__new__(cls)
+        error.args = failure.arguments
+        error.__dict__.update(failure.state)
+        return error
+    try:
+        error = cls(*failure.arguments)
+        error.__dict__.update(failure.state)
+        return error
+    except Exception:
+        return WorkerError(f"{where} raised {failure.name}", found=failure.text or None)
+
+
+def _is_known(cls: type) -> bool:
+    """Whether a class stands for itself in another process: specific, and an error that may be caught."""
+    if not issubclass(cls, Exception) or cls in (Exception, HardpointError):
+        return False
+    return getattr(errors, cls.__name__, None) is cls or getattr(builtins, cls.__name__, None) is cls
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return tuple(_plain(item) for item in value)
+    return repr(value)

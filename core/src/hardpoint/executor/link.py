@@ -1,0 +1,137 @@
+"""What the engine and one rank's process share: two rings, and a counter that shows that the rank's interpreter runs.
+
+All of it is in one piece of memory without a name and four eventfds, which the rank's process inherits by number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from hardpoint.executor.messages import Buffer
+from hardpoint.executor.ring import CAPACITY, Frame, RingReader, RingWriter, make_counters
+
+NAME_BYTES = 64
+"""Length of a call's name at the beginning of its frame, padded with zeros; the arguments' message follows."""
+
+PROGRESS = struct.Struct("<qq")
+"""Bytes done, and bytes in all."""
+
+TRACE_SIGNAL = signal.SIGUSR1
+"""Makes a rank write the traceback of all its threads to standard error."""
+
+_HEARTBEAT = 64
+"""Offset of the heartbeat in the first page; the page is written by the rank alone."""
+
+
+class Kind(IntEnum):
+    """Kinds of frames.
+
+    To a rank. START: make the worker of a `RankSpec`. EXECUTE: a step. CALL: a name and arguments. WEIGHT, WEIGHTS_END, WEIGHTS_FAILED: a
+    tensor for the call under way, the end of them, and what the engine's iterator raised. GO_ON, BREAK_OFF: the answer to a report of
+    progress, with what the engine's callback raised. STOP: end the worker and the process.
+
+    From a rank. RESULT, FAILURE: the answer to START, EXECUTE or CALL. PROGRESS: as `PROGRESS` packs it; the rank waits for the answer.
+    """
+
+    START = 1
+    EXECUTE = 2
+    CALL = 3
+    WEIGHT = 4
+    WEIGHTS_END = 5
+    WEIGHTS_FAILED = 6
+    GO_ON = 7
+    BREAK_OFF = 8
+    STOP = 9
+    RESULT = 101
+    FAILURE = 102
+    PROGRESS = 103
+
+
+@dataclass(frozen=True)
+class LinkFiles:
+    """File descriptors of a link: the memory, and data and space of the ring to the rank and of the one from it."""
+
+    memory: int
+    requests: tuple[int, int]
+    replies: tuple[int, int]
+    capacity: int = CAPACITY
+
+    @classmethod
+    def make(cls, capacity: int = CAPACITY) -> LinkFiles:
+        """Make them for an empty link."""
+        memory = os.memfd_create("hardpoint-rank", os.MFD_CLOEXEC)
+        os.ftruncate(memory, mmap.PAGESIZE + 2 * capacity)
+        return cls(memory, make_counters(capacity), make_counters(capacity), capacity)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """All of them, in the order in which `parse` takes them."""
+        return (self.memory, *self.requests, *self.replies)
+
+    def to_text(self) -> str:
+        """Return it as an argument of the rank's process."""
+        return ",".join(map(str, (*self.all, self.capacity)))
+
+    @classmethod
+    def parse(cls, text: str) -> LinkFiles:
+        """Read what `to_text` wrote."""
+        memory, *counters, capacity = map(int, text.split(","))
+        return cls(memory, (counters[0], counters[1]), (counters[2], counters[3]), capacity)
+
+
+class Link:
+    """One side of it. The engine writes requests and reads replies, the rank the other way round."""
+
+    def __init__(self, files: LinkFiles, *, is_rank: bool) -> None:
+        self._files = files
+        self._memory = mmap.mmap(files.memory, mmap.PAGESIZE + 2 * files.capacity)
+        whole = memoryview(self._memory)
+        first = whole[mmap.PAGESIZE : mmap.PAGESIZE + files.capacity]
+        second = whole[mmap.PAGESIZE + files.capacity :]
+        self._heartbeat = whole[_HEARTBEAT : _HEARTBEAT + 8].cast("Q")
+        self._views = [self._heartbeat, first, second, whole]
+        written, read = ((second, files.replies), (first, files.requests))
+        if not is_rank:
+            written, read = (first, files.requests), (second, files.replies)
+        self._writer = RingWriter(written[0], *written[1])
+        self._reader = RingReader(read[0], *read[1])
+
+    def fileno(self) -> int:
+        """Return the file descriptor that can be read when something has arrived."""
+        return self._reader.fileno()
+
+    def send(self, kind: Kind, call: int, parts: Sequence[Buffer], wait: Callable[[int], None]) -> None:
+        """Send one frame; see `RingWriter.write`."""
+        self._writer.write(kind, call, parts, wait)
+
+    def receive(self) -> Frame | None:
+        """Return the next frame, None where there is none yet; raises MalformedMessage."""
+        return self._reader.read()
+
+    @property
+    def heartbeat(self) -> int:
+        """How often the rank has said that it runs."""
+        return self._heartbeat[0]
+
+    def beat(self) -> None:
+        """Say that this rank runs."""
+        self._heartbeat[0] += 1
+
+    def close(self) -> None:
+        """Give back memory and file descriptors; legal more than once."""
+        for view in self._views:
+            view.release()
+        self._views.clear()
+        with contextlib.suppress(BufferError):  # A traceback may hold a piece of it; it goes with that.
+            self._memory.close()
+        for fd in self._files.all:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._files = LinkFiles(-1, (-1, -1), (-1, -1))

@@ -1,0 +1,378 @@
+"""All ranks on this machine, a process for each; see docs/architecture.md for what happens when one fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hardpoint.executor.base import Executor, at_rank
+from hardpoint.executor.calls import EXECUTE, SCHEMAS, CallSchema, Progress, may_wait_for_others
+from hardpoint.executor.failures import Failure, describe, rebuild
+from hardpoint.executor.limits import RankLimits
+from hardpoint.executor.link import NAME_BYTES, PROGRESS, Kind, Link, LinkFiles
+from hardpoint.executor.meeting import MeetingServer
+from hardpoint.executor.messages import Buffer, decode, encode
+from hardpoint.executor.processes import RankProcesses
+from hardpoint.executor.ranks import rank_specs
+from hardpoint.executor.ring import Frame
+from hardpoint.executor.steps import StepEncoder
+from hardpoint.executor.weights import encode_weight
+from hardpoint.interfaces.allocator import SleepPlan
+from hardpoint.interfaces.batch import StepInput, StepOutput
+from hardpoint.interfaces.errors import EngineDead, ForkedProcess, MalformedMessage, RankFailed, WorkerError
+from hardpoint.interfaces.worker import ModelInfo, WorkerConfig
+from hardpoint.plugins import Resolved
+
+_log = logging.getLogger("hardpoint")
+
+_NOT_YET = object()
+"""Outcome of a rank that has not answered."""
+
+
+class MultiProcessExecutor(Executor):
+    """Ranks in processes of their own, which end with this one.
+
+    A rank that dies, is stopped or does not answer within its limit ends all ranks: every call from then on raises the RankFailed that
+    says which one it was. So does an error that leaves the ranks out of step with one another.
+
+    Args:
+        resolved: the backend, and the device of the first rank.
+        config: of the whole engine; see `rank_specs`.
+
+    Raises:
+        ConfigError: there are not enough devices.
+        RankFailed, and what making a worker raises: nothing is left behind.
+    """
+
+    def __init__(self, resolved: Resolved, config: WorkerConfig, limits: RankLimits | None = None) -> None:
+        self._limits = limits or RankLimits()
+        self._driver = config.driver_rank
+        self._steps = StepEncoder()
+        self._last_call = 0
+        self._pid = os.getpid()
+        self._is_shut_down = False
+        self._deadline = _Deadline("start", self._limits.start)
+        specs = rank_specs(resolved, config)
+        meeting = MeetingServer() if len(specs) > 1 else None
+        if meeting is not None:
+            specs = rank_specs(resolved, config, init_method=meeting.init_method)
+        self._where = [spec.where for spec in specs]
+        files = [LinkFiles.make() for _ in specs]
+        self._links = [Link(one, is_rank=False) for one in files]
+        self._inboxes: list[deque[Frame]] = [deque() for _ in specs]
+        self._processes = RankProcesses(self._links, files, self._limits)
+        self._finalizer = weakref.finalize(self, _end_all, self._processes, self._links, meeting)
+        try:
+            self._processes.start()
+            self._arrivals = select.poll()
+            for source in self._sources():
+                self._arrivals.register(source, select.POLLIN)
+            call = self._next_call()
+            deadline = _Deadline("start", self._limits.start)
+            for rank, spec in enumerate(specs):
+                self._send(rank, Kind.START, call, spec.encode(), deadline)
+            for rank, outcome in enumerate(self._gather(call, deadline, None, waits=True)):
+                if isinstance(outcome, BaseException):
+                    raise at_rank(outcome, rank, len(specs))
+        except BaseException:
+            self._processes.kill()
+            self._finalizer()
+            raise
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self._links)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return self._processes.pids
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Run one step on every rank and return the driver rank's output.
+
+        When all ranks raise the same error, that error is raised and the ranks go on; when they differ, they are out of step, and
+        RankFailed is raised.
+        """
+        self._check()
+        parts = self._steps.encode(step)
+        call = self._next_call()
+        deadline = _Deadline(EXECUTE, self._limits.step)
+        for rank in range(len(self._links)):
+            self._send(rank, Kind.EXECUTE, call, parts, deadline)
+        outcomes = self._gather(call, deadline, None, waits=True)
+        if any(isinstance(outcome, BaseException) for outcome in outcomes):
+            raise self._failed_step(outcomes)
+        output: StepOutput = decode(outcomes[self._driver], StepOutput)
+        return output
+
+    def shutdown(self) -> None:
+        """End all ranks: those that are well end their workers first. Legal in any state and more than once."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        if os.getpid() != self._pid:
+            return
+        if self._finalizer.alive and self._processes.failure is None:
+            deadline = _Deadline("shutdown", self._limits.shutdown)
+            try:
+                for rank in range(len(self._links)):
+                    self._send(rank, Kind.STOP, self._next_call(), [], deadline)
+                self._processes.stop(self._limits.shutdown)
+            except EngineDead as error:
+                _log.warning("a rank was ended while the engine was shut down: %s", error)
+        self._finalizer()
+
+    def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
+        schema, call = SCHEMAS[name], self._next_call()
+        deadline = _Deadline(name, self._limits.of(name))
+        progress = schema.progress_of(args)
+        header = name.encode("ascii").ljust(NAME_BYTES, b"\0")
+        requests = [[header, *schema.encode(args)]]
+        if progress is not None:
+            requests.append([header, *schema.encode([_without_progress(argument) for argument in args])])
+        try:
+            self._check()
+            for rank in range(len(self._links)):
+                self._send(rank, Kind.CALL, call, requests[min(rank, len(requests) - 1)], deadline)
+            if schema.takes_weights:
+                return self._results(schema, self._stream(call, args[0], deadline))
+            return self._results(schema, self._gather(call, deadline, progress, waits=may_wait_for_others(name)))
+        except EngineDead as error:
+            return [error] * len(self._links)
+
+    def _results(self, schema: CallSchema, outcomes: Sequence[Any]) -> list[Any]:
+        results = [
+            outcome if isinstance(outcome, BaseException) else decode(outcome, schema.result) for outcome in outcomes
+        ]
+        if schema.name == "load_model" and isinstance(results[0], ModelInfo):
+            self._steps.block_size = results[0].attention.block_size
+        return results
+
+    # One round of messages
+
+    def _gather(self, call: int, deadline: _Deadline, progress: Progress | None, *, waits: bool) -> list[Any]:
+        """Return each rank's answer to a call: bytes, or the exception that it raised.
+
+        Args:
+            waits: ranks wait for one another in this call: when one has failed, the others get little time to follow.
+        """
+        outcomes: list[Any] = [_NOT_YET] * len(self._links)
+        missing = len(outcomes)
+        while True:
+            for rank, outcome in enumerate(outcomes):
+                if outcome is _NOT_YET and (frame := self._answer(rank, call, progress)) is not None:
+                    outcomes[rank] = outcome = self._outcome(rank, frame)
+                    missing -= 1
+                    if waits and isinstance(outcome, BaseException):
+                        deadline.shorten(self._limits.behind)
+            if not missing:
+                return outcomes
+            if not self._arrivals.poll(deadline.milliseconds()):
+                raise self._late(outcomes, deadline)
+            self._check_ranks()
+
+    def _answer(self, rank: int, call: int, progress: Progress | None) -> Frame | None:
+        """Return a rank's answer to a call where it is there; reports of progress are served, earlier calls' answers dropped."""
+        while (frame := self._next_frame(rank)) is not None:
+            if frame.kind == Kind.PROGRESS:
+                self._report(rank, frame, progress if frame.call == call else None)
+            elif frame.call == call:
+                return frame
+            elif frame.call > call:
+                raise self._broken(rank, f"it answered call {frame.call}, which was not made")
+        return None
+
+    def _next_frame(self, rank: int) -> Frame | None:
+        if self._inboxes[rank]:
+            return self._inboxes[rank].popleft()
+        try:
+            return self._links[rank].receive()
+        except MalformedMessage as error:
+            raise self._broken(rank, str(error)) from error
+
+    def _outcome(self, rank: int, frame: Frame) -> bytearray | Exception:
+        if frame.kind == Kind.RESULT:
+            return frame.payload
+        if frame.kind != Kind.FAILURE:
+            raise self._broken(rank, f"it sent a frame of kind {frame.kind}")
+        return rebuild(decode(frame.payload, Failure), self._where[rank])
+
+    def _report(self, rank: int, frame: Frame, progress: Progress | None) -> None:
+        """Call back, and have the rank raise what the callback raises."""
+        deadline = _Deadline("progress", self._limits.other)
+        try:
+            if progress is not None:
+                progress(*PROGRESS.unpack(frame.payload))
+        except BaseException as error:
+            self._send(rank, Kind.BREAK_OFF, frame.call, encode(describe(error)), deadline)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._send(rank, Kind.GO_ON, frame.call, [], deadline)
+
+    def _stream(self, call: int, weights: Iterable[Any], deadline: _Deadline) -> list[Any]:
+        """Send tensors to all ranks until there are no more or a rank has failed, and return the ranks' answers."""
+        kind, message = Kind.WEIGHTS_END, encode(None)
+        raised: BaseException | None = None
+        try:
+            for item in weights:
+                parts = encode_weight(item)
+                for rank in range(len(self._links)):
+                    self._send(rank, Kind.WEIGHT, call, parts, deadline)
+                deadline.extend()
+                if (failure := self._early_failure(call)) is not None:
+                    kind, message = Kind.WEIGHTS_FAILED, [failure]
+                    break
+        except BaseException as error:
+            if self._processes.failure is not None:
+                raise
+            raised = error
+            kind, message = Kind.WEIGHTS_FAILED, encode(describe(error))
+        for rank in range(len(self._links)):
+            self._send(rank, kind, call, message, deadline)
+        outcomes = self._gather(call, deadline, None, waits=False)
+        if raised is not None:
+            # The exception itself; the ranks were given its likeness.
+            raise raised
+        return outcomes
+
+    def _early_failure(self, call: int) -> Buffer | None:
+        """Return the failure with which a rank has answered already, as a message."""
+        for rank, inbox in enumerate(self._inboxes):
+            frame = self._answer(rank, call, None)
+            if frame is not None:
+                inbox.append(frame)
+                if frame.kind == Kind.FAILURE:
+                    return frame.payload
+        return None
+
+    def _send(self, rank: int, kind: Kind, call: int, parts: Sequence[Buffer], deadline: _Deadline) -> None:
+        self._deadline = deadline
+        try:
+            self._links[rank].send(kind, call, parts, self._wait_for_room)
+        except BaseException as error:
+            # Torn frames cannot be mended: nothing that follows would be understood.
+            if isinstance(error, TimeoutError):
+                raise self._processes.fail_hanging(rank, deadline.call, deadline.seconds) from None
+            if self._processes.failure is None:
+                self._processes.fail(rank, f"a message to it broke off ({type(error).__name__})", output="")
+            raise
+
+    def _wait_for_room(self, space: int) -> None:
+        """Wait until a ring has room; meanwhile take what ranks send, so that none of them waits for room in turn."""
+        poll = select.poll()
+        for source in (space, *self._sources()):
+            poll.register(source, select.POLLIN)
+        if not poll.poll(self._deadline.milliseconds()):
+            raise TimeoutError
+        self._check_ranks()
+        for link, inbox in zip(self._links, self._inboxes, strict=True):
+            while (frame := link.receive()) is not None:
+                inbox.append(frame)
+
+    def _sources(self) -> tuple[int, ...]:
+        """Return the file descriptors that can be read when a rank has sent something or has failed."""
+        return (self._processes.alarm, *(link.fileno() for link in self._links))
+
+    def _next_call(self) -> int:
+        self._last_call += 1
+        return self._last_call
+
+    # Failures
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcess("the ranks belong to the process that started them", hint="Make an engine in this one")
+        if self._is_shut_down:
+            raise EngineDead("the ranks were shut down", hint="Make a new engine")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        failure = self._processes.failure
+        if failure is not None:
+            raise RankFailed.of(failure.rank or 0, failure.ended, failure.output, failure.hint or "")
+
+    def _broken(self, rank: int, what: str) -> RankFailed:
+        return self._processes.fail(rank, f"its messages cannot be understood: {what}")
+
+    def _late(self, outcomes: Sequence[Any], deadline: _Deadline) -> RankFailed:
+        late = next(rank for rank, outcome in enumerate(outcomes) if outcome is _NOT_YET)
+        if any(isinstance(outcome, BaseException) for outcome in outcomes):
+            return self._out_of_step(outcomes, f"rank {late} waits for it")
+        return self._processes.fail_hanging(late, deadline.call, deadline.seconds)
+
+    def _failed_step(self, outcomes: Sequence[Any]) -> BaseException:
+        """Return what a failed step raises; ranks that did not all fail alike are ended.
+
+        Ranks that fail alike stop at the same point: their next communication is the next step's. Of others that is not known.
+        """
+        if len({type(outcome) for outcome in outcomes}) == 1:
+            error: BaseException = outcomes[self._driver]
+            return at_rank(error, self._driver, len(outcomes))
+        return self._out_of_step(outcomes, "the others did not fail alike")
+
+    def _out_of_step(self, outcomes: Sequence[Any], others: str) -> RankFailed:
+        errors = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Exception)}
+        # An error of communication follows from another rank's failure, more often than not.
+        rank = next((rank for rank, error in errors.items() if not isinstance(error, WorkerError)), next(iter(errors)))
+        error = errors[rank]
+        failure = self._processes.fail(
+            rank,
+            f"it raised {type(error).__name__}: {error}, and {others}",
+            output="\n".join(getattr(error, "__notes__", ())),
+            hint="Ranks that are out of step cannot go on, so all were ended; make a new engine",
+        )
+        failure.__cause__ = error
+        return failure
+
+
+class _Deadline:
+    """The end of the time that a call may take.
+
+    Attributes:
+        call: its name.
+        seconds: its limit.
+    """
+
+    def __init__(self, call: str, seconds: float) -> None:
+        self.call, self.seconds = call, seconds
+        self._end = time.monotonic() + seconds
+
+    def milliseconds(self) -> float:
+        """Return what is left, for `select.poll`."""
+        return max((self._end - time.monotonic()) * 1000, 0.0)
+
+    def shorten(self, seconds: float) -> None:
+        """Let it end so many seconds from now, unless it ends before."""
+        self._end = min(self._end, time.monotonic() + seconds)
+
+    def extend(self) -> None:
+        """Begin again: there was progress."""
+        self._end = time.monotonic() + self.seconds
+
+
+def _without_progress(argument: Any) -> Any:
+    return replace(argument, progress=None) if isinstance(argument, SleepPlan) else argument
+
+
+def _end_all(processes: RankProcesses, links: Sequence[Link], meeting: MeetingServer | None) -> None:
+    """End the ranks and give back all that is shared with them. Also the way out for an executor that nobody shut down."""
+    if processes.is_keeper():
+        # Garbage can be collected in any thread; this one cannot wait for itself.
+        threading.Thread(target=_end_all, args=(processes, links, meeting)).start()
+        return
+    processes.stop(0.0)
+    for link in links:
+        link.close()
+    if meeting is not None:
+        meeting.close()

@@ -1,0 +1,273 @@
+"""The processes of the ranks: started, watched and ended by one thread of the engine's process.
+
+A rank's process asks the kernel to end it when the *thread* that started it ends, so that thread lives as long as the ranks do. It
+passes what ranks write on to the log, and it alone judges whether they live: the first failure is kept, and all ranks are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from hardpoint.executor.limits import RankLimits
+from hardpoint.executor.link import TRACE_SIGNAL, Link, LinkFiles
+from hardpoint.interfaces.errors import RankFailed
+
+_log = logging.getLogger("hardpoint")
+
+_MODULE = "hardpoint.executor.rank_main"
+_CHECK_SECONDS = 0.5
+_TRACE_SECONDS = 0.5
+_KEPT_LINES = 60
+_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+_OUT_OF_MEMORY = (
+    "Somebody ended it, or the kernel did, out of memory (its log says so); then lower memory_utilization or swap_space"
+)
+
+
+class _Process:
+    """One rank's process, seen from the keeper's thread."""
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes], link: Link) -> None:
+        self.rank, self.popen, self.link = rank, popen, link
+        self.pidfd = os.pidfd_open(popen.pid)
+        assert popen.stdout is not None
+        self.output = popen.stdout
+        os.set_blocking(self.output.fileno(), False)
+        self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._partial = b""
+        self._heartbeat, self._silent = -1, 0.0
+
+    def read_output(self) -> bool:
+        """Pass what the rank wrote on to the log; returns False at its end."""
+        while True:
+            try:
+                data = os.read(self.output.fileno(), 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._pass_on([self._partial] if self._partial else [])
+                self._partial = b""
+                return False
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            self._pass_on(lines)
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            text = line.decode("utf-8", "replace")
+            self.lines.append(text)
+            level = _LEVEL.match(text)
+            _log.log(
+                logging.getLevelNamesMapping()[level[1]] if level else logging.INFO, "rank %d: %s", self.rank, text
+            )
+
+    def silence(self, elapsed: float) -> float:
+        """Return for how many seconds the rank's heart has not beaten; `elapsed` were since the last question."""
+        beat = self.link.heartbeat
+        self._silent = 0.0 if beat != self._heartbeat else self._silent + elapsed
+        self._heartbeat = beat
+        return self._silent
+
+    def state(self) -> str:
+        """Return what the kernel says of the main thread: "R" runs, "S" sleeps, "D" waits for a disk, "T" and "t" are stopped."""
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self.popen.pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+        return ""
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give its file descriptors back."""
+        self.output.close()
+        os.close(self.pidfd)
+
+
+class RankProcesses:
+    """All ranks of one engine.
+
+    Args:
+        links: the engine's side of them, in the order of ranks.
+        files: what the ranks inherit.
+    """
+
+    def __init__(self, links: Sequence[Link], files: Sequence[LinkFiles], limits: RankLimits) -> None:
+        self._links, self._files, self._limits = links, files, limits
+        self._processes: list[_Process] = []
+        self._lock = threading.Lock()
+        self._failure: RankFailed | None = None
+        self._stopping = False
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        self._alarm, self._command = os.eventfd(0, flags), os.eventfd(0, flags)
+        self._keeper = threading.Thread(target=self._keep, name="hardpoint ranks", daemon=True)
+
+    def start(self) -> None:
+        """Start all; returns when the processes are there. Raises OSError."""
+        self._keeper.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    @property
+    def alarm(self) -> int:
+        """The file descriptor that can be read once a rank has failed."""
+        return self._alarm
+
+    @property
+    def failure(self) -> RankFailed | None:
+        """The first failure."""
+        return self._failure
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in the order of ranks."""
+        return [process.popen.pid for process in self._processes]
+
+    def fail(self, rank: int, ended: str, *, output: str | None = None, hint: str = "") -> RankFailed:
+        """Note that a rank has failed, unless one has before, and end all; returns the first failure.
+
+        Args:
+            output: what it left; None for the last lines that it wrote.
+        """
+        with self._lock:
+            if self._failure is None and not self._stopping:
+                lines = "\n".join(self._processes[rank].lines) if output is None else output
+                self._failure = RankFailed.of(rank, ended, lines, hint)
+                _log.error("%s", self._failure)
+            failure = self._failure or RankFailed.of(rank, ended)
+        self.kill()
+        os.eventfd_write(self._alarm, 1)
+        return failure
+
+    def fail_hanging(self, rank: int, call: str, seconds: float) -> RankFailed:
+        """Note that a rank has not answered a call in time; it is asked first where it stands."""
+        if self._failure is not None:
+            return self._failure
+        process = self._processes[rank]
+        process.lines.clear()
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(process.pidfd, TRACE_SIGNAL)
+            time.sleep(_TRACE_SECONDS)
+        return self.fail(
+            rank,
+            f"it has not answered '{call}' within {seconds:g} s",
+            hint="All ranks were ended; make a new engine. Where the call is slow and not stuck, raise its time limit in rank_limits",
+        )
+
+    def kill(self) -> None:
+        """End all at once, and what they started."""
+        for process in self._processes:
+            if process.popen.returncode is None:
+                process.kill()
+
+    def stop(self, patience: float) -> None:
+        """Wait for all to end by themselves, then end them; nothing of them is left. Legal more than once."""
+        with self._lock:
+            self._stopping = True
+        if self._keeper.is_alive():
+            os.eventfd_write(self._command, 1)
+            self._keeper.join(patience if self._failure is None else 0.0)
+            self.kill()
+            self._keeper.join()
+        if self._alarm >= 0:
+            os.close(self._alarm)
+            os.close(self._command)
+            self._alarm = self._command = -1
+
+    def is_keeper(self) -> bool:
+        """Whether this is the thread that watches the ranks."""
+        return threading.current_thread() is self._keeper
+
+    # In the keeper's thread
+
+    def _keep(self) -> None:
+        try:
+            for rank, (link, files) in enumerate(zip(self._links, self._files, strict=True)):
+                self._processes.append(_Process(rank, self._spawn(files), link))
+        except BaseException as error:
+            self._start_error = error
+            self.kill()
+        self._started.set()
+        self._watch()
+        for process in self._processes:
+            process.close()
+
+    def _spawn(self, files: LinkFiles) -> subprocess.Popen[bytes]:
+        spins = len(os.sched_getaffinity(0)) > len(self._links)
+        arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
+        # The same modules as here, and nothing that happens to lie in the current folder.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=files.all,
+            env=environment,
+            process_group=0,
+        )
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._command, select.POLLIN)
+        alive = {process.pidfd: process for process in self._processes}
+        written = {process.output.fileno(): process for process in self._processes}
+        for fd in (*alive, *written):
+            poll.register(fd, select.POLLIN)
+        checked = time.monotonic()
+        while alive:
+            for fd, _ in poll.poll(_CHECK_SECONDS * 1000):
+                if fd in written and not written[fd].read_output():
+                    poll.unregister(fd)
+                    del written[fd]
+                if fd in alive:
+                    poll.unregister(fd)
+                    self._ended(alive.pop(fd))
+                if fd == self._command:
+                    poll.unregister(fd)
+            now = time.monotonic()
+            if now - checked >= _CHECK_SECONDS:
+                # A longer pause than that was this process's own.
+                elapsed = min(now - checked, 2 * _CHECK_SECONDS)
+                checked = now
+                for process in alive.values():
+                    self._check(process, elapsed)
+
+    def _ended(self, process: _Process) -> None:
+        # What it started goes with it; until it is waited for, its number is nobody else's.
+        process.kill()
+        code = process.popen.wait()
+        process.read_output()
+        if self._stopping or self._failure is not None:
+            return
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            hint = _OUT_OF_MEMORY if -code == signal.SIGKILL else ""
+            self.fail(process.rank, f"its process was ended by {name}", hint=hint and f"{hint}. Make a new engine")
+        else:
+            self.fail(process.rank, f"its process ended with exit code {code}")
+
+    def _check(self, process: _Process, elapsed: float) -> None:
+        silence = process.silence(elapsed)
+        if self._failure is not None or silence < self._limits.stopped:
+            return
+        state = process.state()
+        if state in ("T", "t"):
+            self.fail(process.rank, f"its process has been stopped for {silence:.1f} s (state {state})")
+        elif state == "S" and silence >= self._limits.silent:
+            self.fail(process.rank, f"its interpreter has not run for {silence:.0f} s while its process did nothing")

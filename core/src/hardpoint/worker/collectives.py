@@ -1,0 +1,215 @@
+"""Collective operations over torch's process groups; a backend says only which one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+
+from hardpoint.interfaces.backend import Device
+from hardpoint.interfaces.collectives import Collectives
+from hardpoint.interfaces.errors import ConfigError, WorkerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import Store
+
+_SERVED = "served"
+
+
+class TorchCollectives(Collectives, partial=True):
+    """One rank of a process group of its own: torch's global group is left alone, so that engines can share a process.
+
+    A vendor's class says which group is made (`_make_group`). Groups are torch's `Backend` objects, the same calls for every
+    library. Operations may return before the device has done them, in the order of the device's current stream.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._group: Any = None
+        self._store: Store | None = None
+        self._rank, self._size = 0, 1
+
+    @abstractmethod
+    def _make_group(self, store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        """Return a process group, one of the classes that torch derives from `torch.distributed.Backend`.
+
+        Args:
+            timeout: of joining, where the class joins when it is made, and of each operation.
+            host: where the ranks meet, for classes that choose a network interface by it.
+        """
+
+    def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
+        """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds."""
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is not one of {world_size}", hint="Ranks count from 0")
+        address = MeetingPoint.parse(init_method)
+        self.stop()
+        end = time.monotonic() + timeout
+        try:
+            server = TCPStore(
+                address.host,
+                address.port,
+                is_master=rank == 0 and not address.served,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            store = PrefixStore(address.group, server)
+            self._group = self._make_group(store, rank, world_size, timedelta(seconds=timeout), address.host)
+            self._rank, self._size, self._store = rank, world_size, store
+            _meet(store, rank, world_size, end)
+        except RuntimeError as error:
+            self.stop()
+            raise WorkerError(
+                f"rank {rank} of {world_size} cannot join the others at {init_method} within {timeout:g} s",
+                found=_first_line(error),
+                hint="Look at the other ranks' logs: one has not started, or cannot reach this address",
+            ) from error
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum over all ranks."""
+        self._in_place(tensor, lambda dense: self._joined().allreduce([dense]), "all_reduce")
+
+    def all_gather(self, tensor: Tensor, axis: int) -> Tensor:
+        """Return all ranks' tensors, which have one shape, joined along an axis, in the order of ranks."""
+        group, shape = self._joined(), list(tensor.shape)
+        joined = tensor.new_empty((self._size * shape[0], *shape[1:]))
+        self._wait(lambda: group._allgather_base(joined, tensor.contiguous()), "all_gather")
+        axis %= tensor.dim()
+        if axis == 0:
+            return joined
+        by_rank = joined.view(self._size, *shape)
+        shape[axis] *= self._size
+        return by_rank.movedim(0, axis).reshape(shape)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace the tensor by that of rank `source`."""
+        options = BroadcastOptions()
+        options.rootRank = source
+        options.rootTensor = 0
+        self._in_place(tensor, lambda dense: self._joined().broadcast([dense], options), "broadcast")
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send to another rank."""
+        self._wait(lambda: self._joined().send([tensor.contiguous()], rank, 0), "send")
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Receive from another rank into the tensor."""
+        self._in_place(tensor, lambda dense: self._joined().recv([dense], rank, 0), "receive")
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        flag = torch.zeros(1, device=self._device.torch_device)
+        self.all_reduce(flag)
+        # Reading the sum waits for the device as well.
+        flag.item()
+
+    def stop(self) -> None:
+        """Leave the group; legal in any state."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            self._end_group(group)
+
+    def _end_group(self, group: Any) -> None:
+        """End a group, whose other ranks may be gone. Default: its own `shutdown`."""
+        group.shutdown()
+
+    def _joined(self) -> Any:
+        if self._group is None:
+            raise WorkerError("this rank is in no group of ranks", hint="Call start first")
+        return self._group
+
+    def _in_place(self, tensor: Tensor, begin: Callable[[Tensor], Any], name: str) -> None:
+        dense = tensor.contiguous()
+        self._wait(lambda: begin(dense), name)
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    def _wait(self, begin: Callable[[], Any], name: str) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise WorkerError(
+                f"rank {self._rank} of {self._size} failed in {name} with the other ranks",
+                found=_first_line(error),
+                hint="Another rank has died, hangs, or is in another operation; its own log says more",
+            ) from error
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """An `init_method`, taken apart.
+
+    Attributes:
+        group: name of the group; empty where none is given.
+        served: somebody serves the address already.
+    """
+
+    host: str
+    port: int
+    group: str = ""
+    served: bool = False
+
+    @classmethod
+    def parse(cls, init_method: str) -> MeetingPoint:
+        """Read `tcp://host:port[/group][?served]`; raises ConfigError."""
+        try:
+            parts = urlsplit(init_method)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or not port or parts.scheme != "tcp" or parts.query not in ("", _SERVED) or parts.fragment:
+            raise ConfigError(
+                "the address where the ranks meet cannot be read",
+                found=repr(init_method),
+                hint="Give init_method as tcp://host:port/group, with ?served at the end where the address is served already",
+            )
+        return cls(host, port, parts.path.strip("/"), parts.query == _SERVED)
+
+    def subgroup(self, name: str, *, served: bool) -> str:
+        """Return the `init_method` of a group whose name goes on with `name`, at the same address."""
+        group = f"{self.group}/{name}" if self.group else name
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}/{group}" + (f"?{_SERVED}" if self.served or served else "")
+
+
+def local_address(host: str) -> str:
+    """Return this machine's address on the network that leads to `host`; raises WorkerError."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WorkerError(f"no network leads to {host}, where the ranks meet", found=str(error)) from error
+
+
+def _meet(store: Store, rank: int, size: int, end: float) -> None:
+    """Wait until every rank is here, and on rank 0, which may serve the store, until no other rank needs it any more."""
+
+    def wait(names: list[str]) -> None:
+        if names:
+            store.wait(names, timedelta(seconds=max(end - time.monotonic(), 0.001)))
+
+    others = range(1, size)
+    if rank == 0:
+        wait([f"here/{other}" for other in others])
+        store.set("complete", "")
+        wait([f"done/{other}" for other in others])
+    else:
+        store.set(f"here/{rank}", "")
+        wait(["complete"])
+        store.set(f"done/{rank}", "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

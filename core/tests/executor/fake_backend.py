@@ -1,0 +1,236 @@
+"""A backend for tests of executors: its workers compute nothing, and fail, hang, die or stop where they are told to.
+
+What a worker is to do is in its configuration's `model`, as JSON: a list of `{"call", "rank", "does"}`, with `"rank": null` for all ranks and
+`"after"` for how many calls of that name to let pass. Installed for tests as a distribution of its own, so that ranks find it by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pluggy
+
+from hardpoint.interfaces import (
+    API_VERSION,
+    AttentionLayer,
+    AttentionPlan,
+    AttentionRequest,
+    BackendDescriptor,
+    Capabilities,
+    Device,
+    DType,
+    IntSet,
+    KVCacheSpec,
+    MemoryProfile,
+    MemoryReport,
+    MemoryStats,
+    ModelInfo,
+    ProbeResult,
+    SleepPlan,
+    SleepTier,
+    StepInput,
+    StepOutput,
+    TagStats,
+    TokenLogprobs,
+    Worker,
+    WorkerContext,
+)
+from hardpoint.interfaces.errors import DriverError, HostBudgetExceeded, WeightsMissing
+
+NAME = "fakeranks"
+BLOCK_SIZE = 16
+
+
+class ForeignError(Exception):
+    """An error that the other side does not know."""
+
+
+def _fail(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def _exit() -> None:
+    print("the last words of this rank")
+    sys.stdout.flush()
+    os._exit(3)
+
+
+DEEDS: dict[str, Callable[[], Any]] = {
+    "fail": _fail(DriverError("fakeMalloc", 2, "out of everything")),
+    "fail_value": _fail(ValueError("a value", 7)),
+    "fail_foreign": _fail(ForeignError("whatever")),
+    "fail_weights": _fail(WeightsMissing("no weights", hint="load them")),
+    "exit": _exit,
+    "sys_exit": lambda: sys.exit("sys.exit was called"),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": os.abort,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(1000),
+    "wait": lambda: time.sleep(0.4),
+}
+
+
+class FakeWorker(Worker):
+    """Keeps account of what it was asked."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._config = context.config
+        self._orders = json.loads(context.config.model or "[]")
+        self._calls: Counter[str] = Counter()
+        self._asleep: frozenset[str] = frozenset()
+        self._table = np.zeros((0, 0), np.int32)
+        self._open: int | None = None
+        self._do("made")
+
+    def _do(self, call: str) -> None:
+        self._calls[call] += 1
+        for order in self._orders:
+            if order["call"] == call and order.get("rank") in (None, self._config.rank):
+                if self._calls[call] == order.get("after", 0) + 1:
+                    DEEDS[order["does"]]()
+
+    def init_device(self) -> None:
+        self._do("init_device")
+
+    def load_model(self) -> ModelInfo:
+        self._do("load_model")
+        layer = AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5, sliding_window=128)
+        request = AttentionRequest((layer,) * 2, DType.FLOAT32, DType.BFLOAT16, None, 128)
+        plan = AttentionPlan(request, KVCacheSpec(2, BLOCK_SIZE, 2, 8, DType.FLOAT32), notes=("fake",))
+        path = f"pid {os.getpid()} rank {self._config.rank} device {self._context.device.index} {self._config.threads}"
+        return ModelInfo("Fake", DType.FLOAT32, 100, 128, 2, 1 << 20, plan, path)
+
+    def profile(self) -> MemoryProfile:
+        self._do("profile")
+        return MemoryProfile(1 << 30, 1 << 20, 1 << 21, 1 << 20, 0.5 - 0.1 * self._config.rank, seconds_per_token=1e-3)
+
+    def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        self._do("initialize_kv")
+        self._blocks = num_device_blocks, num_host_blocks
+
+    def warm_up(self) -> None:
+        self._do("warm_up")
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Return for each sample the sum of its sequence's block table, so that a wrong table is seen."""
+        self._do("execute")
+        if self._config.rank != self._config.driver_rank:
+            return StepOutput(np.empty(0, np.int64))
+        batch = step.batch
+        used = -(-batch.context_lens // BLOCK_SIZE)
+        sums = [int(batch.block_table[row, :n].sum()) for row, n in zip(batch.rows, used, strict=True)]
+        tokens = np.array([sums[row] for row in batch.sample_rows], np.int64)
+        logprobs = {
+            index: TokenLogprobs(np.arange(s.logprobs, dtype=np.int64), np.full(s.logprobs, -0.5, np.float32), 1)
+            for index, s in enumerate(step.new_sequences)
+            if s.logprobs is not None
+        }
+        embeddings = {seq: np.full(3, p.prompt_len, np.float32) for seq, p in step.pooling.items()}
+        return StepOutput(tokens, logprobs, embeddings)
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        if plan.progress is not None:
+            for done in (0, 50, 100):
+                plan.progress(done, 100)
+        self._do("sleep")
+        if plan.host_budget == 0:
+            raise HostBudgetExceeded("no host memory", found="0 bytes allowed")
+        self._asleep = plan.tags or frozenset({"weights", "kv_cache"})
+        return self._report(plan.tier)
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        self._do("wake")
+        self._asleep = frozenset() if tags is None else self._asleep - set(tags)
+        return self._report(SleepTier.HOST)
+
+    def _report(self, tier: SleepTier) -> MemoryReport:
+        seconds = {"total": 0.5}
+        return MemoryReport(1, 2, 3, seconds, 4, 5, tiers={tier: 6}, still_asleep=self._asleep)
+
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
+        self._do("begin_sleep")
+        if plan.progress is not None:
+            plan.progress(1, 2)
+        self._before, self._open = self._asleep, transaction
+        self.sleep(replace(plan, progress=None))
+
+    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
+        self._do("begin_wake")
+        self._before, self._open = self._asleep, transaction
+        self.wake(tags)
+
+    def commit(self, transaction: int) -> MemoryReport:
+        self._do("commit")
+        self._open = None
+        return self._report(SleepTier.HOST)
+
+    def rollback(self, transaction: int) -> None:
+        self._do("rollback")
+        self._asleep, self._open = self._before, None
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
+        """Return a sum over the bytes of all tensors; an order for "tensor" is followed after each one."""
+        self._do("update_weights")
+        total = 0
+        for name, tensor in weights:
+            self._do("tensor")
+            total += len(name) + int(tensor.to("cpu").float().sum())
+        return total
+
+    def reload_weights(self, model: str | None = None) -> int:
+        self._do("reload_weights")
+        return 0 if model is None else len(model)
+
+    def missing_weights(self) -> frozenset[str]:
+        self._do("missing_weights")
+        return frozenset({f"of rank {self._config.rank}"})
+
+    def declare_weights_valid(self) -> None:
+        self._do("declare_weights_valid")
+
+    def memory_stats(self) -> MemoryStats:
+        self._do("memory_stats")
+        return MemoryStats({"weights": TagStats(1, 2, 3, 4)}, 9, self._asleep)
+
+    def shutdown(self) -> None:
+        self._do("shutdown")
+
+
+def _never(*_: object) -> Any:
+    raise AssertionError("executors make no such part")
+
+
+def _probe() -> ProbeResult:
+    return ProbeResult(tuple(Device(NAME, index, f"fake {index}", "cpu") for index in range(3)))
+
+
+def _capabilities(device: Device) -> Capabilities:
+    return replace(Capabilities.none(), tensor_parallel=IntSet.of(1, 2))
+
+
+@pluggy.HookimplMarker("hardpoint")
+def hardpoint_backend() -> BackendDescriptor:
+    return BackendDescriptor(
+        name=NAME,
+        vendor="tests",
+        api=(API_VERSION, API_VERSION),
+        probe=_probe,
+        capabilities=_capabilities,
+        allocator=_never,
+        attention=_never,
+        worker=lambda: FakeWorker,
+        priority=-1,
+    )
