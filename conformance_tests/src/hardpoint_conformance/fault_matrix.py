@@ -5,6 +5,8 @@ For each case a pool is filled anew, one call is made to fail, and the operation
   before, and the same operation succeeds when it is tried again; or
 - it raised nothing, which is right only for calls whose failure costs nothing (a figure of a report, a retry that succeeded, memory
   that the driver takes back later): then the operation has done all its work.
+The second phase of a sleep or wake cannot be tried again: a commit raises nothing whatever call fails, and after a rollback that
+raised, all bytes are there and a wake finds them.
 At the end everything is freed, and the driver holds nothing.
 """
 
@@ -15,9 +17,10 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from threading import Thread
 
-from hardpoint.interfaces import Policy, SleepPlan, SleepTier
+from hardpoint.interfaces import MemoryTransaction, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded
 from hardpoint.memory import DriverQuirks, DriverTable, VirtualPool
 from hardpoint_conformance.interposed import InterposedDriver
@@ -130,6 +133,7 @@ class World:
     pool: VirtualPool
     directory: str
     blocks: list[Block] = field(default_factory=list)
+    transaction: MemoryTransaction | None = None
 
     @property
     def unit(self) -> int:
@@ -218,6 +222,13 @@ _MAY_BE_TOLERATED = (
 Step = Callable[[World], object]
 
 
+class Ending(Enum):
+    """How a transaction ends."""
+
+    COMMIT = "commit"
+    ROLLBACK = "rollback"
+
+
 @dataclass(frozen=True)
 class Operation:
     """What is run with a fault, after `prepare` has run without.
@@ -225,6 +236,7 @@ class Operation:
     Attributes:
         forgets: tags whose bytes the operation may drop when it succeeds.
         elastic: needs memory that grows and shrinks in place.
+        ending: it is the second phase of what `prepare` began.
     """
 
     name: str
@@ -232,6 +244,7 @@ class Operation:
     prepare: Step = lambda world: None
     forgets: tuple[str, ...] = ()
     elastic: bool = False
+    ending: Ending | None = None
 
 
 def _sleep(**settings: object) -> Step:
@@ -253,6 +266,25 @@ def _slept(**settings: object) -> Step:
 def _slept_and_woken(world: World) -> None:
     _slept(keep=_KEEP)(world)
     world.pool.wake()
+
+
+def _begun_sleep(world: World) -> None:
+    world.transaction = world.pool.begin_sleep(world.plan())
+
+
+def _begun_wake(world: World) -> None:
+    _slept()(world)
+    world.transaction = world.pool.begin_wake()
+
+
+def _commit(world: World) -> None:
+    assert world.transaction is not None
+    world.transaction.commit()
+
+
+def _roll_back(world: World) -> None:
+    assert world.transaction is not None
+    world.transaction.rollback()
 
 
 def _allocate(world: World) -> None:
@@ -283,6 +315,10 @@ OPERATIONS = (
     Operation("wake from host", _wake(), _slept()),
     Operation("wake from disk", _wake(), _slept(tier=SleepTier.DISK)),
     Operation("wake of one tag", _wake(("weights",)), _slept()),
+    Operation("commit of a sleep", _commit, _begun_sleep, _DROPPED, ending=Ending.COMMIT),
+    Operation("rollback of a sleep", _roll_back, _begun_sleep, ending=Ending.ROLLBACK),
+    Operation("commit of a wake", _commit, _begun_wake, ending=Ending.COMMIT),
+    Operation("rollback of a wake", _roll_back, _begun_wake, ending=Ending.ROLLBACK),
 )
 
 
@@ -372,14 +408,19 @@ def _case(target: FaultTarget, operation: Operation, call: str, k: int, director
         fired = target.disarm()
         if not fired:
             wrong.append(f"an error without a failed call ({error})")
-        wrong += world.faults_of_state(asleep)
-        wrong += _differences(held, target.held())
-        operation.run(world)
+        if operation.ending is None:
+            wrong += world.faults_of_state(asleep)
+            wrong += _differences(held, target.held())
+            operation.run(world)
+        elif operation.ending is Ending.COMMIT:
+            wrong.append(f"the commit failed ({error})")
+        else:
+            world.pool.wake()
         row.undone += 1
     else:
         if target.disarm():
             row.tolerated += 1
-            if not call.lower().replace("_", "").endswith(_MAY_BE_TOLERATED):
+            if operation.ending is None and not call.lower().replace("_", "").endswith(_MAY_BE_TOLERATED):
                 wrong.append("the failure had no effect")
         else:
             row.not_reached += 1

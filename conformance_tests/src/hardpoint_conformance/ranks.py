@@ -60,6 +60,16 @@ def make_for(target: Target) -> Make:
     return partial(collectives_of, target.name, target.device.index)
 
 
+def missing_devices(target: Target) -> str:
+    """Return why ranks of an accelerator cannot be tested here; "" where each can have a device of its own."""
+    found = len(target.record.devices)
+    return (
+        f"{WORLD} ranks need as many devices, and {found} is here"
+        if target.descriptor.accelerator and found < WORLD
+        else ""
+    )
+
+
 def run_ranks(
     make: Make,
     operations: Sequence[str],
@@ -76,7 +86,7 @@ def run_ranks(
         limit: seconds after which what still runs is killed.
     """
     context = get_context("spawn")
-    init_method = f"tcp://127.0.0.1:{_free_port()}"
+    init_method = f"tcp://127.0.0.1:{free_port()}"
     results = {rank: RankResult() for rank in ranks}
     readers: dict[Connection, int] = {}
     processes = {}
@@ -133,7 +143,7 @@ def _rank(
     report.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

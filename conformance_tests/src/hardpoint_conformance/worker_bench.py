@@ -302,14 +302,21 @@ def running(
 def refused_load(
     target: Target, config: WorkerConfig, errors: type[HardpointError] | tuple[type[HardpointError], ...]
 ) -> Any:
-    """Check that a worker refuses to load with one of these errors, before any device memory is taken; return the error."""
+    """Check that a worker refuses to start or to load with one of these errors, before any device memory is taken; return the error."""
     worker = target.worker(config)
-    try:
+    before: list[int] = []
+
+    def load() -> None:
         worker.init_device()
-        before = worker.memory_stats().peak_allocated
+        before.append(worker.memory_stats().peak_allocated)
+        worker.load_model()
+
+    try:
         with pytest.raises(errors) as caught:
-            worker.load_model()
-        assert worker.memory_stats().peak_allocated == before, "memory was taken before the refusal"
+            load()
+        assert all(worker.memory_stats().peak_allocated == peak for peak in before), (
+            "memory was taken before the refusal"
+        )
     finally:
         worker.shutdown()
     return caught.value

@@ -10,7 +10,7 @@ import torch
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
 from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DecoderOutput, DType
-from hardpoint.models import ModelSource, RunnableModel, load_model, open_model
+from hardpoint.models import ModelSource, Place, RunnableModel, attention_layers, load_model, open_model
 
 BLOCK = 4
 VOCAB = 128
@@ -106,7 +106,8 @@ def open_and_load(
     open_options = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
     source = open_model(str(model), load_format=options.get("load_format", "auto"), **open_options)
     attention = attention or ReferenceAttention()
-    plan = attention.plan(AttentionRequest(source.attention_layers(), dtype, dtype, block_size, max_context))
+    layers = attention_layers(source, dtype, options.get("place", Place()))
+    plan = attention.plan(AttentionRequest(layers, dtype, dtype, block_size, max_context))
     assert isinstance(plan, AttentionPlan), plan
     settings: dict[str, Any] = {
         "dtype": dtype,

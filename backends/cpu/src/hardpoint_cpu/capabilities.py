@@ -47,5 +47,6 @@ def capabilities(device: Device) -> Capabilities:
             elastic=True,
             torch_pool=TorchPoolScope.FACTORY_CALLS,
         ),
-        tensor_parallel=IntSet.of(1),
+        tensor_parallel=IntSet.between(1, 8),
+        collectives=("gloo",),
     )

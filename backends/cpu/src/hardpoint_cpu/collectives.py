@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroupGloo
 
-from hardpoint.worker.collectives import TorchCollectives, local_address
+from hardpoint.worker.collectives import TorchCollectives
+from hardpoint.worker.meeting import local_address
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 
 class CpuCollectives(TorchCollectives):

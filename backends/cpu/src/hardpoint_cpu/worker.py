@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from hardpoint.worker import TorchWorker
 from hardpoint_cpu import _native
-from hardpoint_cpu.host import peak_resident, reset_peak_resident, resident
+from hardpoint_cpu.host import peak_resident, reset_peak_resident, resident, usable_cores
 
 
 class CpuWorker(TorchWorker):
@@ -14,19 +16,24 @@ class CpuWorker(TorchWorker):
 
     By default it takes at most 40 % of the memory and 4 GiB for the KV cache, and counts only its own tensors as used: what
     other programs hold now is no measure of what this one may take, but what is free is. The thread pool is the process's:
-    of several engines, the last one made sets its size.
+    of several engines, the last one made sets its size. Ranks count as neighbours on one host: each takes its part of memory and cores.
     """
 
     _default_memory_utilization = 0.4
     _default_kv_bytes = 4 << 30
 
     def _start_device(self) -> None:
-        if self._config.threads is not None:
-            _native.set_num_threads(self._config.threads)
+        threads, ranks = self._config.threads, self._config.world_size
+        if threads is None and ranks > 1:
+            threads = max(1, usable_cores() // ranks)
+            torch.set_num_threads(threads)
+        if threads is not None:
+            _native.set_num_threads(threads)
 
     def _total_and_used(self) -> tuple[int, int]:
         info, own = self._allocator.memory_info(), self._allocator.stats().allocated
-        return min(info.total, own + info.free), own
+        ranks = self._config.world_size
+        return min(info.total, own * ranks + info.free) // ranks, own
 
     def _peak_growth(self, step: Callable[[], object]) -> int:
         before = resident()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.levels import Level
-from hardpoint_conformance.plugin import target_of
+from hardpoint_conformance.plugin import Quality, target_of
 from hardpoint_conformance.ranks import (
     SOUND,
     WORLD,
@@ -16,19 +20,47 @@ from hardpoint_conformance.ranks import (
     check_missing_rank,
     check_operation,
     make_for,
+    missing_devices,
     run_ranks,
 )
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import shape_for, tiny_model
-from hardpoint_conformance.worker_bench import config_for, refused_load
+from hardpoint_conformance.worker_bench import (
+    check_tokens,
+    config_for,
+    level_plan,
+    random_prompts,
+    refused_load,
+    usual_dtype,
+)
+from hardpoint_conformance.worker_ranks import RankProcesses, running_ranks
 
 _TIMEOUT = 3.0
+_SPLITS = {"tensor": {"tensor_parallel_size": WORLD}, "pipeline": {"pipeline_parallel_size": WORLD}}
+"""How two ranks share a model."""
 
 
 @pytest.fixture(scope="module")
 def two_ranks(request: pytest.FixtureRequest) -> dict[int, RankResult]:
     """What all operations gave in two processes."""
-    return run_ranks(make_for(target_of(request.config)), SOUND)
+    target = target_of(request.config)
+    _need_devices(target)
+    return run_ranks(make_for(target), SOUND)
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
+    """Two processes for workers."""
+    target = target_of(request.config)
+    _need_devices(target)
+    started = RankProcesses(target, WORLD)
+    yield started
+    started.close()
+
+
+def _need_devices(target: Target) -> None:
+    if reason := missing_devices(target):
+        pytest.skip(f"not testable here: {reason}")
 
 
 def _operations(prefix: str) -> pytest.MarkDecorator:
@@ -99,6 +131,109 @@ def test_a_dead_rank_is_reported(target: Target) -> None:
     check_dead_rank(results[0])
 
 
+def _check_split(
+    processes: RankProcesses, target: Target, split: str, rng: np.random.Generator, quality: Quality
+) -> None:
+    """Judge what two ranks write, of which one sequence needs logits and the others only the best token."""
+    model, dtype = tiny_model(shape_for(target.claims)), usual_dtype(target.claims)
+    with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, _):
+        prompts = random_prompts(rng, model, [1, 17, 45])
+        plain = bench.generate(prompts, 6, chunk=16)
+        mixed = [bench.begin(prompts[0], logprobs=2), bench.begin(prompts[1])]
+        bench.run(mixed, 6)
+    check_tokens(model, [*plain, *mixed], dtype, quality)
+
+
+@clause("dist.tokens.tensor@1", Level.DISTRIBUTED, capability="tensor_parallel")
+def test_tensor_parallel_tokens(
+    processes: RankProcesses, target: Target, rng: np.random.Generator, quality: Quality
+) -> None:
+    """Two ranks that share each layer write the tokens, and give the log probabilities, of the oracle: in prefill, chunks and decode."""
+    _check_split(processes, target, "tensor", rng, quality)
+
+
+@clause("dist.tokens.pipeline@1", Level.DISTRIBUTED, capability="collectives")
+def test_pipeline_parallel_tokens(
+    processes: RankProcesses, target: Target, rng: np.random.Generator, quality: Quality
+) -> None:
+    """Two stages with half of the layers each write the tokens, and give the log probabilities, of the oracle."""
+    _check_split(processes, target, "pipeline", rng, quality)
+
+
+@pytest.mark.parametrize("split", _SPLITS)
+@clause("dist.driver.samples@1", Level.DISTRIBUTED, capability="tensor_parallel")
+def test_the_driver_alone_samples(
+    processes: RankProcesses, target: Target, split: str, rng: np.random.Generator
+) -> None:
+    """A step's output is the driver rank's, the first of the last stage; that of every other rank is empty."""
+    model = tiny_model(shape_for(target.claims))
+    with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, ranks):
+        sequence = bench.begin(random_prompts(rng, model, [5])[0], logprobs=1)
+        for _ in range(2):
+            bench.step()
+            for rank, output in enumerate(ranks.latest):
+                mine = rank == bench.config.driver_rank
+                assert len(output.token_ids) == len(output.logprobs) == (1 if mine else 0), f"rank {rank}: {output}"
+        bench.finish(sequence)
+
+
+@pytest.mark.parametrize("split", _SPLITS)
+@clause("dist.weights.update@1", Level.DISTRIBUTED, capability="tensor_parallel")
+def test_updated_weights(
+    processes: RankProcesses, target: Target, split: str, rng: np.random.Generator, quality: Quality
+) -> None:
+    """Every rank takes its part of updated weights, which come as the whole tensors of the checkpoint, and none is missing then."""
+    shape, dtype = shape_for(target.claims), usual_dtype(target.claims)
+    model, other = tiny_model(shape), tiny_model(replace(shape, seed=1))
+    with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, ranks):
+        assert ranks.update_weights_from(other.path) == len(other.weights)
+        ranks.missing_weights()
+        assert not any(ranks.latest), "updated weights are missing"
+        sequences = bench.generate(random_prompts(rng, other, [3, 33]), 5)
+    check_tokens(other, sequences, dtype, quality)
+
+
+@pytest.mark.parametrize("split", _SPLITS)
+@clause("dist.sleep.tokens@1", Level.DISTRIBUTED, capability="tensor_parallel", facts="allocator fact 2")
+def test_ranks_sleep_and_wake(
+    processes: RankProcesses, target: Target, split: str, rng: np.random.Generator, quality: Quality
+) -> None:
+    """Ranks that slept and woke write the tokens of the oracle: with their weights preserved, and with weights reloaded."""
+    levels = sorted({1, 2} & target.claims.memory.sleep_levels)
+    if not levels:
+        pytest.skip("not testable here: the backend claims no sleep")
+    model, dtype = tiny_model(shape_for(target.claims)), usual_dtype(target.claims)
+    with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, _):
+        sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 33])]
+        bench.run(sequences, 2)
+        for count, level in enumerate(levels):
+            bench.sleep_and_wake(level_plan(level))
+            if level == 2:
+                assert bench.worker.reload_weights() == len(model.weights)
+            bench.run(sequences, 4 + 2 * count)
+    check_tokens(model, sequences, dtype, quality)
+
+
+@clause("dist.world-size.reasons@1", Level.DISTRIBUTED, capability="tensor_parallel")
+def test_impossible_numbers_of_ranks_are_refused(target: Target) -> None:
+    """A number of ranks that the backend does not claim, that the model's heads or layers do not divide into, or that rank and sizes
+    contradict, is refused with the reasons before any other rank is waited for."""
+    model = tiny_model(shape_for(target.claims))
+    meeting = "tcp://127.0.0.1:9/nobody"
+    heads, layers = model.shape.heads, model.shape.layers
+    unclaimed = next((size for size in range(2, 4096) if size not in target.claims.tensor_parallel), None)
+    too_many = [{"tensor_parallel_size": size} for size in (unclaimed, 2 * heads + 1) if size is not None]
+    for sizes in (*too_many, {"pipeline_parallel_size": layers + 1}):
+        (size,) = sizes.values()
+        config = config_for(target.claims, model, world_size=size, init_method=meeting, **sizes)
+        error = refused_load(target, config, CapabilityRefused)
+        assert str(size) in str(error), "the error says what was asked"
+        assert error.reasons
+    for wrong in ({"rank": WORLD}, {"world_size": WORLD + 1}, {"init_method": ""}):
+        sound = {"world_size": WORLD, "tensor_parallel_size": WORLD, "init_method": meeting}
+        refused_load(target, config_for(target.claims, model, **{**sound, **wrong}), ConfigError)
+
+
 @clause("dist.collectives.absent@1", Level.DISTRIBUTED, capability="collectives", refusal=True)
 def test_no_collectives(target: Target) -> None:
     """A backend that claims no collectives has none, and claims no more ranks than one."""
@@ -111,6 +246,7 @@ def test_no_collectives(target: Target) -> None:
 def test_more_ranks_are_refused(target: Target, rank: int) -> None:
     """A worker that is one of two ranks is refused with a typed error before its weights are loaded, and never runs alone."""
     model = tiny_model(shape_for(target.claims))
-    config = config_for(target.claims, model, rank=rank, world_size=WORLD)
+    sizes = {"world_size": WORLD, "tensor_parallel_size": WORLD, "init_method": "tcp://127.0.0.1:9/nobody"}
+    config = config_for(target.claims, model, rank=rank, **sizes)
     error = refused_load(target, config, (ConfigError, CapabilityRefused))
     assert f"{WORLD}" in str(error), "the error says what was asked"

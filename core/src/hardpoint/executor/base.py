@@ -18,6 +18,7 @@ class Executor(ABC):
     """Drives all ranks of one model as if they were one worker."""
 
     _last_transaction = 0
+    _unsettled: tuple[str, str] | None = None
 
     @property
     @abstractmethod
@@ -46,7 +47,7 @@ class Executor(ABC):
 
         Raises:
             What the first rank that failed raises, with its rank: all are awake as before.
-            RanksDiverged: some ended it and others did not.
+            RanksDiverged: some ended it and others did not; `settle` tries again.
             EngineDead: a rank is gone.
         """
         return self._on_all_or_none("sleep", plan)
@@ -55,32 +56,37 @@ class Executor(ABC):
         """Wake all ranks, or none; None for all tags. Returns and raises as `sleep` does."""
         return self._on_all_or_none("wake", tags)
 
+    def settle(self) -> None:
+        """End the last sleep or wake on the ranks that have not ended it; does nothing where all have. Raises as `sleep` does."""
+        if self._unsettled is not None:
+            self._end(*self._unsettled, may_be_over=True)
+
     def _on_all_or_none(self, name: str, argument: Any) -> list[MemoryReport]:
         """Prepare on all ranks; then commit on all, or roll back on all if one failed."""
         if self.num_ranks == 1:
             return self.call(name, argument)
+        self.settle()
         self._last_transaction += 1
-        transaction = self._last_transaction
         try:
-            prepared = self._checked_call(f"begin_{name}", (transaction, argument))
-            raise_first(prepared)
+            raise_first(self._checked_call(f"begin_{name}", (self._last_transaction, argument)))
         except EngineDead:
             raise
         except BaseException:
-            self._end("rollback", name, transaction, may_be_over=True)
+            self._end("rollback", name, may_be_over=True)
             raise
         try:
-            return self._end("commit", name, transaction, may_be_over=False)
+            return self._end("commit", name, may_be_over=False)
         except (RanksDiverged, EngineDead):
             raise
         except BaseException:
-            # The wait was interrupted, and some ranks may not have been told: a transaction left open would block them.
-            self._end("commit", name, transaction, may_be_over=True)
+            # The wait was interrupted, and some ranks may not have been told.
+            self.settle()
             raise
 
-    def _end(self, call: str, name: str, transaction: int, *, may_be_over: bool) -> list[Any]:
-        """Commit or roll back on every rank; with `may_be_over`, ranks on which nothing is open are as they should be."""
-        outcomes = self._checked_call(call, (transaction,))
+    def _end(self, call: str, name: str, *, may_be_over: bool) -> list[Any]:
+        """Commit or roll back on every rank; with `may_be_over`, ranks on which it is not open are as they should be."""
+        self._unsettled = call, name
+        outcomes = self._checked_call(call, (self._last_transaction,))
         failures = {
             rank: outcome
             for rank, outcome in enumerate(outcomes)
@@ -91,6 +97,7 @@ class Executor(ABC):
                 raise at_rank(failure, rank, len(outcomes))
         if failures:
             raise RanksDiverged.of(f"{_ENDINGS[call]} a {name}", failures) from next(iter(failures.values()))
+        self._unsettled = None
         return outcomes
 
     def _checked_call(self, name: str, args: tuple[Any, ...]) -> list[Any]:

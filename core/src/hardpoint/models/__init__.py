@@ -6,8 +6,9 @@ neither torch nor transformers.
 """
 
 from hardpoint.models.base import RunnableModel
-from hardpoint.models.families import LEAN_ARCHITECTURES
-from hardpoint.models.loader import load_model
+from hardpoint.models.families import LEAN_ARCHITECTURES, Place
+from hardpoint.models.loader import attention_layers, load_model
+from hardpoint.models.parallel import Ranks
 from hardpoint.models.source import DEMO, LOAD_FORMATS, ModelFormat, ModelSource, open_model
 from hardpoint.models.tokenizer import load_tokenizer
 
@@ -17,7 +18,10 @@ __all__ = [
     "LOAD_FORMATS",
     "ModelFormat",
     "ModelSource",
+    "Place",
+    "Ranks",
     "RunnableModel",
+    "attention_layers",
     "load_model",
     "load_tokenizer",
     "open_model",

@@ -49,8 +49,8 @@ class Checkpoint(ABC):
         """Return the shape of every tensor by name, in torch's order."""
 
     @abstractmethod
-    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the tensor in order, as (index of its first row, rows); a vector comes whole, at 0.
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield the tensor's rows from `begin` to `end`, or a vector's elements, in order, as (index of the first, rows).
 
         Values are on the host, of whatever floating dtype is stored. Raises CorruptWeights.
         """
@@ -108,7 +108,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         from safetensors import SafetensorError
 
         try:
@@ -121,7 +121,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 found=f"tensor {name} has dtype {tensor.dtype}",
                 hint="Use the unquantised checkpoint, or a GGUF file",
             )
-        yield 0, tensor
+        yield begin, tensor[begin:end]
 
     def dtype(self) -> DType | None:
         return next((_SAFETENSORS_DTYPES[kind] for kind in self._dtypes.values() if kind in _SAFETENSORS_DTYPES), None)
@@ -203,9 +203,9 @@ class GGUFCheckpoint(Checkpoint):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._file.tensors[stored].shape for name, stored in self._names.items()}
 
-    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         stored = self._names[name]
-        for first, values in self._file.rows(stored, self._order(stored)):
+        for first, values in self._file.rows(stored, self._order(stored), begin, end):
             yield first, values - 1 if self._is_offset(stored) else values
 
     def dtype(self) -> DType | None:
@@ -287,16 +287,16 @@ class DummyCheckpoint(Checkpoint):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         import torch
 
         shape = self._shapes[name]
         if name.endswith("bias"):
-            yield 0, torch.zeros(shape)
+            yield begin, torch.zeros(shape)[begin:end]
             return
         generator = torch.Generator().manual_seed(self._seed * 0x9E3779B1 + zlib.crc32(name.encode()))
-        values = torch.randn(shape, generator=generator).mul_(0.02)
-        yield 0, values + self._norm_mean if len(shape) == 1 else values
+        values = torch.randn(shape, generator=generator).mul_(0.02)[begin:end]
+        yield begin, values + self._norm_mean if len(shape) == 1 else values
 
 
 class RenamedCheckpoint(Checkpoint):
@@ -309,8 +309,8 @@ class RenamedCheckpoint(Checkpoint):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {self._prefix + name: shape for name, shape in self._inner.shapes().items()}
 
-    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.rows(name.removeprefix(self._prefix))
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        return self._inner.rows(name.removeprefix(self._prefix), begin, end)
 
     def stored(self, name: str) -> StoredTensor | None:
         return self._inner.stored(name.removeprefix(self._prefix))

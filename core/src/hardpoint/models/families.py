@@ -29,60 +29,124 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """A checkpoint tensor's place in a weight: the rows from `row` on of weight `weight`."""
+class Piece:
+    """The part of a checkpoint tensor that some rows of a weight are made of.
 
-    weight: str
-    row: int
+    Attributes:
+        name: of the tensor.
+        shape: of the whole tensor.
+        rows, columns: (first, end) of the part; None for all.
+    """
+
+    name: str
     shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+    @property
+    def first_row(self) -> int:
+        """The first row of the part."""
+        return self.rows[0] if self.rows else 0
+
+    @property
+    def end_row(self) -> int:
+        """The row after the part."""
+        return self.rows[1] if self.rows else self.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the weight that it fills."""
+        return self.end_row - self.first_row
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place among those that share a model; see `WorkerConfig`."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """The rank has the whole model."""
+        return self.tensor_size * self.stages == 1
+
+    @property
+    def is_first(self) -> bool:
+        """The rank's stage embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The rank's stage has the final norm and the head."""
+        return self.stage + 1 == self.stages
 
 
 @dataclass(frozen=True)
 class LeanModel:
-    """A model as the lean decoder runs it.
+    """A model, or a rank's share of one (`parallel.cut`), as the lean decoder runs it.
 
     Attributes:
-        spec: what the decoder computes.
+        spec: what the decoder computes; of a share, with the rank's own layers, heads, intermediate size and vocabulary.
         ropes: the rotary tables that `spec.rope_tables` counts.
         norm_offset: added to every norm's stored weight.
-        sources: for each weight of the spec, the checkpoint tensors that it is made of, one below the other.
+        sources: for each weight of the spec that the rank has, the pieces of checkpoint tensors that it is made of, one below
+            the other.
+        whole: the model that this is a share of; None for a whole model.
+        place: which share.
+        first_token: the first row of the vocabulary that the rank has.
     """
 
     spec: DecoderSpec
     ropes: tuple[Rope, ...]
     norm_offset: float
-    sources: Mapping[str, tuple[tuple[str, tuple[int, ...]], ...]]
+    sources: Mapping[str, tuple[Piece, ...]]
+    whole: LeanModel | None = None
+    place: Place = Place()
+    first_token: int = 0
 
-    def parts(self) -> dict[str, Part]:
-        """Return each checkpoint tensor's place, by its name."""
-        places: dict[str, Part] = {}
-        for weight, sources in self.sources.items():
+    def parts(self) -> dict[str, list[tuple[str, int, Piece]]]:
+        """Return, for each checkpoint tensor by name, what of it goes where: (weight, its first row there, piece)."""
+        places: dict[str, list[tuple[str, int, Piece]]] = {}
+        for weight, pieces in self.sources.items():
             row = 0
-            for name, shape in sources:
-                places[name] = Part(weight, row, shape)
-                row += shape[0]
+            for piece in pieces:
+                places.setdefault(piece.name, []).append((weight, row, piece))
+                row += piece.num_rows
         return places
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every checkpoint tensor that the model is made of."""
-        return {name: shape for sources in self.sources.values() for name, shape in sources}
+        """Return the shape of every checkpoint tensor that the whole model is made of."""
+        sources = (self.whole or self).sources
+        return {piece.name: piece.shape for pieces in sources.values() for piece in pieces}
+
+    def weight_names(self) -> frozenset[str]:
+        """Return the checkpoint names of the tensors that this share has something of."""
+        return frozenset(piece.name for pieces in self.sources.values() for piece in pieces)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every weight that this share has, in the order of use."""
+        return {name: shape for name, shape in self.spec.weight_shapes().items() if name in self.sources}
 
     def offset(self, weight: str) -> float:
         """Return what is added to a stored weight when it is loaded."""
         return self.norm_offset if weight.endswith("norm") else 0.0
 
     def computes_the_same(self, other: LeanModel) -> bool:
-        """Whether the other model differs in its weights alone.
+        """Whether the other model differs from the one that this is, or is a share of, in its weights alone.
 
         Numbers are compared with a tolerance: a GGUF file stores the configuration's in single precision.
         """
+        own = self.whole or self
         return (
-            replace(self.spec, norm_eps=0.0) == replace(other.spec, norm_eps=0.0)
-            and math.isclose(self.spec.norm_eps, other.spec.norm_eps, rel_tol=1e-6)
-            and self.norm_offset == other.norm_offset
-            and dict(self.sources) == dict(other.sources)
-            and len(self.ropes) == len(other.ropes)
-            and all(one.rotates_like(another) for one, another in zip(self.ropes, other.ropes, strict=True))
+            replace(own.spec, norm_eps=0.0) == replace(other.spec, norm_eps=0.0)
+            and math.isclose(own.spec.norm_eps, other.spec.norm_eps, rel_tol=1e-6)
+            and own.norm_offset == other.norm_offset
+            and dict(own.sources) == dict(other.sources)
+            and len(own.ropes) == len(other.ropes)
+            and all(one.rotates_like(another) for one, another in zip(own.ropes, other.ropes, strict=True))
         )
 
     def rope_tables(self, max_context: int) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -295,7 +359,7 @@ def _rounded(value: float, dtype: DType) -> float:
     return float(torch.tensor(value, dtype=dtype.to_torch()))
 
 
-def _sources(spec: DecoderSpec, fused: bool) -> dict[str, tuple[tuple[str, tuple[int, ...]], ...]]:
+def _sources(spec: DecoderSpec, fused: bool) -> dict[str, tuple[Piece, ...]]:
     """Return the Hugging Face tensors that each of the spec's weights is made of."""
     names: dict[str, tuple[str, ...]] = {
         "embed": ("model.embed_tokens.weight",),
@@ -321,15 +385,15 @@ def _sources(spec: DecoderSpec, fused: bool) -> dict[str, tuple[tuple[str, tuple
             "mlp_norm": ("pre_feedforward_layernorm.weight",),
             "mlp_out_norm": ("post_feedforward_layernorm.weight",),
         }
-    sources: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {}
+    sources: dict[str, tuple[Piece, ...]] = {}
     for weight, shape in spec.weight_shapes().items():
         if not weight.startswith("layers."):
-            sources[weight] = tuple((name, shape) for name in names[weight])
+            sources[weight] = tuple(Piece(name, shape) for name in names[weight])
             continue
         _, index, kind = weight.split(".")
         tensors = [f"model.layers.{index}.{name}" for name in in_layer[kind]]
         rows = _rows(kind, shape[0], spec.attention[int(index)], len(tensors))
-        sources[weight] = tuple((name, (count, *shape[1:])) for name, count in zip(tensors, rows, strict=True))
+        sources[weight] = tuple(Piece(name, (count, *shape[1:])) for name, count in zip(tensors, rows, strict=True))
     return sources
 
 

@@ -56,7 +56,7 @@ class FusedDecoder(RunnableModel):
         load_weights(self._model, checkpoint, place, self._program.load_weight, progress, begin=begin)
 
     def weight_names(self) -> frozenset[str]:
-        return frozenset(self._model.checkpoint_shapes())
+        return self._model.weight_names()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
         return update_weights(self._model, weights, self._program.read_weight, self._program.load_weight, written)

@@ -84,8 +84,10 @@ class GGUFFile:
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
-    def rows(self, name: str, order: Callable[[int], Any] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor in chunks of rows: (first row, dequantised rows).
+    def rows(
+        self, name: str, order: Callable[[int], Any] | None = None, begin: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a tensor from `begin` to `end`, or of a vector its elements, in chunks: (first row, dequantised rows).
 
         Chunks hold about a million elements, so that a conversion to another dtype never needs a second copy of the tensor.
         Block formats give float32, F16 and BF16 their own type.
@@ -100,15 +102,17 @@ class GGUFFile:
         raw = np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
         num_rows = prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else 1
         raw = raw.reshape(num_rows, -1)
-        if order is not None:
-            raw = raw[order(num_rows)]
+        wanted = range(tensor.shape[0])[begin:end]
+        is_vector = len(tensor.shape) == 1
+        if not is_vector:
+            raw = raw[wanted.start : wanted.stop] if order is None else raw[order(num_rows)[wanted.start : wanted.stop]]
         step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
-        for first in range(0, num_rows, step):
+        for first in range(0, len(raw), step):
             part = _dequantize(raw[first : first + step], tensor.type_id)
             values = torch.from_numpy(part)
             if tensor.type_id == _BF16:
                 values = values.view(torch.bfloat16)
-            yield first, values[0] if len(tensor.shape) == 1 else values
+            yield wanted.start + first, values[0][begin:end] if is_vector else values
 
 
 def _dequantize(raw: Any, type_id: int) -> Any:

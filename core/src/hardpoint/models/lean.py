@@ -12,8 +12,10 @@ from torch.nn import functional
 
 from hardpoint.interfaces.allocator import WEIGHTS
 from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.errors import WorkerError
 from hardpoint.interfaces.kernels import Activation, DecoderOutput
 from hardpoint.models.base import RunnableModel
+from hardpoint.models.parallel import Ranks, vocabulary_width
 from hardpoint.models.rereading import Restorer, extents
 from hardpoint.models.weights import check_same_model, lean_checkpoint, load_weights, update_weights
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
     from hardpoint.interfaces.capabilities import AttentionLayer
+    from hardpoint.interfaces.collectives import Collectives
     from hardpoint.interfaces.dtypes import DType
     from hardpoint.interfaces.kernels import KernelSet
     from hardpoint.models.checkpoint import Checkpoint
@@ -35,7 +38,7 @@ class _Weights(nn.Module):
     def __init__(self, model: LeanModel, dtype: torch.dtype, max_context: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Module() for _ in model.spec.attention)
-        for name, shape in model.spec.weight_shapes().items():
+        for name, shape in model.weight_shapes().items():
             # Weights stored as `weight - 1` lose their precision when the sum is rounded to 8 bits.
             kept = torch.float32 if model.offset(name) else dtype
             owner, leaf = self._owner(name)
@@ -76,7 +79,10 @@ class _Layer:
 
 
 class LeanDecoder(RunnableModel):
-    """A `DecoderSpec` in torch.
+    """A `DecoderSpec` in torch, or a rank's share of one.
+
+    Ranks that share layers sum after attention and after the feed-forward; a stage gets the residual stream of the stage before
+    it, and a step returns nothing on other stages than the last.
 
     Norms, rotary embedding, activation and argmax come from the kernel set where there is one. Matrix products are torch's over the
     allocator's own weights: a kernel set's packed copies would lie outside the memory that sleep gives back.
@@ -95,8 +101,12 @@ class LeanDecoder(RunnableModel):
         max_context: int,
         torch_device: str,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         self._model = model
+        self._place = model.place
+        self._tensor = ranks.tensor if ranks is not None else None
+        self._pipeline = ranks.pipeline if ranks is not None else None
         self._seed = seed
         self._element_type = dtype
         self._without_extents: frozenset[str] = frozenset()
@@ -112,9 +122,13 @@ class LeanDecoder(RunnableModel):
         for index, (cos, sin) in enumerate(model.rope_tables(max_context)):
             self._weights.get_buffer(f"cos_{index}").copy_(cos)
             self._weights.get_buffer(f"sin_{index}").copy_(sin)
-        self._embed = self._weights.weight("embed")
-        self._head = self._embed if self._spec.tied else self._weights.weight("head")
-        self._final_norm = self._weights.weight("final_norm")
+        place, get = self._place, self._weights.weight
+        whole = (model.whole or model).spec
+        self._vocab_size = whole.vocab_size
+        self._vocab_width = vocabulary_width(whole.vocab_size, place.tensor_size)
+        self._embed = get("embed") if place.is_first else None
+        self._head = get("embed" if self._spec.tied else "head") if place.is_last else None
+        self._final_norm = get("final_norm") if place.is_last else None
         self._tables = [
             (self._weights.get_buffer(f"cos_{index}"), self._weights.get_buffer(f"sin_{index}"))
             for index in range(len(model.ropes))
@@ -145,7 +159,7 @@ class LeanDecoder(RunnableModel):
             )
 
     def weight_names(self) -> frozenset[str]:
-        return frozenset(self._model.checkpoint_shapes())
+        return self._model.weight_names()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
         with torch.no_grad():
@@ -156,7 +170,7 @@ class LeanDecoder(RunnableModel):
         names = self.weight_names()
         begin = None if written is None else partial(written.update, names)
         self.load(lean_checkpoint(source, self._model, self._seed), begin=begin)
-        return len(names)
+        return len(self._model.checkpoint_shapes())
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
         checkpoint = lean_checkpoint(source, self._model, self._seed)
@@ -207,21 +221,49 @@ class LeanDecoder(RunnableModel):
             kv_cache: the whole cache, all layers.
             rows: int32[rows], indices of tokens in the step.
         """
-        residual = functional.embedding(token_ids, self._embed)
-        if self._spec.embed_scale != 1.0:
-            residual = residual * self._spec.embed_scale
+        if self._embed is not None:
+            residual = self._embedded(token_ids, self._embed)
+        else:
+            residual = self._layers[0].input_norm.new_empty((len(token_ids), self._spec.hidden_size), dtype=self._dtype)
+            self._link().receive(residual, self._place.stage - 1)
         hidden = self._norm(residual, self._layers[0].input_norm)
         for layer in self._layers:
-            hidden = self._attend(layer, hidden, positions, kv_cache[layer.index], metadata)
+            hidden = self._summed(self._attend(layer, hidden, positions, kv_cache[layer.index], metadata))
             hidden = self._add_and_norm(hidden, residual, layer.attention_out_norm, layer.mlp_norm)
             hidden = self._feed_forward(layer, hidden)
             last = layer.index + 1 == len(self._layers)
-            if last:
+            if last and self._final_norm is not None:
                 # Nothing after this point mixes tokens, so only the wanted rows go on.
                 hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
+            hidden = self._summed(hidden)
             following = self._final_norm if last else self._layers[layer.index + 1].input_norm
+            if following is None:
+                residual += hidden if layer.mlp_out_norm is None else self._norm(hidden, layer.mlp_out_norm)
+                self._link().send(residual, self._place.stage + 1)
+                return residual[:0]
             hidden = self._add_and_norm(hidden, residual, layer.mlp_out_norm, following)
         return hidden if output is DecoderOutput.HIDDEN else self._logits(hidden, output)
+
+    def _embedded(self, token_ids: Tensor, embed: Tensor) -> Tensor:
+        if self._tensor is None:
+            hidden = functional.embedding(token_ids, embed)
+        else:
+            own = token_ids - self._model.first_token
+            elsewhere = (own < 0) | (own >= len(embed))
+            hidden = functional.embedding(own.masked_fill(elsewhere, 0), embed).masked_fill(elsewhere[:, None], 0)
+            self._tensor.all_reduce(hidden)
+        return hidden if self._spec.embed_scale == 1.0 else hidden * self._spec.embed_scale
+
+    def _summed(self, hidden: Tensor) -> Tensor:
+        """Sum the parts of all ranks that share the layer, in place; nothing to sum where no row is wanted."""
+        if self._tensor is not None and len(hidden):
+            self._tensor.all_reduce(hidden)
+        return hidden
+
+    def _link(self) -> Collectives:
+        if self._pipeline is None:
+            raise WorkerError("a stage has no link to the other stages", hint="Make the decoder with its ranks")
+        return self._pipeline
 
     def _attend(self, layer: _Layer, hidden: Tensor, positions: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
         shape = layer.shape
@@ -246,12 +288,34 @@ class LeanDecoder(RunnableModel):
         return functional.linear(activated * up, layer.down)
 
     def _logits(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
+        assert self._head is not None, "only the last stage has logits"
         logits = functional.linear(hidden, self._head).float()
         cap = self._spec.logit_soft_cap
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
+        if self._tensor is not None:
+            return self._of_all_ranks(logits, self._tensor, output)
+        return logits if output is DecoderOutput.LOGITS else self._argmax(logits)
+
+    def _of_all_ranks(self, logits: Tensor, tensor: Collectives, output: DecoderOutput) -> Tensor:
+        """Return the logits, or the best tokens, of the whole vocabulary from float32[rows, columns] of this rank's part."""
+        count, columns = logits.shape
         if output is DecoderOutput.LOGITS:
-            return logits
+            if count == 0:
+                return logits.new_empty((0, self._vocab_size))
+            padded = functional.pad(logits, (0, self._vocab_width - columns))
+            # Only the last ranks' parts are padded, so that the padding is at the end.
+            return tensor.all_gather(padded, 1)[:, : self._vocab_size].contiguous()
+        best = self._argmax(logits)
+        if count == 0:
+            return best
+        # float32 has all integers up to 2^24, more than any vocabulary.
+        own = torch.stack((logits.gather(1, best[:, None])[:, 0], (best + self._model.first_token).float()), dim=1)
+        values, tokens = tensor.all_gather(own, 1).view(count, -1, 2).unbind(-1)
+        # The lowest rank of the highest value has the lowest id.
+        return tokens.gather(1, self._argmax(values.contiguous())[:, None])[:, 0].long()
+
+    def _argmax(self, logits: Tensor) -> Tensor:
         return self._kernels.argmax(logits) if self._kernels is not None else logits.argmax(dim=-1)
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, out_norm: Tensor | None, weight: Tensor) -> Tensor:

@@ -7,15 +7,24 @@ from collections.abc import Callable
 
 from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
+from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.kernels import DecoderRequest, KernelSet
 from hardpoint.models.base import RunnableModel
 from hardpoint.models.checkpoint import Checkpoint
-from hardpoint.models.families import LeanModel
+from hardpoint.models.families import LeanModel, Place
+from hardpoint.models.parallel import Ranks, share_of
 from hardpoint.models.source import LOAD_FORMATS, ModelFormat, ModelSource
 
 logger = logging.getLogger(__name__)
+
+_ALONE = Place()
+
+
+def attention_layers(source: ModelSource, dtype: DType, place: Place) -> tuple[AttentionLayer, ...]:
+    """Return what each layer of a rank's share asks of attention; raises CapabilityRefused, UnsupportedArchitecture."""
+    return source.attention_layers() if place.is_alone else share_of(source, dtype, place).spec.attention
 
 
 def load_model(
@@ -34,15 +43,15 @@ def load_model(
     use_fused_decoder: bool = True,
     use_lean_decoder: bool = True,
     seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
+    place: Place = _ALONE,
+    ranks: Ranks | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RunnableModel:
     """Load a model by the first way that can run it: the kernel set's fused decoder, the lean decoder, transformers' code.
 
     Args:
         dtype: of weights and activations.
-        plan: made by `attention` for `source.attention_layers()`.
+        plan: made by `attention` for `attention_layers(source, dtype, place)`.
         kernels: the backend's fused operators; None for plain torch.
         torch_device: what torch calls the device.
         max_num_tokens: most tokens in one step.
@@ -50,34 +59,31 @@ def load_model(
         max_context: longest context in tokens.
         load_format: "auto", or "dummy" for seeded random weights; otherwise as `source` was opened.
         use_fused_decoder, use_lean_decoder: False passes over that way.
+        place: which share of the model is loaded; only the lean decoder runs anything less than the whole.
+        ranks: the other ranks, where there are any.
         progress: called with (weights done, weights in all).
 
     Raises:
         CorruptWeights: the checkpoint does not fit the configuration or is damaged.
         UnsupportedArchitecture: no way can run the model; says why.
         DeviceOutOfMemory: the weights do not fit.
-        ConfigError: more than one rank, or a load format that does not fit the source.
+        ConfigError: a load format that does not fit the source.
+        CapabilityRefused: the model cannot be divided like this.
     """
-    if world_size != 1 or rank != 0:
-        raise ConfigError(
-            "the model loader does not split weights across ranks",
-            found=f"rank {rank} of {world_size}",
-            hint="Run with one rank",
-        )
     if load_format not in LOAD_FORMATS or (
         load_format not in ("auto", ModelFormat.DUMMY) and load_format != source.format
     ):
         raise ConfigError(f"load_format {load_format!r} does not fit the model", found=str(source.format))
     dummy = ModelFormat.DUMMY in (load_format, source.format)
 
-    lean = source.lean_model(dtype)
-    if isinstance(lean, Refusal) or not use_lean_decoder:
+    lean = source.lean_model(dtype) if place.is_alone else share_of(source, dtype, place)
+    if isinstance(lean, Refusal) or (place.is_alone and not use_lean_decoder):
         from hardpoint.models.fallback import TransformersDecoder
 
         return TransformersDecoder.load(
             source, dtype, plan, attention, allocator, torch_device, max_context, seed if dummy else None, progress
         )
-    if kernels is not None and use_fused_decoder:
+    if kernels is not None and use_fused_decoder and place.is_alone:
         request = DecoderRequest(lean.spec, dtype, plan, max_num_tokens, max_num_samples, max_context)
         program = kernels.plan_decoder(request, allocator)
         if not isinstance(program, Refusal):
@@ -98,6 +104,7 @@ def load_model(
         max_context=max_context,
         torch_device=torch_device,
         seed=seed,
+        ranks=ranks,
     )
     decoder.load(_checkpoint(source, lean, dummy, seed), progress)
     return decoder

@@ -72,10 +72,12 @@ def extents(checkpoint: Checkpoint, model: LeanModel, weight: str, dtype: DType)
     checkpoint = with_standard_names(checkpoint)
     found: list[FileExtent] = []
     start = 0
-    for name, _ in model.sources[weight]:
-        stored = checkpoint.stored(name)
-        if stored is None or stored.dtype is not dtype:
+    for piece in model.sources[weight]:
+        stored = checkpoint.stored(piece.name)
+        if stored is None or stored.dtype is not dtype or piece.columns is not None:
             return None
-        found.append(FileExtent(start, stored.size, str(stored.path), stored.offset))
-        start += stored.size
+        row_bytes = stored.size // piece.shape[0]
+        size = piece.num_rows * row_bytes
+        found.append(FileExtent(start, size, str(stored.path), stored.offset + piece.first_row * row_bytes))
+        start += size
     return tuple(found)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.checkpoint import Checkpoint, RenamedCheckpoint
-from hardpoint.models.families import LeanModel
+from hardpoint.models.families import LeanModel, Piece
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,10 +99,10 @@ def load_weights(
 
     def fill(weight: str) -> Tensor:
         target, row, offset = place(weight), 0, model.offset(weight)
-        for name, shape in model.sources[weight]:
-            for first, values in checkpoint.rows(name):
-                _write(target, row + first, values, offset)
-            row += shape[0]
+        for piece in model.sources[weight]:
+            for first, values in checkpoint.rows(piece.name, piece.first_row, piece.end_row):
+                _write(target, row + first - piece.first_row, _columns(values, piece), offset)
+            row += piece.num_rows
         return target
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hardpoint-load") as readers:
@@ -142,38 +142,42 @@ def update_weights(
 ) -> int:
     """Write (checkpoint name, tensor) pairs into the decoder's weights and return how many were used; raises CorruptWeights.
 
+    Tensors are whole ones, of which a share of a model takes its part; those that it has nothing of are checked and count as used.
+
     Args:
         place: returns a tensor with a weight's present value, to be written into.
         finish: called with each changed weight once all its tensors, or all tensors in all, have come.
         written: gets the name of each tensor, as the model has it, before it is written.
     """
-    parts, unused, used = model.parts(), set(_unused(model)), 0
-    rows = {weight: sum(shape[0] for _, shape in sources) for weight, sources in model.sources.items()}
+    parts, shapes, unused, used = model.parts(), model.checkpoint_shapes(), set(_unused(model)), 0
+    rows = {weight: sum(piece.num_rows for piece in pieces) for weight, pieces in model.sources.items()}
     changed: dict[str, tuple[Tensor, int]] = {}
     try:
         for name, values in weights:
-            known = name if name in parts else f"model.{name}"
-            part = parts.get(known)
-            if part is None:
+            known = name if name in shapes else f"model.{name}"
+            shape = shapes.get(known)
+            if shape is None:
                 if name in unused or _IGNORED.search(name):
                     continue
                 raise CorruptWeights("the model has no tensor of this name", found=name)
-            if tuple(values.shape) != part.shape:
+            if tuple(values.shape) != shape:
                 raise CorruptWeights(
                     f"tensor {name} has another shape than the model's",
-                    found=f"{list(values.shape)} instead of {list(part.shape)}",
+                    found=f"{list(values.shape)} instead of {list(shape)}",
                 )
-            if written is not None:
+            if written is not None and known in parts:
                 written.add(known)
-            if part.weight not in changed:
-                changed[part.weight] = place(part.weight), rows[part.weight]
-            target, left = changed.pop(part.weight)
-            _write(target, part.row, values, model.offset(part.weight))
+            for weight, row, piece in parts.get(known, ()):
+                if weight not in changed:
+                    changed[weight] = place(weight), rows[weight]
+                target, left = changed.pop(weight)
+                part = _columns(values[piece.first_row : piece.end_row], piece)
+                _write(target, row, part, model.offset(weight))
+                if left > piece.num_rows:
+                    changed[weight] = target, left - piece.num_rows
+                else:
+                    finish(weight, target)
             used += 1
-            if left > part.shape[0]:
-                changed[part.weight] = target, left - part.shape[0]
-            else:
-                finish(part.weight, target)
     finally:
         for weight, (target, _) in changed.items():
             finish(weight, target)
@@ -196,6 +200,10 @@ def lean_checkpoint(source: ModelSource, model: LeanModel, seed: int) -> Checkpo
     if source.format == "dummy":
         return source.dummy_checkpoint(model.checkpoint_shapes(), seed)
     return source.checkpoint
+
+
+def _columns(values: Tensor, piece: Piece) -> Tensor:
+    return values if piece.columns is None else values[:, piece.columns[0] : piece.columns[1]]
 
 
 def _write(target: Tensor, row: int, values: Tensor, offset: float) -> None:

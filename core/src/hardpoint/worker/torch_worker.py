@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -26,7 +27,7 @@ from hardpoint.interfaces.allocator import (
     SleepPlan,
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
-from hardpoint.interfaces.batch import FloatArray, Int32Array, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.batch import FloatArray, Int32Array, Int64Array, StepBatch, StepInput, StepOutput
 from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest, SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import (
@@ -39,11 +40,12 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
-from hardpoint.models import load_model, open_model
+from hardpoint.models import attention_layers, load_model, open_model
 from hardpoint.sampling import Sampler
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.live_kv import live_ranges
 from hardpoint.worker.pooling import Pooler
+from hardpoint.worker.ranks import PlainSequences, check_ranks, join_ranks, place_of
 from hardpoint.worker.transactions import MemoryChange, Transactions
 from hardpoint.worker.weight_ledger import WeightLedger
 
@@ -92,6 +94,9 @@ class TorchWorker(Worker, partial=True):
         self._unsourced = ""
         self._kv_cache: Tensor | None = None
         self._host_kv_cache: Tensor | None = None
+        self._place = place_of(context.config)
+        self._groups = ExitStack()
+        self._plain = PlainSequences()
 
     # Hooks for vendors
 
@@ -124,7 +129,8 @@ class TorchWorker(Worker, partial=True):
     # The contract
 
     def init_device(self) -> None:
-        """Start the device and make allocator, attention and kernels."""
+        """Start the device and make allocator, attention and kernels; raises ConfigError, CapabilityRefused for a rank that cannot be."""
+        check_ranks(self._config, self._context.descriptor, self._device)
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         self._start_device()
@@ -141,7 +147,7 @@ class TorchWorker(Worker, partial=True):
         dtype = config.dtype or source.dtype
         max_model_len = self._max_model_len(source)
         request = AttentionRequest(
-            layers=source.attention_layers(),
+            layers=attention_layers(source, dtype, self._place),
             dtype=dtype,
             kv_dtype=config.kv_dtype or dtype,
             block_size=config.block_size,
@@ -155,6 +161,9 @@ class TorchWorker(Worker, partial=True):
                 plan.reasons,
                 hint="`hardpoint doctor` lists what the backend supports",
             )
+        ranks = None
+        if not self._place.is_alone:
+            ranks, self._groups = join_ranks(config, self._context.descriptor, self._device)
         with torch.no_grad(), _default_dtype(torch.get_default_dtype()):
             self._model = load_model(
                 source,
@@ -170,8 +179,8 @@ class TorchWorker(Worker, partial=True):
                 max_context=max_model_len,
                 use_fused_decoder=config.use_fused_decoder,
                 seed=config.seed,
-                rank=config.rank,
-                world_size=config.world_size,
+                place=self._place,
+                ranks=ranks,
             )
         self._synchronize()
         self._source, self._plan = source, plan
@@ -186,7 +195,7 @@ class TorchWorker(Worker, partial=True):
             dtype=dtype,
             vocab_size=source.vocab_size,
             max_model_len=max_model_len,
-            num_layers=len(request.layers),
+            num_layers=len(source.attention_layers()),
             weight_bytes=self._model.weight_bytes,
             attention=plan,
             path=self._model.path,
@@ -215,7 +224,7 @@ class TorchWorker(Worker, partial=True):
         start = time.perf_counter()
         growth = self._peak_growth(partial(self._forward, batch, cache, DecoderOutput.LOGITS))
         seconds = time.perf_counter() - start
-        unsampled = self._config.max_num_seqs - len(batch.sample_rows)
+        unsampled = self._config.max_num_seqs - len(batch.sample_rows) if self._place.is_last else 0
         growth += unsampled * info.vocab_size * DType.FLOAT32.itemsize
         del cache
         return MemoryProfile(
@@ -251,9 +260,12 @@ class TorchWorker(Worker, partial=True):
         batch, sampler, cache = step.batch, _need(self._sampler), _need(self._kv_cache)
         if step.finished_seq_ids:
             sampler.remove(step.finished_seq_ids)
+            self._plain.remove(step.finished_seq_ids)
             self._pooler.remove(step.finished_seq_ids)
         for sequence in step.new_sequences:
-            sampler.add(sequence)
+            self._plain.add(sequence)
+            if self._is_driver:
+                sampler.add(sequence)
         self._move_blocks(batch, cache)
         if batch.num_tokens == 0:
             return StepOutput(token_ids=np.empty(0, np.int64))
@@ -262,11 +274,13 @@ class TorchWorker(Worker, partial=True):
             if not step.pooling:
                 self._forward(batch, cache, DecoderOutput.ARGMAX)
             return StepOutput(token_ids=np.empty(0, np.int64), embeddings=embeddings)
-        if sampler.all_plain_argmax(batch.sample_seq_ids):
-            tokens = self._forward(batch, cache, DecoderOutput.ARGMAX)
-            return StepOutput(token_ids=tokens.numpy(force=True), embeddings=embeddings)
-        logits = self._forward(batch, cache, DecoderOutput.LOGITS)
-        token_ids, logprobs = sampler.sample(logits, batch.sample_seq_ids)
+        output = DecoderOutput.ARGMAX if self._wants_argmax(batch.sample_seq_ids) else DecoderOutput.LOGITS
+        result = self._forward(batch, cache, output)
+        if not self._is_driver:
+            return StepOutput(token_ids=np.empty(0, np.int64))
+        if output is DecoderOutput.ARGMAX:
+            return StepOutput(token_ids=result.numpy(force=True), embeddings=embeddings)
+        token_ids, logprobs = sampler.sample(result, batch.sample_seq_ids)
         return StepOutput(token_ids=token_ids, logprobs=logprobs, embeddings=embeddings)
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
@@ -349,6 +363,7 @@ class TorchWorker(Worker, partial=True):
         self._transactions.abandon()
         self._model = self._sampler = self._kv_cache = self._host_kv_cache = None
         self._attention = self._kernels = None
+        self._groups.close()
         if self._allocator is not None:
             self._allocator.close()
             self._allocator = None
@@ -446,6 +461,16 @@ class TorchWorker(Worker, partial=True):
 
     # Steps
 
+    @property
+    def _is_driver(self) -> bool:
+        return self._config.rank == self._config.driver_rank
+
+    def _wants_argmax(self, seq_ids: Int64Array) -> bool:
+        """Whether a step needs no logits; the same answer on all ranks, of which only the driver counts tokens."""
+        if self._place.is_alone:
+            return _need(self._sampler).all_plain_argmax(seq_ids)
+        return self._plain.all(seq_ids)
+
     @torch.inference_mode()
     def _forward(
         self, batch: StepBatch, cache: Tensor, output: DecoderOutput, rows: Int32Array | None = None
@@ -465,6 +490,8 @@ class TorchWorker(Worker, partial=True):
         batch = step.batch
         rows = np.arange(batch.num_tokens, dtype=np.int32)
         hidden = self._forward(batch, cache, DecoderOutput.HIDDEN, rows)
+        if not self._is_driver:
+            return {}
         embeddings = {}
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
             request = step.pooling.get(seq_id)

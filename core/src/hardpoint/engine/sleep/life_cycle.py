@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from hardpoint.engine.sleep.report import (
     SleepStatus,
     SleepTotals,
     WakeReport,
+    by_rank,
     over_ranks,
 )
 from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest
@@ -28,6 +29,7 @@ from hardpoint.interfaces.errors import (
     EngineDead,
     HardpointError,
     MemoryBusy,
+    RanksDiverged,
     SleepRefused,
     UnknownTag,
     WeightsMissing,
@@ -194,29 +196,33 @@ class LifeCycle:
         Raises:
             SleepRefused, UnknownTag, CapabilityRefused: it is not possible as asked, or not in this state; nothing was done.
             MemoryBusy: a sleep or wake is under way.
+            EngineDead: the state is FAILED.
+            RanksDiverged: some ranks sleep and others do not, and the state is FAILED now.
             What `drain`, a participant or the workers raise: the engine is as it was and runs on.
         """
         start = time.perf_counter()
         self._check_not_busy()
+        self._check_not_failed("the engine cannot sleep")
         work = None if request.level == 0 else self._work(request)
         if request.mode is SleepMode.WAIT and self._scheduler.has_unfinished():
             self._drain(drain)
         changed = not self._paused if work is None else bool(work.tags)
-        memory = None
+        reports: Sequence[MemoryReport] = ()
         if work is not None and work.tags:
-            memory = self._sleep_memory(request, work)
+            reports = self._sleep_memory(request, work)
         if not self._paused or changed:
             self._level = max(request.level, self._level or 0)
         self._paused = True
-        report = self._sleep_report(request, work, memory, changed, time.perf_counter() - start)
+        report = self._sleep_report(request, work, reports, changed, time.perf_counter() - start)
         if changed:
-            self.totals.count_sleep(report.seconds, memory)
+            self.totals.count_sleep(report.seconds, report.memory)
             self._log_sleep(report)
         return report
 
     def _sleep_report(
-        self, request: SleepRequest, work: _Work | None, memory: MemoryReport | None, changed: bool, seconds: float
+        self, request: SleepRequest, work: _Work | None, reports: Sequence[MemoryReport], changed: bool, seconds: float
     ) -> SleepReport:
+        memory = over_ranks(reports)
         return SleepReport(
             changed=changed,
             level=self._level or 0,
@@ -229,6 +235,7 @@ class LifeCycle:
             seconds=seconds,
             memory=memory,
             residual={} if memory is None else {**memory.residual, **self.participants.resident_bytes()},
+            ranks=by_rank(reports),
         )
 
     def _drain(self, drain: Callable[[], None]) -> None:
@@ -241,23 +248,29 @@ class LifeCycle:
         with self._flying(EngineState.DRAINING):
             drain()
 
-    def _sleep_memory(self, request: SleepRequest, work: _Work) -> MemoryReport:
+    def _sleep_memory(self, request: SleepRequest, work: _Work) -> Sequence[MemoryReport]:
         plan = self._plan(request, work)
         with self._flying(EngineState.SLEEPING):
             if work.new:
                 self.participants.before_sleep(plan, work.new)
             try:
-                memory = over_ranks(self._executor.sleep(plan))
-            except BaseException:
-                self._read_books()
+                reports = self._executor.sleep(plan)
+            except BaseException as error:
+                self._read_books(error)
+                if isinstance(error, RanksDiverged):
+                    self._note_slept(work)
                 self.participants.undo(work.new - self._asleep)
                 raise
         self._read_books()
-        for tag in work.tags:
+        self._note_slept(work)
+        return reports
+
+    def _note_slept(self, work: _Work) -> None:
+        """Remember how the work's tags sleep, on all ranks or on some, and that bytes of the KV cache are gone."""
+        for tag in work.tags & self._asleep:
             self._slept[tag] = _Slept(work.policies.get(tag, Policy.PRESERVE), work.tier)
         if work.loses(KV_CACHE):
             self._scheduler.recompute_all(swapped=False)
-        return memory
 
     def _work(self, request: SleepRequest) -> _Work:
         """Return what there is to do; raises SleepRefused, UnknownTag, CapabilityRefused."""
@@ -347,11 +360,13 @@ class LifeCycle:
         Raises:
             UnknownTag: nothing was done.
             MemoryBusy: a sleep or wake is under way.
+            RanksDiverged: some ranks sleep and others do not, and the state is FAILED; another wake tries to bring them together.
             What the workers or a participant raise: the engine is asleep still, and another wake goes on from there.
         """
         start = time.perf_counter()
         self._check_not_busy()
         if self._failure is not None:
+            self._executor.settle()
             self._read_books()
         known = self._known_tags()
         if tags is not None and not tags <= known:
@@ -359,9 +374,9 @@ class LifeCycle:
         woken = self._woken_with(self._asleep if tags is None else self._asleep & tags)
         resumes = bool(woken or self.participants.waiting_for(self._asleep) or tags is None)
         changed = resumes and self._paused
-        memory = None
+        reports: Sequence[MemoryReport] = ()
         if changed:
-            memory = self._wake_memory(woken)
+            reports = self._wake_memory(woken)
             if not self._asleep:
                 self._paused, self._level = False, None
         report = WakeReport(
@@ -371,10 +386,11 @@ class LifeCycle:
             weights_valid=not self._missing,
             state=self.state,
             seconds=time.perf_counter() - start,
-            memory=memory,
+            memory=over_ranks(reports),
+            ranks=by_rank(reports),
         )
         if changed:
-            self.totals.count_wake(report.seconds, memory)
+            self.totals.count_wake(report.seconds, report.memory)
             self._log_wake(report)
         return report
 
@@ -382,25 +398,28 @@ class LifeCycle:
         own = self._asleep - {WEIGHTS, KV_CACHE}
         return asked | own if asked else asked
 
-    def _wake_memory(self, woken: frozenset[str]) -> MemoryReport | None:
-        memory = None
+    def _wake_memory(self, woken: frozenset[str]) -> Sequence[MemoryReport]:
+        reports: Sequence[MemoryReport] = ()
         with self._flying(EngineState.WAKING):
             if woken:
                 try:
-                    memory = over_ranks(self._executor.wake(sorted(woken)))
-                finally:
-                    self._read_books()
+                    reports = self._executor.wake(sorted(woken))
+                except BaseException as error:
+                    self._read_books(error)
+                    raise
+                self._read_books()
             self.participants.after_wake(self._asleep)
-        return memory
+        return reports
 
     # Weights
 
     def change_weights(self, call: str, *arguments: Any) -> int:
         """Make a worker call that writes weights; returns what it returns, or 0. What was computed with the old ones is void.
 
-        Raises what the worker raises; after a failure in the middle of a write the state is WEIGHTS_MISSING.
+        Raises EngineDead in the state FAILED, and what the worker raises. After a failure in the middle of a write the state is WEIGHTS_MISSING.
         """
         self._check_not_busy()
+        self._check_not_failed("the weights cannot be written")
         changed = False
         try:
             results = self._executor.call(call, *arguments)
@@ -420,6 +439,10 @@ class LifeCycle:
                 found=f"the engine is {self._in_flight.value}",
                 hint="Do it when the call has returned",
             )
+
+    def _check_not_failed(self, problem: str) -> None:
+        if self._failure is not None:
+            raise self._refusal(EngineState.FAILED, problem)
 
     @contextmanager
     def _flying(self, state: EngineState) -> Iterator[None]:
@@ -441,15 +464,19 @@ class LifeCycle:
         stats: list[MemoryStats] = self._executor.call("memory_stats")
         return stats
 
-    def _read_books(self) -> None:
-        """Read from the workers what is asleep and which weights are valid; the state is FAILED where they do not say."""
+    def _read_books(self, after: BaseException | None = None) -> None:
+        """Read from the workers what is asleep on any rank and which weights are valid on all.
+
+        The state is FAILED where they do not say, and where they say it after an error that left them apart.
+        """
+        failure: BaseException | None = after if isinstance(after, RanksDiverged) else None
         try:
             self._asleep = frozenset().union(*(stats.asleep for stats in self._stats()))
             self._missing = frozenset().union(*self._executor.call("missing_weights"))
-            self._failure = None
         except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._paused = True
+            failure = error
+        self._failure = None if failure is None else f"{type(failure).__name__}: {failure}"
+        self._paused = self._paused or failure is not None
 
     def _log_sleep(self, report: SleepReport) -> None:
         if report.memory is None:

@@ -19,7 +19,7 @@ class EngineState(StrEnum):
 
     RUNNING: it serves. DRAINING: it serves what it has, on its way to sleep. SLEEPING: it is paused, or some of its memory is
     asleep. WAKING: memory is coming back. WEIGHTS_MISSING: all memory is there, and the weights are not valid.
-    FAILED: a worker does not say any more what of its memory is asleep.
+    FAILED: a worker does not say any more what of its memory is asleep, or ranks differ in it.
     """
 
     RUNNING = "running"
@@ -64,7 +64,8 @@ class SleepReport:
         asleep: all tags that are asleep after it.
         aborted, kept: requests that were ended, and that continue after wake.
         seconds: the whole call, with the draining of requests.
-        memory: the workers' report; None where no memory was touched.
+        memory: the workers' report; None where no memory was touched. Of several ranks bytes add up, and the slowest one's time counts.
+        ranks: each rank's own report, where there are several.
         residual: bytes still in use on the device, by participant.
     """
 
@@ -81,6 +82,7 @@ class SleepReport:
     residual: Mapping[str, int] = field(default_factory=dict)
     aborted: int = 0
     kept: int = 0
+    ranks: tuple[MemoryReport, ...] = ()
 
     @property
     def freed(self) -> int:
@@ -105,6 +107,7 @@ class WakeReport:
     state: EngineState
     seconds: float
     memory: MemoryReport | None = None
+    ranks: tuple[MemoryReport, ...] = ()
 
 
 @dataclass(slots=True)
@@ -146,10 +149,15 @@ class SleepTotals:
             self.restored_bytes += memory.preserved
 
 
-def over_ranks(reports: Sequence[MemoryReport]) -> MemoryReport:
-    """Return one report for all ranks: bytes add up, the slowest rank's time counts."""
-    if len(reports) == 1:
-        return reports[0]
+def by_rank(reports: Sequence[MemoryReport]) -> tuple[MemoryReport, ...]:
+    """Return the reports of ranks, where there are several."""
+    return tuple(reports) if len(reports) > 1 else ()
+
+
+def over_ranks(reports: Sequence[MemoryReport]) -> MemoryReport | None:
+    """Return one report for all ranks: bytes add up, the slowest rank's time counts; None for no reports."""
+    if len(reports) <= 1:
+        return reports[0] if reports else None
     return MemoryReport(
         preserved=sum(report.preserved for report in reports),
         discarded=sum(report.discarded for report in reports),
@@ -160,6 +168,8 @@ def over_ranks(reports: Sequence[MemoryReport]) -> MemoryReport:
         residual=_combined([report.residual for report in reports], sum),
         tiers=_combined([report.tiers for report in reports], sum),
         unmapped=sum(report.unmapped for report in reports),
+        retained=sum(report.retained for report in reports),
+        direct_io=all(report.direct_io for report in reports),
         still_asleep=frozenset().union(*(report.still_asleep for report in reports)),
     )
 

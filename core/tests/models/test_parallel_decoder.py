@@ -1,0 +1,113 @@
+"""Ranks that share a lean decoder compute what one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import run_ranks
+from tiny_models import FIRST, LEAN, SECOND, Runner, decode_two, open_and_load, save_tiny, tiny_config
+
+from hardpoint.interfaces import DecoderOutput, DType
+from hardpoint.models import Place, Ranks
+
+SHAPES = {
+    # The vocabulary is no multiple of anything, and three KV heads are no multiple of two ranks.
+    "uneven": {
+        "vocab_size": 125,
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 88,
+    },
+    "even": {},
+    "eight heads": {"num_attention_heads": 8},
+}
+STEPS = 5
+
+
+def forced(runner: Runner, first: list[int], second: list[int], output: DecoderOutput) -> Iterator[torch.Tensor]:
+    """Run a chunked prompt, then another one beside its decodes, with given tokens in place of the sampled ones."""
+    half = len(FIRST) // 2
+    yield runner.step([(0, FIRST[:half])], output)
+    yield runner.step([(0, FIRST[half:])], output)
+    yield runner.step([(0, first[:1]), (1, SECOND)], output)
+    for one, other in zip(first[1:], second, strict=False):
+        yield runner.step([(0, [one]), (1, [other])], output)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make(name: str, shape: str) -> Path:
+        kind, options = LEAN[name]
+        folder = tmp_path_factory.mktemp("model")
+        save_tiny(folder, tiny_config(kind, **{**options, **SHAPES[shape]}))
+        return folder
+
+    return make
+
+
+def results(
+    folder: Path, tensor: int, stages: int, first: list[int], second: list[int], output: DecoderOutput, **options: Any
+) -> list[list[torch.Tensor]]:
+    """Return what each rank of the last stage gave in each step."""
+
+    def work(place: Place, ranks: Ranks) -> list[torch.Tensor]:
+        _, model, plan, attention = open_and_load(folder, place=place, ranks=ranks, **options)
+        assert model.path == "lean"
+        given = list(forced(Runner(model, plan, attention), first, second, output))
+        if not place.is_last:
+            assert not any(map(len, given)), "a stage before the last has nothing to give"
+        return given
+
+    return run_ranks(tensor, stages, work)[(stages - 1) * tensor :]
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize("name", LEAN)
+def test_ranks_give_the_logits_of_one(tiny: Any, name: str, tensor: int, stages: int) -> None:
+    folder = tiny(name, "uneven")
+    _, model, plan, attention = open_and_load(folder)
+    (first, _), (second, _) = decode_two(Runner(model, plan, attention), FIRST, SECOND, STEPS)
+    _, model, plan, attention = open_and_load(folder)
+    expected = list(forced(Runner(model, plan, attention), first, second, DecoderOutput.LOGITS))
+    for found in results(folder, tensor, stages, first, second, DecoderOutput.LOGITS):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize("output", [DecoderOutput.ARGMAX, DecoderOutput.HIDDEN])
+def test_ranks_give_the_tokens_and_hidden_states_of_one(tiny: Any, output: DecoderOutput) -> None:
+    folder = tiny("llama", "uneven")
+    _, model, plan, attention = open_and_load(folder)
+    expected = list(forced(Runner(model, plan, attention), [5] * 4, [9] * 4, output))
+    for found in results(folder, 3, 2, [5] * 4, [9] * 4, output):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tensor"), [("gemma2", "eight heads", 4), ("llama-attention-bias", "even", 6)]
+)
+def test_more_ranks_than_kv_heads_repeat_them(tiny: Any, name: str, shape: str, tensor: int) -> None:
+    folder = tiny(name, shape)
+    _, model, plan, attention = open_and_load(folder)
+    expected = list(forced(Runner(model, plan, attention), [5] * 3, [9] * 3, DecoderOutput.LOGITS))
+    for found in results(folder, tensor, 1, [5] * 3, [9] * 3, DecoderOutput.LOGITS):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * max(1.0, float(other.abs().max())))
+
+
+def test_dummy_weights_are_those_of_one_rank(tiny: Any) -> None:
+    folder = tiny("phi3", "uneven")
+    options: dict[str, Any] = {"load_format": "dummy", "seed": 7, "dtype": DType.FLOAT32}
+    _, model, plan, attention = open_and_load(folder, **options)
+    expected = list(forced(Runner(model, plan, attention), [5] * 3, [9] * 3, DecoderOutput.LOGITS))
+    for found in results(folder, 2, 2, [5] * 3, [9] * 3, DecoderOutput.LOGITS, **options):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
