@@ -59,6 +59,15 @@ class EngineOptions:
     threads: Annotated[int | None, typer.Option(min=1, help="Host threads for computing.", rich_help_panel=_ENGINE)] = (
         None
     )
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Ranks that share each layer.", rich_help_panel=_ENGINE)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Stages that the layers are divided into.", rich_help_panel=_ENGINE)
+    ] = 1
+    executor: Annotated[
+        str, typer.Option(help="Where ranks run: auto, in_process, multi_process or ray.", rich_help_panel=_ENGINE)
+    ] = "auto"
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
     ] = False

@@ -86,6 +86,8 @@ def describe(info: EngineInfo) -> dict[str, Any]:
         "backend": {"name": info.backend, "device": info.device, "simulated": info.simulated},
         "engine": {
             "path": info.path,
+            "tensor_parallel_size": info.tensor_parallel_size,
+            "pipeline_parallel_size": info.pipeline_parallel_size,
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
             "num_device_blocks": info.num_device_blocks,

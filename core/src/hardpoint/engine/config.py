@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from hardpoint.engine.sleep import SleepSettings
+from hardpoint.executor import RankLimits
 from hardpoint.interfaces.allocator import SleepPlan
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.dtypes import DType
@@ -18,7 +19,10 @@ _ALIASES = {
     "gpu_memory_utilization": "memory_utilization",
     "num_gpu_blocks_override": "num_device_blocks",
     "kv_cache_dtype": "kv_dtype",
+    "distributed_executor_backend": "executor",
 }
+_EXECUTORS = ("auto", "in_process", "multi_process", "ray")
+_EXECUTOR_ALIASES = {None: "auto", "uni": "in_process", "mp": "multi_process"}
 _TIERS = (SleepTier.HOST, SleepTier.DISK, SleepTier.SOURCE)
 _IGNORED = frozenset({"disable_log_stats", "use_tqdm_on_load"})
 
@@ -57,7 +61,13 @@ class EngineConfig:
         sleeping_requests: "reject" requests that come while the engine sleeps, or "queue" them until it wakes.
         max_queued_while_asleep: most requests in that queue.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights from the configuration.
-        threads: host threads for computing; None for all usable cores.
+        tensor_parallel_size: ranks that share each layer.
+        pipeline_parallel_size: stages that the layers are divided into; there are as many ranks as the two sizes' product.
+        executor: where ranks run: "in_process" (one rank only), "multi_process" (a process for each, on this machine), "ray"; "auto" for the
+            process itself where there is one rank.
+        rank_limits: seconds that ranks in other processes may take, by name; see `hardpoint.executor.RankLimits`.
+        communication_timeout: seconds after which an operation between ranks has failed.
+        threads: host threads for computing, of all ranks together; None for all usable cores.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
@@ -92,6 +102,10 @@ class EngineConfig:
     max_queued_while_asleep: int = 1024
     load_format: str = "auto"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    executor: Literal["auto", "in_process", "multi_process", "ray"] = "auto"
+    rank_limits: RankLimits | Mapping[str, float] | None = None
+    communication_timeout: float = 60.0
     threads: int | None = None
     use_fused_decoder: bool = True
     seed: int = 0
@@ -99,8 +113,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks"):
             _check_positive(name, getattr(self, name))
-        for name in ("long_prefill_token_threshold", "tensor_parallel_size", "threads", "max_queued_while_asleep"):
+        for name in ("long_prefill_token_threshold", "threads", "max_queued_while_asleep"):
             _check_positive(name, getattr(self, name))
+        self._check_ranks()
         utilization = self.memory_utilization
         if utilization is not None and not 0.0 < utilization <= 1.0:
             raise ConfigError(
@@ -118,13 +133,29 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "dummy"))
         _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported by this version",
-                hint="Use tensor_parallel_size=1",
-            )
         _parse_dtype("dtype", self.dtype)
         _parse_dtype("kv_dtype", self.kv_dtype)
+
+    def _check_ranks(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            _check_positive(name, getattr(self, name))
+        _check_choice("executor", self.executor, _EXECUTORS)
+        RankLimits.parse(self.rank_limits)
+        if not self.communication_timeout > 0:
+            raise ConfigError(
+                f"communication_timeout={self.communication_timeout} is not possible", hint="Give seconds above 0"
+            )
+        if self.executor == "in_process" and self.num_ranks > 1:
+            raise ConfigError(
+                f"{self.num_ranks} ranks do not run in one process",
+                found=f"tensor_parallel_size={self.tensor_parallel_size}, pipeline_parallel_size={self.pipeline_parallel_size}",
+                hint="Leave executor out, or choose 'multi_process'",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the engine has."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def from_arguments(cls, model: str, arguments: Mapping[str, Any]) -> EngineConfig:
@@ -135,8 +166,12 @@ class EngineConfig:
             target = _ALIASES.get(name, name)
             if target in settings:
                 raise ConfigError(f"'{target}' is given twice, once as '{name}'", hint="Give it once")
-            if target in known:
-                settings[target] = str(value).removeprefix("torch.") if target in ("dtype", "kv_dtype") else value
+            if target in ("dtype", "kv_dtype"):
+                settings[target] = str(value).removeprefix("torch.")
+            elif target == "executor":
+                settings[target] = _EXECUTOR_ALIASES.get(value, value)
+            elif target in known:
+                settings[target] = value
             elif name not in _IGNORED:
                 raise ConfigError(
                     f"'{name}' is not a setting of the engine", hint=f"Settings: {', '.join(sorted(known))}"
@@ -187,6 +222,10 @@ class EngineConfig:
             use_fused_decoder=self.use_fused_decoder,
             trust_remote_code=self.trust_remote_code,
             threads=self.threads,
+            world_size=self.num_ranks,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            communication_timeout=self.communication_timeout,
             seed=self.seed,
             prepare_sleep=prepare_sleep,
         )

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.sleep import LifeCycle, SleepSettings, SleepTotals
-from hardpoint.executor import Executor, InProcessExecutor
+from hardpoint.executor import Executor, InProcessExecutor, MultiProcessExecutor, RankLimits
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import FloatArray, SequencePooling, SequenceSampling, StepInput, TokenLogprobs
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
-from hardpoint.interfaces.errors import CapabilityRefused, KVCacheTooSmall, WorkerError
-from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerContext
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, EngineDead, KVCacheTooSmall, WorkerError
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
+from hardpoint.worker.ranks import check_claims
 
 _PRESERVED = {WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}
 
@@ -29,6 +30,7 @@ class EngineInfo:
 
     Attributes:
         path: how the model runs: "fused" (one native call per step), "lean" (the core's torch decoder) or "transformers".
+        weight_bytes, kv_bytes: of all ranks together.
         accelerator: the device has memory of its own; False where it is the host's.
         notice: one line where a backend of higher priority was passed over; logged as a warning when the engine is made.
     """
@@ -49,6 +51,13 @@ class EngineInfo:
     load_seconds: float
     accelerator: bool = False
     notice: str = ""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(slots=True)
@@ -95,8 +104,8 @@ class CoreOutput:
 class EngineCore:
     """Loads a model on the resolved backend and runs steps.
 
-    Raises, while it is made: BackendError, ModelError, CapabilityRefused, KVCacheTooSmall, DeviceOutOfMemory; what was started by then
-    is shut down again.
+    Raises, while it is made: BackendError, ModelError, CapabilityRefused, ConfigError, KVCacheTooSmall, DeviceOutOfMemory, RankFailed;
+    what was started by then is shut down again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -109,10 +118,8 @@ class EngineCore:
         settings = config.sleep_settings(accelerator=resolved.descriptor.accelerator, tiers=memory.tiers)
         _check_sleep(config, resolved, memory, settings)
         worker_config = config.worker_config(_prepared_sleep(config, resolved, settings))
-        worker = resolved.descriptor.worker()(
-            WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=worker_config)
-        )
-        self.executor: Executor = InProcessExecutor(worker)
+        check_claims(worker_config, resolved.descriptor, resolved.device)
+        self.executor = _make_executor(config, resolved, worker_config)
         try:
             self.model = self._start(resolved, start)
         except BaseException:
@@ -127,11 +134,15 @@ class EngineCore:
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
         call = self.executor.call
         call("init_device")
-        model: ModelInfo = call("load_model")[0]
-        profile: MemoryProfile = call("profile")[0]
+        models: list[ModelInfo] = call("load_model")
+        profiles: list[MemoryProfile] = call("profile")
+        if not resolved.descriptor.accelerator:
+            profiles = [_share(profile, len(profiles)) for profile in profiles]
+        model = models[0]
         spec = model.attention.kv_cache
-        num_blocks = self._num_device_blocks(profile, model)
-        num_host = min(int(self.config.swap_space * (1 << 30)) // spec.block_bytes, num_blocks)
+        num_blocks = min(map(self._num_device_blocks, profiles, models))
+        block_bytes = sum(one.attention.kv_cache.block_bytes for one in models)
+        num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks)
         call("initialize_kv", num_blocks, num_host)
         call("warm_up")
         config = self.config
@@ -149,8 +160,8 @@ class EngineCore:
                 preemption_mode=config.preemption_mode,
                 policy=config.scheduling_policy,
                 vocab_size=model.vocab_size,
-                swap_seconds_per_block=profile.seconds_per_swapped_block,
-                recompute_seconds_per_token=profile.seconds_per_token,
+                swap_seconds_per_block=max(profile.seconds_per_swapped_block for profile in profiles),
+                recompute_seconds_per_token=max(profile.seconds_per_token for profile in profiles),
             )
         )
         self.info = EngineInfo(
@@ -165,11 +176,13 @@ class EngineCore:
             block_size=spec.block_size,
             num_device_blocks=num_blocks,
             num_host_blocks=num_host,
-            weight_bytes=model.weight_bytes,
-            kv_bytes=num_blocks * spec.block_bytes,
+            weight_bytes=sum(one.weight_bytes for one in models),
+            kv_bytes=num_blocks * block_bytes,
             load_seconds=time.perf_counter() - start,
             accelerator=resolved.descriptor.accelerator,
             notice=resolved.notice,
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
         )
         return model
 
@@ -211,7 +224,8 @@ class EngineCore:
         """Schedule, execute and book one step.
 
         A worker that fails ends the sequences of this step (they are aborted and their blocks freed) and raises WorkerError; all
-        others go on with the next step. Raises EngineAsleep, WeightsMissing or EngineDead in a state without steps.
+        others go on with the next step. A rank that is gone raises RankFailed, and no step follows. Raises EngineAsleep,
+        WeightsMissing or EngineDead in a state without steps.
         """
         self.life.check_step()
         start = time.perf_counter()
@@ -229,6 +243,9 @@ class EngineCore:
             output = self.executor.execute(StepInput(batch, first, forgotten, pooling))
         except BaseException as error:
             lost = tuple(seq_id for seq_id, _ in self.scheduler.fail_step())
+            if isinstance(error, EngineDead):
+                self.life.die(error)
+                raise
             if not isinstance(error, Exception):
                 raise
             raise WorkerError.of(error, lost) from error
@@ -257,6 +274,24 @@ class EngineCore:
     def shutdown(self) -> None:
         """End the workers and give all memory back; legal more than once."""
         self.executor.shutdown()
+
+
+def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: WorkerConfig) -> Executor:
+    kind = config.executor
+    if kind == "ray":
+        raise ConfigError(
+            "the executor 'ray' is not part of this version", hint="Use executor='multi_process' on one machine"
+        )
+    if kind == "multi_process" or config.num_ranks > 1:
+        return MultiProcessExecutor(resolved, worker_config, RankLimits.parse(config.rank_limits))
+    context = WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=worker_config)
+    return InProcessExecutor(resolved.descriptor.worker()(context))
+
+
+def _share(profile: MemoryProfile, ranks: int) -> MemoryProfile:
+    """Return the profile of one of several ranks in the same memory: its part of what the engine may use there."""
+    limit = profile.kv_limit
+    return replace(profile, total=profile.total // ranks, kv_limit=None if limit is None else limit // ranks)
 
 
 def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabilities, settings: SleepSettings) -> None:

@@ -200,7 +200,7 @@ class LLMEngine:
         Raises:
             WorkerError: the worker failed; the requests of this step have ended, all others go on.
             EngineAsleep, WeightsMissing: the engine cannot compute a step in its state; all requests stay as they are.
-            EngineDead: the engine was shut down.
+            EngineDead: the engine was shut down, or (RankFailed) a rank is gone; then all requests have ended.
         """
         self._check_alive()
         if self._undelivered:
@@ -213,6 +213,10 @@ class LLMEngine:
             events = self._core.step()
         except WorkerError as error:
             self._drop(error.lost_seq_ids)
+            raise
+        except EngineDead:
+            if self._core.life.is_dead:
+                self.abort_request(list(self._requests))
             raise
         if events.idle and self._requests:
             lost = ", ".join(sorted(self._requests))

@@ -36,6 +36,22 @@ def check_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Dev
             found=f"tensor_parallel_size={tensor}, pipeline_parallel_size={stages}",
             hint="world_size is tensor_parallel_size * pipeline_parallel_size, and ranks count from 0",
         )
+    check_claims(config, descriptor, device)
+    if world == 1:
+        return
+    if not config.init_method:
+        raise ConfigError(
+            f"rank {config.rank} of {world} does not know where the ranks meet",
+            found="an empty init_method",
+            hint="Give init_method as tcp://host:port/group",
+        )
+    MeetingPoint.parse(config.init_method)
+
+
+def check_claims(config: WorkerConfig, descriptor: BackendDescriptor, device: Device) -> None:
+    """Raise CapabilityRefused, with all reasons, where the backend does not claim as many ranks as the sizes ask for."""
+    tensor = config.tensor_parallel_size
+    world = tensor * config.pipeline_parallel_size
     if world == 1:
         return
     claims, reasons = descriptor.capabilities(device), []
@@ -47,13 +63,6 @@ def check_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Dev
         raise CapabilityRefused(
             f"the {descriptor.name} backend cannot run {world} ranks", tuple(reasons), hint="Run with one rank"
         )
-    if not config.init_method:
-        raise ConfigError(
-            f"rank {config.rank} of {world} does not know where the ranks meet",
-            found="an empty init_method",
-            hint="Give init_method as tcp://host:port/group",
-        )
-    MeetingPoint.parse(config.init_method)
 
 
 def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Device) -> tuple[Ranks, ExitStack]:

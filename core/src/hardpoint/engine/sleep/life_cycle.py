@@ -119,6 +119,7 @@ class LifeCycle:
         self._missing: frozenset[str] = frozenset()
         self._in_flight: EngineState | None = None
         self._failure: str | None = None
+        self._is_dead = False
 
     # State
 
@@ -145,6 +146,16 @@ class LifeCycle:
             failure=self._failure,
         )
 
+    @property
+    def is_dead(self) -> bool:
+        """A rank is gone: there is no way back."""
+        return self._is_dead
+
+    def die(self, error: EngineDead) -> None:
+        """Note that a rank is gone."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._paused = self._is_dead = True
+
     def check_step(self) -> None:
         """Raise EngineAsleep, WeightsMissing or EngineDead unless a step can be computed."""
         state = self.state
@@ -164,6 +175,8 @@ class LifeCycle:
         raise self._refusal(state, "a new request cannot be taken", f"{queued} requests are queued" if limit else None)
 
     def _refusal(self, state: EngineState, problem: str, queue: str | None = None) -> HardpointError:
+        if self._is_dead:
+            return EngineDead(problem, found=self._failure, hint="Make a new engine")
         if state is EngineState.FAILED:
             return EngineDead(
                 problem,
@@ -473,6 +486,9 @@ class LifeCycle:
         try:
             self._asleep = frozenset().union(*(stats.asleep for stats in self._stats()))
             self._missing = frozenset().union(*self._executor.call("missing_weights"))
+        except EngineDead as error:
+            self.die(error)
+            return
         except Exception as error:
             failure = error
         self._failure = None if failure is None else f"{type(failure).__name__}: {failure}"
