@@ -36,5 +36,6 @@ def hardpoint_backend() -> BackendDescriptor:
         worker=worker.worker,
         driver=allocator.driver,
         priority=100,
+        cluster_resource="NPU",
         install_hint="Install CANN and source its set_env.sh, or give the path of libascendcl.so in HARDPOINT_ASCEND_DRIVER",
     )

@@ -36,5 +36,6 @@ def hardpoint_backend() -> BackendDescriptor:
         worker=worker.worker,
         driver=allocator.driver,
         priority=100,
+        cluster_resource="GPU",
         install_hint="Install NVIDIA's driver (libcuda.so.1), or give the path of a driver library in HARDPOINT_CUDA_DRIVER",
     )

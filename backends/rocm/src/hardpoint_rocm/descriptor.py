@@ -36,5 +36,6 @@ def hardpoint_backend() -> BackendDescriptor:
         worker=worker.worker,
         driver=allocator.driver,
         priority=100,
+        cluster_resource="GPU",
         install_hint="Install ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in HARDPOINT_ROCM_DRIVER",
     )
