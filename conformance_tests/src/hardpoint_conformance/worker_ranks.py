@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -130,8 +130,12 @@ def running_ranks(
     ranks = WorkerRanks(processes, config)
     try:
         yield Bench(cast(Worker, ranks), config), ranks
-    finally:
-        ranks.shutdown()
+    except BaseException:
+        # What failed is the news, not that ranks which are gone cannot be shut down.
+        with suppress(AssertionError):
+            ranks.shutdown()
+        raise
+    ranks.shutdown()
 
 
 def _serve(name: str, device: int, rank: int, pipe: Connection) -> None:

@@ -1,7 +1,7 @@
 """A backend for tests of executors: its workers compute nothing, and fail, hang, die or stop where they are told to.
 
-What a worker is to do is in its configuration's `model`, as JSON: a list of `{"call", "rank", "does"}`, with `"rank": null` for all ranks and
-`"after"` for how many calls of that name to let pass. Installed for tests as a distribution of its own, so that ranks find it by name.
+What a worker is to do is in its configuration's `model`, as JSON: a list of `{"call", "rank", "does"}`, with `"rank": null` for all ranks
+and `"after"` for how many calls of that name to let pass. It is installed as a distribution of its own, so that ranks find it by name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hardpoint.interfaces import (
     Worker,
     WorkerContext,
 )
-from hardpoint.interfaces.errors import DriverError, HostBudgetExceeded, WeightsMissing
+from hardpoint.interfaces.errors import DriverError, HostBudgetExceeded, InvalidTransaction, WeightsMissing
 
 NAME = "fakeranks"
 BLOCK_SIZE = 16
@@ -92,15 +92,15 @@ class FakeWorker(Worker):
         self._calls: Counter[str] = Counter()
         self._asleep: frozenset[str] = frozenset()
         self._table = np.zeros((0, 0), np.int32)
-        self._open: int | None = None
+        self._open: tuple[int, frozenset[str]] | None = None
         self._do("made")
 
     def _do(self, call: str) -> None:
         self._calls[call] += 1
         for order in self._orders:
-            if order["call"] == call and order.get("rank") in (None, self._config.rank):
-                if self._calls[call] == order.get("after", 0) + 1:
-                    DEEDS[order["does"]]()
+            is_mine = order["call"] == call and order.get("rank") in (None, self._config.rank)
+            if is_mine and self._calls[call] == order.get("after", 0) + 1:
+                DEEDS[order["does"]]()
 
     def init_device(self) -> None:
         self._do("init_device")
@@ -164,22 +164,30 @@ class FakeWorker(Worker):
         self._do("begin_sleep")
         if plan.progress is not None:
             plan.progress(1, 2)
-        self._before, self._open = self._asleep, transaction
+        before = self._asleep
         self.sleep(replace(plan, progress=None))
+        self._open = transaction, before
 
     def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
         self._do("begin_wake")
-        self._before, self._open = self._asleep, transaction
+        before = self._asleep
         self.wake(tags)
+        self._open = transaction, before
 
     def commit(self, transaction: int) -> MemoryReport:
         self._do("commit")
-        self._open = None
+        self._take(transaction)
         return self._report(SleepTier.HOST)
 
     def rollback(self, transaction: int) -> None:
         self._do("rollback")
-        self._asleep, self._open = self._before, None
+        self._asleep = self._take(transaction)
+
+    def _take(self, transaction: int) -> frozenset[str]:
+        if self._open is None or self._open[0] != transaction:
+            raise InvalidTransaction(f"transaction {transaction} is not open", found=str(self._open))
+        (_, before), self._open = self._open, None
+        return before
 
     def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
         """Return a sum over the bytes of all tensors; an order for "tensor" is followed after each one."""

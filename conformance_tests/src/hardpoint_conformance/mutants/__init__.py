@@ -34,10 +34,10 @@ class Mutant:
 
 @cache
 def mutants() -> tuple[Mutant, ...]:
-    """Return all known-bad backends, by part: packaging, memory, attention, worker."""
-    from hardpoint_conformance.mutants import attention, memory, packaging, worker
+    """Return all known-bad backends, by part: packaging, memory, attention, worker, ranks."""
+    from hardpoint_conformance.mutants import attention, memory, packaging, ranks, worker
 
-    return (*packaging.MUTANTS, *memory.MUTANTS, *attention.MUTANTS, *worker.MUTANTS)
+    return (*packaging.MUTANTS, *memory.MUTANTS, *attention.MUTANTS, *worker.MUTANTS, *ranks.MUTANTS)
 
 
 def mutant_named(name: str) -> Mutant:

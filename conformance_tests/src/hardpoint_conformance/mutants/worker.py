@@ -547,11 +547,6 @@ def dummy_seed_ignored(base: Any) -> Methods:
     return _other_config(base, seed=0)
 
 
-@fault("A worker that is one of two ranks runs alone.", "dist.world-size.refused@1")
-def world_size_ignored(base: Any) -> Methods:
-    return _other_config(base, rank=0, world_size=1)
-
-
 @fault("The KV cache is half as large as asked for.", "worker.kv.books@1")
 def kv_cache_halved(base: Any) -> Methods:
     def initialize_kv(self: Any, num_device_blocks: int, num_host_blocks: int) -> None:

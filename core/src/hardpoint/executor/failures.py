@@ -20,7 +20,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: name of a class of `hardpoint.interfaces.errors` or of Python's own exceptions; empty for a foreign class.
         name: of the class itself.
-        arguments, state: its `args` and attributes, as far as they are plain values.
+        arguments, state: what it is made of and its attributes, as far as they are plain values.
         trace: its traceback as text.
     """
 
@@ -35,11 +35,12 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def describe(error: BaseException) -> Failure:
     """Return an exception as a value; of a foreign class, the nearest base that both sides know stands for it."""
     known = next((cls for cls in type(error).__mro__ if _is_known(cls)), None)
+    arguments = error.args if isinstance(error, HardpointError) else error.__reduce__()[1]
     return Failure(
         kind="" if known is None else known.__name__,
         name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         text=str(error),
-        arguments=tuple(_plain(argument) for argument in error.args),
+        arguments=tuple(map(_plain, arguments)) if isinstance(arguments, tuple) else (),
         state={name: _plain(value) for name, value in vars(error).items() if not name.startswith("_")},
         trace="".join(traceback.format_exception(error)),
     )
@@ -60,14 +61,13 @@ def _rebuilt(failure: Failure, where: str) -> Exception:
     cls = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None) if failure.kind else None
     if cls is None or not _is_known(cls):
         return WorkerError(f"{where} raised {failure.name}", found=failure.text or None)
+    arguments = _with_tuples(failure.arguments)
+    state = {name: _with_tuples(value) for name, value in failure.state.items()}
     if issubclass(cls, HardpointError):
-        error: Exception = cls.__new__(cls)
-        error.args = failure.arguments
-        error.__dict__.update(failure.state)
-        return error
+        return cls.restore(arguments, state)
     try:
-        error = cls(*failure.arguments)
-        error.__dict__.update(failure.state)
+        error: Exception = cls(*arguments)
+        error.__dict__.update(state)
         return error
     except Exception:
         return WorkerError(f"{where} raised {failure.name}", found=failure.text or None)
@@ -86,3 +86,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list, set, frozenset)):
         return tuple(_plain(item) for item in value)
     return repr(value)
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a value with the tuples that MessagePack has made lists of."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -301,6 +301,7 @@ class MultiProcessExecutor(Executor):
     def _check_ranks(self) -> None:
         failure = self._processes.failure
         if failure is not None:
+            self._processes.wait_ended()
             raise RankFailed.of(failure.rank or 0, failure.ended, failure.output, failure.hint or "")
 
     def _broken(self, rank: int, what: str) -> RankFailed:

@@ -30,6 +30,7 @@ _log = logging.getLogger("hardpoint")
 _MODULE = "hardpoint.executor.rank_main"
 _CHECK_SECONDS = 0.5
 _TRACE_SECONDS = 0.5
+_KILL_SECONDS = 1.0
 _KEPT_LINES = 60
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 _OUT_OF_MEMORY = (
@@ -153,6 +154,7 @@ class RankProcesses:
             failure = self._failure or RankFailed.of(rank, ended)
         self.kill()
         os.eventfd_write(self._alarm, 1)
+        self.wait_ended()
         return failure
 
     def fail_hanging(self, rank: int, call: str, seconds: float) -> RankFailed:
@@ -175,6 +177,11 @@ class RankProcesses:
         for process in self._processes:
             if process.popen.returncode is None:
                 process.kill()
+
+    def wait_ended(self) -> None:
+        """Wait, though not for long, until ranks that were killed are gone: what follows may need what they held."""
+        if not self.is_keeper():
+            self._keeper.join(_KILL_SECONDS)
 
     def stop(self, patience: float) -> None:
         """Wait for all to end by themselves, then end them; nothing of them is left. Legal more than once."""

@@ -8,6 +8,7 @@ for memory, ...), so that ordinary Python code handles it without importing this
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 
 class HardpointError(Exception):
@@ -36,15 +37,21 @@ class HardpointError(Exception):
         self.rank = rank
         self.args = (f"rank {rank}: {self}",)
 
+    @classmethod
+    def restore(cls, args: tuple[object, ...], state: Mapping[str, object]) -> Self:
+        """Return an error as it was in another process, or before it was pickled.
+
+        Args:
+            args, state: its `args` and attributes.
+        """
+        # Not cls.__new__: where a built-in exception comes later among the bases, that finds one that refuses the class.
+        error: Self = cls.__base__.__new__(cls)  # type: ignore[misc, union-attr]
+        error.args = args
+        error.__dict__.update(state)
+        return error
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(cls: type[HardpointError], args: tuple[object, ...], state: dict[str, object]) -> HardpointError:
-    error = cls.__new__(cls)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        return type(self).restore, (self.args, self.__dict__)
 
 
 class ConfigError(HardpointError, ValueError):

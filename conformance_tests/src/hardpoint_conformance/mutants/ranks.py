@@ -1,0 +1,186 @@
+"""Faults of ranks: of the collectives that they talk by, and of workers that share a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hardpoint.interfaces import MemoryReport, ModelInfo, Policy, SleepPlan, StepInput, StepOutput, WorkerContext
+from hardpoint_conformance.mutants import Mutant
+from hardpoint_conformance.mutants.derived import Faults, Methods
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_COLLECTIVES = Faults("collectives")
+_WORKER = Faults("worker")
+
+
+# Collectives
+
+
+@_COLLECTIVES.fault("Ranks keep their own parts of a sum.", "dist.tokens.tensor@1", "dist.all-reduce.exact@1")
+def all_reduce_left_out(base: Any) -> Methods:
+    return {"all_reduce": lambda self, tensor: None}
+
+
+@_COLLECTIVES.fault(
+    "Gathered tensors are in the opposite order of ranks.", "dist.tokens.tensor@1", "dist.all-gather.exact@1"
+)
+def gathered_backwards(base: Any) -> Methods:
+    def all_gather(self: Any, tensor: Tensor, axis: int) -> Tensor:
+        import torch
+
+        joined: Tensor = base.all_gather(self, tensor, axis)
+        return torch.cat(joined.chunk(joined.shape[axis] // tensor.shape[axis], dim=axis)[::-1], dim=axis)
+
+    return {"all_gather": all_gather}
+
+
+@_COLLECTIVES.fault("The last row of what is received is lost.", "dist.tokens.pipeline@1", "dist.send-receive.exact@1")
+def last_received_row_lost(base: Any) -> Methods:
+    def receive(self: Any, tensor: Tensor, rank: int) -> None:
+        base.receive(self, tensor, rank)
+        tensor[-1] = 0
+
+    return {"receive": receive}
+
+
+@_COLLECTIVES.fault("A group that is not complete is joined all the same.", "dist.start.missing-rank@1")
+def joined_alone(base: Any) -> Methods:
+    def start(self: Any, rank: int, world_size: int, init_method: str, timeout: float) -> None:
+        try:
+            base.start(self, rank, world_size, init_method, timeout)
+        except Exception:
+            self.stop()
+
+    return {"start": start}
+
+
+# Shares of the weights
+
+
+def _after_loading(base: Any, change: Callable[[Any], None]) -> Methods:
+    """Change a worker that has just loaded its share."""
+
+    def load_model(self: Any) -> ModelInfo:
+        info: ModelInfo = base.load_model(self)
+        if self._config.world_size > 1:
+            change(self)
+        return info
+
+    return {"load_model": load_model}
+
+
+@_WORKER.fault("Rank 1 has the columns of the attention's output of other heads.", "dist.tokens.tensor@1")
+def wrong_columns_of_o(base: Any) -> Methods:
+    def change(worker: Any) -> None:
+        if worker._config.tensor_rank == 1:
+            weight = worker._model._weights.weight("layers.0.o")
+            weight.copy_(weight.roll(worker._plan.kv_cache.head_dim, dims=1))
+
+    return _after_loading(base, change)
+
+
+@_WORKER.fault("A rank embeds the tokens of its own part of the vocabulary alone.", "dist.tokens.tensor@1")
+def first_token_of_a_share_ignored(base: Any) -> Methods:
+    def change(worker: Any) -> None:
+        model = worker._model
+        model._model = replace(model._model, first_token=0)
+
+    return _after_loading(base, change)
+
+
+@_WORKER.fault("The best token is the best of the driver's own part of the vocabulary.", "dist.tokens.tensor@1")
+def argmax_of_own_vocabulary(base: Any) -> Methods:
+    def change(worker: Any) -> None:
+        model = worker._model
+        whole = model._of_all_ranks
+
+        def best(logits: Tensor, tensor: Any, output: Any) -> Tensor:
+            result: Tensor = model._argmax(logits) if output == "argmax" else whole(logits, tensor, output)
+            return result
+
+        model._of_all_ranks = best
+
+    return _after_loading(base, change)
+
+
+@_WORKER.fault("The second stage normalises the first one's output twice.", "dist.tokens.pipeline@1")
+def stage_normalises_twice(base: Any) -> Methods:
+    def change(worker: Any) -> None:
+        if worker._config.stage:
+            decoder = worker._model
+            layer, link = decoder._layers[0], decoder._pipeline
+            receive = link.receive
+
+            def normalised(tensor: Tensor, rank: int) -> None:
+                receive(tensor, rank)
+                tensor.copy_(decoder._norm(tensor, layer.input_norm))
+
+            link.receive = normalised
+
+    return _after_loading(base, change)
+
+
+# Calls
+
+
+@_WORKER.fault("Every rank returns tokens of its own.", "dist.driver.samples@1")
+def every_rank_samples(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        missing = len(step.batch.sample_rows) - len(output.token_ids)
+        return replace(output, token_ids=np.pad(output.token_ids, (0, missing)))
+
+    return {"execute": execute}
+
+
+@_WORKER.fault("The driver returns the tokens of the step before.", "dist.tokens.tensor@1", "dist.tokens.pipeline@1")
+def tokens_of_the_step_before(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output: StepOutput = base.execute(self, step)
+        before = getattr(self, "_tokens_before", output.token_ids)
+        self._tokens_before = output.token_ids
+        late = len(before) == len(output.token_ids) and self._config.world_size > 1
+        return replace(output, token_ids=before) if late else output
+
+    return {"execute": execute}
+
+
+@_WORKER.fault("Rank 1 takes no updates of its weights.", "dist.weights.update@1")
+def updates_on_the_driver_alone(base: Any) -> Methods:
+    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+        if self._config.rank == 1:
+            return sum(1 for _ in weights)
+        count: int = base.update_weights(self, weights)
+        return count
+
+    return {"update_weights": update_weights}
+
+
+@_WORKER.fault("Rank 1 loses its weights in a sleep of level 1.", "dist.sleep.tokens@1")
+def rank_forgets_in_its_sleep(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        if self._config.rank == 1:
+            plan = replace(plan, policies=dict.fromkeys(plan.policies, Policy.DISCARD))
+        report: MemoryReport = base.sleep(self, plan)
+        self._ledger.declare_valid()
+        return report
+
+    return {"sleep": sleep}
+
+
+@_WORKER.fault("A worker that is one of many ranks runs alone.", "dist.world-size.reasons@1")
+def world_size_ignored(base: Any) -> Methods:
+    def init(self: Any, context: WorkerContext) -> None:
+        alone: dict[str, Any] = {"rank": 0, "world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        base.__init__(self, replace(context, config=replace(context.config, **alone)))
+
+    return {"__init__": init}
+
+
+MUTANTS: Sequence[Mutant] = (*_COLLECTIVES.mutants, *_WORKER.mutants)

@@ -1,0 +1,373 @@
+"""Values as messages: everything that the contract's calls take and return arrives as it was sent, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays, scalar_dtypes
+
+from hardpoint.executor.calls import (
+    EXECUTE,
+    SCHEMAS,
+    ConfigMessage,
+    PlanMessage,
+    config_message,
+    config_of,
+)
+from hardpoint.executor.failures import Failure, describe, rebuild
+from hardpoint.executor.limits import RankLimits
+from hardpoint.executor.messages import decode, encode
+from hardpoint.executor.ranks import RankSpec
+from hardpoint.executor.steps import StepDecoder, StepEncoder
+from hardpoint.executor.weights import decode_weight, encode_weight
+from hardpoint.interfaces import (
+    WORKER_CALLS,
+    AttentionLayer,
+    AttentionPlan,
+    AttentionRequest,
+    DType,
+    KVCacheSpec,
+    LiveRanges,
+    MemoryProfile,
+    MemoryReport,
+    MemoryStats,
+    ModelInfo,
+    Policy,
+    SequenceSampling,
+    SleepPlan,
+    SleepTier,
+    StepBatch,
+    StepInput,
+    StepOutput,
+    TagStats,
+    TokenLogprobs,
+    WorkerConfig,
+    errors,
+)
+from hardpoint.interfaces.errors import (
+    CapabilityRefused,
+    ConfigError,
+    CorruptWeights,
+    DriverError,
+    HardpointError,
+    MalformedMessage,
+    ModelNotFound,
+    WorkerError,
+)
+
+
+def joined(parts: Any) -> bytearray:
+    return bytearray(b"".join(parts))
+
+
+LAYER = AttentionLayer(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125, sliding_window=7, soft_cap=30.0)
+MODEL = ModelInfo(
+    architecture="A",
+    dtype=DType.BFLOAT16,
+    vocab_size=11,
+    max_model_len=12,
+    num_layers=13,
+    weight_bytes=1 << 40,
+    attention=AttentionPlan(
+        AttentionRequest((LAYER, LAYER), DType.BFLOAT16, DType.FLOAT8_E4M3, None, 12),
+        KVCacheSpec(2, 16, 3, 64, DType.BFLOAT16, ("kv", "head", "block", "token", "dim")),
+        notes=("a", "b"),
+    ),
+    path="lean",
+    is_generative=False,
+)
+REPORT = MemoryReport(
+    1, 2, 3, {"total": 0.5}, 4, 5, {"nccl": 6}, {SleepTier.HOST: 7, SleepTier.SOURCE: 8}, 9, 10, False, frozenset({"x"})
+)
+PLAN = SleepPlan(
+    policies={"weights": Policy.PRESERVE, "kv_cache": Policy.DISCARD},
+    tags=frozenset({"weights"}),
+    tier=SleepTier.DISK,
+    keep=frozenset({"k"}),
+    verify=True,
+    live_blocks=[1, 5],
+    host_budget=6,
+    disk_directory="here",
+    disk_budget=7,
+)
+EXAMPLES: dict[Any, Any] = {
+    int: 7,
+    type(None): None,
+    frozenset[str]: frozenset({"a", "b"}),
+    ModelInfo: MODEL,
+    MemoryProfile: MemoryProfile(1, 2, 3, 4, 0.5, 6, 0.7, 0.8),
+    MemoryReport: REPORT,
+    MemoryStats: MemoryStats({"t": TagStats(1, 2, 3, 4, 5)}, 6, frozenset({"t"})),
+}
+ARGUMENTS: dict[str, list[tuple[Any, ...]]] = {
+    "initialize_kv": [(5, 6)],
+    "sleep": [(PLAN,), (SleepPlan(),)],
+    "begin_sleep": [(3, PLAN)],
+    "wake": [(), (None,), (["a", "b"],)],
+    "begin_wake": [(4,), (4, ["a"])],
+    "commit": [(4,)],
+    "rollback": [(4,)],
+    "reload_weights": [(), ("elsewhere",)],
+    "update_weights": [(iter(()),)],
+}
+
+
+@pytest.mark.parametrize("name", sorted(WORKER_CALLS - {EXECUTE}))
+def test_every_call_of_the_contract_is_sent_and_answered(name: str) -> None:
+    schema = SCHEMAS[name]
+    for arguments in ARGUMENTS.get(name, [()]):
+        weights = object()
+        sent = schema.decode(joined(schema.encode(arguments)), weights=weights)  # type: ignore[arg-type]
+        bound = schema.signature.bind(*arguments)
+        bound.apply_defaults()
+        expected = [
+            weights if kind is None else value for value, kind in zip(bound.args, schema.arguments, strict=True)
+        ]
+        assert sent == expected
+    result = EXAMPLES[schema.result]
+    assert decode(joined(encode(result)), schema.result) == result
+
+
+@pytest.mark.parametrize("name", sorted(WORKER_CALLS - {EXECUTE}))
+def test_arguments_of_another_type_are_refused_before_the_worker_sees_them(name: str) -> None:
+    with pytest.raises(MalformedMessage):
+        SCHEMAS[name].decode(joined(encode([{"no": "such"}, 1.5, "x"])))
+
+
+def test_a_plan_keeps_all_its_fields_but_callback_and_tensors() -> None:
+    assert {f.name for f in fields(SleepPlan)} - {"progress", "live"} == set(PlanMessage.__struct_fields__) - {
+        "reports"
+    }
+    seen: list[Any] = []
+    plan = replace(PLAN, progress=lambda *_: None)
+    (sent,) = SCHEMAS["sleep"].decode(joined(SCHEMAS["sleep"].encode((plan,))), lambda *a: seen.append(a))
+    sent.progress(1, 2)
+    assert seen == [(1, 2)]
+    assert replace(sent, progress=None) == PLAN
+    with pytest.raises(MalformedMessage, match="tensors"):
+        PlanMessage.of(replace(PLAN, live=[LiveRanges(torch.zeros(1), [(0, 1)])]))
+
+
+def test_a_configuration_arrives_with_its_plan() -> None:
+    config = WorkerConfig("m", dtype=DType.FLOAT16, threads=3, init_method="tcp://h:1/g", prepare_sleep=PLAN, rank=1)
+    assert config_of(decode(joined(encode(config_message(config))), ConfigMessage)) == config
+    spec = RankSpec("acme", 2, config)
+    assert RankSpec.decode(joined(spec.encode())) == spec
+
+
+# Steps
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    elif dataclasses.is_dataclass(one):
+        for f in fields(one):
+            if f.name != "block_table":
+                assert_equal(getattr(one, f.name), getattr(other, f.name))
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    else:
+        assert one == other
+
+
+def test_a_step_arrives_as_it_was_sent(step: Any) -> None:
+    sampling = SequenceSampling(
+        7,
+        [1, 2, 3],
+        1 << 62,
+        0.5,
+        logit_bias={3: -1.5},
+        stop_token_ids=frozenset({9}),
+        allowed_token_ids=(1, 2),
+        logprobs=4,
+    )
+    sent = step([3, 1, 2], 40, new=(sampling, replace(sampling, prompt_token_ids=np.array([1, 2, 3]))))
+    arrived = StepDecoder().decode(joined(StepEncoder().encode(sent)))
+    assert_equal(replace(sent, new_sequences=(sampling, sampling)), arrived)
+
+
+def test_an_output_arrives_as_it_was_sent() -> None:
+    logprobs = TokenLogprobs(np.array([3, 1], np.int64), np.array([-0.5, -2.0], np.float32), 1)
+    sent = StepOutput(np.array([3, 4], np.int64), {1: logprobs}, {12: np.ones(7, np.float32)})
+    assert_equal(sent, decode(joined(encode(sent)), StepOutput))
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), block_size=st.sampled_from([1, 4]))
+def test_the_block_table_of_every_step_is_right_where_its_sequences_use_it(data: Any, block_size: int) -> None:
+    """Whatever changes between steps: blocks appended, replaced, rows given to others, contexts that shrink."""
+    table = np.zeros((6, 8), np.int32)
+    encoder, decoder = StepEncoder(), StepDecoder()
+    encoder.block_size = block_size
+    for _ in range(data.draw(st.integers(1, 6))):
+        rows = data.draw(st.lists(st.integers(0, 5), unique=True, max_size=6))
+        changes = st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(0, 99))
+        for row, column, block in data.draw(st.lists(changes, max_size=12)):
+            table[row, column] = block
+        contexts = data.draw(st.lists(st.integers(1, 8 * block_size), min_size=len(rows), max_size=len(rows)))
+        empty = np.empty(0, np.int64)
+        short = np.empty(0, np.int32)
+        pairs = np.empty((0, 2), np.int32)
+        batch = StepBatch(
+            empty, empty, short, short, np.array(contexts, np.int32), table, np.array(rows, np.int32), empty, 0, short,
+            empty, pairs, pairs, pairs, empty,
+        )  # fmt: skip
+        arrived = decoder.decode(joined(encoder.encode(StepInput(batch)))).batch.block_table
+        assert arrived.shape == table.shape
+        for row, context in zip(rows, contexts, strict=True):
+            used = -(-context // block_size)
+            np.testing.assert_array_equal(arrived[row, :used], table[row, :used])
+
+
+def test_a_step_of_unchanged_tables_sends_none_of_them(step: Any) -> None:
+    encoder, one = StepEncoder(), step(list(range(32)), 32)
+    first, second = (len(joined(encoder.encode(one))) for _ in range(2))
+    assert second < 2500 < 8 * 32 * 30 < first
+
+
+def test_arrays_of_another_type_are_refused(step: Any) -> None:
+    good = step([1], 4)
+    bad = replace(good, batch=replace(good.batch, slot_mapping=good.batch.slot_mapping.astype(np.int64)))
+    with pytest.raises(MalformedMessage, match="arrays"):
+        StepEncoder().encode(bad)
+
+
+# Malformed messages
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(0, 400), flipped=st.integers(0, 400), bit=st.integers(0, 7))
+def test_a_damaged_step_is_a_typed_error_or_a_step(cut: int, flipped: int, bit: int, step: Any) -> None:
+    """No damage leads to anything else than MalformedMessage, or a value of the declared type."""
+    message = joined(StepEncoder().encode(step([1, 2], 8)))
+    message[flipped % len(message)] ^= 1 << bit
+    for damaged in (message, message[: cut % len(message)]):
+        try:
+            assert isinstance(StepDecoder().decode(damaged), StepInput)
+        except MalformedMessage:
+            continue
+
+
+@pytest.mark.parametrize("value", [object(), {1: object()}, np.array([object()]), np.array(["text"]), print])
+def test_what_is_no_value_is_not_sent(value: Any) -> None:
+    with pytest.raises(MalformedMessage, match="cannot be sent"):
+        encode(value)
+
+
+@given(
+    value=arrays(scalar_dtypes().filter(lambda dtype: dtype.kind in "biuf"), array_shapes(min_dims=0, min_side=0)),
+    before=st.binary(max_size=70),
+)
+@settings(max_examples=60, deadline=None)
+def test_arrays_arrive_with_their_type_and_shape(value: np.ndarray[Any, Any], before: bytes) -> None:
+    first, arrived, turned = decode(joined(encode((before, value, value.T))), tuple[bytes, Any, Any])
+    assert first == before
+    assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape)
+    np.testing.assert_array_equal(arrived, value)
+    np.testing.assert_array_equal(turned, value.T)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(4, 6).t(),
+        torch.randn(8)[::2],
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.randn(5).bfloat16(),
+        torch.randn(5).to(torch.float8_e4m3fn),
+        torch.nn.Parameter(torch.randn(2)),
+    ],
+    ids=str,
+)
+def test_a_weight_arrives_as_it_was_sent(tensor: torch.Tensor) -> None:
+    name, arrived = decode_weight(joined(encode_weight(("a.b", tensor))))
+    assert (name, arrived.dtype, arrived.shape) == ("a.b", tensor.dtype, tensor.shape)
+    assert torch.equal(arrived.float(), tensor.detach().float())
+
+
+@pytest.mark.parametrize("item", [3, ("a",), (1, torch.ones(1)), ("a", 1), ("a", torch.ones(1, dtype=torch.complex64))])
+def test_what_is_no_weight_is_refused(item: Any) -> None:
+    with pytest.raises(CorruptWeights):
+        encode_weight(item)
+
+
+# Errors
+
+
+def _examples() -> list[Exception]:
+    plain = [
+        value("a problem", found="what", hint="do this")
+        for name, value in sorted(vars(errors).items())
+        if isinstance(value, type)
+        and issubclass(value, HardpointError)
+        and value not in (CapabilityRefused, DriverError)
+        if value is not HardpointError
+    ]
+    failed = WorkerError.of(ValueError("x"), (1, 2))
+    return [*plain, CapabilityRefused("p", ["one", "two"], hint="h"), DriverError("call", 3, "text"), failed, KeyError("k"),
+            ZeroDivisionError(), FileNotFoundError(2, "gone", "name"), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", _examples(), ids=lambda error: type(error).__name__)
+def test_an_error_is_raised_again_as_it_was(error: Exception) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        again = rebuild(decode(joined(encode(describe(caught))), Failure), "rank 1 of 2")
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert {name: value for name, value in vars(again).items() if name != "__notes__"} == vars(error)
+    assert again.__notes__[0].startswith("Raised by rank 1 of 2:\nTraceback")
+    assert "raise error" in again.__notes__[0]
+    if isinstance(error, HardpointError):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+class _Special(ModelNotFound):
+    """A class that the other side does not know, of a kind that it knows."""
+
+
+class _Foreign(Exception):
+    """A class that the other side does not know at all."""
+
+
+def test_an_error_of_an_unknown_class_is_one_of_the_nearest_known_base() -> None:
+    again = rebuild(describe(_Special("no model", found="x")), "rank 0")
+    assert type(again) is ModelNotFound
+    assert isinstance(again, FileNotFoundError)
+    again = rebuild(describe(_Foreign("strange")), "rank 0")
+    assert type(again) is WorkerError
+    assert "_Foreign" in str(again)
+    assert "strange" in str(again)
+
+
+# Limits
+
+
+def test_limits_cover_calls_of_the_contract() -> None:
+    from hardpoint.executor import limits
+
+    assert set(limits._KINDS) <= WORKER_CALLS
+    assert RankLimits(step=1.5).of("execute") == 1.5
+    assert RankLimits.parse({"sleep": 2}).of("begin_wake") == 2
+    with pytest.raises(ConfigError, match="no time limit 'nap'"):
+        RankLimits.parse({"nap": 2})
+    with pytest.raises(ConfigError, match="'step'"):
+        RankLimits(step=0)

@@ -1,0 +1,219 @@
+"""Workers that are ranks of one model: what is refused, and that steps give what one worker gives."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hardpoint.interfaces import Capabilities, IntSet, Pooling, SequencePooling, SequenceSampling, StepOutput
+from hardpoint.interfaces.batch import StepInput
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
+from hardpoint.models import Place
+from hardpoint.plugins import resolve_backend
+from hardpoint.worker import TorchWorker
+from hardpoint.worker.dummy import dummy_batch
+from hardpoint.worker.meeting import MeetingPoint
+from hardpoint.worker.ranks import PlainSequences, check_ranks, place_of
+
+ADDRESS = "tcp://127.0.0.1:9/nobody"
+
+
+class PlainWorker(TorchWorker):
+    """The core's worker, unchanged."""
+
+
+def refuse(descriptor_changes: dict[str, Any] | None = None, **changes: Any) -> None:
+    resolved = resolve_backend("cpu")
+    descriptor = replace(resolved.descriptor, **(descriptor_changes or {}))
+    check_ranks(WorkerConfig("demo", **changes), descriptor, resolved.device)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"world_size": 2}, "tensor_parallel_size=1, pipeline_parallel_size=1"),
+        ({"world_size": 2, "tensor_parallel_size": 2, "rank": 2}, "rank 2 of 2"),
+        ({"world_size": 2, "tensor_parallel_size": 2, "rank": -1}, "rank -1 of 2"),
+        ({"world_size": 0, "tensor_parallel_size": 0}, "rank 0 of 0"),
+        ({"world_size": 2, "tensor_parallel_size": 2}, "empty init_method"),
+        ({"world_size": 2, "pipeline_parallel_size": 2, "init_method": "udp://x:1"}, "udp://x:1"),
+    ],
+)
+def test_contradictions_between_sizes_rank_and_address_are_refused(changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        refuse(**changes)
+
+
+def test_what_the_backend_does_not_claim_is_refused_with_all_reasons() -> None:
+    claims = Capabilities.none()
+    poor = {"capabilities": lambda device: replace(claims, tensor_parallel=IntSet.of(1)), "collectives": None}
+    with pytest.raises(CapabilityRefused) as caught:
+        refuse(poor, world_size=3, tensor_parallel_size=3, init_method=ADDRESS)
+    assert len(caught.value.reasons) == 2
+    assert "(supported: 1)" in caught.value.reasons[0]
+    with pytest.raises(CapabilityRefused, match="collectives"):
+        refuse(poor, world_size=2, pipeline_parallel_size=2, init_method=ADDRESS)
+
+
+def test_a_configuration_says_where_its_rank_is() -> None:
+    config = WorkerConfig("demo", rank=4, world_size=6, tensor_parallel_size=3, pipeline_parallel_size=2)
+    assert place_of(config) == Place(1, 3, 1, 2)
+    assert config.driver_rank == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "meeting"),
+    [
+        ("tcp://10.0.0.1:29500", MeetingPoint("10.0.0.1", 29500)),
+        ("tcp://node:1/engine/7", MeetingPoint("node", 1, "engine/7")),
+        ("tcp://[::1]:5/x?served", MeetingPoint("::1", 5, "x", True)),
+    ],
+)
+def test_a_meeting_point_is_read(text: str, meeting: MeetingPoint) -> None:
+    assert MeetingPoint.parse(text) == meeting
+    inner = MeetingPoint.parse(meeting.subgroup("stage0", served=False))
+    assert inner == replace(meeting, group=f"{meeting.group}/stage0".lstrip("/"))
+    assert MeetingPoint.parse(meeting.subgroup("stage0", served=True)).served
+
+
+@pytest.mark.parametrize("text", ["", "tcp://", "tcp://host", "tcp://:5", "tcp://host:x", "tcp://h:1?no", "file:///x"])
+def test_what_is_no_meeting_point_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="tcp://host:port/group"):
+        MeetingPoint.parse(text)
+
+
+def test_plain_sequences_do_not_depend_on_what_was_sampled() -> None:
+    plain = PlainSequences()
+    plain.add(SequenceSampling(1, (3,), seed=0, temperature=0.0))
+    plain.add(SequenceSampling(2, (3,), seed=0, temperature=0.0, min_tokens=2, stop_token_ids=(7,)))
+    assert plain.all(np.array([1]))
+    assert not plain.all(np.array([1, 2]))
+    plain.remove([2])
+    assert plain.all(np.array([1, 2]))
+
+
+# Steps
+
+
+def step(lengths: Sequence[int], token: int, **more: Any) -> StepInput:
+    """Return a prefill of prompts of one token, repeated."""
+    longest = max(lengths)
+    batch = dummy_batch(num_tokens=longest * len(lengths), max_len=longest, block_size=8, max_seqs=len(lengths))
+    tokens = np.full(batch.num_tokens, token) + np.arange(batch.num_tokens) % 7
+    return StepInput(replace(batch, token_ids=tokens.astype(np.int64)), **more)
+
+
+def serve(model: str, tensor: int, stages: int, steps: Callable[[], Sequence[StepInput]]) -> list[list[StepOutput]]:
+    """Run steps on the ranks of a model, each in a thread; return what each rank gave."""
+    resolved = resolve_backend("cpu")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}/engine"
+
+    def rank(number: int) -> list[StepOutput]:
+        config = WorkerConfig(
+            model,
+            load_format="dummy",
+            block_size=8,
+            max_model_len=32,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            swap_space=0,
+            threads=1,
+            use_fused_decoder=False,
+            rank=number,
+            world_size=tensor * stages,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=stages,
+            init_method=address,
+            communication_timeout=60.0,
+        )
+        worker = PlainWorker(WorkerContext(resolved.descriptor, resolved.device, config))
+        try:
+            worker.init_device()
+            info = worker.load_model()
+            assert info.num_layers == 4
+            assert info.attention.kv_cache.num_layers == 4 // stages
+            assert worker.profile().kv_bytes > 0
+            worker.initialize_kv(16, 0)
+            worker.warm_up()
+            return [worker.execute(one) for one in steps()]
+        finally:
+            worker.shutdown()
+
+    with ThreadPoolExecutor(tensor * stages) as threads:
+        return list(threads.map(rank, range(tensor * stages)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import AutoConfig
+
+    folder: Path = tmp_path_factory.mktemp("model")
+    AutoConfig.for_model(
+        "llama",
+        vocab_size=99,
+        hidden_size=80,
+        intermediate_size=72,
+        num_hidden_layers=4,
+        num_attention_heads=10,
+        num_key_value_heads=5,
+        head_dim=8,
+        max_position_embeddings=32,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def all_kinds() -> list[StepInput]:
+    """Return steps that need the best token only, logits, hidden states, and hidden states with logits."""
+    greedy = {"seed": 3, "temperature": 0.0}
+    return [
+        step([9], 5, new_sequences=(SequenceSampling(0, (5,), **greedy),)),
+        step(
+            [6, 6],
+            11,
+            finished_seq_ids=(0,),
+            new_sequences=(
+                SequenceSampling(0, (5,), seed=3, temperature=0.8, top_k=20, logprobs=3),
+                SequenceSampling(1, (5,), min_tokens=1, stop_token_ids=(4,), **greedy),
+            ),
+        ),
+        # Of the second sequence enough tokens were given by now, which the driver alone knows.
+        step([6, 6], 17, finished_seq_ids=(0,), new_sequences=(SequenceSampling(0, (5,), **greedy),)),
+        replace_samples(step([7], 21, pooling={0: SequencePooling(Pooling.MEAN, 7)}), []),
+        step([8, 8], 31, pooling={1: SequencePooling(Pooling.LAST, 8)}),
+    ]
+
+
+def replace_samples(given: StepInput, rows: list[int]) -> StepInput:
+    chosen = np.asarray(rows, np.int32)
+    batch = replace(given.batch, sample_rows=chosen, sample_seq_ids=chosen.astype(np.int64))
+    return replace(given, batch=batch)
+
+
+def test_ranks_give_the_outputs_of_one_worker(model: str) -> None:
+    (expected,) = serve(model, 1, 1, all_kinds)
+    for tensor, stages in ((2, 1), (1, 2), (2, 2)):
+        found = serve(model, tensor, stages, all_kinds)
+        driver = tensor * (stages - 1)
+        for one, other in zip(found[driver], expected, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.logprobs.keys() == other.logprobs.keys()
+            for index, logprobs in one.logprobs.items():
+                assert logprobs.token_ids.tolist() == other.logprobs[index].token_ids.tolist()
+                np.testing.assert_allclose(logprobs.logprobs, other.logprobs[index].logprobs, atol=1e-4)
+            assert one.embeddings.keys() == other.embeddings.keys()
+            for index, embedding in one.embeddings.items():
+                np.testing.assert_allclose(embedding, other.embeddings[index], atol=1e-4)
+        for rank, outputs in enumerate(found):
+            if rank != driver:
+                assert all(len(one.token_ids) == len(one.logprobs) == len(one.embeddings) == 0 for one in outputs)
