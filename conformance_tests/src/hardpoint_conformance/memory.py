@@ -31,6 +31,7 @@ from hardpoint.interfaces import (
     MemoryInfo,
     MemoryReport,
     MemoryStats,
+    MemoryTransaction,
     Policy,
     SleepPlan,
 )
@@ -140,6 +141,14 @@ class Memory(ABC):
     @abstractmethod
     def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
         """Put memory to sleep; the default plan copies all that is to be preserved to the host."""
+
+    def begin_sleep(self, plan: SleepPlan | None = None) -> MemoryTransaction:
+        """Prepare a sleep."""
+        return self._engine.begin_sleep(plan or SleepPlan())
+
+    def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
+        """Prepare a wake; of all memory without tags."""
+        return self._engine.begin_wake(tags)
 
     @abstractmethod
     def read_backup(self, block: Block) -> bytes:

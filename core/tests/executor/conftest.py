@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -73,55 +70,6 @@ def make(fake: ModuleType) -> Iterator[Callable[..., MultiProcessExecutor]]:
     yield one
     for executor in made:
         executor.shutdown()
-
-
-@dataclass(frozen=True)
-class Belongings:
-    """What this process holds of the system, as far as executors touch it."""
-
-    files: frozenset[str]
-    children: frozenset[str]
-    shared: frozenset[str]
-    ports: frozenset[str]
-
-    @classmethod
-    def now(cls) -> Belongings:
-        gc.collect()
-        children = {
-            pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-        }
-        files = {}
-        for fd in os.listdir("/proc/self/fd"):
-            try:
-                files[fd] = os.readlink(f"/proc/self/fd/{fd}")
-            except OSError:
-                continue
-        listening = {
-            line.split()[1]
-            for name in ("tcp", "tcp6")
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-            if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in files.values()
-        }
-        return cls(
-            frozenset(f"{fd} {target}" for fd, target in files.items()),
-            frozenset(children),
-            frozenset(os.listdir("/dev/shm")),
-            frozenset(listening),
-        )
-
-    def new_since(self, before: Belongings) -> list[str]:
-        """Return what was not there before."""
-        return sorted(
-            (self.files - before.files)
-            | (self.children - before.children)
-            | (self.shared - before.shared)
-            | (self.ports - before.ports)
-        )
-
-
-@pytest.fixture
-def belongings() -> type[Belongings]:
-    return Belongings
 
 
 def make_step(

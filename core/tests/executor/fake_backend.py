@@ -241,4 +241,5 @@ def hardpoint_backend() -> BackendDescriptor:
         attention=_never,
         worker=lambda: FakeWorker,
         priority=-1,
+        cluster_resource="fakes",
     )

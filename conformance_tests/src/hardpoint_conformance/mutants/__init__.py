@@ -34,10 +34,17 @@ class Mutant:
 
 @cache
 def mutants() -> tuple[Mutant, ...]:
-    """Return all known-bad backends, by part: packaging, memory, attention, worker, ranks."""
-    from hardpoint_conformance.mutants import attention, memory, packaging, ranks, worker
+    """Return all known-bad backends, by part: packaging, memory, attention, worker, the phases of sleep, ranks."""
+    from hardpoint_conformance.mutants import attention, memory, packaging, ranks, transactions, worker
 
-    return (*packaging.MUTANTS, *memory.MUTANTS, *attention.MUTANTS, *worker.MUTANTS, *ranks.MUTANTS)
+    return (
+        *packaging.MUTANTS,
+        *memory.MUTANTS,
+        *attention.MUTANTS,
+        *worker.MUTANTS,
+        *transactions.MUTANTS,
+        *ranks.MUTANTS,
+    )
 
 
 def mutant_named(name: str) -> Mutant:

@@ -75,7 +75,7 @@ def test_out_of_memory_on_wake_undoes_it(pool_memory: PoolMemory) -> None:
 @pytest.mark.parametrize("operation", list(_cases()))
 def test_any_failing_call_leaves_the_state_before(target: Target, operation: Operation, tmp_path: Path) -> None:
     """Whichever call of the driver fails within an operation: a typed error with the state before, all bytes and nothing leaked, after
-    which the operation succeeds; or no error, where the failure costs nothing, and all of the work done."""
+    which the operation succeeds; or no error, where the failure costs nothing, and all of the work done. A commit raises nothing."""
     interposed = InterposedTarget(target)
     if operation.elastic and not interposed.elastic:
         interposed.finish()
@@ -83,7 +83,10 @@ def test_any_failing_call_leaves_the_state_before(target: Target, operation: Ope
     rows = list(run_operation(interposed, operation, str(tmp_path)))
     interposed.finish()
     assert [f"{row.call} {text}" for row in rows for text in row.failures] == []
-    assert sum(row.undone for row in rows) >= 3
+    if operation.ending is None:
+        assert sum(row.undone for row in rows) >= 3
+    else:
+        assert sum(row.undone + row.tolerated for row in rows) > 0
 
 
 @clause("alloc.fault.dead-driver@1", Level.MEMORY, capability="memory.sleep.1", facts="allocator fact 18")

@@ -127,6 +127,7 @@ class MultiProcessExecutor(Executor):
             return
         if self._finalizer.alive and self._processes.failure is None:
             deadline = Deadline("shutdown", self._limits.shutdown)
+            self._processes.expect_end()
             try:
                 for rank in range(len(self._links)):
                     self._send(rank, Kind.STOP, self._next_call(), [], deadline)

@@ -178,6 +178,11 @@ class RankProcesses:
             if process.popen.returncode is None:
                 process.kill()
 
+    def expect_end(self) -> None:
+        """From here on, the end of a rank is no failure."""
+        with self._lock:
+            self._stopping = True
+
     def wait_ended(self) -> None:
         """Wait, though not for long, until ranks that were killed are gone: what follows may need what they held."""
         if not self.is_keeper():
@@ -185,8 +190,7 @@ class RankProcesses:
 
     def stop(self, patience: float) -> None:
         """Wait for all to end by themselves, then end them; nothing of them is left. Legal more than once."""
-        with self._lock:
-            self._stopping = True
+        self.expect_end()
         if self._keeper.is_alive():
             os.eventfd_write(self._command, 1)
             self._keeper.join(patience if self._failure is None else 0.0)

@@ -58,11 +58,12 @@ class ActorGroup:
         from hardpoint.executor.ray_actor import THREADS, Facts, RankActor, versions_of
 
         ray = self._ray
-        make = ray.remote(concurrency_groups=THREADS)(RankActor).options(max_restarts=0, **demand.actor_options())
+        actor = ray.remote(concurrency_groups=THREADS)(RankActor)
+        options = {"max_restarts": 0, **demand.actor_options()}
         stages = reserve(ray, demand, settings.placement_seconds)
         bundles = [bundle for stage in stages for bundle in stage]
         self._placed = list({group.id: group for group, _ in bundles}.values())
-        self.actors = [_make(ray, make, group, index) for group, index in bundles]
+        self.actors = [_make(actor, options, group, index) for group, index in bundles]
         self._watch()
         found = self.ask([actor.facts.remote(backend, demand.resource) for actor in self.actors], deadline, Facts)
         here = ray.get_runtime_context().get_node_id()
@@ -100,9 +101,9 @@ class ActorGroup:
         while pending:
             left = deadline.left()
             ready, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=min(left, _SLICE_SECONDS))
-            for ref in ready:
+            for ref, answer in self._answers(ready):
                 rank = pending.pop(ref)
-                outcomes[rank] = outcome = self.outcome(rank, ref)
+                outcomes[rank] = outcome = self._read(rank, answer)
                 if behind is not None and isinstance(outcome, BaseException):
                     deadline.shorten(behind)
             if not ready and not left:
@@ -111,12 +112,26 @@ class ActorGroup:
 
     def outcome(self, rank: int, ref: Any) -> Any:
         """Return what an actor has answered: bytes, or the exception that it raised; raises RankFailed for one that is gone."""
+        return self._read(rank, self._answer(ref))
+
+    def _answers(self, refs: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return for each ref what it stands for, or Ray's error; one question to Ray where all is well."""
+        try:
+            return list(zip(refs, self._ray.get(list(refs)), strict=True))
+        except self._ray.exceptions.RayError:
+            return [(ref, self._answer(ref)) for ref in refs]
+
+    def _answer(self, ref: Any) -> Any:
+        try:
+            return self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            return error
+
+    def _read(self, rank: int, answer: Any) -> Any:
         from hardpoint.executor.ray_actor import FAILURE, RESULT
 
-        try:
-            answer = self._ray.get(ref)
-        except self._ray.exceptions.RayError as error:
-            raise self.failed(rank, error) from error
+        if isinstance(answer, BaseException):
+            raise self.failed(rank, answer) from answer
         mark = answer[:1] if isinstance(answer, bytes) else None
         if mark == RESULT:
             # Arrays are views of it, and torch takes no read-only ones.
@@ -137,7 +152,7 @@ class ActorGroup:
         self.kill()
         return self.failure
 
-    def failed(self, rank: int, error: Exception) -> RankFailed:
+    def failed(self, rank: int, error: BaseException) -> RankFailed:
         """Note a failure of which Ray told; see `fail`."""
         return self.fail(rank, *_end_of(self._ray, error))
 
@@ -192,11 +207,11 @@ class ActorGroup:
                 return
 
 
-def _make(ray: Any, make: Any, group: Any, index: int) -> Any:
+def _make(actor: Any, options: dict[str, Any], group: Any, index: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    return make.options(scheduling_strategy=place).remote(_log.getEffectiveLevel())
+    return actor.options(scheduling_strategy=place, **options).remote(_log.getEffectiveLevel())
 
 
 def _ranks_by_node(facts: Sequence[Any], demand: Demand, here: str) -> list[int]:
@@ -220,7 +235,7 @@ def _check_versions(facts: Sequence[Any], ours: dict[str, str]) -> None:
                 )
 
 
-def _end_of(ray: Any, error: Exception) -> tuple[str, str, str]:
+def _end_of(ray: Any, error: BaseException) -> tuple[str, str, str]:
     """Return what became of an actor, what it left, and what to do."""
     text = str(error).strip()
     if isinstance(error, ray.exceptions.ActorUnavailableError):

@@ -1,0 +1,227 @@
+"""Faults of sleep and wake in two phases: of the allocator's transactions, and of the worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.interfaces import DType, MemoryReport, MemoryTransaction, Policy, SleepPlan
+from hardpoint.interfaces.errors import InvalidTransaction, MemoryBusy
+from hardpoint_conformance.mutants.derived import Faults, Methods
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ALLOCATOR_FAULTS, _WORKER_FAULTS = Faults("allocator"), Faults("worker")
+allocator_fault, worker_fault = _ALLOCATOR_FAULTS.fault, _WORKER_FAULTS.fault
+
+
+class _Altered(MemoryTransaction):
+    """A transaction with other ends."""
+
+    def __init__(self, commit: Callable[[], MemoryReport], rollback: Callable[[], None]) -> None:
+        self._commit, self._rollback = commit, rollback
+
+    def commit(self) -> MemoryReport:
+        return self._commit()
+
+    def rollback(self) -> None:
+        self._rollback()
+
+
+def _altered(base: Any, change: Callable[[Any, MemoryTransaction], MemoryTransaction]) -> Methods:
+    """Hand out other transactions than those that were begun; `change` is given the allocator and the right one."""
+
+    def begin_sleep(self: Any, plan: SleepPlan) -> MemoryTransaction:
+        return change(self, base.begin_sleep(self, plan))
+
+    def begin_wake(self: Any, tags: Sequence[str] | None = None) -> MemoryTransaction:
+        return change(self, base.begin_wake(self, tags))
+
+    return {"begin_sleep": begin_sleep, "begin_wake": begin_wake}
+
+
+# Allocators
+
+
+@allocator_fault("A rollback makes it so.", "alloc.transaction.rollback@1")
+def rollback_commits(base: Any) -> Methods:
+    def altered(_: Any, right: MemoryTransaction) -> MemoryTransaction:
+        def rollback() -> None:
+            right.commit()
+
+        return _Altered(right.commit, rollback)
+
+    return _altered(base, altered)
+
+
+@allocator_fault("A commit reports, and changes nothing.", "alloc.transaction.commit@1")
+def commit_rolls_back(base: Any) -> Methods:
+    def commit(right: MemoryTransaction) -> MemoryReport:
+        right.rollback()
+        return MemoryReport(preserved=0, discarded=0, skipped=0, seconds={"total": 0.0}, free_before=0, free_after=0)
+
+    return _altered(base, lambda _, right: _Altered(lambda: commit(right), right.rollback))
+
+
+@allocator_fault("A transaction that has ended ends again without a word.", "alloc.transaction.once@1")
+def ends_twice(base: Any) -> Methods:
+    def ended(right: MemoryTransaction) -> MemoryTransaction:
+        reports: list[MemoryReport] = []
+
+        def commit() -> MemoryReport:
+            with suppress(InvalidTransaction):
+                reports.append(right.commit())
+            return reports[-1]
+
+        def rollback() -> None:
+            with suppress(InvalidTransaction):
+                right.rollback()
+
+        return _Altered(commit, rollback)
+
+    return _altered(base, lambda _, right: ended(right))
+
+
+@allocator_fault(
+    "Nothing is prepared: a commit does all of the sleep or wake, so that others are not kept out before.",
+    "alloc.transaction.busy@1",
+)
+def prepares_nothing(base: Any) -> Methods:
+    def begin_sleep(self: Any, plan: SleepPlan) -> MemoryTransaction:
+        return _Altered(lambda: base.sleep(self, plan), lambda: None)
+
+    def begin_wake(self: Any, tags: Sequence[str] | None = None) -> MemoryTransaction:
+        return _Altered(lambda: base.wake(self, tags), lambda: None)
+
+    return {"begin_sleep": begin_sleep, "begin_wake": begin_wake}
+
+
+@allocator_fault("A transaction that is dropped stays open.", "alloc.transaction.dropped@1")
+def dropped_stays_open(base: Any) -> Methods:
+    def kept(self: Any, right: MemoryTransaction) -> MemoryTransaction:
+        vars(self).setdefault("_begun", []).append(right)
+        return right
+
+    return _altered(base, kept)
+
+
+@allocator_fault("While a transaction is open no memory is handed out.", "alloc.transaction.free@1")
+def open_refuses_memory(base: Any) -> Methods:
+    def counted(self: Any, right: MemoryTransaction) -> MemoryTransaction:
+        vars(self)["_open"] = True
+
+        def commit() -> MemoryReport:
+            vars(self)["_open"] = False
+            return right.commit()
+
+        def rollback() -> None:
+            vars(self)["_open"] = False
+            right.rollback()
+
+        return _Altered(commit, rollback)
+
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = "default",
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        if vars(self).get("_open"):
+            raise MemoryBusy("a transaction is open")
+        tensor: Tensor = base.empty(self, shape, dtype, tag, policy, max_rows)
+        return tensor
+
+    return {**_altered(base, counted), "empty": empty}
+
+
+# Workers
+
+
+@worker_fault("A sleep in two phases forgets the live KV blocks.", "worker.transaction.commit@1")
+def begun_sleep_forgets_blocks(base: Any) -> Methods:
+    def begin_sleep(self: Any, transaction: int, plan: SleepPlan) -> None:
+        base.begin_sleep(self, transaction, replace(plan, live_blocks=None if plan.live_blocks is None else ()))
+
+    return {"begin_sleep": begin_sleep}
+
+
+@worker_fault("A worker's rollback makes it so.", "worker.transaction.rollback@1")
+def worker_rollback_commits(base: Any) -> Methods:
+    def rollback(self: Any, transaction: int) -> None:
+        base.commit(self, transaction)
+
+    return {"rollback": rollback}
+
+
+@worker_fault("Whatever number is given, the open transaction is committed.", "worker.transaction.numbers@1")
+def any_number_commits(base: Any) -> Methods:
+    def begin_sleep(self: Any, transaction: int, plan: SleepPlan) -> None:
+        base.begin_sleep(self, transaction, plan)
+        vars(self)["_number"] = transaction
+
+    def commit(self: Any, transaction: int) -> MemoryReport:
+        report: MemoryReport = base.commit(self, vars(self).pop("_number", transaction))
+        return report
+
+    return {"begin_sleep": begin_sleep, "commit": commit}
+
+
+@worker_fault("A number that was used begins another transaction.", "worker.transaction.numbers@1")
+def numbers_used_again(base: Any) -> Methods:
+    def begin_wake(self: Any, transaction: int, tags: Sequence[str] | None = None) -> None:
+        try:
+            base.begin_wake(self, transaction, tags)
+        except InvalidTransaction:
+            self._transactions._last = transaction - 1
+            base.begin_wake(self, transaction, tags)
+
+    return {"begin_wake": begin_wake}
+
+
+@worker_fault("Steps and writes go on while a transaction is open.", "worker.transaction.open@1")
+def open_does_not_refuse(base: Any) -> Methods:
+    def begin_sleep(self: Any, transaction: int, plan: SleepPlan) -> None:
+        vars(self)["_asked"] = transaction, plan
+
+    def commit(self: Any, transaction: int) -> MemoryReport:
+        asked = vars(self).pop("_asked", None)
+        if asked is not None:
+            base.begin_sleep(self, *asked)
+        report: MemoryReport = base.commit(self, transaction)
+        return report
+
+    def rollback(self: Any, transaction: int) -> None:
+        if vars(self).pop("_asked", None) is None:
+            base.rollback(self, transaction)
+
+    return {"begin_sleep": begin_sleep, "commit": commit, "rollback": rollback}
+
+
+@worker_fault(
+    "Weights that a sleep is to discard are missing also when it is rolled back.", "worker.transaction.missing@1"
+)
+def rolled_back_weights_missing(base: Any) -> Methods:
+    def rollback(self: Any, transaction: int) -> None:
+        base.rollback(self, transaction)
+        self._ledger.discard_all()
+
+    return {"rollback": rollback}
+
+
+@worker_fault("A shutdown leaves an open transaction open.", "worker.transaction.shutdown@1")
+def shutdown_leaves_it_open(base: Any) -> Methods:
+    def shutdown(self: Any) -> None:
+        transactions = self._transactions
+        left, transactions._open = transactions._open, None
+        vars(self).setdefault("_left_open", left)
+        base.shutdown(self)
+
+    return {"shutdown": shutdown}
+
+
+MUTANTS = [*_ALLOCATOR_FAULTS.mutants, *_WORKER_FAULTS.mutants]

@@ -1,0 +1,53 @@
+"""What tests hold against each other to see that nothing was left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this process holds of the system, as far as executors touch it."""
+
+    files: frozenset[str]
+    children: frozenset[str]
+    shared: frozenset[str]
+    ports: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Belongings:
+        """Look at this process."""
+        gc.collect()
+        children = {
+            pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
+        }
+        files = {}
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                files[fd] = os.readlink(f"/proc/self/fd/{fd}")
+            except OSError:
+                continue
+        listening = {
+            line.split()[1]
+            for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+            if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in files.values()
+        }
+        return cls(
+            frozenset(f"{fd} {target}" for fd, target in files.items()),
+            frozenset(children),
+            frozenset(os.listdir("/dev/shm")),
+            frozenset(listening),
+        )
+
+    def new_since(self, before: Belongings) -> list[str]:
+        """Return what was not there before."""
+        return sorted(
+            (self.files - before.files)
+            | (self.children - before.children)
+            | (self.shared - before.shared)
+            | (self.ports - before.ports)
+        )
