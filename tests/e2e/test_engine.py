@@ -260,7 +260,19 @@ def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_engine: Any) ->
         pytest.param("demo", {"dtype": "int7"}, ConfigError, "int7", id="unknown-dtype"),
         pytest.param("demo", {"kv_dtype": "float8_e4m3fn"}, CapabilityRefused, "float8", id="kv-dtype"),
         pytest.param("demo", {"no_such_setting": 1}, ConfigError, "no_such_setting", id="unknown-setting"),
-        pytest.param("demo", {"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size", id="world-size"),
+        pytest.param("demo", {"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0", id="no-ranks"),
+        pytest.param(
+            "demo", {"tensor_parallel_size": 4096}, CapabilityRefused, "4096 tensor-parallel", id="world-size"
+        ),
+        pytest.param(
+            "demo",
+            {"pipeline_parallel_size": 2, "executor": "in_process"},
+            ConfigError,
+            "one process",
+            id="ranks-inside",
+        ),
+        pytest.param("demo", {"executor": "abacus"}, ConfigError, "multi_process", id="unknown-executor"),
+        pytest.param("demo", {"rank_limits": {"nap": 1}}, ConfigError, "'nap'", id="unknown-limit"),
     ],
 )
 def test_an_impossible_engine_is_one_typed_error(
@@ -275,6 +287,9 @@ def test_settings_are_understood_under_the_names_of_other_engines() -> None:
 
     config = EngineConfig.from_arguments("demo", {"gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 7})
     assert (config.memory_utilization, config.num_device_blocks) == (0.5, 7)
+    names = {"mp": "multi_process", "uni": "in_process", "ray": "ray", None: "auto", "in_process": "in_process"}
+    for theirs, ours in names.items():
+        assert EngineConfig.from_arguments("demo", {"distributed_executor_backend": theirs}).executor == ours
 
 
 def test_a_backend_that_is_passed_over_is_said_in_one_visible_line(

@@ -385,7 +385,6 @@ PROGRAM = """
     from hardpoint.executor import MultiProcessExecutor
     from hardpoint.interfaces import WorkerConfig
     from hardpoint.plugins import Resolved
-from tests.leaks import Belongings
     descriptor = fake.hardpoint_backend()
     orders = json.dumps([{{"call": "init_device", "does": "hang"}}])
     executor = MultiProcessExecutor(Resolved(descriptor, descriptor.probe().devices[0]), WorkerConfig(model=orders))

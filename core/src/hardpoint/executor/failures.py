@@ -64,7 +64,8 @@ def _rebuilt(failure: Failure, where: str) -> Exception:
     arguments = _with_tuples(failure.arguments)
     state = {name: _with_tuples(value) for name, value in failure.state.items()}
     if issubclass(cls, HardpointError):
-        return cls.restore(arguments, state)
+        restored: Exception = cls.restore(arguments, state)
+        return restored
     try:
         error: Exception = cls(*arguments)
         error.__dict__.update(state)

@@ -11,7 +11,6 @@ pieces while the reader takes them. Sequence numbers are checked: a frame that i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -46,6 +45,14 @@ def make_counters(capacity: int) -> tuple[int, int]:
     """Return two new eventfds, `data` and `space`, for an empty ring."""
     flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
     return os.eventfd(0, flags), os.eventfd(capacity, flags)
+
+
+def _take(counter: int) -> int:
+    """Return what was added to a counter since it was taken last."""
+    try:
+        return os.eventfd_read(counter)
+    except BlockingIOError:
+        return 0
 
 
 class RingWriter:
@@ -92,8 +99,7 @@ class RingWriter:
 
     def _make_room(self, wait: Callable[[int], None]) -> None:
         while not self._room:
-            with contextlib.suppress(BlockingIOError):
-                self._room += os.eventfd_read(self._space)
+            self._room += _take(self._space)
             if not self._room:
                 wait(self._space)
 
@@ -120,8 +126,7 @@ class RingReader:
 
     def read(self) -> Frame | None:
         """Return the next frame, or None where it has not arrived as a whole yet; raises MalformedMessage."""
-        with contextlib.suppress(BlockingIOError):
-            self._available += os.eventfd_read(self._data)
+        self._available += _take(self._data)
         if self._frame is None:
             if not self._fill(self._header):
                 return None

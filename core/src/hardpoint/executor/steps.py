@@ -1,13 +1,16 @@
-"""One step as a message: the scheduler's arrays in two blocks of numbers, and of the block table only what changed.
+"""One step as a message: the scheduler's arrays one after the other, and of the block table only what changed.
 
 The block table is persistent and large; a step changes a few entries of it. The encoder remembers what it sent, and the decoder
 keeps a table of its own, so the two belong together from the first step on, and no step may be left out.
+
+This is on the way of every step, so it has a form of its own: a row of 64-bit numbers (decodes, shape of the table, bytes of what comes
+last, numbers in each array), the int64 arrays, the int32 arrays, and last, where there is any, what belongs to single sequences.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
@@ -23,36 +26,20 @@ from hardpoint.interfaces.batch import (
 )
 from hardpoint.interfaces.errors import MalformedMessage
 
-_LONG = ("token_ids", "positions", "seq_ids", "sample_seq_ids", "preempted")
-"""int64 arrays, in the order in which they are sent."""
-
-_SHORT = ("slot_mapping", "query_start", "context_lens", "rows", "sample_rows")
-"""int32 arrays of one axis."""
-
-_PAIRS = ("swap_out", "swap_in", "copies")
-"""int32 arrays of two columns."""
-
-
+_NUM_LONG, _NUM_SHORT = 5, 10
+_SIZES = 4 + _NUM_LONG + _NUM_SHORT
+_HEADER = struct.Struct(f"<{_SIZES}q")
+_LONG = [np.dtype(np.int64)] * _NUM_LONG
+_SHORT = [np.dtype(np.int32)] * _NUM_SHORT
 _NOTHING = np.empty(0, np.int32)
 
 
-class _Step(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One step.
+class _Sequences(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What belongs to single sequences; most steps have none of it."""
 
-    Attributes:
-        sizes: numbers in each array, in the order of `_LONG`, `_SHORT`, `_PAIRS`, then of the table's changed places and values.
-        table: shape of the block table.
-        changes: places count within the table as one row of numbers.
-    """
-
-    num_decodes: int
-    sizes: tuple[int, ...]
-    table: tuple[int, int]
-    long: Any
-    short: Any
-    new_sequences: tuple[SequenceSampling, ...]
-    finished_seq_ids: tuple[int, ...]
-    pooling: dict[int, SequencePooling]
+    new: tuple[SequenceSampling, ...] = ()
+    finished: tuple[int, ...] = ()
+    pooling: dict[int, SequencePooling] = {}
 
 
 class StepEncoder:
@@ -64,45 +51,44 @@ class StepEncoder:
 
     def __init__(self) -> None:
         self.block_size = 1
-        self._table: Int32Array = np.empty((0, 0), np.int32)
+        self._table: Int32Array = np.zeros((0, 0), np.int32)
 
     def encode(self, step: StepInput) -> list[Buffer]:
         """Return a step as a message; raises MalformedMessage where an array is not what the contract says."""
         batch = step.batch
-        places, values = self._changes(batch)
-        long = [getattr(batch, name) for name in _LONG]
-        short = [getattr(batch, name) for name in _SHORT]
-        short += [getattr(batch, name).reshape(-1) for name in _PAIRS]
-        short += [places, values]
+        rows, columns = batch.block_table.shape
+        long: list[Any] = [batch.token_ids, batch.positions, batch.seq_ids, batch.sample_seq_ids, batch.preempted]
+        short: list[Any] = [batch.slot_mapping, batch.query_start, batch.context_lens, batch.rows, batch.sample_rows]
+        short += [batch.swap_out, batch.swap_in, batch.copies]
+        short += self._changes(batch)
+        if [array.dtype for array in long] != _LONG or [array.dtype for array in short] != _SHORT:
+            found = ", ".join(str(array.dtype) for array in (*long, *short))
+            raise MalformedMessage("a step's arrays are not as the contract says", found=found)
+        last = b""
+        if step.new_sequences or step.finished_seq_ids or step.pooling:
+            new = tuple(map(_with_list, step.new_sequences))
+            last = b"".join(encode(_Sequences(new, step.finished_seq_ids, dict(step.pooling))))
+        sizes = [array.size for array in (*long, *short)]
         try:
-            wire = _Step(
-                num_decodes=batch.num_decodes,
-                sizes=tuple(map(len, long + short)),
-                table=batch.block_table.shape,
-                long=np.concatenate(long, dtype=np.int64, casting="no"),
-                short=np.concatenate(short, dtype=np.int32, casting="no"),
-                new_sequences=tuple(map(_with_list, step.new_sequences)),
-                finished_seq_ids=step.finished_seq_ids,
-                pooling=dict(step.pooling),
-            )
-        except (TypeError, ValueError) as error:
-            raise MalformedMessage("a step's arrays are not as the contract says", found=str(error)) from error
-        return encode(wire)
+            return [b"".join([_HEADER.pack(batch.num_decodes, rows, columns, len(last), *sizes), *long, *short, last])]
+        except (BufferError, TypeError) as error:
+            raise MalformedMessage("a step's arrays are not dense", found=str(error)) from error
 
     def _changes(self, batch: StepBatch) -> tuple[Int32Array, Int32Array]:
         """Return places and values of what this step's sequences use of the table and was not sent before.
 
-        Rows are compared from the first to the last that is used, since a slice of the table is no copy.
+        A place counts within the table as one row. Rows are compared from the first to the last that is used, since a slice of the table
+        is no copy.
         """
         table, rows = batch.block_table, batch.rows
         if self._table.shape != table.shape:
             self._table = np.zeros(table.shape, np.int32)
         if not len(rows):
             return _NOTHING, _NOTHING
-        used = min(-(-int(batch.context_lens.max()) // self.block_size), table.shape[1])
-        first, last = int(rows.min()), int(rows.max())
-        current = table[first : last + 1, :used]
-        found = np.flatnonzero(current != self._table[first : last + 1, :used])
+        used = min(-(-int(np.maximum.reduce(batch.context_lens)) // self.block_size), table.shape[1])
+        first, end = int(np.minimum.reduce(rows)), int(np.maximum.reduce(rows)) + 1
+        current = table[first:end, :used]
+        found = (current != self._table[first:end, :used]).reshape(-1).nonzero()[0]
         if not len(found):
             return _NOTHING, _NOTHING
         row, column = np.divmod(found.astype(np.int32), np.int32(used))
@@ -116,47 +102,47 @@ class StepDecoder:
     """Reads the steps that one `StepEncoder` wrote."""
 
     def __init__(self) -> None:
-        self._table: Int32Array = np.empty((0, 0), np.int32)
+        self._table: Int32Array = np.zeros((0, 0), np.int32)
 
     def decode(self, message: Buffer) -> StepInput:
         """Return the step of a message; raises MalformedMessage.
 
         `block_table` is one array through all steps, the other arrays are views of the message.
         """
-        wire: _Step = decode(message, _Step)
-        long = _split(wire.long, np.int64, wire.sizes[: len(_LONG)])
-        short = _split(wire.short, np.int32, wire.sizes[len(_LONG) :])
-        if len(long) != len(_LONG) or len(short) != len(_SHORT) + len(_PAIRS) + 2 or min(wire.table) < 0:
-            raise MalformedMessage("a step has not the arrays of a step", found=f"sizes {wire.sizes}")
-        *short, places, values = short
-        if self._table.shape != wire.table:
-            self._table = np.zeros(wire.table, np.int32)
         try:
-            self._table.reshape(-1)[places] = values
-            pairs = [array.reshape(-1, 2) for array in short[len(_SHORT) :]]
-        except (IndexError, ValueError) as error:
-            raise MalformedMessage("a step's block table or pairs do not fit", found=str(error)) from error
+            num_decodes, *shape, last, long_sizes, short_sizes = _sizes(message)
+            long, start = _split(message, np.int64, long_sizes, _HEADER.size)
+            short, start = _split(message, np.int32, short_sizes, start)
+            *short, places, values = short
+            if self._table.shape != tuple(shape):
+                self._table = np.zeros(shape, np.int32)
+            if len(places):
+                self._table.reshape(-1)[places] = values
+            swap_out, swap_in, copies = (pairs.reshape(-1, 2) for pairs in short[5:])
+        except (struct.error, IndexError, ValueError, OverflowError, MemoryError) as error:
+            raise MalformedMessage("a step is not understood", found=str(error)) from error
         token_ids, positions, seq_ids, sample_seq_ids, preempted = long
-        slot_mapping, query_start, context_lens, rows, sample_rows = short[: len(_SHORT)]
-        swap_out, swap_in, copies = pairs
         batch = StepBatch(
             token_ids=token_ids,
             positions=positions,
-            slot_mapping=slot_mapping,
-            query_start=query_start,
-            context_lens=context_lens,
+            slot_mapping=short[0],
+            query_start=short[1],
+            context_lens=short[2],
             block_table=self._table,
-            rows=rows,
+            rows=short[3],
             seq_ids=seq_ids,
-            num_decodes=wire.num_decodes,
-            sample_rows=sample_rows,
+            num_decodes=num_decodes,
+            sample_rows=short[4],
             sample_seq_ids=sample_seq_ids,
             swap_out=swap_out,
             swap_in=swap_in,
             copies=copies,
             preempted=preempted,
         )
-        return StepInput(batch, wire.new_sequences, wire.finished_seq_ids, wire.pooling)
+        if not last:
+            return StepInput(batch)
+        sequences: _Sequences = decode(memoryview(message)[start:], _Sequences)
+        return StepInput(batch, sequences.new, sequences.finished, sequences.pooling)
 
 
 def _with_list(sampling: SequenceSampling) -> SequenceSampling:
@@ -165,10 +151,21 @@ def _with_list(sampling: SequenceSampling) -> SequenceSampling:
     return replace(sampling, prompt_token_ids=[int(token) for token in sampling.prompt_token_ids])
 
 
-def _split(block: Any, dtype: type[np.generic], sizes: tuple[int, ...]) -> list[Any]:
-    if not isinstance(block, np.ndarray) or block.dtype != dtype or block.ndim != 1 or min(sizes, default=0) < 0:
-        raise MalformedMessage("a step's numbers are not of their type", found=f"{type(block).__name__}, sizes {sizes}")
-    ends = list(accumulate(sizes, initial=0))
-    if ends[-1] != len(block):
-        raise MalformedMessage("a step's numbers are not as many as it says", found=f"{len(block)}, sizes {sizes}")
-    return [block[start:end] for start, end in pairwise(ends)]
+def _sizes(message: Buffer) -> tuple[Any, ...]:
+    """Return the numbers of the header, the arrays' sizes as two tuples; raises ValueError where they are not the message's."""
+    numbers = _HEADER.unpack_from(message)
+    last, long, short = numbers[3], numbers[4 : 4 + _NUM_LONG], numbers[4 + _NUM_LONG :]
+    size = _HEADER.size + 8 * sum(long) + 4 * sum(short) + last
+    if min(numbers) < 0 or size != len(message):
+        raise ValueError(f"numbers {numbers} in a message of {len(message)} bytes")
+    return (*numbers[:4], long, short)
+
+
+def _split(message: Buffer, dtype: Any, sizes: tuple[int, ...], start: int) -> tuple[list[Any], int]:
+    """Return arrays of a message from byte `start` on, and where they end."""
+    block = np.frombuffer(message, dtype, sum(sizes), start)
+    arrays, begin = [], 0
+    for size in sizes:
+        arrays.append(block[begin : begin + size])
+        begin += size
+    return arrays, start + block.nbytes

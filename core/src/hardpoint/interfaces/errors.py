@@ -8,7 +8,7 @@ for memory, ...), so that ordinary Python code handles it without importing this
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 
 class HardpointError(Exception):
@@ -45,7 +45,8 @@ class HardpointError(Exception):
             args, state: its `args` and attributes.
         """
         # Not cls.__new__: where a built-in exception comes later among the bases, that finds one that refuses the class.
-        error: Self = cls.__base__.__new__(cls)  # type: ignore[misc, union-attr]
+        base: Any = cls.__base__
+        error: Self = base.__new__(cls)
         error.args = args
         error.__dict__.update(state)
         return error

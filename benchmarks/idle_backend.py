@@ -1,0 +1,104 @@
+"""A backend whose workers compute nothing, for `executor.py`: what is left of a step is the executor's own time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pluggy
+
+from hardpoint.interfaces import (
+    API_VERSION,
+    AttentionPlan,
+    AttentionRequest,
+    BackendDescriptor,
+    Capabilities,
+    Device,
+    DType,
+    KVCacheSpec,
+    MemoryProfile,
+    MemoryReport,
+    MemoryStats,
+    ModelInfo,
+    ProbeResult,
+    SleepPlan,
+    StepInput,
+    StepOutput,
+    Worker,
+)
+
+_TOKENS = np.zeros(4096, np.int64)
+
+
+class IdleWorker(Worker):
+    """Answers every step with tokens that were there before."""
+
+    def execute(self, step: StepInput) -> StepOutput:
+        return StepOutput(_TOKENS[: len(step.batch.sample_rows)])
+
+    def load_model(self) -> ModelInfo:
+        request = AttentionRequest((), DType.FLOAT32, DType.FLOAT32, 16, 8192)
+        plan = AttentionPlan(request, KVCacheSpec(1, 16, 1, 8, DType.FLOAT32))
+        return ModelInfo("Idle", DType.FLOAT32, 50_000, 8192, 1, 0, plan, "idle")
+
+    def init_device(self) -> None: ...
+
+    def profile(self) -> MemoryProfile:
+        return MemoryProfile(0, 0, 0, 0, 1.0)
+
+    def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        return MemoryReport(0, 0, 0, {}, 0, 0)
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        return MemoryReport(0, 0, 0, {}, 0, 0)
+
+    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None: ...
+
+    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None: ...
+
+    def commit(self, transaction: int) -> MemoryReport:
+        return MemoryReport(0, 0, 0, {}, 0, 0)
+
+    def rollback(self, transaction: int) -> None: ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
+        return 0
+
+    def reload_weights(self, model: str | None = None) -> int:
+        return 0
+
+    def missing_weights(self) -> frozenset[str]:
+        return frozenset()
+
+    def declare_weights_valid(self) -> None: ...
+
+    def memory_stats(self) -> MemoryStats:
+        return MemoryStats({}, 0)
+
+    def shutdown(self) -> None: ...
+
+
+def _never(*_: object) -> Any:
+    raise AssertionError("an idle worker has no such part")
+
+
+@pluggy.HookimplMarker("hardpoint")
+def hardpoint_backend() -> BackendDescriptor:
+    """Describe it."""
+    return BackendDescriptor(
+        name="idle",
+        vendor="benchmarks",
+        api=(API_VERSION, API_VERSION),
+        probe=lambda: ProbeResult((Device("idle", 0, "nothing", "cpu"),)),
+        capabilities=lambda device: Capabilities.none(),
+        allocator=_never,
+        attention=_never,
+        worker=lambda: IdleWorker,
+        priority=-1,
+        accelerator=False,
+    )

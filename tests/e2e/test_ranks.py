@@ -1,0 +1,175 @@
+"""The demo model on several ranks: the same tokens, one sleep for all, and nothing left when a rank is killed.
+
+Starting ranks takes seconds, so there are three engines in all, one after the other in this process, and many checks with each. Each
+engine after the first is also the proof that a new one works where one has died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.engine.sleep import EngineState
+from hardpoint.executor import MultiProcessExecutor
+from hardpoint.executor.meeting import MeetingServer
+from hardpoint.interfaces.errors import EngineDead, RankFailed, WeightsMissing
+from hardpoint.models import open_model
+from tests.leaks import Belongings
+
+PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "1, 1, 2, 3, 5, 8,"]
+TOKENS = 16
+REPORTED_WITHIN = 5.0
+ROUNDING = 2e-3
+"""By how much the logits of float32 inference may differ between two orders of its sums; ten times what was seen."""
+
+
+def _engine(**settings: Any) -> LLM:
+    small = {"max_model_len": 256, "num_device_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    return LLM("demo", dtype="float32", backend="cpu", **(small | settings))
+
+
+def _check_tokens(llm: LLM, oracle: Any, params: SamplingParams) -> None:
+    """Greedy tokens by the logit-margin rule: the oracle prefers no other token by more than the rounding of its logits."""
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        chosen = list(output.outputs[0].token_ids)
+        assert len(chosen) == TOKENS
+        logits = oracle.logits([*output.prompt_token_ids, *chosen], len(output.prompt_token_ids))
+        margin = logits.max(dim=-1).values - logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+        assert float(margin.max()) <= ROUNDING
+        assert int((margin > 0).sum()) <= 1, "nearly all tokens are the oracle's own"
+
+
+def _check_dead(llm: LLM, rank: int) -> None:
+    """A dead engine says so, whatever it is asked, and can be shut down."""
+    engine = llm.engine
+    assert not engine.has_unfinished_requests()
+    status = llm.sleep_status()
+    assert status.state is EngineState.FAILED
+    assert f"rank {rank} failed" in (status.failure or "")
+    with pytest.raises(EngineDead, match=f"rank {rank} failed"):
+        engine.add_request("late", "x", SamplingParams())
+    for use in (engine.step, llm.sleep, llm.wake_up, llm.reload_weights):
+        with pytest.raises(EngineDead):
+            use()
+    llm.shutdown()
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nothing_left() -> Iterator[Callable[[], list[str]]]:
+    """Return what this process holds now and did not hold before."""
+    MeetingServer().close()  # The first one of a process opens files that the library keeps.
+    before = Belongings.now()
+
+    def new() -> list[str]:
+        return Belongings.now().new_since(before)
+
+    yield new
+    assert new() == []
+
+
+def _compute(llm: LLM, steps: int) -> None:
+    for _ in range(steps):
+        llm.engine.step()
+
+
+def _pids(llm: LLM) -> list[int]:
+    executor = llm.engine._core.executor
+    assert isinstance(executor, MultiProcessExecutor)
+    return executor.pids
+
+
+def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_left: Callable[[], list[str]]) -> None:
+    with _engine(tensor_parallel_size=2) as llm:
+        assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
+        assert len(_pids(llm)) == 2
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+
+        seen: list[tuple[int, int]] = []
+        report = llm.sleep(tier="disk", progress=lambda done, total: seen.append((done, total)))
+        assert report.freed >= llm.info.weight_bytes
+        assert seen
+        assert llm.wake_up().state is EngineState.RUNNING
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+
+        llm.sleep(level=2)
+        llm.wake_up()
+        with pytest.raises(WeightsMissing):
+            llm.generate("x")
+        source = open_model("demo")
+        names = sorted(source.checkpoint.shapes())
+        assert llm.update_weights((name, source.checkpoint.read(name)) for name in names[:100]) == 100
+        source.close_weights()
+        assert llm.sleep_status().missing_weights == len(names) - 100
+        assert llm.reload_weights() == len(names)
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+
+        # Killed while it decodes.
+        for number, prompt in enumerate(PROMPTS):
+            llm.engine.add_request(str(number), prompt, greedy(200))
+        _compute(llm, 5)
+        os.kill(_pids(llm)[1], signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(RankFailed, match="ended by SIGKILL") as raised:
+            _compute(llm, 50)
+        assert time.monotonic() - killed < REPORTED_WITHIN
+        assert raised.value.rank == 1
+        _check_dead(llm, rank=1)
+    assert nothing_left() == []
+
+
+def test_two_stages_divide_the_layers(oracle_float32: Any, greedy: Any, nothing_left: Callable[[], list[str]]) -> None:
+    with _engine(pipeline_parallel_size=2) as llm:
+        assert (llm.info.num_ranks, llm.info.pipeline_parallel_size) == (2, 2)
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+        embeddings = llm.embed(PROMPTS[:1], use_tqdm=False)
+        assert embeddings[0].outputs.embedding.shape == (576,)
+        assert llm.reload_weights() == len(open_model("demo").checkpoint.shapes())
+
+        # Killed while it goes to sleep.
+        killed: list[float] = []
+
+        def kill(done: int, total: int) -> None:
+            if not killed:
+                killed.append(time.monotonic())
+                os.kill(_pids(llm)[1], signal.SIGKILL)
+
+        llm.engine.add_request("held", PROMPTS[0], greedy(200))
+        llm.engine.step()
+        with pytest.raises(RankFailed, match="rank 1 failed"):
+            llm.sleep(mode="keep", tier="disk", progress=kill)
+        assert time.monotonic() - killed[0] < REPORTED_WITHIN
+        with pytest.raises(EngineDead):
+            llm.engine.step()
+        _check_dead(llm, rank=1)
+    assert nothing_left() == []
+
+
+def test_a_rank_killed_while_it_starts_is_an_error_of_the_start(nothing_left: Callable[[], list[str]]) -> None:
+    killed: list[float] = []
+
+    def kill() -> None:
+        while not killed:
+            for rank in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+                for pid in map(int, rank.read_text().split()):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(time.monotonic())
+                    return
+            time.sleep(0.05)
+
+    killer = threading.Timer(1.0, kill)
+    killer.start()
+    with pytest.raises(RankFailed, match="ended by SIGKILL"):
+        _engine(tensor_parallel_size=2)
+    killer.join()
+    assert time.monotonic() - killed[0] < REPORTED_WITHIN
+    assert nothing_left() == []
