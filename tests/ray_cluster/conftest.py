@@ -20,11 +20,12 @@ from core.tests.executor.conftest import fake, step
 from hardpoint.executor import RankLimits
 from hardpoint.interfaces import WorkerConfig
 from hardpoint.plugins import Resolved
+from tests.e2e.conftest import greedy, oracle_float32
 
 if TYPE_CHECKING:
     from hardpoint.executor.ray import RayExecutor
 
-__all__ = ["fake", "step"]
+__all__ = ["fake", "greedy", "oracle_float32", "step"]
 
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
 
@@ -34,7 +35,7 @@ OBJECT_STORE = 80 << 20
 
 @pytest.fixture(scope="session")
 def cluster(fake: ModuleType) -> Iterator[Any]:
-    """Two nodes, each with six of the fake backend's devices; this process has joined them."""
+    """Two nodes, each with six of the fake backend's devices and one device that is called split; this process has joined them."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -47,9 +48,9 @@ def cluster(fake: ModuleType) -> Iterator[Any]:
         node = {"num_cpus": 2, "object_store_memory": OBJECT_STORE}
         nodes = Cluster(
             initialize_head=True,
-            head_node_args={**node, "resources": {"fakes": 6, "lone": 1}, "include_dashboard": False},
+            head_node_args={**node, "resources": {"fakes": 6, "split": 1, "lone": 1}, "include_dashboard": False},
         )
-        nodes.add_node(**node, resources={"fakes": 6})
+        nodes.add_node(**node, resources={"fakes": 6, "split": 1})
         ray.init(address=nodes.address, log_to_driver=False)
         yield nodes
         ray.shutdown()

@@ -166,7 +166,9 @@ class ActorGroup:
         )
 
     def kill(self) -> None:
-        """End all actors at once."""
+        """End all actors at once; where this process has left the cluster, they have ended with its job."""
+        if not self._ray.is_initialized():
+            return
         for actor in self.actors:
             with contextlib.suppress(Exception):  # Ray itself may be gone.
                 self._ray.kill(actor, no_restart=True)
@@ -175,10 +177,12 @@ class ActorGroup:
         """End all actors, give their room back and leave the cluster."""
         self._ending.set()
         self.kill()
-        with contextlib.suppress(Exception):
-            if self._watches:
-                self._ray.wait(list(self._watches), num_returns=len(self._watches), timeout=_END_SECONDS)
-            release(self._placed)
+        # Ray starts a cluster for questions that come when there is none.
+        if self._ray.is_initialized():
+            with contextlib.suppress(Exception):
+                if self._watches:
+                    self._ray.wait(list(self._watches), num_returns=len(self._watches), timeout=_END_SECONDS)
+                release(self._placed)
         if self._watcher is not None:
             self._watcher.join()
         self.actors, self._watches, self._placed = [], {}, []

@@ -103,7 +103,7 @@ class RaySession:
             self._users -= 1
             if self._users == 0 and _current is self:
                 _current = None
-                if self.is_ours:
+                if self.is_ours and self._ray.is_initialized():
                     self._ray.shutdown()
 
 
