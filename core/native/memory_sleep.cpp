@@ -452,6 +452,7 @@ std::vector<DiskPiece> Sleep::disk_pieces() const {
 
 Report Sleep::commit() {
   begin_end("commit a sleep");
+  disk_.reset();  // the backups have it, and go before this object may
   release_all();
   for (Entry& entry : entries_) renew_address(*entry.allocation);
   settle([&](Entry& entry, size_t index) {
@@ -512,6 +513,7 @@ void Sleep::rollback() {
 
 // Nothing has been released and no address given up: all bytes are in the memory that is mapped again.
 void Sleep::undo() {
+  disk_.reset();
   std::unique_ptr<MemoryFault> failure;
   std::vector<bool> awake(entries_.size(), true);
   for (size_t index = 0; index < entries_.size(); ++index) {

@@ -15,6 +15,7 @@ from hardpoint.interfaces.errors import ConfigError, RankFailed
 from tests.e2e.test_ranks import PROMPTS, REPORTED_WITHIN, TOKENS, _check_dead, _check_tokens, _compute, _engine
 
 
+@pytest.mark.timeout(300)
 def test_two_ranks_on_two_machines_share_each_layer(cluster: Any, oracle_float32: Any, greedy: Any) -> None:
     with _engine(tensor_parallel_size=2, executor="ray", ray={"resource": "split"}) as llm:
         executor = llm.engine._core.executor

@@ -15,9 +15,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "pause.hpp"
 
 namespace hp {
 namespace {
@@ -25,14 +23,6 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(80);
 constexpr int kPausesPerClockRead = 32;
 constexpr int kPausesBeforeYield = 4000;
-
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Index of this thread in the job it is working on; -1 outside a job.
 thread_local int t_thread_index = -1;

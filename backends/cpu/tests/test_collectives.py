@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import random
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +21,9 @@ import torch.distributed
 
 from hardpoint.interfaces import Device
 from hardpoint.interfaces.errors import ConfigError, WorkerError
+from hardpoint_cpu import collectives
 from hardpoint_cpu.collectives import CpuCollectives
+from hardpoint_cpu.host_group import SLOT_BYTES, Offer, find
 
 DEVICE = Device(backend="cpu", index=0, name="cpu", torch_device="cpu", total_memory=1, driver_version="")
 
@@ -31,12 +39,12 @@ def on_ranks(size: int, method: str, work: Callable[[CpuCollectives, int], Any],
     """Run `work` on every rank of a group, each in a thread."""
 
     def rank(number: int) -> Any:
-        collectives = CpuCollectives(DEVICE)
-        collectives.start(number, size, method, timeout)
+        group = CpuCollectives(DEVICE)
+        group.start(number, size, method, timeout)
         try:
-            return work(collectives, number)
+            return work(group, number)
         finally:
-            collectives.stop()
+            group.stop()
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank, range(size)))
@@ -89,6 +97,24 @@ def test_groups_share_an_address_and_a_name_does_not_reach_another_group(address
     assert on_ranks(2, f"{address}/group", both) == [(1, 0), (1, 0)]
 
 
+def test_an_address_is_served_on_its_own_interface_and_free_again_afterwards(address: str) -> None:
+    port = int(address.rpartition(":")[2])
+
+    def work(group: CpuCollectives, rank: int) -> Any:
+        listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
+        group.barrier()
+        return [one.partition(":")[0] for one in listening if one.endswith(f":{port:04X}")]
+
+    assert on_ranks(2, f"{address}/group", work) == [["0100007F"]] * 2
+    gc.collect()
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_an_address_that_another_program_serves_is_refused(address: str) -> None:
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))), pytest.raises(WorkerError, match="in use"):
+        CpuCollectives(DEVICE).start(0, 2, f"{address}/group", 2.0)
+
+
 def test_an_address_that_is_served_already_needs_no_rank_that_serves_it(address: str) -> None:
     host, port = address.removeprefix("tcp://").split(":")
     server = torch.distributed.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
@@ -110,11 +136,11 @@ def test_torchs_own_group_is_left_alone(address: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_comes_is_reported_in_time(address: str, rank: int) -> None:
-    collectives, start = CpuCollectives(DEVICE), time.perf_counter()
+    group, start = CpuCollectives(DEVICE), time.perf_counter()
     with pytest.raises(WorkerError, match=f"rank {rank} of 2 cannot join"):
-        collectives.start(rank, 2, f"{address}/group", 1.0)
+        group.start(rank, 2, f"{address}/group", 1.0)
     assert time.perf_counter() - start < 10
-    collectives.stop()
+    group.stop()
 
 
 def test_an_operation_without_the_others_ends_at_the_time_limit(address: str) -> None:
@@ -123,7 +149,7 @@ def test_an_operation_without_the_others_ends_at_the_time_limit(address: str) ->
     def work(group: CpuCollectives, rank: int) -> Any:
         if rank == 0:
             try:
-                with pytest.raises(WorkerError, match=r"rank 0 of 2 failed in all_reduce"):
+                with pytest.raises(WorkerError, match="rank 1 did not come within 2 s"):
                     group.all_reduce(torch.ones(3))
             finally:
                 done.set()
@@ -132,11 +158,122 @@ def test_an_operation_without_the_others_ends_at_the_time_limit(address: str) ->
     assert on_ranks(2, f"{address}/group", work, timeout=2.0) == [True, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_sums_of_any_size_and_type_are_exact(address: str, dtype: torch.dtype) -> None:
+    longest = 2 * SLOT_BYTES // dtype.itemsize + 3
+
+    def numbers(rank: int, length: int) -> torch.Tensor:
+        return (torch.arange(length) * (rank + 3) % 61 - 20 * rank).to(dtype)
+
+    def work(group: CpuCollectives, rank: int) -> Any:
+        found = []
+        for length in (0, 1, 7, longest):
+            values = numbers(rank, length)
+            group.all_reduce(values)
+            found.append(torch.equal(values, sum(numbers(other, length) for other in range(3))))
+        joined = group.all_gather(numbers(rank, longest)[None], 0)
+        return [*found, torch.equal(joined, torch.stack([numbers(other, longest) for other in range(3)]))]
+
+    assert on_ranks(3, f"{address}/group", work) == [[True] * 5] * 3
+
+
+def test_a_slot_is_not_written_while_another_rank_reads_it(address: str) -> None:
+    count, length = 300, 5000
+
+    def work(group: CpuCollectives, rank: int) -> int:
+        pauses = random.Random(rank)
+        wrong = 0
+        for turn in range(count):
+            values = torch.full((length,), float(turn + rank))
+            group.all_reduce(values)
+            wrong += int((values != 2 * turn + 1).sum())
+            if pauses.random() < 0.02:
+                time.sleep(0.001)
+        return wrong
+
+    assert on_ranks(2, f"{address}/group", work) == [0, 0]
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_ranks_that_cannot_share_memory_use_the_network(
+    address: str, blind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank that does not reach the memory is enough."""
+    tries = iter(range(2))
+    monkeypatch.setattr(
+        collectives, "find", lambda numbers, size: None if next(tries) == blind else find(numbers, size)
+    )
+
+    def work(group: CpuCollectives, rank: int) -> Any:
+        value = torch.tensor([float(rank + 1)])
+        group.all_reduce(value)
+        return group._shared is None, value.item(), group.all_gather(value, 0).tolist()
+
+    assert on_ranks(2, f"{address}/group", work) == [(True, 3.0, [3.0, 3.0])] * 2
+
+
+def test_memory_of_another_host_is_not_opened() -> None:
+    offer = Offer(2)
+    try:
+        mine = find(offer.numbers, 2)
+        assert mine is not None
+        os.close(mine)
+        for index in range(len(offer.numbers)):
+            other = list(offer.numbers)
+            other[index] += 1
+            assert find(other, 2) is None
+        assert find(offer.numbers, 3) is None
+    finally:
+        offer.close()
+
+
+def test_shared_memory_is_gone_when_the_ranks_have_left(address: str) -> None:
+    def shared() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("hardpoint-ranks")
+
+    def work(group: CpuCollectives, rank: int) -> int:
+        group.barrier()
+        count = shared()
+        group.barrier()
+        return count
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert on_ranks(2, f"{address}/group", work) == [2, 2]
+    assert shared() == 0
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def _die(address: str) -> None:
+    group = CpuCollectives(DEVICE)
+    group.start(1, 2, address, 60.0)
+    group.all_reduce(torch.ones(1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_reported_long_before_the_time_limit(address: str) -> None:
+    process = get_context("spawn").Process(target=_die, args=(f"{address}/group",))
+    process.start()
+    group = CpuCollectives(DEVICE)
+    try:
+        group.start(0, 2, f"{address}/group", 60.0)
+        group.all_reduce(torch.ones(1))
+        start = time.perf_counter()
+        with pytest.raises(WorkerError, match="the process of rank 1 has ended"):
+            group.all_reduce(torch.ones(1))
+        assert time.perf_counter() - start < 20
+        with pytest.raises(WorkerError, match="failed before"):
+            group.all_reduce(torch.ones(1))
+    finally:
+        group.stop()
+        process.join()
+
+
 def test_a_rank_in_no_group_says_so() -> None:
-    collectives = CpuCollectives(DEVICE)
-    collectives.stop()
+    group = CpuCollectives(DEVICE)
+    group.stop()
     with pytest.raises(WorkerError, match="Call start first"):
-        collectives.all_reduce(torch.ones(1))
+        group.all_reduce(torch.ones(1))
 
 
 def test_a_rank_outside_the_group_is_refused(address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from hardpoint.interfaces import FileExtent, Policy, SleepPlan, SleepTier
+from hardpoint.interfaces import FileExtent, MemoryTransaction, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
     DeviceOutOfMemory,
@@ -36,6 +37,17 @@ tags = st.sets(st.sampled_from(TAGS), min_size=1)
 policies = st.sampled_from(
     [Policy.PRESERVE, Policy.PRESERVE, Policy.DISCARD, Policy.ZERO, Policy.REBUILD, Policy.RESIDENT]
 )
+
+
+class Phases(Enum):
+    """How a sleep or wake is made."""
+
+    ONE = "one call"
+    TWO = "begun and committed"
+    TWO_AFTER_A_ROLLBACK = "begun and rolled back, then begun and committed"
+
+
+phases = st.sampled_from(Phases)
 
 
 @dataclass
@@ -157,6 +169,22 @@ class Machine(RuleBasedStateMachine):
             if fault and calls and self.target.disarm():
                 self.faulted = True
         return True
+
+    def change(
+        self,
+        fault: tuple[int, int] | None,
+        phases: Phases,
+        at_once: Callable[[], object],
+        begin: Callable[[], MemoryTransaction],
+    ) -> None:
+        """Sleep or wake, in one call or in two phases, as `attempt` makes a call."""
+        if phases is Phases.ONE:
+            self.attempt(fault, at_once)
+            return
+        if phases is Phases.TWO_AFTER_A_ROLLBACK:
+            begin().rollback()
+            self.bytes_are_as_known()
+        self.attempt(fault, lambda: begin().commit())
 
     def bytes_are_as_known(self) -> None:
         for block in self.blocks.values():
@@ -289,6 +317,7 @@ class Machine(RuleBasedStateMachine):
         verify=st.booleans(),
         narrowed=st.booleans(),
         fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 8)),
+        phases=phases,
     )
     def sleep(
         self,
@@ -299,6 +328,7 @@ class Machine(RuleBasedStateMachine):
         verify: bool,
         narrowed: bool,
         fault: tuple[int, int] | None,
+        phases: Phases,
     ) -> None:
         tier = self.tiers[tier_index % len(self.tiers)]
         plan = SleepPlan(
@@ -324,7 +354,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(InvalidAllocation):
                 self.pool.sleep(plan, live)
             return
-        self.attempt(fault, lambda: self.pool.sleep(plan, live))
+        self.change(fault, phases, lambda: self.pool.sleep(plan, live), lambda: self.pool.begin_sleep(plan, live))
         for block, policy in sleeping:
             block.asleep = True
             known = block.known.within(live[block.address]) if block.address in live else block.known
@@ -337,9 +367,10 @@ class Machine(RuleBasedStateMachine):
             else:
                 block.known = block.readable = known
 
-    @rule(chosen=st.none() | tags, fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 8)))
-    def wake(self, chosen: set[str] | None, fault: tuple[int, int] | None) -> None:
-        self.attempt(fault, lambda: self.pool.wake(None if chosen is None else sorted(chosen)))
+    @rule(chosen=st.none() | tags, fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 8)), phases=phases)
+    def wake(self, chosen: set[str] | None, fault: tuple[int, int] | None, phases: Phases) -> None:
+        named = None if chosen is None else sorted(chosen)
+        self.change(fault, phases, lambda: self.pool.wake(named), lambda: self.pool.begin_wake(named))
         for block in self.blocks.values():
             if block.asleep and (chosen is None or block.tag in chosen):
                 block.asleep, block.readable = False, Known()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hardpoint.engine.sleep import EngineState, LifeCycle, SleepRequest, SleepSettings
+from hardpoint.engine.sleep.report import over_ranks
 from hardpoint.executor import Executor
 from hardpoint.interfaces import (
     BUFFERS,
@@ -35,12 +36,16 @@ from hardpoint.interfaces.errors import (
     DriverError,
     EngineAsleep,
     EngineDead,
+    HardpointError,
+    InvalidTransaction,
     MemoryAsleep,
     MemoryBusy,
     ParticipantError,
+    RanksDiverged,
     SleepRefused,
     UnknownTag,
     WeightsMissing,
+    WorkerError,
 )
 from hardpoint.scheduler import Scheduler, SchedulerConfig, SequenceState
 
@@ -86,7 +91,15 @@ class Rank:
         self.open[transaction] = lambda: self.wake(tags)
 
     def commit(self, transaction: int) -> MemoryReport:
-        return self.open.pop(transaction)()
+        return self._ended(transaction)()
+
+    def rollback(self, transaction: int) -> None:
+        self._ended(transaction)
+
+    def _ended(self, transaction: int) -> Callable[[], MemoryReport]:
+        if transaction not in self.open:
+            raise InvalidTransaction("nothing is open")
+        return self.open.pop(transaction)
 
     def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
         self._check_awake()
@@ -125,11 +138,11 @@ class Rank:
 
 
 class Ranks(Executor):
-    """Calls of all ranks; `fail[name]` is raised instead of making the call of that name."""
+    """Calls of all ranks; `fail[name]` is raised instead of making the call of that name, `fail[name, rank]` by one rank."""
 
     def __init__(self, count: int = 1) -> None:
         self.ranks = [Rank() for _ in range(count)]
-        self.fail: dict[str, BaseException] = {}
+        self.fail: dict[str | tuple[str, int], BaseException] = {}
         self.plans: list[SleepPlan] = []
         self.calls: list[str] = []
 
@@ -152,9 +165,16 @@ class Ranks(Executor):
             self.calls.append(name)
         if name == "sleep":
             self.plans.append(args[0])
-        if name in self.fail:
-            return [self.fail[name]]
-        return [getattr(rank, name)(*args) for rank in self.ranks]
+        return [self._outcome(index, name, args) for index in range(len(self.ranks))]
+
+    def _outcome(self, index: int, name: str, args: tuple[Any, ...]) -> Any:
+        error = self.fail.get(name) or self.fail.get((name, index))
+        if error is not None:
+            return error
+        try:
+            return getattr(self.ranks[index], name)(*args)
+        except HardpointError as raised:
+            return raised
 
 
 class Witness:
@@ -743,8 +763,79 @@ def test_ranks_add_up() -> None:
     assert report.freed == 2 * sum(SIZES.values())
     assert report.memory.seconds == {"copy": 0.25, "total": 0.5}
     assert report.memory.tiers == {SleepTier.HOST: 2 * 1060}
+    assert [rank.unmapped for rank in report.ranks] == [sum(SIZES.values())] * 2
     engine.workers.ranks[1].asleep.pop(KV_CACHE)
     assert engine.wake(WEIGHTS).asleep == {KV_CACHE}
+    assert Engine().sleep().ranks == ()
+
+
+def test_what_one_rank_retains_and_where_are_in_the_report() -> None:
+    reports = [
+        MemoryReport(1, 0, 0, {}, 0, 0, retained=5),
+        MemoryReport(2, 0, 0, {}, 0, 0, retained=0, direct_io=False),
+    ]
+    together = over_ranks(reports)
+    assert together is not None
+    assert (together.preserved, together.retained, together.direct_io) == (3, 5, False)
+    assert (over_ranks([]), over_ranks(reports[:1])) == (None, reports[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_sleep_leaves_the_engine_as_it_was(rank: int) -> None:
+    engine = Engine(ranks=2)
+    engine.witness("one")
+    engine.workers.fail["begin_sleep", rank] = DriverError("unmap", 1, "stuck")
+    with pytest.raises(DriverError, match=f"rank {rank}"):
+        engine.sleep()
+    assert engine.life.state is EngineState.RUNNING
+    assert engine.diary[-1].startswith("one wakes")
+    assert all(not one.asleep and not one.open for one in engine.workers.ranks)
+    engine.workers.fail.clear()
+    assert engine.sleep().changed
+    engine.workers.fail["begin_wake", rank] = DriverError("map", 1, "stuck")
+    with pytest.raises(DriverError, match=f"rank {rank}"):
+        engine.wake()
+    assert engine.life.state is EngineState.SLEEPING
+    engine.workers.fail.clear()
+    assert engine.wake().state is EngineState.RUNNING
+
+
+def test_ranks_that_came_apart_serve_nothing_until_a_wake_brings_them_together() -> None:
+    engine = Engine(ranks=2)
+    (one,) = engine.witness("one")
+    handle = engine.run(list(range(9)))
+    engine.workers.fail["commit", 1] = WorkerError("the message was lost")
+    with pytest.raises(RanksDiverged, match="rank 1"):
+        engine.sleep(mode="keep")
+    assert engine.scheduler.state(handle) is SequenceState.WAITING, "its keys and values are gone on a rank"
+    status = engine.life.status()
+    assert (status.state, status.asleep) == (EngineState.FAILED, set(SIZES))
+    assert "rank 1" in (status.failure or "")
+    for call in (engine.life.check_step, engine.sleep, lambda: engine.life.change_weights("reload_weights", None)):
+        with pytest.raises(EngineDead, match="rank 1"):
+            call()
+    with pytest.raises(RanksDiverged):
+        engine.wake()
+    assert engine.life.state is EngineState.FAILED
+    engine.workers.fail.clear()
+    assert engine.wake().state is EngineState.RUNNING
+    assert all(not rank.asleep and not rank.open for rank in engine.workers.ranks)
+    assert engine.life.status().waiting_for == ()
+    assert engine.life.totals.failures == 1
+    assert engine.diary[-1].startswith(f"{one.name} wakes")
+
+
+def test_ranks_that_came_apart_in_a_rollback_are_known_to_be_awake_again() -> None:
+    engine = Engine(ranks=2)
+    engine.workers.fail["begin_sleep", 0] = DriverError("unmap", 1, "stuck")
+    engine.workers.fail["rollback", 1] = WorkerError("the message was lost")
+    with pytest.raises(RanksDiverged, match="roll back"):
+        engine.sleep()
+    assert engine.life.state is EngineState.FAILED
+    engine.workers.fail.clear()
+    report = engine.wake()
+    assert (report.state, report.tags) == (EngineState.RUNNING, frozenset())
+    assert not engine.workers.ranks[1].open
 
 
 def test_totals_count_what_was_done_and_what_failed() -> None:

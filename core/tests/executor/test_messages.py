@@ -26,7 +26,7 @@ from hardpoint.executor.failures import Failure, describe, rebuild
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.messages import decode, encode
 from hardpoint.executor.ranks import RankSpec
-from hardpoint.executor.steps import StepDecoder, StepEncoder
+from hardpoint.executor.steps import StepDecoder, StepEncoder, decode_output, encode_output
 from hardpoint.executor.weights import decode_weight, encode_weight
 from hardpoint.interfaces import (
     WORKER_CALLS,
@@ -200,8 +200,17 @@ def test_a_step_arrives_as_it_was_sent(step: Any) -> None:
 
 def test_an_output_arrives_as_it_was_sent() -> None:
     logprobs = TokenLogprobs(np.array([3, 1], np.int64), np.array([-0.5, -2.0], np.float32), 1)
-    sent = StepOutput(np.array([3, 4], np.int64), {1: logprobs}, {12: np.ones(7, np.float32)})
-    assert_equal(sent, decode(joined(encode(sent)), StepOutput))
+    tokens = np.array([3, 4], np.int64)
+    for sent in (
+        StepOutput(tokens),
+        StepOutput(np.empty(0, np.int64)),
+        StepOutput(tokens, {1: logprobs}, {12: np.ones(7, np.float32)}),
+    ):
+        message = joined(encode_output(sent))
+        assert_equal(sent, decode_output(message))
+        for damaged in (message[:-1], message[:7], message + b"x"):
+            with pytest.raises(MalformedMessage):
+                decode_output(damaged)
 
 
 @settings(max_examples=50, deadline=None)

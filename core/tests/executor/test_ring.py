@@ -87,9 +87,7 @@ def test_a_repeated_frame_is_malformed() -> None:
 def test_both_sides_of_a_link_agree_on_directions_and_heartbeat() -> None:
     files = LinkFiles.make(4096)
     assert LinkFiles.parse(files.to_text()) == files
-    inherited = LinkFiles(
-        os.dup(files.memory), *(tuple(map(os.dup, pair)) for pair in (files.requests, files.replies)), 4096
-    )  # type: ignore[arg-type]
+    inherited = LinkFiles.parse(",".join(map(str, (*map(os.dup, files.all), 4096))))
     engine, rank = Link(files, is_rank=False), Link(inherited, is_rank=True)
     engine.send(Kind.CALL, 1, [b"question"], lambda fd: None)
     rank.send(Kind.RESULT, 1, [b"answer"], lambda fd: None)
@@ -98,6 +96,11 @@ def test_both_sides_of_a_link_agree_on_directions_and_heartbeat() -> None:
     assert answer is not None
     assert (question.kind, bytes(question.payload)) == (Kind.CALL, b"question")
     assert (answer.kind, bytes(answer.payload)) == (Kind.RESULT, b"answer")
+    assert not select.select([engine.trouble], [], [], 0)[0]
+    rank.send(Kind.FAILURE, 1, [], lambda fd: None)
+    assert select.select([engine.trouble], [], [], 0)[0]
+    engine.forget_trouble()
+    assert not select.select([engine.trouble], [], [], 0)[0]
     rank.beat()
     rank.beat()
     assert engine.heartbeat == 2

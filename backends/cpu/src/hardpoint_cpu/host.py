@@ -10,13 +10,8 @@ from pathlib import Path
 
 def cpu_name() -> str:
     """Return the processor's name and how many of its cores this process may use."""
-    cores = usable_cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{_model_name()}, {cores} core{'s' if cores != 1 else ''}"
-
-
-def usable_cores() -> int:
-    """Return how many of the processor's cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory() -> int:

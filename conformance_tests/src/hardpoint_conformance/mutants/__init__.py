@@ -37,14 +37,8 @@ def mutants() -> tuple[Mutant, ...]:
     """Return all known-bad backends, by part: packaging, memory, attention, worker, the phases of sleep, ranks."""
     from hardpoint_conformance.mutants import attention, memory, packaging, ranks, transactions, worker
 
-    return (
-        *packaging.MUTANTS,
-        *memory.MUTANTS,
-        *attention.MUTANTS,
-        *worker.MUTANTS,
-        *transactions.MUTANTS,
-        *ranks.MUTANTS,
-    )
+    parts = (packaging, memory, attention, worker, transactions, ranks)
+    return tuple(mutant for part in parts for mutant in part.MUTANTS)
 
 
 def mutant_named(name: str) -> Mutant:

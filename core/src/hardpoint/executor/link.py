@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from hardpoint.executor.messages import Buffer
-from hardpoint.executor.ring import CAPACITY, Frame, RingReader, RingWriter, make_counters
+from hardpoint.executor.ring import CAPACITY, Frame, RingReader, RingWriter, make_counters, take
 
 NAME_BYTES = 64
 """Length of a call's name at the beginning of its frame, padded with zeros; the arguments' message follows."""
@@ -56,11 +56,15 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class LinkFiles:
-    """File descriptors of a link: the memory, and data and space of the ring to the rank and of the one from it."""
+    """File descriptors of a link: the memory, data and space of the ring to the rank and of the one from it, and `trouble`.
+
+    `trouble` can be read when the rank has sent a failure, for those who do not wait for its other answers.
+    """
 
     memory: int
     requests: tuple[int, int]
     replies: tuple[int, int]
+    trouble: int
     capacity: int = CAPACITY
 
     @classmethod
@@ -68,12 +72,13 @@ class LinkFiles:
         """Make them for an empty link."""
         memory = os.memfd_create("hardpoint-rank", os.MFD_CLOEXEC)
         os.ftruncate(memory, mmap.PAGESIZE + 2 * capacity)
-        return cls(memory, make_counters(capacity), make_counters(capacity), capacity)
+        trouble = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        return cls(memory, make_counters(capacity), make_counters(capacity), trouble, capacity)
 
     @property
     def all(self) -> tuple[int, ...]:
         """All of them, in the order in which `parse` takes them."""
-        return (self.memory, *self.requests, *self.replies)
+        return (self.memory, *self.requests, *self.replies, self.trouble)
 
     def to_text(self) -> str:
         """Return it as an argument of the rank's process."""
@@ -82,8 +87,8 @@ class LinkFiles:
     @classmethod
     def parse(cls, text: str) -> LinkFiles:
         """Read what `to_text` wrote."""
-        memory, *counters, capacity = map(int, text.split(","))
-        return cls(memory, (counters[0], counters[1]), (counters[2], counters[3]), capacity)
+        memory, *counters, trouble, capacity = map(int, text.split(","))
+        return cls(memory, (counters[0], counters[1]), (counters[2], counters[3]), trouble, capacity)
 
 
 class Link:
@@ -110,10 +115,21 @@ class Link:
     def send(self, kind: Kind, call: int, parts: Sequence[Buffer], wait: Callable[[int], None]) -> None:
         """Send one frame; see `RingWriter.write`."""
         self._writer.write(kind, call, parts, wait)
+        if kind == Kind.FAILURE:
+            os.eventfd_write(self._files.trouble, 1)
 
     def receive(self) -> Frame | None:
         """Return the next frame, None where there is none yet; raises MalformedMessage."""
         return self._reader.read()
+
+    @property
+    def trouble(self) -> int:
+        """The file descriptor that can be read when the rank has sent a failure since `forget_trouble`."""
+        return self._files.trouble
+
+    def forget_trouble(self) -> None:
+        """Note that all failures were seen."""
+        take(self._files.trouble)
 
     @property
     def heartbeat(self) -> int:
@@ -134,4 +150,4 @@ class Link:
         for fd in self._files.all:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self._files = LinkFiles(-1, (-1, -1), (-1, -1))
+        self._files = LinkFiles(-1, (-1, -1), (-1, -1), -1)

@@ -30,7 +30,7 @@ from hardpoint.executor.rounds import (
     results,
     without_progress,
 )
-from hardpoint.executor.steps import StepEncoder
+from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.weights import encode_weight
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import EngineDead, ForkedProcess, MalformedMessage, RankFailed
@@ -78,6 +78,10 @@ class MultiProcessExecutor(Executor):
             self._arrivals = select.poll()
             for source in self._sources():
                 self._arrivals.register(source, select.POLLIN)
+            self._driver_arrivals = select.poll()
+            troubles = (link.trouble for link in self._links)
+            for source in (self._processes.alarm, self._links[self._driver].fileno(), *troubles):
+                self._driver_arrivals.register(source, select.POLLIN)
             call = self._next_call()
             deadline = Deadline("start", self._limits.start)
             for rank, spec in enumerate(specs):
@@ -112,11 +116,11 @@ class MultiProcessExecutor(Executor):
         deadline = Deadline(EXECUTE, self._limits.step)
         for rank in range(len(self._links)):
             self._send(rank, Kind.EXECUTE, call, parts, deadline)
-        outcomes = self._gather(call, deadline, None, waits=True)
+        # The driver is the last one, more often than not: until it has answered, the others' answers wake nobody.
+        outcomes = self._gather(call, deadline, None, waits=True, driver_first=True)
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             raise self._failed_step(outcomes)
-        output: StepOutput = decode(outcomes[self._driver], StepOutput)
-        return output
+        return decode_output(outcomes[self._driver])
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Legal in any state and more than once."""
@@ -162,11 +166,20 @@ class MultiProcessExecutor(Executor):
 
     # One round of messages
 
-    def _gather(self, call: int, deadline: Deadline, progress: Progress | None, *, waits: bool) -> list[Any]:
+    def _gather(
+        self,
+        call: int,
+        deadline: Deadline,
+        progress: Progress | None,
+        *,
+        waits: bool,
+        driver_first: bool = False,
+    ) -> list[Any]:
         """Return each rank's answer to a call: bytes, or the exception that it raised.
 
         Args:
             waits: ranks wait for one another in this call: when one has failed, the others get little time to follow.
+            driver_first: until the driver has answered, or a rank has failed, answers of others wake nobody.
         """
         outcomes: list[Any] = [NOT_YET] * len(self._links)
         missing = len(outcomes)
@@ -175,12 +188,18 @@ class MultiProcessExecutor(Executor):
                 if outcome is NOT_YET and (frame := self._answer(rank, call, progress)) is not None:
                     outcomes[rank] = outcome = self._outcome(rank, frame)
                     missing -= 1
-                    if waits and isinstance(outcome, BaseException):
-                        deadline.shorten(self._limits.behind)
+                    if isinstance(outcome, BaseException):
+                        self._links[rank].forget_trouble()
+                        if waits:
+                            deadline.shorten(self._limits.behind)
             if not missing:
                 return outcomes
-            if not self._arrivals.poll(deadline.left() * 1000):
+            # The first time only: what wakes it then may be a failure, after which all ranks are of interest.
+            driver_first = driver_first and outcomes[self._driver] is NOT_YET
+            arrivals = self._driver_arrivals if driver_first else self._arrivals
+            if not arrivals.poll(deadline.left() * 1000):
                 raise self._late(outcomes, deadline)
+            driver_first = False
             self._check_ranks()
 
     def _answer(self, rank: int, call: int, progress: Progress | None) -> Frame | None:
@@ -192,6 +211,8 @@ class MultiProcessExecutor(Executor):
                 return frame
             elif frame.call > call:
                 raise self._broken(rank, f"it answered call {frame.call}, which was not made")
+            else:
+                self._links[rank].forget_trouble()
         return None
 
     def _next_frame(self, rank: int) -> Frame | None:

@@ -15,7 +15,7 @@ from hardpoint.executor.calls import EXECUTE, SCHEMAS, CallSchema, Progress, may
 from hardpoint.executor.failures import describe
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import PROGRESS
-from hardpoint.executor.messages import decode, encode
+from hardpoint.executor.messages import encode
 from hardpoint.executor.ranks import RankSpec
 from hardpoint.executor.ray_group import ActorGroup
 from hardpoint.executor.ray_placement import Demand
@@ -29,7 +29,7 @@ from hardpoint.executor.rounds import (
     results,
     without_progress,
 )
-from hardpoint.executor.steps import StepEncoder
+from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.weights import encode_weight
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import ConfigError, EngineDead, ForkedProcess, RankFailed
@@ -117,8 +117,7 @@ class RayExecutor(Executor):
         outcomes = self._gather(refs, Deadline(EXECUTE, self._limits.step), waits=True)
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             raise self._failed_step(outcomes)
-        output: StepOutput = decode(outcomes[self._driver], StepOutput)
-        return output
+        return decode_output(outcomes[self._driver])
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Legal in any state and more than once."""

@@ -47,8 +47,8 @@ def make_counters(capacity: int) -> tuple[int, int]:
     return os.eventfd(0, flags), os.eventfd(capacity, flags)
 
 
-def _take(counter: int) -> int:
-    """Return what was added to a counter since it was taken last."""
+def take(counter: int) -> int:
+    """Return what was added to an eventfd's counter since it was taken last."""
     try:
         return os.eventfd_read(counter)
     except BlockingIOError:
@@ -99,7 +99,7 @@ class RingWriter:
 
     def _make_room(self, wait: Callable[[int], None]) -> None:
         while not self._room:
-            self._room += _take(self._space)
+            self._room += take(self._space)
             if not self._room:
                 wait(self._space)
 
@@ -126,7 +126,7 @@ class RingReader:
 
     def read(self) -> Frame | None:
         """Return the next frame, or None where it has not arrived as a whole yet; raises MalformedMessage."""
-        self._available += _take(self._data)
+        self._available += take(self._data)
         if self._frame is None:
             if not self._fill(self._header):
                 return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hardpoint.executor.calls import SCHEMAS, Progress
 from hardpoint.executor.messages import Buffer, encode
 from hardpoint.executor.ranks import RankSpec
-from hardpoint.executor.steps import StepDecoder
+from hardpoint.executor.steps import StepDecoder, encode_output
 from hardpoint.interfaces.errors import MalformedMessage
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class RankServer:
         self._steps = StepDecoder()
 
     def execute(self, message: Buffer) -> list[Buffer]:
-        """Run the step that a `StepEncoder` wrote, and return a `StepOutput` as a message."""
-        return encode(self._worker.execute(self._steps.decode(message)))
+        """Run the step that a `StepEncoder` wrote, and return its output as `encode_output` does."""
+        return encode_output(self._worker.execute(self._steps.decode(message)))
 
     def call(
         self,

@@ -1,4 +1,4 @@
-"""One step as a message: the scheduler's arrays one after the other, and of the block table only what changed.
+"""One step and its output as messages: the scheduler's arrays one after the other, and of the block table only what changed.
 
 The block table is persistent and large; a step changes a few entries of it. The encoder remembers what it sent, and the decoder
 keeps a table of its own, so the two belong together from the first step on, and no step may be left out.
@@ -18,11 +18,14 @@ import numpy as np
 
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.interfaces.batch import (
+    FloatArray,
     Int32Array,
     SequencePooling,
     SequenceSampling,
     StepBatch,
     StepInput,
+    StepOutput,
+    TokenLogprobs,
 )
 from hardpoint.interfaces.errors import MalformedMessage
 
@@ -31,6 +34,7 @@ _SIZES = 4 + _NUM_LONG + _NUM_SHORT
 _HEADER = struct.Struct(f"<{_SIZES}q")
 _LONG = [np.dtype(np.int64)] * _NUM_LONG
 _SHORT = [np.dtype(np.int32)] * _NUM_SHORT
+_OUTPUT_HEADER = struct.Struct("<qq")
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -40,6 +44,38 @@ class _Sequences(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     new: tuple[SequenceSampling, ...] = ()
     finished: tuple[int, ...] = ()
     pooling: dict[int, SequencePooling] = {}
+
+
+class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What few outputs have."""
+
+    logprobs: dict[int, TokenLogprobs]
+    embeddings: dict[int, FloatArray]
+
+
+def encode_output(output: StepOutput) -> list[Buffer]:
+    """Return a step's output as a message: numbers of tokens and of bytes that follow them, tokens, and the rest if there is any."""
+    tokens = np.ascontiguousarray(output.token_ids, np.int64)
+    rest = b""
+    if output.logprobs or output.embeddings:
+        rest = b"".join(encode(_Extras(dict(output.logprobs), dict(output.embeddings))))
+    return [b"".join([_OUTPUT_HEADER.pack(len(tokens), len(rest)), tokens.data, rest])]
+
+
+def decode_output(message: Buffer) -> StepOutput:
+    """Return the output of a message; raises MalformedMessage."""
+    try:
+        count, rest = _OUTPUT_HEADER.unpack_from(message)
+        end = _OUTPUT_HEADER.size + 8 * count
+        if min(count, rest) < 0 or end + rest != len(message):
+            raise ValueError(f"{count} tokens and {rest} bytes in a message of {len(message)} bytes")
+        tokens = np.frombuffer(message, np.int64, count, _OUTPUT_HEADER.size)
+    except (struct.error, ValueError) as error:
+        raise MalformedMessage("a step's output is not understood", found=str(error)) from error
+    if not rest:
+        return StepOutput(tokens)
+    extras: _Extras = decode(memoryview(message)[end:], _Extras)
+    return StepOutput(tokens, extras.logprobs, extras.embeddings)
 
 
 class StepEncoder:

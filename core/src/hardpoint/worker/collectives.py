@@ -9,13 +9,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore
 
 from hardpoint.interfaces.backend import Device
 from hardpoint.interfaces.collectives import Collectives
 from hardpoint.interfaces.errors import ConfigError, WorkerError
-from hardpoint.worker.meeting import MeetingPoint
+from hardpoint.worker.meeting import MeetingPoint, store_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,19 +51,13 @@ class TorchCollectives(Collectives, partial=True):
         self.stop()
         end = time.monotonic() + timeout
         try:
-            server = TCPStore(
-                address.host,
-                address.port,
-                is_master=rank == 0 and not address.served,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-            store = PrefixStore(address.group, server)
+            serve = rank == 0 and not address.served
+            self._store = store_at(address, serve=serve, timeout=timedelta(seconds=timeout))
+            store = PrefixStore(address.group, self._store)
             self._group = self._make_group(store, rank, world_size, timedelta(seconds=timeout), address.host)
-            self._rank, self._size, self._store = rank, world_size, store
+            self._rank, self._size = rank, world_size
             _meet(store, rank, world_size, end)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self.stop()
             raise WorkerError(
                 f"rank {rank} of {world_size} cannot join the others at {init_method} within {timeout:g} s",

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from hardpoint.interfaces.errors import ConfigError, WorkerError
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 _SERVED = "served"
+_BACKLOG = 128
+
+_servers: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,35 @@ class MeetingPoint:
         group = f"{self.group}/{name}" if self.group else name
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}/{group}" + (f"?{_SERVED}" if self.served or served else "")
+
+
+def store_at(meeting: MeetingPoint, *, serve: bool, timeout: timedelta) -> Store:
+    """Return the store at an address, which ends when nobody of this process holds it any more; raises RuntimeError, OSError.
+
+    Args:
+        serve: this process serves the address, on that interface alone, unless it does already for another group.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if not serve:
+        client: Store = TCPStore(meeting.host, meeting.port, timeout=timeout, wait_for_workers=False)
+        return client
+    address = (meeting.host, meeting.port)
+    with _lock:
+        store = _servers.get(address)
+        if store is None:
+            family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+            with socket.create_server(address, family=family, backlog=_BACKLOG) as listening:
+                # The store owns the file descriptor from here on.
+                store = TCPStore(
+                    *address,
+                    is_master=True,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    master_listen_fd=listening.detach(),
+                )
+            _servers[address] = store
+        return store
 
 
 def local_address(host: str) -> str:
