@@ -304,12 +304,12 @@ def _specs(resolved: Resolved, config: WorkerConfig, facts: Sequence[Any], init_
     Where Ray shows a rank its own devices and no others, the first of them is the rank's; elsewhere the ranks of a machine count its
     devices from the first. Ranks on the host's processor share it with the others of their machine.
     """
-    neighbours: Counter[str] = Counter(one.node for one in facts)
+    neighbours: Counter[str] = Counter(one.address for one in facts)
     before: Counter[str] = Counter()
     specs = []
     for rank, one in enumerate(facts):
         shares_device = one.isolated or not resolved.descriptor.accelerator
-        threads = config.threads // len(facts) if config.threads else one.cpus // neighbours[one.node]
+        threads = config.threads // len(facts) if config.threads else one.cpus // neighbours[one.address]
         place: dict[str, Any] = {
             "rank": rank,
             "world_size": len(facts),
