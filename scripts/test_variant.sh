@@ -69,7 +69,8 @@ case $variant in
     LD_PRELOAD="$preload" TSAN_OPTIONS="exitcode=66 log_path=$PWD/$environment/race" setarch --addr-no-randomize \
       "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 --confcutdir tests/memory \
       tests/memory/test_threads.py tests/memory/test_policies.py tests/memory/test_host_tier.py tests/memory/test_disk_tier.py \
-      tests/memory/test_source_tier.py tests/memory/test_against_model.py tests/memory/test_bad_input.py -k "not simulated" ||
+      tests/memory/test_source_tier.py tests/memory/test_against_model.py tests/memory/test_bad_input.py \
+      tests/memory/test_transactions.py -k "not simulated" ||
       { cat "$environment"/race.* >&2; exit 1; }
     ;;
   *)

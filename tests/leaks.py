@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,9 +47,18 @@ class Belongings:
 
     def new_since(self, before: Belongings) -> list[str]:
         """Return what was not there before."""
+        shared = {name for name in self.shared - before.shared if _is_abandoned(name)}
         return sorted(
-            (self.files - before.files)
-            | (self.children - before.children)
-            | (self.shared - before.shared)
-            | (self.ports - before.ports)
+            (self.files - before.files) | (self.children - before.children) | shared | (self.ports - before.ports)
         )
+
+
+def _is_abandoned(name: str) -> bool:
+    """Whether shared memory is still there after a while and no process uses it: other programs have some, too."""
+    path = Path("/dev/shm", name)
+    time.sleep(0.2)
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if str(path) in maps.read_text("utf-8", "replace"):
+                return False
+    return path.exists()

@@ -21,9 +21,12 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.engine.sleep import EngineState
 from hardpoint.executor import MultiProcessExecutor
 from hardpoint.executor.meeting import MeetingServer
-from hardpoint.interfaces.errors import EngineDead, RankFailed, WeightsMissing
+from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
+from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing
 from hardpoint.models import open_model
 from tests.leaks import Belongings
+
+pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "1, 1, 2, 3, 5, 8,"]
 TOKENS = 16
@@ -77,6 +80,12 @@ def nothing_left() -> Iterator[Callable[[], list[str]]]:
     assert new() == []
 
 
+def _weights(names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    checkpoint = open_model("demo").checkpoint
+    for name in names:
+        yield name, checkpoint.read(name)
+
+
 def _compute(llm: LLM, steps: int) -> None:
     for _ in range(steps):
         llm.engine.step()
@@ -86,6 +95,20 @@ def _pids(llm: LLM) -> list[int]:
     executor = llm.engine._core.executor
     assert isinstance(executor, MultiProcessExecutor)
     return executor.pids
+
+
+def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
+    """A budget that suffices for the smaller of two ranks alone puts none to sleep."""
+    executor = llm.engine._core.executor
+    before = executor.call("memory_stats")
+    sizes = [stats.tags[WEIGHTS].allocated + stats.tags[BUFFERS].allocated for stats in before]
+    assert sizes[0] > sizes[1], "rank 0 has two of the three KV heads"
+    plan = SleepPlan(tags=frozenset({WEIGHTS, BUFFERS}), host_budget=sum(sizes) // 2)
+    with pytest.raises(HostBudgetExceeded, match="rank 0") as caught:
+        executor.sleep(plan)
+    assert caught.value.rank == 0
+    after = executor.call("memory_stats")
+    assert [(stats.tags, stats.asleep) for stats in after] == [(stats.tags, frozenset()) for stats in before]
 
 
 def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_left: Callable[[], list[str]]) -> None:
@@ -101,14 +124,15 @@ def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_le
         assert llm.wake_up().state is EngineState.RUNNING
         _check_tokens(llm, oracle_float32, greedy(TOKENS))
 
+        _check_that_one_rank_rolls_back_all(llm)
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+
         llm.sleep(level=2)
         llm.wake_up()
         with pytest.raises(WeightsMissing):
             llm.generate("x")
-        source = open_model("demo")
-        names = sorted(source.checkpoint.shapes())
-        assert llm.update_weights((name, source.checkpoint.read(name)) for name in names[:100]) == 100
-        source.close_weights()
+        names = sorted(open_model("demo").checkpoint.shapes())
+        assert llm.update_weights(_weights(names[:100])) == 100
         assert llm.sleep_status().missing_weights == len(names) - 100
         assert llm.reload_weights() == len(names)
         _check_tokens(llm, oracle_float32, greedy(TOKENS))

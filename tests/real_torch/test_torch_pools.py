@@ -398,6 +398,31 @@ def test_allocation_while_the_tag_is_asleep_is_awake_memory(machine: Any, alloca
     assert second.cpu().unique().tolist() == [2.0]
 
 
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+def test_torch_goes_on_between_the_phases_of_a_sleep(machine: Any, allocator: Any, ending: str) -> None:
+    """What torch allocates or frees meanwhile has nothing to do with the segments that are going, whether they go or stay."""
+    with allocator.pool(WEIGHTS):
+        with pytest.raises(MemoryBusy, match="weights"):
+            allocator.begin_sleep(SleepPlan())
+        first = torch.ones(1000).to(f"{machine.torch_type}:0")
+        freed = torch.ones(3000).to(f"{machine.torch_type}:0")
+    transaction = allocator.begin_sleep(SleepPlan())
+    with allocator.pool(WEIGHTS):
+        second = torch.full((1000,), 2.0).to(f"{machine.torch_type}:0")
+    del freed
+    assert second.cpu().unique().tolist() == [2.0]
+    report = getattr(transaction, ending)()
+    if ending == "commit":
+        assert report.preserved > 0
+        allocator.begin_wake().commit()
+    assert first.cpu().unique().tolist() == [1.0]
+    assert second.cpu().unique().tolist() == [2.0]
+    allocator.sleep(SleepPlan())
+    allocator.wake()
+    assert first.cpu().unique().tolist() == [1.0]
+    assert second.cpu().unique().tolist() == [2.0]
+
+
 def test_tensors_may_be_freed_while_asleep(machine: Any, allocator: Any) -> None:
     before = machine.used()
     with allocator.pool(WEIGHTS):

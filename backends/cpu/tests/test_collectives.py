@@ -111,7 +111,10 @@ def test_an_address_is_served_on_its_own_interface_and_free_again_afterwards(add
 
 
 def test_an_address_that_another_program_serves_is_refused(address: str) -> None:
-    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))), pytest.raises(WorkerError, match="in use"):
+    with (
+        socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))),
+        pytest.raises(WorkerError, match="in use"),
+    ):
         CpuCollectives(DEVICE).start(0, 2, f"{address}/group", 2.0)
 
 

@@ -226,7 +226,7 @@ def _probe() -> ProbeResult:
 
 
 def _capabilities(device: Device) -> Capabilities:
-    return replace(Capabilities.none(), tensor_parallel=IntSet.of(1, 2))
+    return replace(Capabilities.none(), tensor_parallel=IntSet.of(1, 2), collectives=("none",))
 
 
 @pluggy.HookimplMarker("hardpoint")
@@ -240,6 +240,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=_never,
         attention=_never,
         worker=lambda: FakeWorker,
+        collectives=_never,
         priority=-1,
         cluster_resource="fakes",
     )

@@ -174,6 +174,17 @@ def rank_forgets_in_its_sleep(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
+@_WORKER.fault("Rank 1 commits what is rolled back.", "dist.sleep.rollback@1")
+def rank_commits_a_rollback(base: Any) -> Methods:
+    def rollback(self: Any, transaction: int) -> None:
+        if self._config.rank == 1:
+            self.commit(transaction)
+        else:
+            base.rollback(self, transaction)
+
+    return {"rollback": rollback}
+
+
 @_WORKER.fault("A worker that is one of many ranks runs alone.", "dist.world-size.reasons@1")
 def world_size_ignored(base: Any) -> Methods:
     def init(self: Any, context: WorkerContext) -> None:

@@ -214,6 +214,31 @@ def test_ranks_sleep_and_wake(
     check_tokens(model, sequences, dtype, quality)
 
 
+@pytest.mark.parametrize("split", _SPLITS)
+@clause("dist.sleep.rollback@1", Level.DISTRIBUTED, capability="tensor_parallel")
+def test_a_sleep_of_ranks_rolled_back(
+    processes: RankProcesses, target: Target, split: str, rng: np.random.Generator, quality: Quality
+) -> None:
+    """A sleep that was prepared on all ranks and rolled back leaves everything as it was, the KV cache included; one that is committed
+    on all ranks is undone by a wake in two phases."""
+    if 1 not in target.claims.memory.sleep_levels:
+        pytest.skip("not testable here: the backend claims no sleep of level 1")
+    model, dtype = tiny_model(shape_for(target.claims)), usual_dtype(target.claims)
+    with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, ranks):
+        sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 33])]
+        bench.run(sequences, 2)
+        ranks.begin_sleep(1, level_plan(1))
+        ranks.rollback(1)
+        bench.run(sequences, 4)
+        ranks.begin_sleep(2, level_plan(1))
+        ranks.commit(2)
+        ranks.begin_wake(3)
+        ranks.commit(3)
+        bench.forget_kv()
+        bench.run(sequences, 6)
+    check_tokens(model, sequences, dtype, quality)
+
+
 @clause("dist.world-size.reasons@1", Level.DISTRIBUTED, capability="tensor_parallel")
 def test_impossible_numbers_of_ranks_are_refused(target: Target) -> None:
     """A number of ranks that the backend does not claim, that the model's heads or layers do not divide into, or that rank and sizes

@@ -63,8 +63,8 @@ class EngineConfig:
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights from the configuration.
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages that the layers are divided into; there are as many ranks as the two sizes' product.
-        executor: where ranks run: "in_process" (one rank only), "multi_process" (a process for each, on this machine), "ray"; "auto" for the
-            process itself where there is one rank.
+        executor: where ranks run: "in_process" (one rank only), "multi_process" (a process for each, on this machine) or "ray"; "auto" is
+            the first with one rank, and the second with several.
         rank_limits: seconds that ranks in other processes may take, by name; see `hardpoint.executor.RankLimits`.
         ray: settings of the executor "ray", by name; see `hardpoint.executor.RaySettings`.
         communication_timeout: seconds after which an operation between ranks has failed.

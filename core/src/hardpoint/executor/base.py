@@ -113,9 +113,9 @@ class Executor(ABC):
         """Call a checked method name on every rank and return one outcome for each, in the order of ranks.
 
         An outcome is what the method returned, or the exception (as an object, not raised) with which the rank failed. All
-        ranks are called even when one fails, and no rank's outcome is lost to another's failure: a rank that died has a
-        typed error as its outcome while the others have theirs. What is raised instead of being returned (KeyboardInterrupt
-        while waiting, say) means that no outcome is known; the next call must be answered with its own outcomes all the same.
+        ranks are called even when one fails, and no rank's outcome is lost to another's failure. EngineDead as an outcome says
+        that no rank can be used any more. What is raised instead of being returned (KeyboardInterrupt while waiting, say) means
+        that no outcome is known; the next call must be answered with its own outcomes all the same.
         """
 
 

@@ -233,8 +233,8 @@ class Capabilities:
     """Everything that a backend claims for one device.
 
     Attributes:
-        tensor_parallel: accepted world sizes.
-        collectives: names of the collective libraries, best first.
+        tensor_parallel: how many ranks may share each layer.
+        collectives: names of the collective libraries, best first; with one, layers may be divided into stages.
         quantisation: names of weight formats that run without being expanded.
     """
 

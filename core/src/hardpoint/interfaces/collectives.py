@@ -30,7 +30,7 @@ class Collectives(Contract, contract=True):
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, axis: int) -> Tensor:
-        """Return all ranks' tensors joined along an axis, in the order of ranks."""
+        """Return all ranks' tensors, which have one shape, joined along an axis, in the order of ranks."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:

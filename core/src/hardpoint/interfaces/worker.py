@@ -232,6 +232,8 @@ class Worker(Contract, contract=True):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights by (checkpoint name, tensor) pairs; returns how many were used.
 
+        Every rank is given the checkpoint's whole tensors and takes its parts; those of other ranks count as used.
+
         Raises CorruptWeights, and whatever `weights` raises; a failure after the first tensor was written makes all weights
         missing. MemoryAsleep while the weights are asleep.
         """
@@ -246,7 +248,7 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def missing_weights(self) -> frozenset[str]:
-        """Return the checkpoint names of weights without valid values; `execute` raises WeightsMissing while there are any.
+        """Return the checkpoint names of weights of this rank without valid values; `execute` raises WeightsMissing while there are any.
 
         A sleep that discards the weights makes all missing, and each update or reload fewer.
         """

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardpoint import _native
-from hardpoint.interfaces.allocator import MemoryReport, MemoryTransaction, Policy, SleepPlan
+from hardpoint.interfaces.allocator import Policy, SleepPlan
 from hardpoint.interfaces.capabilities import MemoryCapabilities
 from hardpoint.interfaces.errors import CapabilityRefused, DriverError, MemoryBusy
 from hardpoint.memory.driver_table import DriverTable
@@ -446,20 +446,15 @@ class TorchPoolAllocator(VirtualAllocator, partial=True):
         """
         return self._torch_pools.context(tag, policy)
 
-    def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
-        """Do everything of a sleep that can fail; raises MemoryBusy while a `pool` block of a tag of the plan is open.
+    @contextmanager
+    def _quiet(self, plan: SleepPlan) -> Iterator[None]:
+        """Give unused segments back and let no `pool` block begin; raises MemoryBusy while one of a tag of the plan is open.
 
-        Blocks that begin later take no segments that are going, since those count as asleep already.
+        Blocks that begin between the phases of a sleep take none of its segments, since those count as asleep already.
         """
         with self._torch_pools.quiet(plan.tags):
             self._torch_pools.synchronize()
-            return super().begin_sleep(plan)
-
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back as planned; raises MemoryBusy while a `pool` block of a tag of the plan is open."""
-        with self._torch_pools.quiet(plan.tags):
-            self._torch_pools.synchronize()
-            return super().sleep(plan)
+            yield
 
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
         """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent."""

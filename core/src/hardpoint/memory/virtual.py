@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,8 @@ class VirtualAllocator(TensorAllocator):
 
     def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
         """Do everything of a sleep that can fail; see `DeviceAllocator.begin_sleep`."""
-        return self._pool.begin_sleep(plan, _live(plan))
+        with self._quiet(plan):
+            return self._pool.begin_sleep(plan, _live(plan))
 
     def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
         """Do everything of a wake that can fail; see `DeviceAllocator.begin_wake`."""
@@ -120,7 +122,8 @@ class VirtualAllocator(TensorAllocator):
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
         """Give device memory back as planned; other threads' operations wait for it."""
-        return self._pool.sleep(plan, _live(plan))
+        with self._quiet(plan):
+            return self._pool.sleep(plan, _live(plan))
 
     def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Map memory again at the same addresses and restore what was preserved; other threads' operations wait for it."""
@@ -152,6 +155,10 @@ class VirtualAllocator(TensorAllocator):
     def close(self) -> None:
         """Give everything back that nobody uses; tensors still alive keep their memory until they are gone."""
         self._pool.close()
+
+    def _quiet(self, plan: SleepPlan) -> AbstractContextManager[None]:
+        """Keep others from the memory that a sleep takes, for the time of its work; may refuse it. Default: nothing."""
+        return nullcontext()
 
     def _as_tensor(self, capsule: object, shape: tuple[int, ...], dtype: Any) -> Tensor:
         from torch.utils.dlpack import from_dlpack

@@ -429,7 +429,7 @@ class LifeCycle:
     def change_weights(self, call: str, *arguments: Any) -> int:
         """Make a worker call that writes weights; returns what it returns, or 0. What was computed with the old ones is void.
 
-        Raises EngineDead in the state FAILED, and what the worker raises. After a failure in the middle of a write the state is WEIGHTS_MISSING.
+        Raises EngineDead in the state FAILED, and what the worker raises; a write that breaks off makes the state WEIGHTS_MISSING.
         """
         self._check_not_busy()
         self._check_not_failed("the weights cannot be written")

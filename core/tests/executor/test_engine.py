@@ -1,0 +1,119 @@
+"""The engine's core over ranks: what it asks of them, and what it makes of their failures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.core import EngineCore
+from hardpoint.engine.sleep import EngineState
+from hardpoint.executor import InProcessExecutor, MultiProcessExecutor, RankLimits
+from hardpoint.interfaces import SequenceSampling
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, EngineDead, RankFailed, WorkerError
+from tests.leaks import Belongings
+
+Make = Callable[..., EngineCore]
+
+
+@pytest.fixture
+def make_core(fake: ModuleType) -> Iterator[Make]:
+    made: list[EngineCore] = []
+
+    def make(*orders: dict[str, Any], **settings: Any) -> EngineCore:
+        made.append(EngineCore(EngineConfig(json.dumps(orders), backend="fakeranks", **settings)))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.shutdown()
+
+
+def add(core: EngineCore, tokens: int = 5) -> int:
+    handle = core.scheduler.add_request(list(range(tokens)), max_tokens=20)
+    core.register(SequenceSampling(handle, list(range(tokens)), 0))
+    return handle
+
+
+def test_one_rank_runs_in_this_process_unless_it_is_asked_for(make_core: Make) -> None:
+    assert isinstance(make_core().executor, InProcessExecutor)
+    apart = make_core(executor="multi_process")
+    assert isinstance(apart.executor, MultiProcessExecutor)
+    add(apart)
+    assert len(apart.step().token_ids) == 1
+
+
+def test_the_rank_with_the_least_room_decides_and_sizes_add_up(make_core: Make) -> None:
+    core = make_core(tensor_parallel_size=2)
+    block = 2 * 2 * 16 * 2 * 8 * 4
+    least = (int((1 << 30) * 0.4) - (1 << 20) - (1 << 20)) // block
+    assert core.info.num_device_blocks == least
+    assert core.info.kv_bytes == 2 * least * block
+    assert core.info.weight_bytes == 2 << 20
+    assert (core.info.num_ranks, core.info.tensor_parallel_size, core.info.pipeline_parallel_size) == (2, 2, 1)
+
+
+def test_a_step_that_fails_alike_ends_its_sequences_and_the_engine_goes_on(make_core: Make) -> None:
+    core = make_core({"call": "execute", "does": "fail_weights"}, tensor_parallel_size=2)
+    lost = add(core)
+    with pytest.raises(WorkerError, match="no weights") as raised:
+        core.step()
+    assert raised.value.lost_seq_ids == (lost,)
+    assert core.life.state is EngineState.RUNNING
+    add(core)
+    assert len(core.step().token_ids) == 1
+
+
+def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
+    orders = {"call": "execute", "does": "kill", "rank": 1, "after": 1}
+    core = make_core(orders, pipeline_parallel_size=2)
+    add(core)
+    core.step()
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 failed"):
+        core.step()
+    assert time.monotonic() - start < 5
+    assert not core.scheduler.has_unfinished()
+    assert core.life.is_dead
+    assert core.life.state is EngineState.FAILED
+    with pytest.raises(EngineDead, match="rank 1 failed"):
+        core.step()
+    with pytest.raises(EngineDead, match="Make a new engine"):
+        core.life.check_admission(0, 5)
+    core.shutdown()
+    core.shutdown()
+
+
+@pytest.mark.parametrize("call", ["load_model", "profile", "initialize_kv", "warm_up"])
+def test_ranks_that_cannot_start_leave_nothing(call: str, make_core: Make) -> None:
+    before = Belongings.now()
+    with pytest.raises(Exception, match="fakeMalloc") as raised:
+        make_core({"call": call, "does": "fail"}, executor="multi_process")
+    assert raised.type.__name__ == "DriverError"
+    del raised
+    assert Belongings.now().new_since(before) == []
+
+
+def test_sizes_that_the_backend_does_not_claim_are_refused_with_reasons(make_core: Make) -> None:
+    before = Belongings.now()
+    with pytest.raises(CapabilityRefused) as raised:
+        make_core(tensor_parallel_size=3)
+    assert raised.value.reasons == ("3 tensor-parallel ranks are not supported (supported: 1, 2)",)
+    with pytest.raises(ConfigError, match="4 ranks need 4 devices"):
+        make_core(tensor_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="'ray' is not part of this version"):
+        make_core(tensor_parallel_size=2, executor="ray")
+    assert Belongings.now().new_since(before) == []
+
+
+def test_limits_of_the_configuration_hold(make_core: Make) -> None:
+    core = make_core({"call": "execute", "does": "hang"}, executor="multi_process", rank_limits={"step": 0.5})
+    add(core)
+    with pytest.raises(RankFailed, match=r"it has not answered 'execute' within 0\.5 s"):
+        core.step()
+    assert EngineConfig("m", rank_limits=RankLimits(step=2)).rank_limits == RankLimits(step=2)
