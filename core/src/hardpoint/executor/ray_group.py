@@ -96,14 +96,22 @@ class ActorGroup:
         Raises:
             RankFailed: one is gone.
         """
+        try:
+            # One question to Ray where all is well, as in nearly every step.
+            answers = self._ray.get(list(refs), timeout=min(deadline.left(), _SLICE_SECONDS))
+            return [self._read(rank, answer) for rank, answer in enumerate(answers)]
+        except self._ray.exceptions.RayError:
+            return self._gather_singly(refs, deadline, behind)
+
+    def _gather_singly(self, refs: Sequence[Any], deadline: Deadline, behind: float | None) -> list[Any]:
         outcomes: list[Any] = [NOT_YET] * len(refs)
         pending = {ref: rank for rank, ref in enumerate(refs)}
         while pending:
             left = deadline.left()
             ready, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=min(left, _SLICE_SECONDS))
-            for ref, answer in self._answers(ready):
+            for ref in ready:
                 rank = pending.pop(ref)
-                outcomes[rank] = outcome = self._read(rank, answer)
+                outcomes[rank] = outcome = self.outcome(rank, ref)
                 if behind is not None and isinstance(outcome, BaseException):
                     deadline.shorten(behind)
             if not ready and not left:
@@ -112,26 +120,14 @@ class ActorGroup:
 
     def outcome(self, rank: int, ref: Any) -> Any:
         """Return what an actor has answered: bytes, or the exception that it raised; raises RankFailed for one that is gone."""
-        return self._read(rank, self._answer(ref))
-
-    def _answers(self, refs: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return for each ref what it stands for, or Ray's error; one question to Ray where all is well."""
         try:
-            return list(zip(refs, self._ray.get(list(refs)), strict=True))
-        except self._ray.exceptions.RayError:
-            return [(ref, self._answer(ref)) for ref in refs]
-
-    def _answer(self, ref: Any) -> Any:
-        try:
-            return self._ray.get(ref)
+            return self._read(rank, self._ray.get(ref))
         except self._ray.exceptions.RayError as error:
-            return error
+            raise self.failed(rank, error) from error
 
     def _read(self, rank: int, answer: Any) -> Any:
         from hardpoint.executor.ray_actor import FAILURE, RESULT
 
-        if isinstance(answer, BaseException):
-            raise self.failed(rank, answer) from answer
         mark = answer[:1] if isinstance(answer, bytes) else None
         if mark == RESULT:
             # Arrays are views of it, and torch takes no read-only ones.
