@@ -233,7 +233,8 @@ def main() -> None:
     if arguments.json:
         document = {
             "command": report.command(),
-            "machine": machine | {"load_average_at_end": [round(value, 2) for value in os.getloadavg()]},
+            "machine": machine
+            | {"load_average_at_end": [round(value, 2) for value in os.getloadavg()], "niceness": os.nice(0)},
             "rounds": arguments.rounds,
             "steps": arguments.steps,
             "results": results,
