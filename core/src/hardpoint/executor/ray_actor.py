@@ -18,12 +18,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import ray
 
-from hardpoint import __version__
 from hardpoint.executor.failures import Failure, describe, rebuild
 from hardpoint.executor.link import PROGRESS
 from hardpoint.executor.meeting import MeetingServer
@@ -84,7 +84,7 @@ def versions_of(backend: str) -> dict[str, str]:
     """Return what must be the same for all ranks and the engine, by name, with the version that is installed here."""
     records = [record for record in installed().records(backend) if record.name == backend]
     return {
-        "hardpoint": __version__,
+        "hardpoint": metadata.version("hardpoint"),
         "the contract": str(API_VERSION),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         f"the backend '{backend}'": ", ".join(sorted(f"{one.distribution} {one.version}" for one in records)) or "none",
