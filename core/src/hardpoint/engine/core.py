@@ -105,8 +105,7 @@ class EngineCore:
     """Loads a model on the resolved backend and runs steps.
 
     Raises, while it is made: BackendError, ModelError, CapabilityRefused, ClusterError, ConfigError, KVCacheTooSmall, DeviceOutOfMemory,
-    RankFailed;
-    what was started by then is shut down again.
+    RankFailed; what was started by then is shut down again.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -13,7 +13,7 @@ from hardpoint.executor.messages import decode
 from hardpoint.executor.ray_placement import Demand, in_order, release, reserve
 from hardpoint.executor.ray_session import RaySession, RaySettings
 from hardpoint.executor.rounds import HANGING, NOT_YET, Deadline
-from hardpoint.interfaces.errors import ClusterError, MalformedMessage, RankFailed
+from hardpoint.interfaces.errors import ClusterError, RankFailed
 
 _log = logging.getLogger("hardpoint")
 
@@ -81,7 +81,9 @@ class ActorGroup:
     def ask(self, refs: Sequence[Any], deadline: Deadline, kind: Any) -> list[Any]:
         """Return all actors' answers, decoded; raises the first error."""
         outcomes = self.gather(refs, deadline)
-        for outcome in outcomes:
+        for rank, outcome in enumerate(outcomes):
+            if outcome is NOT_YET:
+                raise self.fail_hanging(rank, deadline)
             if isinstance(outcome, BaseException):
                 raise outcome
         return [decode(outcome, kind) for outcome in outcomes]
@@ -134,7 +136,9 @@ class ActorGroup:
             return bytearray(answer)[1:]
         if mark == FAILURE:
             return rebuild(decode(memoryview(answer)[1:], Failure), self.where(rank))
-        raise MalformedMessage("an answer of an actor is neither a result nor a failure", found=repr(answer)[:80])
+        raise self.fail(
+            rank, f"its messages cannot be understood: {repr(answer)[:80]} is neither a result nor a failure"
+        )
 
     def fail(self, rank: int, ended: str, output: str = "", hint: str = "") -> RankFailed:
         """Note that a rank has failed, unless one has before, and end all; returns the first failure."""
@@ -162,26 +166,28 @@ class ActorGroup:
         )
 
     def kill(self) -> None:
-        """End all actors at once; where this process has left the cluster, they have ended with its job."""
+        """End all actors at once and give their room back; where this process has left the cluster, they have ended with its job."""
+        # Ray starts a cluster for questions that come when there is none.
         if not self._ray.is_initialized():
             return
+        placed, self._placed = self._placed, []
         for actor in self.actors:
             with contextlib.suppress(Exception):  # Ray itself may be gone.
                 self._ray.kill(actor, no_restart=True)
+        with contextlib.suppress(Exception):
+            # Whoever cannot follow the call, because its process is stopped, ends with its room.
+            release(placed)
 
     def end(self) -> None:
-        """End all actors, give their room back and leave the cluster."""
+        """End all actors and leave the cluster."""
         self._ending.set()
         self.kill()
-        # Ray starts a cluster for questions that come when there is none.
-        if self._ray.is_initialized():
+        if self._watches and self._ray.is_initialized():
             with contextlib.suppress(Exception):
-                if self._watches:
-                    self._ray.wait(list(self._watches), num_returns=len(self._watches), timeout=_END_SECONDS)
-                release(self._placed)
+                self._ray.wait(list(self._watches), num_returns=len(self._watches), timeout=_END_SECONDS)
         if self._watcher is not None:
             self._watcher.join()
-        self.actors, self._watches, self._placed = [], {}, []
+        self.actors, self._watches = [], {}
         self._session.leave()
 
     def is_watcher(self) -> bool:
@@ -202,7 +208,7 @@ class ActorGroup:
                 _log.warning("the ranks are not watched any more: %s", error)
                 return
             if ready and not self._ending.is_set():
-                with contextlib.suppress(RankFailed, MalformedMessage):
+                with contextlib.suppress(RankFailed):
                     self.outcome(self._watches[ready[0]], ready[0])
                 return
 
