@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -200,6 +202,7 @@ def test_a_forked_child_cannot_use_the_ranks(pair: MultiProcessExecutor) -> None
     if child == 0:
         try:
             pair.shutdown()
+            pair._finalizer()  # As at the child's exit.
             pair._is_shut_down = False
             pair.call("memory_stats")
         except ForkedProcess:
@@ -369,6 +372,28 @@ def test_nothing_is_left_however_it_ends(
     del executor
     assert Belongings.now().new_since(before) == []
     assert ("ERROR" in {record.levelname for record in caplog.records}) == (end == "failure")
+
+
+@pytest.mark.parametrize("free", [3, 7, 10])
+def test_a_start_without_enough_files_leaves_nothing(free: int, make: Make) -> None:
+    before = Belongings.now()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers: list[int] = []
+    try:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        for _ in range(free):
+            os.close(fillers.pop())
+        with pytest.raises((OSError, RuntimeError)):
+            make()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
+    assert Belongings.now().new_since(before) == []
 
 
 def test_too_few_devices_are_refused_before_anything_is_started(make: Make) -> None:

@@ -70,10 +70,18 @@ class LinkFiles:
     @classmethod
     def make(cls, capacity: int = CAPACITY) -> LinkFiles:
         """Make them for an empty link."""
-        memory = os.memfd_create("hardpoint-rank", os.MFD_CLOEXEC)
-        os.ftruncate(memory, mmap.PAGESIZE + 2 * capacity)
-        trouble = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        return cls(memory, make_counters(capacity), make_counters(capacity), trouble, capacity)
+        made: list[int] = []
+        try:
+            made.append(os.memfd_create("hardpoint-rank", os.MFD_CLOEXEC))
+            os.ftruncate(made[0], mmap.PAGESIZE + 2 * capacity)
+            made += make_counters(capacity)
+            made += make_counters(capacity)
+            made.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        except OSError:
+            for fd in made:
+                os.close(fd)
+            raise
+        return cls.parse(",".join(map(str, (*made, capacity))))
 
     @property
     def all(self) -> tuple[int, ...]:

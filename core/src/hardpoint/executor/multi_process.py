@@ -68,12 +68,15 @@ class MultiProcessExecutor(Executor):
         if meeting is not None:
             specs = rank_specs(resolved, config, init_method=meeting.init_method)
         self._where = [spec.where for spec in specs]
-        files = [LinkFiles.make() for _ in specs]
-        self._links = [Link(one, is_rank=False) for one in files]
+        files: list[LinkFiles] = []
+        self._links: list[Link] = []
         self._inboxes: list[deque[Frame]] = [deque() for _ in specs]
         self._processes = RankProcesses(self._links, files, self._limits)
-        self._finalizer = weakref.finalize(self, _end_all, self._processes, self._links, meeting)
+        self._finalizer = weakref.finalize(self, _end_all, self._pid, self._processes, self._links, meeting)
         try:
+            for _ in specs:
+                files.append(LinkFiles.make())
+                self._links.append(Link(files[-1], is_rank=False))
             self._processes.start()
             self._arrivals = select.poll()
             for source in self._sources():
@@ -129,16 +132,17 @@ class MultiProcessExecutor(Executor):
         self._is_shut_down = True
         if os.getpid() != self._pid:
             return
-        if self._finalizer.alive and self._processes.failure is None:
-            deadline = Deadline("shutdown", self._limits.shutdown)
-            self._processes.expect_end()
-            try:
+        try:
+            if self._processes.failure is None:
+                deadline = Deadline("shutdown", self._limits.shutdown)
+                self._processes.expect_end()
                 for rank in range(len(self._links)):
                     self._send(rank, Kind.STOP, self._next_call(), [], deadline)
                 self._processes.stop(self._limits.shutdown)
-            except EngineDead as error:
-                _log.warning("a rank was ended while the engine was shut down: %s", error)
-        self._finalizer()
+        except EngineDead as error:
+            _log.warning("a rank was ended while the engine was shut down: %s", error)
+        finally:
+            self._finalizer()
 
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         schema, call = SCHEMAS[name], self._next_call()
@@ -354,11 +358,17 @@ class MultiProcessExecutor(Executor):
         return failure
 
 
-def _end_all(processes: RankProcesses, links: Sequence[Link], meeting: MeetingServer | None) -> None:
-    """End the ranks and give back all that is shared with them. Also the way out for an executor that nobody shut down."""
+def _end_all(pid: int, processes: RankProcesses, links: Sequence[Link], meeting: MeetingServer | None) -> None:
+    """End the ranks and give back all that is shared with them. Also the way out for an executor that nobody shut down.
+
+    Args:
+        pid: of the process that they belong to; a forked child of it does nothing here.
+    """
+    if os.getpid() != pid:
+        return
     if processes.is_keeper():
         # Garbage can be collected in any thread; this one cannot wait for itself.
-        threading.Thread(target=_end_all, args=(processes, links, meeting)).start()
+        threading.Thread(target=_end_all, args=(pid, processes, links, meeting)).start()
         return
     processes.stop(0.0)
     for link in links:

@@ -43,9 +43,15 @@ class _Process:
 
     def __init__(self, rank: int, popen: subprocess.Popen[bytes], link: Link) -> None:
         self.rank, self.popen, self.link = rank, popen, link
-        self.pidfd = os.pidfd_open(popen.pid)
         assert popen.stdout is not None
         self.output = popen.stdout
+        try:
+            self.pidfd = os.pidfd_open(popen.pid)
+        except OSError:
+            popen.kill()
+            popen.wait()
+            self.output.close()
+            raise
         os.set_blocking(self.output.fileno(), False)
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._partial = b""

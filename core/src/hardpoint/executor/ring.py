@@ -44,7 +44,12 @@ class Frame:
 def make_counters(capacity: int) -> tuple[int, int]:
     """Return two new eventfds, `data` and `space`, for an empty ring."""
     flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-    return os.eventfd(0, flags), os.eventfd(capacity, flags)
+    data = os.eventfd(0, flags)
+    try:
+        return data, os.eventfd(capacity, flags)
+    except OSError:
+        os.close(data)
+        raise
 
 
 def take(counter: int) -> int:
