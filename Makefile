@@ -13,7 +13,7 @@ PROMPT ?= Give three facts about the moon.
 
 .PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton demo \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers test-portable \
-	test-torch test-torch-ascend test-torch-cuda test-triton typecheck
+	test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ test-torch: test-torch-cuda test-torch-ascend  ## Real builds of torch over the 
 
 test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 	scripts/test_torch.sh $*
+
+test-ray: .torch/ray/.installed  ## The Ray executor on a cluster of two nodes (downloads Ray once)
+	.torch/ray/bin/python -m pytest -q tests/ray_cluster
 
 .torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(STAMP)
 	PYTHON=$(abspath $(BIN))/python scripts/torch_environment.sh $*

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), or with triton, that sees the packages of the development
-# environment behind its own. PYTHON is the development environment's.
+# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton) or with Ray (ray), that sees the
+# packages of the development environment behind its own. PYTHON is the development environment's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$1
@@ -9,15 +9,17 @@ environment=.torch/$build
 
 rm -rf "$environment"
 "$PYTHON" -m venv "$environment"
-# Without dependencies: the vendors' libraries are simulated, and the rest is in the development environment.
+# Vendors' builds without dependencies: the vendors' libraries are simulated, and the rest is in the development environment.
+dependencies=--no-deps
 case $build in
   # `===`: the plain release, and no local one such as +cpu. Triton is the release that this torch is built with; the worker's attention needs it.
   cuda) packages=("torch===$version" triton==3.7.1) ;;
   ascend) packages=("torch-npu==$version") ;;
   triton) packages=(triton==3.7.1) ;;
-  *) echo "there is no build '$build'; cuda, ascend and triton are known" >&2; exit 2 ;;
+  ray) packages=("$(grep '^ray==' constraints.txt)") dependencies= ;;
+  *) echo "there is no build '$build'; cuda, ascend, triton and ray are known" >&2; exit 2 ;;
 esac
-"$environment/bin/pip" --disable-pip-version-check install -q --no-deps "${packages[@]}"
+"$environment/bin/pip" --disable-pip-version-check install -q $dependencies "${packages[@]}"
 
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Added as a site, so that the editable installs in it count too.

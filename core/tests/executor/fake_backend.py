@@ -242,4 +242,5 @@ def hardpoint_backend() -> BackendDescriptor:
         worker=lambda: FakeWorker,
         collectives=_never,
         priority=-1,
+        cluster_resource="fakes",
     )

@@ -78,6 +78,7 @@ def hardpoint_backend() -> BackendDescriptor:
         collectives=_collectives,
         driver=allocator.driver,
         priority=100,
+        cluster_resource="NPU",
         install_hint=(
             f"{capabilities.INSTALL}, and source its set_env.sh, or give the path of libascendcl.so in {DRIVER_VARIABLE}"
         ),

@@ -88,6 +88,7 @@ def hardpoint_backend() -> BackendDescriptor:
         collectives=_collectives,
         driver=allocator.driver,
         priority=100,
+        cluster_resource="GPU",
         install_hint=(
             f"{capabilities.INSTALL}, and ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in {DRIVER_VARIABLE}"
         ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from hardpoint.engine.sleep import SleepSettings
-from hardpoint.executor import RankLimits
+from hardpoint.executor import RankLimits, RaySettings
 from hardpoint.interfaces.allocator import SleepPlan
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.dtypes import DType
@@ -66,6 +66,7 @@ class EngineConfig:
         executor: where ranks run: "in_process" (one rank only), "multi_process" (a process for each, on this machine) or "ray"; "auto" is
             the first with one rank, and the second with several.
         rank_limits: seconds that ranks in other processes may take, by name; see `hardpoint.executor.RankLimits`.
+        ray: settings of the executor "ray", by name; see `hardpoint.executor.RaySettings`.
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
         seed: of sampling without a seed of its own, and of dummy weights.
@@ -105,6 +106,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     executor: Literal["auto", "in_process", "multi_process", "ray"] = "auto"
     rank_limits: RankLimits | Mapping[str, float] | None = None
+    ray: RaySettings | Mapping[str, Any] | None = None
     communication_timeout: float = 60.0
     threads: int | None = None
     use_fused_decoder: bool = True
@@ -141,6 +143,13 @@ class EngineConfig:
             _check_positive(name, getattr(self, name))
         _check_choice("executor", self.executor, _EXECUTORS)
         RankLimits.parse(self.rank_limits)
+        RaySettings.parse(self.ray)
+        if self.ray is not None and self.executor != "ray":
+            raise ConfigError(
+                "there are settings for Ray, and the ranks do not run on it",
+                found=f"executor='{self.executor}'",
+                hint="Give executor='ray', or leave the settings out",
+            )
         if not self.communication_timeout > 0:
             raise ConfigError(
                 f"communication_timeout={self.communication_timeout} is not possible", hint="Give seconds above 0"

@@ -13,7 +13,7 @@ from hardpoint.executor import Executor, InProcessExecutor, MultiProcessExecutor
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import FloatArray, SequencePooling, SequenceSampling, StepInput, TokenLogprobs
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
-from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, EngineDead, KVCacheTooSmall, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, EngineDead, KVCacheTooSmall, WorkerError
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
@@ -104,8 +104,8 @@ class CoreOutput:
 class EngineCore:
     """Loads a model on the resolved backend and runs steps.
 
-    Raises, while it is made: BackendError, ModelError, CapabilityRefused, ConfigError, KVCacheTooSmall, DeviceOutOfMemory, RankFailed;
-    what was started by then is shut down again.
+    Raises, while it is made: BackendError, ModelError, CapabilityRefused, ClusterError, ConfigError, KVCacheTooSmall, DeviceOutOfMemory,
+    RankFailed; what was started by then is shut down again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -279,9 +279,10 @@ class EngineCore:
 def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: WorkerConfig) -> Executor:
     kind = config.executor
     if kind == "ray":
-        raise ConfigError(
-            "the executor 'ray' is not part of this version", hint="Use executor='multi_process' on one machine"
-        )
+        # Imported where it is asked for: on one machine nobody needs Ray.
+        from hardpoint.executor.ray import RayExecutor
+
+        return RayExecutor(resolved, worker_config, RankLimits.parse(config.rank_limits), config.ray)
     if kind == "multi_process" or config.num_ranks > 1:
         return MultiProcessExecutor(resolved, worker_config, RankLimits.parse(config.rank_limits))
     context = WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=worker_config)

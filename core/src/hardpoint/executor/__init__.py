@@ -7,5 +7,6 @@ from hardpoint.executor.base import Executor
 from hardpoint.executor.in_process import InProcessExecutor
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.multi_process import MultiProcessExecutor
+from hardpoint.executor.ray_session import RaySettings
 
-__all__ = ["Executor", "InProcessExecutor", "MultiProcessExecutor", "RankLimits"]
+__all__ = ["Executor", "InProcessExecutor", "MultiProcessExecutor", "RankLimits", "RaySettings"]

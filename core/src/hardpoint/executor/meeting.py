@@ -1,4 +1,4 @@
-"""Where the ranks of one machine meet: a key-value store that the engine's process serves."""
+"""Where ranks meet: a key-value store on a port that the system chose."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ _BACKLOG = 128
 
 
 class MeetingServer:
-    """torch's TCP store, on a port that the system chose and that only this machine reaches.
+    """torch's TCP store, served by this process.
+
+    Args:
+        host: this machine's address on the network from which ranks come; by default only this machine's own processes reach it.
 
     Attributes:
         init_method: what the ranks are given; the group's name is its own, so that no two engines meet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as listening:
+            listening.bind((host, 0))
             listening.listen(_BACKLOG)
-            host, port = listening.getsockname()
-            self.init_method = f"tcp://{host}:{port}/{uuid.uuid4().hex}?served"
+            port = listening.getsockname()[1]
+            quoted = f"[{host}]" if ":" in host else host
+            self.init_method = f"tcp://{quoted}:{port}/{uuid.uuid4().hex}?served"
             # The store owns the file descriptor from here on.
             self._store: Any = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()

@@ -6,11 +6,9 @@ import logging
 import os
 import select
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hardpoint.executor.base import Executor, at_rank
@@ -23,18 +21,23 @@ from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.executor.processes import RankProcesses
 from hardpoint.executor.ranks import rank_specs
 from hardpoint.executor.ring import Frame
+from hardpoint.executor.rounds import (
+    NOT_YET,
+    OUT_OF_STEP,
+    Deadline,
+    culprit,
+    failed_alike,
+    results,
+    without_progress,
+)
 from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.weights import encode_weight
-from hardpoint.interfaces.allocator import SleepPlan
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import EngineDead, ForkedProcess, MalformedMessage, RankFailed, WorkerError
+from hardpoint.interfaces.errors import EngineDead, ForkedProcess, MalformedMessage, RankFailed
 from hardpoint.interfaces.worker import ModelInfo, WorkerConfig
 from hardpoint.plugins import Resolved
 
 _log = logging.getLogger("hardpoint")
-
-_NOT_YET = object()
-"""Outcome of a rank that has not answered."""
 
 
 class MultiProcessExecutor(Executor):
@@ -59,7 +62,7 @@ class MultiProcessExecutor(Executor):
         self._last_call = 0
         self._pid = os.getpid()
         self._is_shut_down = False
-        self._deadline = _Deadline("start", self._limits.start)
+        self._deadline = Deadline("start", self._limits.start)
         specs = rank_specs(resolved, config)
         meeting = MeetingServer() if len(specs) > 1 else None
         if meeting is not None:
@@ -83,7 +86,7 @@ class MultiProcessExecutor(Executor):
             for source in (self._processes.alarm, self._links[self._driver].fileno(), *troubles):
                 self._driver_arrivals.register(source, select.POLLIN)
             call = self._next_call()
-            deadline = _Deadline("start", self._limits.start)
+            deadline = Deadline("start", self._limits.start)
             for rank, spec in enumerate(specs):
                 self._send(rank, Kind.START, call, spec.encode(), deadline)
             for rank, outcome in enumerate(self._gather(call, deadline, None, waits=True)):
@@ -113,7 +116,7 @@ class MultiProcessExecutor(Executor):
         self._check()
         parts = self._steps.encode(step)
         call = self._next_call()
-        deadline = _Deadline(EXECUTE, self._limits.step)
+        deadline = Deadline(EXECUTE, self._limits.step)
         for rank in range(len(self._links)):
             self._send(rank, Kind.EXECUTE, call, parts, deadline)
         # The driver is the last one, more often than not: until it has answered, the others' answers wake nobody.
@@ -131,7 +134,7 @@ class MultiProcessExecutor(Executor):
             return
         try:
             if self._processes.failure is None:
-                deadline = _Deadline("shutdown", self._limits.shutdown)
+                deadline = Deadline("shutdown", self._limits.shutdown)
                 self._processes.expect_end()
                 for rank in range(len(self._links)):
                     self._send(rank, Kind.STOP, self._next_call(), [], deadline)
@@ -143,12 +146,12 @@ class MultiProcessExecutor(Executor):
 
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         schema, call = SCHEMAS[name], self._next_call()
-        deadline = _Deadline(name, self._limits.of(name))
+        deadline = Deadline(name, self._limits.of(name))
         progress = schema.progress_of(args)
         header = name.encode("ascii").ljust(NAME_BYTES, b"\0")
         requests = [[header, *schema.encode(args)]]
         if progress is not None:
-            requests.append([header, *schema.encode([_without_progress(argument) for argument in args])])
+            requests.append([header, *schema.encode([without_progress(argument) for argument in args])])
         try:
             self._check()
             for rank in range(len(self._links)):
@@ -160,19 +163,17 @@ class MultiProcessExecutor(Executor):
             return [error] * len(self._links)
 
     def _results(self, schema: CallSchema, outcomes: Sequence[Any]) -> list[Any]:
-        results = [
-            outcome if isinstance(outcome, BaseException) else decode(outcome, schema.result) for outcome in outcomes
-        ]
-        if schema.name == "load_model" and isinstance(results[0], ModelInfo):
-            self._steps.block_size = results[0].attention.block_size
-        return results
+        answers = results(schema, outcomes)
+        if schema.name == "load_model" and isinstance(answers[0], ModelInfo):
+            self._steps.block_size = answers[0].attention.block_size
+        return answers
 
     # One round of messages
 
     def _gather(
         self,
         call: int,
-        deadline: _Deadline,
+        deadline: Deadline,
         progress: Progress | None,
         *,
         waits: bool,
@@ -184,11 +185,11 @@ class MultiProcessExecutor(Executor):
             waits: ranks wait for one another in this call: when one has failed, the others get little time to follow.
             driver_first: until the driver has answered, or a rank has failed, answers of others wake nobody.
         """
-        outcomes: list[Any] = [_NOT_YET] * len(self._links)
+        outcomes: list[Any] = [NOT_YET] * len(self._links)
         missing = len(outcomes)
         while True:
             for rank, outcome in enumerate(outcomes):
-                if outcome is _NOT_YET and (frame := self._answer(rank, call, progress)) is not None:
+                if outcome is NOT_YET and (frame := self._answer(rank, call, progress)) is not None:
                     outcomes[rank] = outcome = self._outcome(rank, frame)
                     missing -= 1
                     if isinstance(outcome, BaseException):
@@ -198,9 +199,9 @@ class MultiProcessExecutor(Executor):
             if not missing:
                 return outcomes
             # The first time only: what wakes it then may be a failure, after which all ranks are of interest.
-            driver_first = driver_first and outcomes[self._driver] is _NOT_YET
+            driver_first = driver_first and outcomes[self._driver] is NOT_YET
             arrivals = self._driver_arrivals if driver_first else self._arrivals
-            if not arrivals.poll(deadline.milliseconds()):
+            if not arrivals.poll(deadline.left() * 1000):
                 raise self._late(outcomes, deadline)
             driver_first = False
             self._check_ranks()
@@ -235,7 +236,7 @@ class MultiProcessExecutor(Executor):
 
     def _report(self, rank: int, frame: Frame, progress: Progress | None) -> None:
         """Call back, and have the rank raise what the callback raises."""
-        deadline = _Deadline("progress", self._limits.other)
+        deadline = Deadline("progress", self._limits.other)
         try:
             if progress is not None:
                 progress(*PROGRESS.unpack(frame.payload))
@@ -246,7 +247,7 @@ class MultiProcessExecutor(Executor):
         else:
             self._send(rank, Kind.GO_ON, frame.call, [], deadline)
 
-    def _stream(self, call: int, weights: Iterable[Any], deadline: _Deadline) -> list[Any]:
+    def _stream(self, call: int, weights: Iterable[Any], deadline: Deadline) -> list[Any]:
         """Send tensors to all ranks until there are no more or a rank has failed, and return the ranks' answers."""
         kind, message = Kind.WEIGHTS_END, encode(None)
         raised: BaseException | None = None
@@ -282,7 +283,7 @@ class MultiProcessExecutor(Executor):
                     return frame.payload
         return None
 
-    def _send(self, rank: int, kind: Kind, call: int, parts: Sequence[Buffer], deadline: _Deadline) -> None:
+    def _send(self, rank: int, kind: Kind, call: int, parts: Sequence[Buffer], deadline: Deadline) -> None:
         self._deadline = deadline
         try:
             self._links[rank].send(kind, call, parts, self._wait_for_room)
@@ -299,7 +300,7 @@ class MultiProcessExecutor(Executor):
         poll = select.poll()
         for source in (space, *self._sources()):
             poll.register(source, select.POLLIN)
-        if not poll.poll(self._deadline.milliseconds()):
+        if not poll.poll(self._deadline.left() * 1000):
             raise TimeoutError
         self._check_ranks()
         for link, inbox in zip(self._links, self._inboxes, strict=True):
@@ -332,64 +333,29 @@ class MultiProcessExecutor(Executor):
     def _broken(self, rank: int, what: str) -> RankFailed:
         return self._processes.fail(rank, f"its messages cannot be understood: {what}")
 
-    def _late(self, outcomes: Sequence[Any], deadline: _Deadline) -> RankFailed:
-        late = next(rank for rank, outcome in enumerate(outcomes) if outcome is _NOT_YET)
+    def _late(self, outcomes: Sequence[Any], deadline: Deadline) -> RankFailed:
+        late = next(rank for rank, outcome in enumerate(outcomes) if outcome is NOT_YET)
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             return self._out_of_step(outcomes, f"rank {late} waits for it")
         return self._processes.fail_hanging(late, deadline.call, deadline.seconds)
 
     def _failed_step(self, outcomes: Sequence[Any]) -> BaseException:
-        """Return what a failed step raises; ranks that did not all fail alike are ended.
-
-        Ranks that fail alike stop at the same point: their next communication is the next step's. Of others that is not known.
-        """
-        if len({type(outcome) for outcome in outcomes}) == 1:
+        """Return what a failed step raises; ranks that did not all fail alike are ended."""
+        if failed_alike(outcomes):
             error: BaseException = outcomes[self._driver]
             return at_rank(error, self._driver, len(outcomes))
         return self._out_of_step(outcomes, "the others did not fail alike")
 
     def _out_of_step(self, outcomes: Sequence[Any], others: str) -> RankFailed:
-        errors = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Exception)}
-        # An error of communication follows from another rank's failure, more often than not.
-        rank = next((rank for rank, error in errors.items() if not isinstance(error, WorkerError)), next(iter(errors)))
-        error = errors[rank]
+        rank, error = culprit(outcomes)
         failure = self._processes.fail(
             rank,
             f"it raised {type(error).__name__}: {error}, and {others}",
             output="\n".join(getattr(error, "__notes__", ())),
-            hint="Ranks that are out of step cannot go on, so all were ended; make a new engine",
+            hint=OUT_OF_STEP,
         )
         failure.__cause__ = error
         return failure
-
-
-class _Deadline:
-    """The end of the time that a call may take.
-
-    Attributes:
-        call: its name.
-        seconds: its limit.
-    """
-
-    def __init__(self, call: str, seconds: float) -> None:
-        self.call, self.seconds = call, seconds
-        self._end = time.monotonic() + seconds
-
-    def milliseconds(self) -> float:
-        """Return what is left, for `select.poll`."""
-        return max((self._end - time.monotonic()) * 1000, 0.0)
-
-    def shorten(self, seconds: float) -> None:
-        """Let it end so many seconds from now, unless it ends before."""
-        self._end = min(self._end, time.monotonic() + seconds)
-
-    def extend(self) -> None:
-        """Begin again: there was progress."""
-        self._end = time.monotonic() + self.seconds
-
-
-def _without_progress(argument: Any) -> Any:
-    return replace(argument, progress=None) if isinstance(argument, SleepPlan) else argument
 
 
 def _end_all(pid: int, processes: RankProcesses, links: Sequence[Link], meeting: MeetingServer | None) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import TRACE_SIGNAL, Link, LinkFiles
+from hardpoint.executor.rounds import HANGING
 from hardpoint.interfaces.errors import RankFailed
 
 _log = logging.getLogger("hardpoint")
@@ -174,7 +175,7 @@ class RankProcesses:
         return self.fail(
             rank,
             f"it has not answered '{call}' within {seconds:g} s",
-            hint="All ranks were ended; make a new engine. Where the call is slow and not stuck, raise its time limit in rank_limits",
+            hint=HANGING,
         )
 
     def kill(self) -> None:

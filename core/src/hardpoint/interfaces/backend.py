@@ -84,6 +84,7 @@ class BackendDescriptor:
         kernels, graph_runner, collectives: the same for the optional contracts.
         driver: opens the memory driver of a device (a `hardpoint.memory.DriverTable`), for tools and tests; None for a backend
             whose allocator is all its own.
+        cluster_resource: what Ray calls the backend's devices among a machine's resources; empty where it knows none.
         install_hint: what to do when the backend is unavailable.
     """
 
@@ -101,6 +102,7 @@ class BackendDescriptor:
     driver: Callable[[Device], Any] | None = None
     priority: int = 0
     accelerator: bool = True
+    cluster_resource: str = ""
     install_hint: str = ""
 
     def __post_init__(self) -> None:

@@ -328,5 +328,9 @@ class RankFailed(EngineDead):
         return error
 
 
+class ClusterError(HardpointError, RuntimeError):
+    """A cluster of machines cannot be joined, has no room for the ranks, or its machines do not fit together."""
+
+
 class MalformedMessage(HardpointError, ValueError):
     """A message between processes is of no known kind, out of sequence, or not what its kind says; or a value cannot be sent."""

@@ -1,0 +1,46 @@
+"""The demo model on two ranks, each on a node of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from hardpoint.engine.sleep import EngineState
+from hardpoint.executor.ray import RayExecutor
+from hardpoint.interfaces.errors import ConfigError, RankFailed
+from tests.e2e.test_ranks import PROMPTS, REPORTED_WITHIN, TOKENS, _check_dead, _check_tokens, _compute, _engine
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_on_two_machines_share_each_layer(cluster: Any, oracle_float32: Any, greedy: Any) -> None:
+    with _engine(tensor_parallel_size=2, executor="ray", ray={"resource": "split"}) as llm:
+        executor = llm.engine._core.executor
+        assert isinstance(executor, RayExecutor)
+        assert len(set(executor.nodes)) == 2
+        assert (llm.info.num_ranks, llm.info.path) == (2, "lean")
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+
+        report = llm.sleep(tier="disk")
+        assert report.freed >= llm.info.weight_bytes
+        assert llm.wake_up().state is EngineState.RUNNING
+        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+
+        for number, prompt in enumerate(PROMPTS):
+            llm.engine.add_request(str(number), prompt, greedy(200))
+        _compute(llm, 5)
+        os.kill(executor.pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(RankFailed, match="its process has ended, or its machine") as raised:
+            _compute(llm, 50)
+        assert time.monotonic() - killed < REPORTED_WITHIN
+        assert raised.value.rank == 1
+        _check_dead(llm, rank=1)
+
+
+def test_settings_for_ray_without_it_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the ranks do not run on it"):
+        _engine(ray={"resource": "split"})
