@@ -116,7 +116,7 @@ conformance-committed: $(STAMP)
 selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, and 20 seeds raise no false alarm
 	$(BIN)/hardpoint conformance selftest --seeds 20 --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance test-torch sanitize test-portable test-headers
+CHECKS := selftest conformance conformance-triton test-torch sanitize aot test-ray test-triton test-portable test-headers
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
