@@ -65,8 +65,9 @@ class Tiles:
 
 SPLIT_KEYS = 256
 """A decode's context is split into parts of at least as many keys."""
-PROGRAMS_PER_UNIT = 8
-"""Programs of a decode for each compute unit, at most; each takes several parts where there are more."""
+PROGRAMS_PER_UNIT = 6
+"""Programs of a decode for each compute unit, at most; each takes several parts where there are more. Registers let two or three run at a
+time, and both divide it, so that none runs alone at the end."""
 WRITE_TOKENS = 4
 COPY_WORDS = 1024
 
