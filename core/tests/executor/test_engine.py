@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -106,9 +107,15 @@ def test_sizes_that_the_backend_does_not_claim_are_refused_with_reasons(make_cor
     assert raised.value.reasons == ("3 tensor-parallel ranks are not supported (supported: 1, 2)",)
     with pytest.raises(ConfigError, match="4 ranks need 4 devices"):
         make_core(tensor_parallel_size=2, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="'ray' is not part of this version"):
-        make_core(tensor_parallel_size=2, executor="ray")
     assert Belongings.now().new_since(before) == []
+
+
+def test_ray_where_it_is_not_installed_is_refused_with_what_to_do(
+    make_core: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"Ray cannot be imported.*pip install 'hardpoint\[ray\]'"):
+        make_core(tensor_parallel_size=2, executor="ray")
 
 
 def test_limits_of_the_configuration_hold(make_core: Make) -> None:
