@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces import Collectives, Device
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 WORLD = 2
+_PRELOADED = ("torch", "transformers.models.auto", "hardpoint.worker", "hardpoint_conformance.worker_ranks")
 _LARGE = 100_003
 
 Make = Callable[[int], tuple[Collectives, str]]
@@ -70,6 +72,13 @@ def missing_devices(target: Target) -> str:
     )
 
 
+def process_context() -> ForkServerContext:
+    """Return how processes of ranks are started: forks of one fresh process that has imported what all need, and has started no device."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
 def run_ranks(
     make: Make,
     operations: Sequence[str],
@@ -85,7 +94,7 @@ def run_ranks(
         join_timeout: given to `Collectives.start`.
         limit: seconds after which what still runs is killed.
     """
-    context = get_context("spawn")
+    context = process_context()
     init_method = f"tcp://127.0.0.1:{free_port()}"
     results = {rank: RankResult() for rank in ranks}
     readers: dict[Connection, int] = {}

@@ -11,13 +11,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hardpoint.interfaces import WORKER_CALLS, Worker, WorkerConfig
-from hardpoint_conformance.ranks import free_port
+from hardpoint_conformance.ranks import free_port, process_context
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model
 from hardpoint_conformance.worker_bench import Bench, config_for
@@ -33,7 +32,7 @@ class RankProcesses:
     """One process for each rank, with a device of its own where there are enough."""
 
     def __init__(self, target: Target, world: int) -> None:
-        context = get_context("spawn")
+        context = process_context()
         self.world = world
         self._pipes: list[Connection] = []
         self._processes = []
