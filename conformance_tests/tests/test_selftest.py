@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from hardpoint_conformance.clauses import Clause
-from hardpoint_conformance.forks import Ended, Job
+from hardpoint_conformance.forks import Case, Ended, Job
 from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.mutants import Mutant, mutant_named, mutants
-from hardpoint_conformance.selftest import alarms, verdict
+from hardpoint_conformance.report import ReportError, read_report
+from hardpoint_conformance.selftest import alarms, reported_control, verdict
 
 RUN = """
 import json, sys
@@ -106,6 +107,33 @@ def test_a_failure_without_a_fault_is_a_false_alarm() -> None:
         "attn.a.b@1[x] (--seed 0): AssertionError: 1 != 2",
         "one_key_more (--seed 0): stopped after 60 s",
     ]
+
+
+REPORTS = Path(__file__).parents[2] / "docs" / "reports"
+WINDOW = mutant_named("window_ignored")
+
+
+def cases_of(*clauses: str) -> list[Case]:
+    return [Case(f"{id}[x]", Clause(id, Level.ATTENTION_CORE, "A rule."), "test_x.py", False) for id in clauses]
+
+
+def test_a_report_of_the_correct_backend_stands_for_the_control() -> None:
+    results = read_report(REPORTS / "cpu.json")["results"]
+    meant = [one for one in results if one["clause"] in WINDOW.killed_by and one["outcome"] == "passed"]
+    assert reported_control(REPORTS / "cpu.json", [WINDOW], cases_of(*WINDOW.killed_by)) == len(meant) > 0
+
+
+def test_no_other_report_stands_for_the_control(tmp_path: Path) -> None:
+    cases = cases_of(*WINDOW.killed_by)
+    with pytest.raises(ReportError, match=r"it says of cuda: .*did not pass in it"):
+        reported_control(REPORTS / "cuda.json", [WINDOW], cases)
+    edited = read_report(REPORTS / "cpu.json")
+    next(one for one in edited["results"] if one["clause"] == WINDOW.killed_by[0])["outcome"] = "failed"
+    (tmp_path / "report.json").write_text(json.dumps(edited), "utf-8")
+    with pytest.raises(ReportError, match="cannot stand for the control"):
+        reported_control(tmp_path / "report.json", [WINDOW], cases)
+    with pytest.raises(ReportError, match=r"attn\.a\.b@1 did not pass"):
+        reported_control(REPORTS / "cpu.json", [MUTANT], cases_of("attn.a.b@1"))
 
 
 def test_the_matrix_names_the_clauses_that_nothing_proves() -> None:

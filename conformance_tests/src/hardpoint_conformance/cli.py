@@ -287,12 +287,18 @@ def selftest_command(
     jobs: Annotated[int | None, typer.Option(min=1, help="Known-bad backends side by side.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder for selftest.json and selftest.html.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the kill matrix in Markdown here.")] = None,
+    control: Annotated[
+        Path | None,
+        typer.Option(help="Report of this suite on the correct backend, taken as the control instead of a run."),
+    ] = None,
 ) -> None:
     """Prove the suite itself: every known-bad backend must be caught by a clause meant for it, and the correct one pass."""
     from hardpoint_conformance.selftest import selftest
 
     try:
-        raise typer.Exit(selftest(mutant, seeds, jobs, report, markdown))
+        raise typer.Exit(selftest(mutant, seeds, jobs, report, markdown, control))
+    except ReportError as error:
+        raise typer.BadParameter(str(error), param_hint="--control") from error
     except KeyError as error:
         raise typer.BadParameter(f"there is no known-bad backend {error}", param_hint="--mutant") from error
 

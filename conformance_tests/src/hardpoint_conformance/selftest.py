@@ -1,7 +1,7 @@
 """The proof of the suite: every known-bad backend is found out by a clause meant for it, and a correct one never fails.
 
-Three things are run on the CPU backend: a control (the clauses that are meant for mutants pass without one), the mutants, and the
-tests with random inputs over many seeds, where no failure is allowed.
+Three things are run on the CPU backend: a control (the clauses that are meant for mutants pass without one; a report of this suite on
+this backend can stand for it), the mutants, and the tests with random inputs over many seeds, where no failure is allowed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from rich.console import Console
 from hardpoint_conformance.forks import Case, Ended, Job, collect, run_forked
 from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict, write_report
 from hardpoint_conformance.mutants import Mutant, mutants
+from hardpoint_conformance.outcomes import Outcome
+from hardpoint_conformance.outcomes import Verdict as ReportVerdict
+from hardpoint_conformance.report import ReportError, read_report, verdict_of, verify
 
 BACKEND = "cpu"
 """What the mutants are made of, and what must never fail."""
@@ -37,6 +41,7 @@ def selftest(
     jobs: int | None = None,
     report: Path | None = None,
     markdown: Path | None = None,
+    control: Path | None = None,
 ) -> int:
     """Run the proof and print it; returns 0 when it holds, 1 when it does not.
 
@@ -46,9 +51,11 @@ def selftest(
         jobs: processes at a time; None for one on each usable core.
         report: folder for `selftest.json` and `selftest.html`.
         markdown: file for the matrix as markdown.
+        control: report of a run on the correct backend; None to run the control.
 
     Raises:
         KeyError: no mutant has such a name.
+        ReportError: the control is not what can stand for one.
         RuntimeError: the suite cannot be collected.
     """
     console = Console()
@@ -66,7 +73,9 @@ def selftest(
     verdicts: list[Verdict] = []
     controls: list[Ended] = []
     seeded: list[Ended] = []
-    planned = [*_control_jobs(chosen, cases), *_mutant_jobs(chosen, cases), *_seed_jobs(seeds, cases)]
+    reported = 0 if control is None else reported_control(control, chosen, cases)
+    control_jobs = _control_jobs(chosen, cases) if control is None else ()
+    planned = [*control_jobs, *_mutant_jobs(chosen, cases), *_seed_jobs(seeds, cases)]
     by_name = {mutant.name: mutant for mutant in chosen}
     for ended in run_forked(planned, BACKEND, at_a_time):
         if ended.job.mutant:
@@ -83,7 +92,7 @@ def selftest(
     matrix = Matrix(
         verdicts=tuple(sorted(verdicts, key=lambda one: order.index(one.mutant.name))),
         clauses=tuple({case.clause.id: case.clause for case in cases}.values()),
-        control_tests=sum(ended.tests for ended in controls),
+        control_tests=reported + sum(ended.tests for ended in controls),
         seeds=len(seeded),
         seeded_tests=sum(ended.tests for ended in seeded),
         false_alarms=tuple(alarms([*controls, *seeded])),
@@ -98,6 +107,23 @@ def selftest(
     if report is not None:
         write_report(matrix, report)
     return 0 if matrix.holds else 1
+
+
+def reported_control(file: Path, chosen: Iterable[Mutant], cases: Sequence[Case]) -> int:
+    """Return how many tests of the clauses that are meant for mutants passed in a report; raises ReportError unless all did.
+
+    The report must be whole, of this suite and backend, and conformant.
+    """
+    report = read_report(file)
+    problems = verify(report)
+    if report["backend"]["name"] != BACKEND or verdict_of(report) is not ReportVerdict.CONFORMANT:
+        problems.append(f"it says of {report['backend']['name']}: {verdict_of(report).value}")
+    passed = Counter(result["clause"] for result in report["results"] if result["outcome"] == Outcome.PASSED)
+    meant = dict.fromkeys(clause for mutant in chosen for clause in _present(mutant, cases))
+    problems += [f"{clause} did not pass in it" for clause in meant if not passed[clause]]
+    if problems:
+        raise ReportError(f"{file} cannot stand for the control: {'; '.join(problems)}")
+    return sum(passed[clause] for clause in meant)
 
 
 def verdict(mutant: Mutant, ended: Ended) -> Verdict:
