@@ -22,6 +22,8 @@ WORKER = (
     "worker.profile.utilization@1",
 )
 
+pytestmark = pytest.mark.timeout(600)
+
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 
@@ -39,7 +41,7 @@ def run(tmp_path: Path) -> Run:
             [*command, "--report", str(tmp_path / "out"), *options],
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=500,
             check=False,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(info.parent), str(HERE)]), "OMP_NUM_THREADS": "1"},
         )
