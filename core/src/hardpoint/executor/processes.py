@@ -230,15 +230,17 @@ class RankProcesses:
         arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
         # The same modules as here, and nothing that happens to lie in the current folder.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=files.all,
-            env=environment,
-            process_group=0,
-        )
+        # Not `subprocess.DEVNULL`: where no file is left for the pipe, what Popen opened for it stays open.
+        with open(os.devnull, "rb") as nothing:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, *arguments],
+                stdin=nothing,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=files.all,
+                env=environment,
+                process_group=0,
+            )
 
     def _watch(self) -> None:
         poll = select.poll()
