@@ -223,7 +223,8 @@ def test_memory_of_another_host_is_not_opened() -> None:
         os.close(mine)
         for index in range(len(offer.numbers)):
             other = list(offer.numbers)
-            other[index] += 1
+            # The process after this one may be a thread of it, and has its files then.
+            other[index] += 1 if index else 1 << 40
             assert find(other, 2) is None
         assert find(offer.numbers, 3) is None
     finally:
