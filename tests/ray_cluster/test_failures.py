@@ -98,7 +98,9 @@ def test_a_rank_that_hangs_is_ended_and_says_where_it_stood(make: Make, step: An
 
 
 def test_a_rank_that_is_stopped_is_ended_by_the_limit_of_its_call(make: Make, step: Any) -> None:
-    executor = make(order("execute", "stop", 1), ranks=2, limits={"step": 0.5})
+    executor = make(ranks=2, limits={"step": 0.5})
+    os.kill(executor.pids[1], signal.SIGSTOP)
+    assert wait_until(lambda: "State:\tT" in Path(f"/proc/{executor.pids[1]}/status").read_text())
     with pytest.raises(RankFailed, match="rank 1 failed: it has not answered"):
         executor.execute(step([1], 16))
     # Ray asks its process to end before it ends it.
