@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
@@ -98,7 +98,9 @@ def test_a_rank_that_hangs_is_ended_and_says_where_it_stood(make: Make, step: An
 
 
 def test_a_rank_that_is_stopped_is_ended_by_the_limit_of_its_call(make: Make, step: Any) -> None:
-    executor = make(order("execute", "stop", 1), ranks=2, limits={"step": 0.5})
+    executor = make(ranks=2, limits={"step": 0.5})
+    os.kill(executor.pids[1], signal.SIGSTOP)
+    assert wait_until(lambda: "State:\tT" in Path(f"/proc/{executor.pids[1]}/status").read_text())
     with pytest.raises(RankFailed, match="rank 1 failed: it has not answered"):
         executor.execute(step([1], 16))
     # Ray asks its process to end before it ends it.
@@ -224,14 +226,12 @@ PROGRAM = """
 """
 
 
-def ours(session: str) -> list[int]:
-    """Return the processes that have an environment variable with this value."""
-    found = []
+def having(variable: str, values: Collection[str]) -> list[int]:
+    """Return the living processes that have an environment variable with one of these values."""
+    wanted, found = {f"{variable}={value}".encode() for value in values}, []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if f"HARDPOINT_TEST={session}".encode() in path.read_bytes().split(b"\0") and not is_gone(
-                int(path.parent.name)
-            ):
+            if wanted & set(path.read_bytes().split(b"\0")) and not is_gone(int(path.parent.name)):
                 found.append(int(path.parent.name))
     return found
 
@@ -248,6 +248,12 @@ def test_a_cluster_that_was_started_ends_with_the_last_engine_and_ranks_with_any
     engine = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
+    started: list[str] = []
+
+    def left() -> list[int]:
+        # Ray's agents rename themselves over their environment, of which the raylet's process id is what remains.
+        return having("HARDPOINT_TEST", [session]) + having("RAY_RAYLET_PID", started)
+
     try:
         assert engine.stdout is not None
         line = engine.stdout.readline()
@@ -255,12 +261,14 @@ def test_a_cluster_that_was_started_ends_with_the_last_engine_and_ranks_with_any
             line = engine.stdout.readline()
         assert line, engine.communicate()[1]
         rank = int(line)
+        started += map(str, left())
         if killed:
             engine.kill()
         output, errors = engine.communicate(timeout=60)
         assert killed or "ended" in output, errors
-        # Of a killed engine, one of Ray's own processes can outlive the cluster (its agent); no rank does.
-        assert wait_until(lambda: is_gone(rank) if killed else not ours(session), 30.0)
+        # Of a killed engine, Ray's own agents can outlive the cluster; no rank does.
+        assert wait_until(lambda: is_gone(rank) if killed else not left(), 30.0)
     finally:
-        for pid in ours(session):
-            os.kill(pid, signal.SIGKILL)
+        for pid in left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
