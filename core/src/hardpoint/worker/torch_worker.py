@@ -16,6 +16,7 @@ from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
 from hardpoint.sampling import Sampler
+from hardpoint.worker.decode_capture import DecodeCapture
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
@@ -56,6 +57,7 @@ class TorchWorker(Worker, partial=True):
         self._loaded: LoadedModel | None = None
         self._weights: Weights | None = None
         self._kv: KVMemory | None = None
+        self._capture: DecodeCapture | None = None
         self._runner: ModelRunner | None = None
         self._steps: Steps | None = None
         self._sleep: SleepCycle | None = None
@@ -122,22 +124,27 @@ class TorchWorker(Worker, partial=True):
             empty_host=self._empty_host,
             synchronize=self._synchronize,
         )
+        capture = DecodeCapture(
+            self._context, loaded, allocator=allocator, attention=attention, empty_host=self._empty_host
+        )
         runner = ModelRunner(
-            self._context,
             loaded,
-            allocator=allocator,
-            attention=attention,
-            empty_host=self._empty_host,
+            attention,
+            capture,
+            torch_device=self._device.torch_device,
             check_computes=self._check_computes,
         )
         sampler = Sampler(loaded.info.vocab_size, self._kernels)
-        self._loaded, self._weights, self._kv, self._runner = loaded, weights, kv, runner
+        self._loaded, self._weights, self._kv, self._capture, self._runner = loaded, weights, kv, capture, runner
         self._steps = Steps(self._config, runner, kv, sampler, self._synchronize)
         self._sleep = SleepCycle(allocator, weights, kv, self._synchronize)
         return loaded.info
 
     def profile(self) -> MemoryProfile:
-        """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes."""
+        """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
+
+        Graphs are counted by a few that are captured for it; raises GraphCaptureFailed as `warm_up` does.
+        """
         total, used = self._total_and_used()
         current = need(self._allocator).stats().allocated
         asked = self._config.memory_utilization
@@ -149,14 +156,25 @@ class TorchWorker(Worker, partial=True):
             current=current,
             utilization=asked or self._default_memory_utilization,
             kv_limit=need(self._kv).limit(self._default_kv_bytes if asked is None else None),
+            graphs=cost.graphs,
             seconds_per_token=cost.seconds_per_token,
             seconds_per_swapped_block=cost.seconds_per_swapped_block,
         )
 
     def _largest_step(self) -> StepCost:
         return largest_step(
-            self._config, need(self._loaded), need(self._runner), need(self._kv), peak_growth=self._peak_growth
+            self._config,
+            need(self._loaded),
+            need(self._runner),
+            need(self._kv),
+            need(self._capture),
+            peak_growth=self._peak_growth,
+            used=self._used,
         )
+
+    def _used(self) -> int:
+        self._synchronize()
+        return self._total_and_used()[1]
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
@@ -261,7 +279,7 @@ class TorchWorker(Worker, partial=True):
         self._transactions.abandon()
         if self._runner is not None:
             self._runner.drop_graphs()
-        self._loaded = self._weights = self._kv = self._runner = self._steps = self._sleep = None
+        self._loaded = self._weights = self._kv = self._capture = self._runner = self._steps = self._sleep = None
         self._attention = self._kernels = None
         self._groups.close()
         if self._allocator is not None:
