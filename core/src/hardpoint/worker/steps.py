@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hardpoint.interfaces.batch import FloatArray, Int64Array, StepInput, StepOutput
+from hardpoint.interfaces.batch import FloatArray, Int64Array, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.errors import OutputFailed
 from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling import Sampler
@@ -45,20 +47,41 @@ class Steps:
         self._kv.move_blocks(batch)
         if batch.num_tokens == 0:
             return StepOutput(_NO_TOKENS)
-        embeddings = self._pool(step, cache) if step.pooling else {}
+        hidden = self._hidden(batch, cache) if step.pooling else None
         if not len(batch.sample_seq_ids):
-            if not step.pooling:
+            if hidden is None:
                 self._runner.forward(batch, cache, DecoderOutput.ARGMAX)
-                self._synchronize()
-            return StepOutput(_NO_TOKENS, embeddings=embeddings)
+            return self._output(partial(self._unsampled, step, hidden))
+        # Pooled before the next run of the model, which may use the same memory.
+        embeddings = self._embeddings(step, hidden)
         output = DecoderOutput.ARGMAX if self._wants_argmax(batch.sample_seq_ids) else DecoderOutput.LOGITS
         result = self._runner.forward(batch, cache, output)
+        return self._output(partial(self._sampled, batch.sample_seq_ids, output, result, embeddings))
+
+    def _output(self, make: Callable[[], StepOutput]) -> StepOutput:
+        """Return what the driver makes of a step that all ranks have computed, and nothing on the others.
+
+        What fails in `make` is raised as OutputFailed, unless the device has failed.
+        """
         if not self._is_driver:
             self._synchronize()
             return StepOutput(_NO_TOKENS)
+        try:
+            return make()
+        except Exception as error:
+            self._synchronize()
+            raise OutputFailed.after(error) from error
+
+    def _unsampled(self, step: StepInput, hidden: Tensor | None) -> StepOutput:
+        self._synchronize()
+        return StepOutput(_NO_TOKENS, embeddings=self._embeddings(step, hidden))
+
+    def _sampled(
+        self, seq_ids: Int64Array, output: DecoderOutput, result: Tensor, embeddings: Mapping[int, FloatArray]
+    ) -> StepOutput:
         if output is DecoderOutput.ARGMAX:
             return StepOutput(result.numpy(force=True), embeddings=embeddings)
-        token_ids, logprobs = self._sampler.sample(result, batch.sample_seq_ids)
+        token_ids, logprobs = self._sampler.sample(result, seq_ids)
         return StepOutput(token_ids, logprobs, embeddings)
 
     def _follow(self, step: StepInput) -> None:
@@ -75,17 +98,20 @@ class Steps:
         """Whether a step needs no logits; the same answer on all ranks, of which only the driver counts tokens."""
         return self._sampler.all_plain_argmax(seq_ids) if self._is_alone else self._plain.all(seq_ids)
 
-    def _pool(self, step: StepInput, cache: Tensor) -> dict[int, FloatArray]:
-        """Run a step for hidden states; return the embeddings of the prompts that end in it.
+    def _hidden(self, batch: StepBatch, cache: Tensor) -> Tensor:
+        """Run a step for the hidden states of all its tokens.
 
         A step that also samples runs once more for its logits: keys and values are then written again, the same ones.
         """
-        batch = step.batch
         rows = np.arange(batch.num_tokens, dtype=np.int32)
-        hidden = self._runner.forward(batch, cache, DecoderOutput.HIDDEN, rows)
-        if not self._is_driver:
-            return {}
-        embeddings = {}
+        return self._runner.forward(batch, cache, DecoderOutput.HIDDEN, rows)
+
+    def _embeddings(self, step: StepInput, hidden: Tensor | None) -> dict[int, FloatArray]:
+        """Return the embeddings of the prompts that end in a step, on the driver."""
+        embeddings: dict[int, FloatArray] = {}
+        if hidden is None or not self._is_driver:
+            return embeddings
+        batch = step.batch
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
             request = step.pooling.get(seq_id)
             if request is None:

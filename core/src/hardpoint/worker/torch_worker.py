@@ -145,9 +145,9 @@ class TorchWorker(Worker, partial=True):
 
         Graphs are counted by a few that are captured for it; raises GraphCaptureFailed as `warm_up` does.
         """
+        allocator, kv, asked = need(self._allocator), need(self._kv), self._config.memory_utilization
         total, used = self._total_and_used()
-        current = need(self._allocator).stats().allocated
-        asked = self._config.memory_utilization
+        current = allocator.stats().allocated
         cost = self._largest_step()
         return MemoryProfile(
             total=total,
@@ -155,7 +155,7 @@ class TorchWorker(Worker, partial=True):
             peak=current + cost.growth,
             current=current,
             utilization=asked or self._default_memory_utilization,
-            kv_limit=need(self._kv).limit(self._default_kv_bytes if asked is None else None),
+            kv_limit=kv.limit(self._default_kv_bytes if asked is None else None),
             graphs=cost.graphs,
             seconds_per_token=cost.seconds_per_token,
             seconds_per_swapped_block=cost.seconds_per_swapped_block,
@@ -198,7 +198,7 @@ class TorchWorker(Worker, partial=True):
     # Steps
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
+        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing, OutputFailed."""
         self._transactions.check_none("compute a step")
         need(self._sleep).check_awake()
         need(self._weights).check_valid()
