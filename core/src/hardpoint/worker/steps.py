@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from hardpoint.worker.ranks import PlainSequences
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 _NO_TOKENS: Int64Array = np.empty(0, np.int64)
 
@@ -51,38 +53,30 @@ class Steps:
         if not len(batch.sample_seq_ids):
             if hidden is None:
                 self._runner.forward(batch, cache, DecoderOutput.ARGMAX)
-            return self._output(partial(self._unsampled, step, hidden))
+            self._synchronize()
+            return StepOutput(_NO_TOKENS, embeddings=self._alone(partial(self._embeddings, step, hidden)))
         # Pooled before the next run of the model, which may use the same memory.
         embeddings = self._embeddings(step, hidden)
         output = DecoderOutput.ARGMAX if self._wants_argmax(batch.sample_seq_ids) else DecoderOutput.LOGITS
         result = self._runner.forward(batch, cache, output)
-        return self._output(partial(self._sampled, batch.sample_seq_ids, output, result, embeddings))
-
-    def _output(self, make: Callable[[], StepOutput]) -> StepOutput:
-        """Return what the driver makes of a step that all ranks have computed, and nothing on the others.
-
-        What fails in `make` is raised as OutputFailed, unless the device has failed.
-        """
         if not self._is_driver:
             self._synchronize()
             return StepOutput(_NO_TOKENS)
+        if output is DecoderOutput.ARGMAX:
+            return StepOutput(result.numpy(force=True), embeddings=embeddings)
+        token_ids, logprobs = self._alone(partial(self._sampler.sample, result, batch.sample_seq_ids))
+        return StepOutput(token_ids, logprobs, embeddings)
+
+    def _alone(self, make: Callable[[], T]) -> T:
+        """Return what a rank makes of a step when it needs the others no more; raises OutputFailed for what fails in it.
+
+        A device that failed in what was queued before says so when it is waited for, and that is no failed output.
+        """
         try:
             return make()
         except Exception as error:
             self._synchronize()
             raise OutputFailed.after(error) from error
-
-    def _unsampled(self, step: StepInput, hidden: Tensor | None) -> StepOutput:
-        self._synchronize()
-        return StepOutput(_NO_TOKENS, embeddings=self._embeddings(step, hidden))
-
-    def _sampled(
-        self, seq_ids: Int64Array, output: DecoderOutput, result: Tensor, embeddings: Mapping[int, FloatArray]
-    ) -> StepOutput:
-        if output is DecoderOutput.ARGMAX:
-            return StepOutput(result.numpy(force=True), embeddings=embeddings)
-        token_ids, logprobs = self._sampler.sample(result, seq_ids)
-        return StepOutput(token_ids, logprobs, embeddings)
 
     def _follow(self, step: StepInput) -> None:
         """Forget the sequences that ended and begin the new ones."""
