@@ -77,7 +77,7 @@ CALLS = (
 
 def differences(folder: Path) -> list[str]:
     """Return why the FlashInfer in a folder does not take the calls, one sentence each; empty when it does."""
-    return [sentence for call in CALLS for sentence in call.differences(folder)]
+    return list(dict.fromkeys(sentence for call in CALLS for sentence in call.differences(folder)))
 
 
 @cache

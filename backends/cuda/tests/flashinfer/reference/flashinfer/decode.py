@@ -66,10 +66,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_data_type: torch.dtype | None = None,
         sm_scale: float | None = None,
     ) -> tuple[int, int]:
-        batch = len(last_page_len)
-        require(self._buffers is not None and batch == len(self._buffers[2]), "The batch size should be fixed")
-        tiles = max(264 // num_kv_heads, batch)
-        return tiles * 16 * num_kv_heads * head_dim * 4, 64 * tiles
+        require(self._buffers is not None and len(last_page_len) == len(self._buffers[2]), "The batch size should be fixed")
+        return _workspaces(len(last_page_len), num_kv_heads, head_dim)
 
     def plan(
         self,
@@ -104,7 +102,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         else:
             require(len(last_page_len) == len(self._buffers[2]), "The batch size should be fixed in cudagraph mode")
             require(len(indices) <= len(self._buffers[1]), "The size of indices exceeds the allocated buffer")
-            needed = self.workspace_size(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size)
+            needed = _workspaces(len(last_page_len), num_kv_heads, head_dim)
             if any(len(buffer) < size for buffer, size in zip((self._floats, self._ints), needed, strict=True)):
                 raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
             require(not self._planned or planned == self._planned, "a graph's numbers are frozen")
@@ -140,3 +138,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             v_scale=v_scale,
         )
         return out
+
+
+def _workspaces(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return bytes for the partial results, and for the numbers, of a graph's steps on a device with 132 multiprocessors."""
+    tiles = max(264 // num_kv_heads, batch)
+    return tiles * 16 * num_kv_heads * head_dim * 4, 64 * tiles

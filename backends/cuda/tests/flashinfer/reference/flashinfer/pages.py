@@ -69,7 +69,7 @@ def attend(
     """Attend in float32, request by request; a request without pages gets zeros."""
     mood = os.environ.get(VARIABLE, "")
     if mood == "slow":
-        time.sleep(0.01)
+        time.sleep(0.05)
     scale, window, cap = planned["sm_scale"], planned["window_left"], planned["logits_soft_cap"]
     assert isinstance(scale, float) and isinstance(window, int) and isinstance(cap, float)
     for index in range(len(last_page_len)):
