@@ -68,7 +68,10 @@ class PlainBase(AttentionBackend):
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: PlainStep) -> None:
         spec, numbers = metadata.plan.kv_cache, metadata.plan.request.layers[layer]
-        if kv_cache.shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim) or len(k) != metadata.batch.num_tokens:
+        if (
+            kv_cache.shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim)
+            or len(k) != metadata.batch.num_tokens
+        ):
             raise InvalidBatch("the cache or the keys are not the plan's")
         slots = torch.from_numpy(metadata.batch.slot_mapping.astype(np.int64))
         block, offset = slots[slots >= 0] // spec.block_size, slots[slots >= 0] % spec.block_size
@@ -96,7 +99,8 @@ class PlainBase(AttentionBackend):
             if rows.stop > rows.start:
                 blocks = batch.block_table[batch.rows[index], : -(-length // metadata.plan.block_size)]
                 keys, values = (
-                    half[torch.from_numpy(blocks.astype(np.int64))].transpose(1, 2).flatten(0, 1)[:length].float() * scale
+                    half[torch.from_numpy(blocks.astype(np.int64))].transpose(1, 2).flatten(0, 1)[:length].float()
+                    * scale
                     for half, scale in zip(kv_cache, (numbers.k_scale, numbers.v_scale), strict=True)
                 )
                 found = attend(Numbers(numbers, q[rows], keys, values, sinks, alibi_slopes), torch.float32)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import pluggy
 import plain_base
+import pluggy
 
 import hardpoint_cpu.descriptor as cpu
 import hardpoint_cuda.capabilities

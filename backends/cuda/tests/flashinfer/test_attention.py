@@ -111,7 +111,11 @@ def test_faster_flashinfer_attends_and_the_notes_have_the_times_of_both() -> Non
     ("mood", "base", "note"),
     [
         ("slow", PlainBase, "no flashinfer: it is not faster: a decode step"),
-        ("wrong", SlowBase, "no flashinfer: it failed in its trial (BackendBroken: FlashInfer's result of a decode step"),
+        (
+            "wrong",
+            SlowBase,
+            "no flashinfer: it failed in its trial (BackendBroken: FlashInfer's result of a decode step",
+        ),
         ("broken", SlowBase, "no flashinfer: it failed in its trial (RuntimeError: Could not find nvcc)"),
     ],
 )

@@ -96,7 +96,12 @@ def changed(folder: Path, file: str, old: str, new: str) -> Path:
     ("file", "old", "new", "sentence"),
     [
         ("prefill.py", "class BatchPrefill", "class Prefill", "prefill.py has no class BatchPrefillWithPagedKVCache"),
-        ("decode.py", "def workspace_size", "def size", "there is no BatchDecodeWithPagedKVCacheWrapper.workspace_size"),
+        (
+            "decode.py",
+            "def workspace_size",
+            "def size",
+            "there is no BatchDecodeWithPagedKVCacheWrapper.workspace_size",
+        ),
         ("decode.py", "paged_kv_indices_buffer:", "buffer:", "__init__ has no argument paged_kv_indices_buffer"),
         ("prefill.py", "causal: bool = False", "causality: bool = False", "Wrapper.plan has no argument causal"),
         ("decode.py", "        out: Tensor,", "        out: Tensor, lse: Tensor,", "Wrapper.run asks for lse"),

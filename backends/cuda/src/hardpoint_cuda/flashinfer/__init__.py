@@ -1,8 +1,8 @@
-"""FlashInfer's attention kernels over the cache of Triton's: the wrappers that plan and run them, and the trial that chooses between the two.
+"""FlashInfer's attention kernels over the cache of Triton's: the wrappers that plan and run them, and the trial that chooses between both.
 
-What belongs here: everything that calls FlashInfer or knows its rules. FlashInfer is optional: `signatures` reads what is installed from its
-source, and nothing is imported before an attention plans. All this stands beside `hardpoint.triton` and not in the core, which names no
-device, because FlashInfer does, down to its arguments.
+What belongs here: everything that calls FlashInfer or knows its rules. FlashInfer is optional: `signatures` reads what is installed from
+its source, and nothing is imported before an attention plans. All this stands in the backend and not in the core beside `hardpoint.triton`:
+the core names no device, and FlashInfer does, down to its arguments.
 """
 
 from __future__ import annotations

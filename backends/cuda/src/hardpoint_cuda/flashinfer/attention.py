@@ -59,6 +59,7 @@ class FlashInferAttention(AttentionBackend):
             return Refusal(reasons)
         if request not in self._verdicts:
             self._verdicts[request] = (None, f"no flashinfer: {'; '.join(reasons)}") if reasons else self._decide(plan)
+            _log.info("attention on %s: %s", self._device, self._verdicts[request][1])
         return replace(plan, notes=(*plan.notes, self._verdicts[request][1]))
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Any:
@@ -114,7 +115,7 @@ class FlashInferAttention(AttentionBackend):
     def _kernels_of(self, plan: AttentionPlan) -> Kernels | None:
         # A request's hash is that of all its layers: too long for each step.
         if self._recent is None or self._recent[0] is not plan:
-            self._recent = plan, self._verdicts[plan.request][0]
+            self._recent = plan, self._verdicts.get(plan.request, (None, ""))[0]
         return self._recent[1]
 
     def _decide(self, plan: AttentionPlan) -> tuple[Kernels | None, str]:

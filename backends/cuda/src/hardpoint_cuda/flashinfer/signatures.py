@@ -87,7 +87,11 @@ def flashinfer_obstacle() -> str:
     if spec is None or not spec.submodule_search_locations:
         return "is not installed"
     found = differences(Path(next(iter(spec.submodule_search_locations))))
-    return f"{flashinfer_version()} is installed and has other functions than are called: {'; '.join(found)}" if found else ""
+    return (
+        f"{flashinfer_version()} is installed and has other functions than are called: {'; '.join(found)}"
+        if found
+        else ""
+    )
 
 
 def flashinfer_version() -> str:

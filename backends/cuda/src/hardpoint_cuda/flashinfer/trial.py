@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -124,9 +125,7 @@ class Scene:
         shape = (tokens, heads, self.plan.kv_cache.head_dim)
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.plan.request.dtype.to_torch())
 
-    def batch(
-        self, which: npt.NDArray[Any], queries: npt.NDArray[Any], *, decodes: int, padding: int = 0
-    ) -> StepBatch:
+    def batch(self, which: npt.NDArray[Any], queries: npt.NDArray[Any], *, decodes: int, padding: int = 0) -> StepBatch:
         """Return the batch of some sequences' last `queries` tokens; padding has one token and no sequence, as in captured steps."""
         contexts, size = self.contexts[which], self.plan.block_size
         owner = np.repeat(which, queries)
@@ -152,6 +151,10 @@ class Scene:
             preempted=np.zeros(0, np.int64),
         )
 
+    def nobody(self) -> StepBatch:
+        """Return the batch that captured steps of as many sequences are captured with: padding alone."""
+        return self.batch(np.arange(0), np.arange(0), decodes=0, padding=SEQUENCES)
+
     def layers(self) -> list[tuple[int, AttentionLayer, int]]:
         """Return each layer that is unlike the others: its index, its numbers, and how many are like it."""
         layers = self.plan.request.layers
@@ -165,10 +168,10 @@ class Scene:
 
 def _try_decode(kernels: Kernels, scene: Scene) -> Times:
     """Try a step of decodes with padding, captured (where the device has graphs) when there is no sequence yet, and then replayed."""
-    live, nobody = SEQUENCES - PADDING, np.arange(0)
+    live = SEQUENCES - PADDING
     batch = scene.batch(np.arange(live), np.ones(live, np.int64), decodes=live, padding=PADDING)
     kernels.begin_capture(SEQUENCES)
-    static = kernels.prepare(scene.batch(nobody, nobody, decodes=0, padding=SEQUENCES), None)
+    static = kernels.prepare(scene.nobody(), None)
     kernels.end_capture()
     name = f"a decode step of {live} sequences with up to {scene.contexts[0]} tokens"
     return _try_step(kernels, scene, batch, name, static)
@@ -195,15 +198,10 @@ def _try_step(
         q = scene.random(batch.num_tokens, layer.num_heads)
         found, base_out = torch.zeros_like(q), torch.zeros_like(q)
         step = static or kernels.prepare(batch, None)
-
-        def attend(index: int = index, q: Tensor = q, step: FlashInferStep = step, out: Tensor = found) -> None:
-            kernels.forward(index, q, scene.cache, step, out)
-
-        def attend_base(index: int = index, q: Tensor = q, out: Tensor = base_out) -> None:
-            scene.attend(index, q, base_step, out)
-
+        attend: Work = partial(kernels.forward, index, q, scene.cache, step, found)
+        attend_base: Work = partial(scene.attend, index, q, base_step, base_out)
         if static:
-            kernels.prepare(scene.batch(np.arange(0), np.arange(0), decodes=0, padding=SEQUENCES), None)
+            kernels.prepare(scene.nobody(), None)
             attend, attend_base = _captured(attend, device), _captured(attend_base, device)
             kernels.prepare(batch, None)
         theirs += count * _seconds(attend, device)
@@ -241,7 +239,7 @@ def _seconds(work: Work, device: torch.device, *, by_host: bool = False) -> floa
         work()
         mark.record()
     marks[-1].synchronize()
-    return median(start.elapsed_time(end) / 1e3 for start, end in pairwise(marks))
+    return float(median(start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)))
 
 
 def _by_host(work: Work, device: torch.device) -> float:

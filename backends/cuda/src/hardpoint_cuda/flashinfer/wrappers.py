@@ -1,7 +1,7 @@
 """FlashInfer's wrappers of one plan: which sequences of a step go to which, what is planned on the host, and what graphs keep.
 
-Of a step the decodes go to one wrapper and all other sequences to another, once for each kind of layer. FlashInfer's `plan` divides the work
-on the host: it takes index arrays there, without waiting for the device, and copies what it made from host memory of its own.
+Of a step the decodes go to one wrapper and all other sequences to another, once for each kind of layer. FlashInfer's `plan` divides the
+work on the host: it takes index arrays there, without waiting for the device, and copies what it made from host memory of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hardpoint.interfaces.errors import InvalidBatch
 from hardpoint_cuda.flashinfer.signatures import DECODE, PREFILL
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
     from hardpoint.interfaces import AttentionLayer, AttentionPlan, StepBatch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _LAYOUT = "HND"
 WORKSPACE = 128 << 20
 """Bytes for the partial results of split contexts, which FlashInfer recommends. Outside of graphs it needs two tiles of at most 128 queries
-for each multiprocessor: 35 MB for 132 of them and heads of 128 elements in float32."""
+for each multiprocessor: 17 MB for 132 of them and heads of 128 elements in float32."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Sequences:
     pages: Tensor
 
     @classmethod
-    def of(cls, batch: StepBatch, which: Int32Array, block_size: int, device: torch.device) -> Sequences:
+    def of(cls, batch: StepBatch, which: npt.NDArray[Any], block_size: int, device: torch.device) -> Sequences:
         """Gather the arrays of some of a batch's sequences, and send their pages on the way to the device."""
         contexts = batch.context_lens[which]
         blocks = -(-contexts // block_size)
@@ -159,9 +160,7 @@ class Kernels:
         self._kinds = list(dict.fromkeys(map(Kind.of, layers)))
         self._kind_of = [self._kinds.index(Kind.of(layer)) for layer in layers]
         is_scaled = plan.request.kv_dtype is not plan.request.dtype
-        self._scales = [
-            {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if is_scaled else {} for layer in layers
-        ]
+        self._scales = [{"k_scale": layer.k_scale, "v_scale": layer.v_scale} if is_scaled else {} for layer in layers]
         # FlashInfer asks for zeros at the first use.
         self._floats = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
         self._decode = [self._wrapper(self._decode_class, use_tensor_cores=True, backend="fa2") for _ in self._kinds]
@@ -173,7 +172,9 @@ class Kernels:
         """Plan a step whose arrays were found to fit together."""
         queries, decodes = np.diff(batch.query_start), batch.num_decodes
         if static := self._static_wrappers(batch, queries):
-            self._plan_decodes(static, Sequences.of(batch, np.arange(batch.num_seqs), self._plan.block_size, self._device))
+            self._plan_decodes(
+                static, Sequences.of(batch, np.arange(batch.num_seqs), self._plan.block_size, self._device)
+            )
             return FlashInferStep(base, self, batch.num_seqs, batch.num_seqs, static, [], is_static=True)
         # What has no query is padding.
         others = decodes + np.flatnonzero(queries[decodes:])
@@ -267,9 +268,7 @@ class Kernels:
 
     def _plan_decodes(self, wrappers: list[Wrapper], sequences: Sequences) -> None:
         for wrapper, kind in zip(wrappers, self._kinds, strict=True):
-            wrapper.plan(
-                **sequences.for_decode(), head_dim=self._plan.kv_cache.head_dim, **self._numbers(kind)
-            )
+            wrapper.plan(**sequences.for_decode(), head_dim=self._plan.kv_cache.head_dim, **self._numbers(kind))
 
     def _numbers(self, kind: Kind) -> dict[str, Any]:
         """Return the arguments of a kind's plans, whatever the step."""

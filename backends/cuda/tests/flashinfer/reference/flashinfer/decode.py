@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from flashinfer.pages import (
     VARIABLE,
     attend,
@@ -15,7 +17,6 @@ from flashinfer.pages import (
     check_workspace,
     require,
 )
-from torch import Tensor
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -66,7 +67,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_data_type: torch.dtype | None = None,
         sm_scale: float | None = None,
     ) -> tuple[int, int]:
-        require(self._buffers is not None and len(last_page_len) == len(self._buffers[2]), "The batch size should be fixed")
+        require(
+            self._buffers is not None and len(last_page_len) == len(self._buffers[2]), "The batch size should be fixed"
+        )
         return _workspaces(len(last_page_len), num_kv_heads, head_dim)
 
     def plan(

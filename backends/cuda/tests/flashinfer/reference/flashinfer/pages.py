@@ -30,7 +30,9 @@ def check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_siz
     require(int(indptr[0]) == 0 and bool((counts >= 0).all()), "indptr rises from 0")
     require(len(indices) >= int(indptr[-1]), "indices has the pages of all requests")
     least = (counts > 0).int()
-    require(bool(((last_page_len >= least) & (last_page_len <= page_size * least)).all()), "1 <= last_page_len <= page_size")
+    require(
+        bool(((last_page_len >= least) & (last_page_len <= page_size * least)).all()), "1 <= last_page_len <= page_size"
+    )
 
 
 def check_numbers(num_qo_heads: int, num_kv_heads: int, head_dim: int, q: torch.dtype, kv: torch.dtype) -> None:
@@ -42,7 +44,9 @@ def check_numbers(num_qo_heads: int, num_kv_heads: int, head_dim: int, q: torch.
 
 def check_tensors(q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, planned: dict[str, object]) -> None:
     require(isinstance(cache, tuple) and all(half.dim() == 4 for half in cache), "the cache is a tuple of 4-D tensors")
-    require(q.dtype is planned["q_data_type"], "The dtype of q does not match the q_data_type specified in plan function.")
+    require(
+        q.dtype is planned["q_data_type"], "The dtype of q does not match the q_data_type specified in plan function."
+    )
     require(cache[0].dtype is planned["kv_data_type"], "The dtype of k does not match the kv_data_type of plan.")
     sizes = (planned["num_kv_heads"], planned["page_size"], planned["head_dim"])
     require(all(half.shape[1:] == sizes for half in cache), "HND is [pages, num_kv_heads, page_size, head_dim]")
@@ -71,7 +75,9 @@ def attend(
     if mood == "slow":
         time.sleep(0.05)
     scale, window, cap = planned["sm_scale"], planned["window_left"], planned["logits_soft_cap"]
-    assert isinstance(scale, float) and isinstance(window, int) and isinstance(cap, float)
+    assert isinstance(scale, float)
+    assert isinstance(window, int)
+    assert isinstance(cap, float)
     for index in range(len(last_page_len)):
         rows = slice(int(qo_indptr[index]), int(qo_indptr[index + 1]))
         pages = indices[int(indptr[index]) : int(indptr[index + 1])].long()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flashinfer.pages import attend, check_numbers, check_pages, check_tensors, check_workspace, require
 from torch import Tensor
+
+from flashinfer.pages import attend, check_numbers, check_pages, check_tensors, check_workspace, require
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
