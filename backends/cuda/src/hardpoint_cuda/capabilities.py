@@ -20,7 +20,7 @@ from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.memory import torch_has_library
 from hardpoint.triton import triton_attention_capabilities
 from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
-from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle
+from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle, flashinfer_version
 
 LEAST_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
@@ -89,8 +89,11 @@ def _attention() -> AttentionCapabilities:
 
 
 def _notes(collectives: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = choice()
+    release = f"flashinfer: {flashinfer_version()}, whose source has what is called; calls tested over a reference (simulated)"
     return (
-        f"attention: {choice()}",
+        f"attention: {chosen}",
+        *(() if chosen.kernels is Attention.TRITON else (release,)),
         "graphs: decode steps, in memory that sleeps",
         *(() if collectives else ("ranks: one, since NCCL is not installed",)),
         "kernels: tested in Triton's interpreter, and compiled for sm_80 and sm_90",

@@ -177,7 +177,7 @@ def test_one_wrong_layer_among_many_is_found(layer: int, monkeypatch: pytest.Mon
 
     def attend(*args: Any, planned: dict[str, Any], **kwargs: Any) -> None:
         off = planned["window_left"] == layers[layer].sliding_window - 1  # type: ignore[operator]
-        right(*args, planned=planned | {"window_left": -1} if off else planned, **kwargs)
+        right(*args, planned=planned | {"window_left": planned["window_left"] + off}, **kwargs)
 
     monkeypatch.setattr(decode, "attend", attend)
     note = planned(automatic(PlainBase), replace(REQUEST, layers=layers)).notes[1]

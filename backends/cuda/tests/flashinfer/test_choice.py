@@ -40,6 +40,7 @@ def test_without_flashinfer_triton_attends_and_claims_batch_invariance() -> None
 def test_with_flashinfer_a_trial_decides_and_the_claims_hold_for_both() -> None:
     assert note().startswith("attention: auto (flashinfer for a model that it serves right and faster in a trial")
     assert FLASH_ATTN in note()
+    assert capabilities.capabilities(DEVICE).notes[1].startswith("flashinfer: of an unknown release, whose source has")
     claims = capabilities.capabilities(DEVICE).attention
     assert claims.determinism is Determinism.RUN_TO_RUN
     assert AttentionFeature.SINKS in claims.features

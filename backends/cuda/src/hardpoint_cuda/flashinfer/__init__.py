@@ -8,6 +8,6 @@ the core names no device, and FlashInfer does, down to its arguments.
 from __future__ import annotations
 
 from hardpoint_cuda.flashinfer.claims import flashinfer_attention_capabilities
-from hardpoint_cuda.flashinfer.signatures import flashinfer_obstacle
+from hardpoint_cuda.flashinfer.signatures import flashinfer_obstacle, flashinfer_version
 
-__all__ = ["flashinfer_attention_capabilities", "flashinfer_obstacle"]
+__all__ = ["flashinfer_attention_capabilities", "flashinfer_obstacle", "flashinfer_version"]

@@ -257,6 +257,7 @@ def _captured(work: Work, device: torch.device) -> Work:
     # Before the capture, in which nothing may be compiled.
     work()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+    # The current stream is entered once more, because torch leaves the capture's in force when a capture's beginning fails.
+    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph, capture_error_mode="relaxed"):
         work()
     return graph.replay
