@@ -24,7 +24,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "sampling": frozenset({"interfaces", "_native"}),
     "models": frozenset({"interfaces", "memory", "_native"}),
     "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
-    "executor": frozenset({"interfaces", "plugins", "worker"}),
+    "executor": frozenset({"interfaces", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "engine", "sampling"}),
