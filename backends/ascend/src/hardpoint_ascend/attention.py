@@ -195,7 +195,8 @@ class AscendAttention(AttentionBackend):
     def can_replay(self, plan: AttentionPlan, batch: StepBatch, num_seqs: int, num_blocks: int) -> bool:
         """Return whether one call takes the step: its sequences, padding included, have no more blocks together than the cache has."""
         blocks = -(-batch.context_lens // plan.block_size)
-        return int(blocks.sum()) + num_seqs - np.count_nonzero(blocks) <= num_blocks
+        padding = num_seqs - int(np.count_nonzero(blocks))
+        return int(blocks.sum()) + padding <= num_blocks
 
     def host_arguments(self, metadata: AscendStep) -> Mapping[str, Any]:
         """Return the lengths that a captured call takes from the host."""

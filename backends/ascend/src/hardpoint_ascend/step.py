@@ -119,8 +119,8 @@ class StaticStep:
     def room(cls, plan: AttentionPlan, num_seqs: int, mask: Tensor) -> StaticStep:
         """Allocate room for up to so many sequences."""
         columns = -(-plan.request.max_context // plan.block_size)
-        slots = torch.zeros(num_seqs, dtype=torch.int32, device=mask.device)
-        table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=mask.device)
+        slots = torch.empty(num_seqs, dtype=torch.int32, device=mask.device)
+        table = torch.empty(num_seqs, columns, dtype=torch.int32, device=mask.device)
         return cls(plan, slots, table, mask)
 
     def has_room(self, plan: AttentionPlan, queries: Int32Array, num_tokens: int) -> bool:
