@@ -103,13 +103,18 @@ def test_capture_that_the_driver_cannot_do_leaves_no_mode_in_force(machine: Any,
 
 
 class Group:
-    """Stands in for the vendor's task groups and events, and notes what torch_npu asks of them."""
+    """Stands in for what captures, updates and replays on a device, and notes what torch_npu asks of it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.asked.append(name)
+        return lambda *arguments, **named: self.asked.append(name)
+
+    def taken(self) -> list[str]:
+        """Return what was asked since the last time."""
+        taken, self.asked = self.asked, []
+        return taken
 
 
 @pytest.fixture
@@ -120,6 +125,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     group = Group()
     for name in ("graph_task_group_begin", "graph_task_group_end", "graph_task_update_begin", "graph_task_update_end"):
         monkeypatch.setattr(module, name, getattr(group, name))
+    for name in ("capture_begin", "capture_end", "replay", "reset"):
+        monkeypatch.setattr(module.NPUGraph, name, getattr(group, name))
     monkeypatch.setattr(torch.npu, "ExternalEvent", lambda: group)
     return group
 
@@ -148,7 +155,7 @@ def decodes(contexts: list[int]) -> StepBatch:
 
 
 def test_torch_npu_records_attentions_calls_and_makes_them_again_with_new_lengths(
-    machine: Any, group: Group, monkeypatch: pytest.MonkeyPatch
+    machine: Any, allocator: Any, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch_npu.npu._npugraph_handlers.npugraph_handler import _NPU_GRAPH_OP_HANDLERS
 
@@ -169,27 +176,42 @@ def test_torch_npu_records_attentions_calls_and_makes_them_again_with_new_length
     monkeypatch.setattr(_NPU_GRAPH_OP_HANDLERS[f"{name}.default"], "prepare_capture", prepare_capture)
     # Copies of pinned memory ask the runtime whether a capture is on, which the simulated one does not know.
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    graph = machine.torch.NPUGraph()
     attention.begin_capture(plan, 2)
     step = attention.prepare(plan, decodes([5, 9]))
     device = machine.devices[0].torch_device
     cache = torch.empty(plan.kv_cache.shape(4), dtype=torch.bfloat16, device=device)[0]
     q, out = (torch.empty(2, 16, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
     k = torch.empty(2, 8, 128, dtype=torch.bfloat16, device=device)
+    turns = iter(["before the capture, where it would compute", "captured"])
 
-    AscendGraphRunner(machine.devices[0])._record(graph, lambda: attention.forward(0, q, k, k, cache, step, out))
-    assert group.asked == ["wait", "reset", "graph_task_group_begin", "graph_task_group_end"]
-    group.asked.clear()
+    def run() -> None:
+        if next(turns) == "captured":
+            attention.forward(0, q, k, k, cache, step, out)
+
+    runner = AscendGraphRunner(machine.devices[0])
+    runner.start(allocator)
+    runner.capture(2, run)
+    assert group.taken() == [
+        "capture_begin",
+        "wait",
+        "reset",
+        "graph_task_group_begin",
+        "graph_task_group_end",
+        "capture_end",
+    ]
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     new = attention.prepare(plan, decodes([7, 100]))
-    graph.update(cpu_update_input=[dict(attention.host_arguments(new))])
-    assert group.asked == ["graph_task_update_begin", "graph_task_update_end", "record"]
-    assert [call[KV_LENGTHS] for call in made] == [[5, 9], [7, 100]]
-    first, again = made
+    runner.update(2, attention.host_arguments(new))
+    for _ in range(2):
+        runner.replay(2)
+        assert group.taken() == ["graph_task_update_begin", "graph_task_update_end", "record", "replay"]
+    assert [call[KV_LENGTHS] for call in made] == [[5, 9], [7, 100], [7, 100]]
+    first, again, _ = made
     assert first.keys() == again.keys()
-    assert {
-        name for name in first if name not in ("block_table", "atten_mask", "out") and first[name] != again[name]
-    } == {KV_LENGTHS}
+    numbers = first.keys() - {"block_table", "atten_mask", "out"}
+    assert {argument for argument in numbers if first[argument] != again[argument]} == {KV_LENGTHS}
     assert again["block_table"].data_ptr() == first["block_table"].data_ptr() == new.block_table.data_ptr()
+    runner.reset()
 
 
 def test_ranks_cannot_be_joined_over_a_simulated_driver(machine: Any, unused_port: int) -> None:

@@ -166,9 +166,23 @@ class Npu(ModuleType):
         return SimpleNamespace(synchronize=self.synchronize)
 
     @contextmanager
-    def graph(self, graph: NPUGraph, *, pool: GraphPool, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    def graph(
+        self,
+        graph: NPUGraph,
+        *,
+        pool: GraphPool,
+        stream: Any,
+        auto_dispatch_capture: bool = False,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
+        """As torch_npu's: the recording is entered and left as the graph says at that time, and not left where a capture fails."""
+        graph.auto_dispatch_capture = auto_dispatch_capture
         with Recording(graph, pool):
+            if graph.auto_dispatch_capture:
+                graph.graph_dispatch_mode.__enter__()
             yield
+            if graph.auto_dispatch_capture:
+                graph.graph_dispatch_mode.__exit__(None, None, None)
 
 
 @dataclass

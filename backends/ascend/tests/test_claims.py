@@ -21,7 +21,7 @@ from hardpoint.interfaces import (
     Refusal,
     Worker,
 )
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint_ascend import capabilities as module
 from hardpoint_ascend import descriptor
 from hardpoint_ascend.attention import AscendAttention

@@ -99,7 +99,6 @@ class Unrecorded(AscendGraphRunner):
 
     def _record(self, graph: Any, step: Callable[[], None]) -> None:
         step()
-        graph.auto_dispatch_capture = True
 
 
 @pytest.mark.parametrize("runner", [Forgetful, Unrecorded])

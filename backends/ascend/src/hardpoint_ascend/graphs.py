@@ -46,6 +46,12 @@ class AscendGraphRunner(TorchGraphRunner):
         _check(self._torch())
         super().start(allocator)
 
+    def capture(self, key: int, step: Callable[[], None]) -> None:
+        """Run `step` once and record its device work under `key`; raises what `step` or torch_npu's capture raises."""
+        super().capture(key, step)
+        # Only now: torch_npu's context would leave the recording once more.
+        self._graphs[key].auto_dispatch_capture = True
+
     def update(self, key: int, arguments: Mapping[str, Any]) -> None:
         """Keep what the operators take from the host in the replays of `key` that follow; raises KeyError."""
         if key not in self._graphs:
@@ -86,7 +92,6 @@ class AscendGraphRunner(TorchGraphRunner):
         mode.update_stream = self._update_stream
         with mode:
             step()
-        graph.auto_dispatch_capture = True
 
     def _update(self, graph: Any, arguments: Mapping[str, Any]) -> None:
         """Write arguments into a graph that does not run; raises WorkerError."""
