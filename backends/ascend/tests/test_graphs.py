@@ -82,8 +82,8 @@ class Forgetful(AscendGraphRunner):
 class Silent(AscendGraphRunner):
     """Replays without an update."""
 
-    def _update(self, graph: Any, arguments: Mapping[str, Any]) -> None:
-        """Do nothing."""
+    def replay(self, key: int) -> None:
+        self._graphs[key].replay()
 
 
 class Hasty(AscendGraphRunner):
@@ -304,7 +304,8 @@ def test_torch_npu_without_what_is_needed_is_an_error_that_says_what_was_found(
     assert f"unset {GRAPHS_VARIABLE}" in str(caught.value)
 
 
-def test_arguments_that_torch_npu_refuses_end_all_replays(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", ["update", "replay"])
+def test_what_torch_npu_refuses_ends_all_replays(target: Target, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     runner, allocator = target.descriptor.make("graph_runner", DEVICE), target.allocator()
     runner.start(allocator)
     runner.capture(1, lambda: None)
@@ -313,11 +314,11 @@ def test_arguments_that_torch_npu_refuses_end_all_replays(target: Target, monkey
     runner.update(1, {"actual_seq_kvlen": [3]})
     runner.replay(1)
 
-    def refuse(self: NPUGraph, cpu_update_input: Any) -> None:
+    def refuse(self: NPUGraph, **arguments: Any) -> None:
         raise RuntimeError("the first error\nits details")
 
     with monkeypatch.context() as patch:
-        patch.setattr(NPUGraph, "update", refuse)
+        patch.setattr(NPUGraph, refused, refuse)
         with pytest.raises(WorkerError, match=r"the first error\. Unset"):
             runner.replay(1)
     with pytest.raises(WorkerError, match="the first error"):

@@ -34,7 +34,7 @@ class AscendGraphRunner(TorchGraphRunner):
         self._arguments: dict[int, Mapping[str, Any]] = {}
         self._update_stream: Any = None
         self._replayed: Any = None
-        self._failed = ""
+        self._failure = ""
 
     def start(self, allocator: DeviceAllocator) -> None:
         """Take the graphs' memory from an allocator.
@@ -65,20 +65,27 @@ class AscendGraphRunner(TorchGraphRunner):
 
         Raises:
             KeyError: nothing was captured under `key`.
-            WorkerError: torch_npu refused the arguments; no graph of the runner is replayed after that.
+            WorkerError: torch_npu refused the arguments or the replay; no graph of the runner is replayed after that.
         """
         graph = self._graphs[key]
+        if self._failure:
+            raise _refused(self._failure)
         if self._replayed is not None:
             self._replayed.synchronize()
-        self._update(graph, self._arguments.get(key, {}))
-        graph.replay()
+        try:
+            graph.update(cpu_update_input=[dict(self._arguments.get(key, {}))])
+            graph.replay()
+        except RuntimeError as error:
+            # Events are set that no replay has cleared: the next one would not wait for its own update.
+            self._failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise _refused(self._failure) from error
         self._replayed = self._torch().current_stream(self._index).record_event()
 
     def reset(self) -> None:
         """Drop all graphs and their memory."""
         super().reset()
         self._arguments.clear()
-        self._update_stream, self._replayed, self._failed = None, None, ""
+        self._update_stream, self._replayed, self._failure = None, None, ""
 
     def _record(self, graph: Any, step: Callable[[], None]) -> None:
         """Run a step while `graph` captures, and record the calls that updates make again.
@@ -93,20 +100,13 @@ class AscendGraphRunner(TorchGraphRunner):
         with mode:
             step()
 
-    def _update(self, graph: Any, arguments: Mapping[str, Any]) -> None:
-        """Write arguments into a graph that does not run; raises WorkerError."""
-        if not self._failed:
-            try:
-                graph.update(cpu_update_input=[dict(arguments)])
-            except RuntimeError as error:
-                # Some events are set now, so that the next replay would not wait for its own update.
-                self._failed = (str(error).splitlines() or [""])[0]
-        if self._failed:
-            raise WorkerError(
-                "torch_npu cannot write the lengths of sequences into a captured step",
-                found=self._failed,
-                hint=f"Unset {GRAPHS_VARIABLE}, or use enforce_eager",
-            )
+
+def _refused(cause: str) -> WorkerError:
+    return WorkerError(
+        "torch_npu cannot replay a captured step with other lengths of sequences",
+        found=cause,
+        hint=f"Unset {GRAPHS_VARIABLE}, or use enforce_eager",
+    )
 
 
 def _check(module: Any) -> None:
