@@ -1,4 +1,4 @@
-"""Graphs for hosts: what a device would do again is called again. Right ones, and one that replays with old metadata."""
+"""Graphs for hosts: what a device would do again is called again. Right ones, and some that replay with old metadata."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ from hardpoint_cpu.attention import CpuAttention
 
 @dataclass
 class Static:
-    """Metadata whose address stays: what `prepare` found last, for the number of tokens that it was captured with."""
+    """Metadata whose address stays, for the number of tokens that it was captured with.
+
+    Attributes:
+        now: what a replay reads.
+        next: what `prepare` found last, where replays read something else.
+    """
 
     now: Any = None
+    next: Any = None
 
 
 class GraphedAttention(CpuAttention):
@@ -74,6 +80,21 @@ class StaleAttention(GraphedAttention):
 
     def prepare(self, plan: AttentionPlan, batch: Any) -> Any:
         return CpuAttention.prepare(self, plan, batch)
+
+
+class HostArguments(GraphedAttention):
+    """The same, but decodes are replayed with the metadata of the last update, as if they were numbers on the host."""
+
+    def prepare(self, plan: AttentionPlan, batch: Any) -> Any:
+        step = CpuAttention.prepare(self, plan, batch)
+        if self._static is None or len(batch.rows) != batch.num_tokens:
+            return step
+        static = self._static.setdefault(batch.num_tokens, Static(step))
+        static.next = step
+        return static
+
+    def host_arguments(self, metadata: Any) -> Any:
+        return {"static": metadata}
 
 
 class Recorder(GraphRunner):
@@ -130,6 +151,21 @@ class Hungry(Recorder):
     def reset(self) -> None:
         super().reset()
         self._held.clear()
+
+
+class UpdatedRecorder(Recorder):
+    """Takes what `HostArguments` gives it."""
+
+    def update(self, key: int, arguments: Any) -> None:
+        assert key in self._steps
+        arguments["static"].now = arguments["static"].next
+
+
+class DeafRecorder(Recorder):
+    """Takes no notice of updates."""
+
+    def update(self, key: int, arguments: Any) -> None:
+        """Do nothing."""
 
 
 def graphed(attention: type = GraphedAttention, runner: type = Recorder) -> Target:

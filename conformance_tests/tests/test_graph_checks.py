@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from conformance_tests.tests.recorded_graphs import Recorder, StaleAttention, graphed
+from conformance_tests.tests.recorded_graphs import (
+    DeafRecorder,
+    GraphedAttention,
+    HostArguments,
+    Recorder,
+    StaleAttention,
+    UpdatedRecorder,
+    graphed,
+)
 from hardpoint.interfaces import Device, GraphLevel
+from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.plugin import Quality
 from hardpoint_conformance.suite import test_l6_graphs as suite
 
@@ -62,6 +72,24 @@ def test_right_graphs_pass(make: Callable[..., suite.Captured]) -> None:
 def test_stale_metadata_is_found(make: Callable[..., suite.Captured]) -> None:
     with pytest.raises(AssertionError):
         suite.test_replay_takes_the_metadata_of_now(make(attention=StaleAttention), Quality())
+
+
+def test_replays_get_what_operators_take_from_the_host(make: Callable[..., suite.Captured]) -> None:
+    for test in (suite.test_replay_takes_the_metadata_of_now, suite.test_replay_after_sleep_and_wake):
+        test(make(attention=HostArguments, runner=UpdatedRecorder), Quality())
+    with pytest.raises(AssertionError):
+        suite.test_replay_takes_the_metadata_of_now(make(attention=HostArguments, runner=DeafRecorder), Quality())
+    with pytest.raises(CapabilityRefused, match="Recorder cannot write them into a graph"):
+        suite.test_replay_takes_the_metadata_of_now(make(attention=HostArguments), Quality())
+
+
+def test_attention_that_replays_nothing_is_found(make: Callable[..., suite.Captured]) -> None:
+    class Never(GraphedAttention):
+        def can_replay(self, plan: Any, batch: Any, num_seqs: int, num_blocks: int) -> bool:
+            return False
+
+    with pytest.raises(AssertionError, match="plain decodes not replayed"):
+        suite.test_replay_reads_the_inputs_of_now(make(attention=Never), Quality())
 
 
 def test_growing_graphs_are_found(make: Callable[..., suite.Captured]) -> None:

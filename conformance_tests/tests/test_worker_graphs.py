@@ -8,7 +8,7 @@ import queue
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,17 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from conformance_tests.tests.recorded_graphs import Recorder, StaleAttention, graphed
+from conformance_tests.tests.recorded_graphs import (
+    DeafRecorder,
+    GraphedAttention,
+    HostArguments,
+    Recorder,
+    StaleAttention,
+    UpdatedRecorder,
+    graphed,
+)
 from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, SleepPlan
-from hardpoint.interfaces.errors import GraphCaptureFailed, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, GraphCaptureFailed, WorkerError
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
 from hardpoint_conformance.worker_bench import Bench, config_for, running
@@ -168,6 +176,54 @@ def test_steps_beyond_the_largest_graph_and_with_prompts_run_eagerly(model: Mode
         bench.step()
         bench.step({sequence.seq_id: 1 for sequence in sequences[:1]})
         assert Recorder.replays == [4, 1]
+
+
+def test_runner_gets_what_operators_take_from_the_host_before_each_replay(model: Model) -> None:
+    def tokens(**parts: type) -> list[list[int]]:
+        with serving(model, graphed(**parts)) as bench:
+            return [one.generated for one in bench.generate([[5, 6, 7], [8, 9]], 6)]
+
+    expected = tokens()
+    assert tokens(attention=HostArguments, runner=UpdatedRecorder) == expected
+    with suppress(WorkerError):  # what lies in blocks that nobody wrote may be no number
+        assert tokens(attention=HostArguments, runner=DeafRecorder) != expected
+    with pytest.raises(CapabilityRefused, match="Recorder cannot write them into a graph"):
+        tokens(attention=HostArguments)
+
+
+class Choosy(GraphedAttention):
+    """Replays steps of one size, and those of up to 20 tokens a sequence."""
+
+    def can_replay(self, plan: Any, batch: Any, num_seqs: int, num_blocks: int) -> bool:
+        assert num_blocks > 0
+        return num_seqs == 4 and bool((batch.context_lens <= 20).all())
+
+
+def test_steps_that_attention_cannot_replay_run_eagerly(
+    model: Model, eager: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "hardpoint"), serving(model, graphed(attention=Choosy)) as bench:
+        assert "captured decode steps of 4 sequences" in caplog.text
+        assert "steps of more than 4 sequences run without graphs" in caplog.text
+        bench.generate([[5, 6, 7], [8, 9]], 4)
+        assert set(Recorder.replays) == {4}
+        Recorder.replays.clear()
+        bench.generate([[*range(20)]], 4)
+        assert not Recorder.replays
+        assert serve(bench, model) == eager
+
+
+def test_attention_that_can_replay_no_step_is_an_error(model: Model) -> None:
+    class Never(GraphedAttention):
+        def can_replay(self, plan: Any, batch: Any, num_seqs: int, num_blocks: int) -> bool:
+            return False
+
+    with (
+        pytest.raises(GraphCaptureFailed, match="no decode step can be captured") as caught,
+        serving(model, graphed(attention=Never)),
+    ):
+        pass
+    assert "enforce_eager" in str(caught.value)
 
 
 def test_nothing_is_captured_where_the_plan_offers_no_graphs(model: Model) -> None:

@@ -20,12 +20,16 @@ OWN = {
         "operators.py",
         "reference_backend.py",
         "reference_operators.py",
+        "simulated_graphs.py",
+        "step.py",
         "test_attention.py",
         "test_conformance.py",
+        "test_graphs.py",
         "test_operators.py",
     }
 }
-"""Files of a vendor's backend beside those of all: attention over the vendor's operators, and not over the core's kernels."""
+"""Files of a vendor's backend beside those of all: attention over the vendor's operators, and not over the core's kernels,
+and graphs of these."""
 
 
 def packages(root: Path) -> list[Path]:

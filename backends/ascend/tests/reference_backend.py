@@ -1,4 +1,7 @@
-"""A backend for the conformance suite: Ascend's attention over reference operators, with memory and worker of a host. Simulated."""
+"""A backend for the conformance suite: Ascend's attention over reference operators, with memory and worker of a host. Simulated.
+
+Where graphs are asked for, it has Ascend's, over simulated ones of torch_npu.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-import hardpoint_ascend.capabilities
 import hardpoint_ascend.descriptor as ascend
 import hardpoint_cpu.descriptor as cpu
 from hardpoint.interfaces import BackendDescriptor, Capabilities, Device, ProbeResult
+from hardpoint_ascend import capabilities as ascend_capabilities
 
 if TYPE_CHECKING:
+    from hardpoint.interfaces import DeviceAllocator
     from hardpoint_ascend.attention import AscendAttention
+    from hardpoint_ascend.graphs import AscendGraphRunner
 
 NAME = "ascend_reference"
-
-# The operators take torch_npu's place.
-hardpoint_ascend.capabilities.requirements = lambda: ()
 
 
 def probe() -> ProbeResult:
@@ -33,23 +35,45 @@ def capabilities(device: Device) -> Capabilities:
 
 
 def attention() -> type[AscendAttention]:
-    from reference_operators import register
+    from .reference_operators import register
 
     register()
     return ascend.hardpoint_backend().attention()  # type: ignore[return-value]
 
 
-@pluggy.HookimplMarker("hardpoint")
-def hardpoint_backend() -> BackendDescriptor:
-    host = cpu.hardpoint_backend()
+def allocator() -> type[DeviceAllocator]:
+    if not ascend_capabilities.graphs_wanted():
+        return cpu.hardpoint_backend().allocator()
+    from .simulated_graphs import SimulatedAllocator
+
+    return SimulatedAllocator
+
+
+def graph_runner() -> type[AscendGraphRunner]:
+    from .simulated_graphs import install
+
+    install()
+    return ascend.hardpoint_backend().graph_runner()  # type: ignore[misc, return-value]
+
+
+def descriptor() -> BackendDescriptor:
+    """Return the descriptor, whose parts need torch_npu or something in its place."""
     return BackendDescriptor(
         name=NAME,
         vendor="tests",
         api=(2, 2),
         probe=probe,
         capabilities=capabilities,
-        allocator=host.allocator,
+        allocator=allocator,
         attention=attention,
-        worker=host.worker,
+        worker=cpu.hardpoint_backend().worker,
+        graph_runner=graph_runner,
         accelerator=False,
     )
+
+
+@pluggy.HookimplMarker("hardpoint")
+def hardpoint_backend() -> BackendDescriptor:
+    # The operators take torch_npu's place.
+    ascend_capabilities.requirements = lambda: ()
+    return descriptor()

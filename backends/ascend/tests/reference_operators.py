@@ -7,7 +7,8 @@ sequences. What the backend has no use for is rejected too. This shows that call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -20,6 +21,7 @@ DEVICE = Device("ascend_reference", 0, "Ascend910B of reference operators on the
 MASK_SIZE = 2048
 DTYPES = (torch.float16, torch.bfloat16)
 _library: torch.library.Library | None = None
+_negative_slots: list[None] = []
 
 
 class Rejected(RuntimeError):
@@ -41,6 +43,16 @@ def register() -> None:
 def require(holds: bool, rule: str) -> None:
     if not holds:
         raise Rejected(f"(reference operator) {rule}")
+
+
+@contextmanager
+def negative_slots() -> Iterator[None]:
+    """Let rows with negative slots be passed over, which the writer's description forbids, and CANN's kernels do."""
+    _negative_slots.append(None)
+    try:
+        yield
+    finally:
+        _negative_slots.pop()
 
 
 def write_kv(
@@ -70,6 +82,8 @@ def write_kv(
     require(slot_mapping.dtype in (torch.int32, torch.int64), "slot_mapping is int32 or int64")
     require(slot_mapping.shape == key.shape[:1], "slot_mapping has one slot for each token")
     slots = slot_mapping.long()
+    if _negative_slots:
+        key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     size = key_cache.shape[0] * key_cache.shape[1]
     require(bool(((slots >= 0) & (slots < size)).all()), "slots are from 0 to num_blocks * block_size - 1")
     require(len(slots.unique()) == len(slots), "no slot is given twice")

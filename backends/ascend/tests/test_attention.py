@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, DType, StepBatch
 from hardpoint.interfaces.errors import InvalidBatch
-from hardpoint_ascend import attention as module
 from hardpoint_ascend import capabilities
+from hardpoint_ascend import step as module
 from hardpoint_ascend.attention import AscendAttention
 
 from .reference_operators import DEVICE, Rejected, register

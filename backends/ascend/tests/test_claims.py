@@ -21,7 +21,7 @@ from hardpoint.interfaces import (
     Refusal,
     Worker,
 )
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint_ascend import capabilities as module
 from hardpoint_ascend import descriptor
 from hardpoint_ascend.attention import AscendAttention
@@ -91,6 +91,22 @@ def test_what_no_hardware_has_shown_is_said(claims: Capabilities) -> None:
     assert claims.memory.sleep_levels == {0, 1, 2}
     assert (8 in claims.tensor_parallel, 9 in claims.tensor_parallel) == (True, False)
     assert claims.collectives == ("hccl",)
+
+
+def test_graphs_are_claimed_where_they_are_asked_for(with_torch_npu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, level in (("1", GraphLevel.UNIFORM_DECODE), ("0", GraphLevel.NONE), ("", GraphLevel.NONE)):
+        monkeypatch.setenv(module.GRAPHS_VARIABLE, asked)
+        found = capabilities(DEVICE)
+        assert found.attention.graph_level is level
+        (note,) = (note for note in found.notes if note.startswith("graphs: "))
+        assert "no hardware has run them" in note
+        assert ("asks for them" in note) == (level is not GraphLevel.NONE)
+
+
+def test_other_words_than_yes_and_no_are_refused(with_torch_npu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.GRAPHS_VARIABLE, "true")
+    with pytest.raises(ConfigError, match="HARDPOINT_ASCEND_GRAPHS=true was asked for"):
+        capabilities(DEVICE)
 
 
 @pytest.mark.parametrize("name", ["Ascend910B4", "Ascend910_9382"])

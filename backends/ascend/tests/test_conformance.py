@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
+GRAPHS = (
+    "graph.replay.inputs@1",
+    "graph.replay.metadata@1",
+    "graph.replay.padded@1",
+    "graph.capture.sizes@1",
+    "graph.replay.no-allocation@1",
+    "graph.replay.after-sleep@1",
+    "graph.reset@1",
+)
 WORKER = (
     "tokens.chunked.oracle@1",
     "tokens.decode.oracle@1",
@@ -33,9 +42,11 @@ def run(tmp_path: Path) -> Run:
     info = tmp_path / "site" / "ascend_reference-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ascend-reference\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hardpoint.backends]\nascend_reference = reference_backend\n")
+    (info / "entry_points.txt").write_text(
+        "[hardpoint.backends]\nascend_reference = backends.ascend.tests.reference_backend\n"
+    )
 
-    def run_suite(*options: str) -> tuple[int, dict[str, Any], str]:
+    def run_suite(*options: str, **environment: str) -> tuple[int, dict[str, Any], str]:
         command = [sys.executable, "-m", "hardpoint_conformance.cli", "run", "--backend", "ascend_reference"]
         ended = subprocess.run(
             [*command, "--report", str(tmp_path / "out"), *options],
@@ -43,7 +54,12 @@ def run(tmp_path: Path) -> Run:
             text=True,
             timeout=500,
             check=False,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(info.parent), str(HERE)]), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(info.parent), str(ROOT)]),
+                "OMP_NUM_THREADS": "1",
+                **environment,
+            },
         )
         file = tmp_path / "out" / "report.json"
         return ended.returncode, json.loads(file.read_text()) if file.exists() else {}, ended.stdout + ended.stderr
@@ -76,7 +92,23 @@ def test_attention_conforms_over_reference_operators(run: Run) -> None:
     }
 
 
-def test_model_runs_in_a_worker_over_reference_operators(run: Run) -> None:
+@pytest.mark.parametrize("graphs", ["0", "1"])
+def test_model_runs_in_a_worker_over_reference_operators(run: Run, graphs: str) -> None:
     options = [option for clause in WORKER for option in ("--clause", clause)]
-    _, report, output = run(*options)
+    _, report, output = run(*options, HARDPOINT_ASCEND_GRAPHS=graphs)
     assert passed(report) == set(WORKER), output
+
+
+def test_graphs_conform_over_simulated_ones_where_they_are_asked_for(run: Run) -> None:
+    options = [option for clause in GRAPHS for option in ("--clause", clause)]
+    status, report, output = run(*options, HARDPOINT_ASCEND_GRAPHS="1")
+    assert status == 0, output
+    assert report["claims"]["attention"]["graph_level"] == "uniform_decode"
+    assert passed(report) == set(GRAPHS), output
+
+
+def test_graphs_are_not_claimed_where_nobody_asks_for_them(run: Run) -> None:
+    status, report, output = run("--clause", "graph.unclaimed.none@1")
+    assert status == 0, output
+    assert report["claims"]["attention"]["graph_level"] == "none"
+    assert passed(report) == {"graph.unclaimed.none@1"}

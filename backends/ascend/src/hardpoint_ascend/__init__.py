@@ -1,6 +1,7 @@
 """Hardpoint's backend for Huawei Ascend devices.
 
 `descriptor.py` says what it is and finds devices through `driver.py`; `allocator.py` is their memory, `attention.py` runs torch_npu's fused
-operators, which `operators.py` binds, and `worker.py`, `graphs.py` and `collectives.py` are the core's with what differs here.
+operators, which `operators.py` binds, over the metadata of `step.py`, and `worker.py`, `graphs.py` and `collectives.py` are the core's with
+what differs here.
 `capabilities.py` says what all of it can do, and what no hardware has shown yet.
 """

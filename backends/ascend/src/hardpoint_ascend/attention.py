@@ -9,12 +9,13 @@ takes queries as [tokens, heads, dim] (its layout "TND") and a cache as [blocks,
 
 Sources: the operators' descriptions in torch_npu 2.13 (`_op_plugin_docs.py`), and CANN's public sources of the operator's tiling, which
 decide what the layout TND allows. No device has run this yet: what the operators compute is taken from there.
+
+Captured steps have one token for each sequence, padding included, whose slot is -1: CANN's kernels that write keys and values pass over
+negative slots (`scatter_pa_kv_cache/op_kernel`), while the operator's description wants none. Padding reads the first key of block 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,16 +24,13 @@ import torch
 from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
 from hardpoint.interfaces.errors import InvalidBatch
 from hardpoint.worker import copy_blocks
-from hardpoint_ascend.capabilities import (
-    MOST_ELEMENTS,
-    MOST_SEQUENCES,
-    MOST_TOKENS,
-    capabilities,
-    reasons_beyond_claims,
-)
-from hardpoint_ascend.operators import ATTEND, WRITE_KV
+from hardpoint_ascend.capabilities import MOST_ELEMENTS, capabilities, reasons_beyond_claims
+from hardpoint_ascend.operators import ATTEND, KV_LENGTHS, WRITE_KV
+from hardpoint_ascend.step import AscendStep, StaticStep, needed_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
     from torch import Tensor
 
@@ -48,86 +46,6 @@ _CAUSAL, _BAND = 3, 4
 _WIDEST_BAND = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Call:
-    """Consecutive sequences of a step that the attention operator takes at once.
-
-    Attributes:
-        begin, end: their tokens in the step.
-        query_ends: end of each sequence's queries, counted from `begin`.
-        context_lens: keys of each sequence.
-        block_table: int32[sequences, blocks] on the device.
-    """
-
-    begin: int
-    end: int
-    query_ends: list[int]
-    context_lens: list[int]
-    block_table: Tensor
-
-
-@dataclass(frozen=True)
-class AscendStep:
-    """Metadata of one step.
-
-    Attributes:
-        plan: what the step keeps to.
-        num_tokens: rows of the step's queries, keys and values.
-        query_start: int32[sequences + 1], where each sequence's queries begin; those that have none are left out.
-        context_lens: int32[sequences], keys of each sequence.
-        block_table: int32[sequences, blocks] on the device.
-        slots: int32[written] on the device.
-        written: int64[written] on the device, the rows that are written; None for all.
-        num_blocks: blocks that a cache must have for the step.
-        mask: bool[2048, 2048] on the device, true above the diagonal.
-    """
-
-    plan: AttentionPlan
-    num_tokens: int
-    query_start: Int32Array
-    context_lens: Int32Array
-    block_table: Tensor
-    slots: Tensor
-    written: Tensor | None
-    num_blocks: int
-    mask: Tensor
-    _calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
-
-    def calls(self, cache_blocks: int) -> tuple[Call, ...]:
-        """Return how the step is divided for a cache of so many blocks; nearly always into one call.
-
-        The operator takes a limited number of sequences and tokens, and refuses sequences which together have more blocks than the
-        cache, even when they share them.
-        """
-        if cache_blocks not in self._calls:
-            blocks = -(-self.context_lens // self.plan.block_size)
-            edges, taken = [0], 0
-            for seq, count in enumerate(blocks.tolist()):
-                first = edges[-1]
-                is_full = (
-                    taken + count > cache_blocks
-                    or seq - first >= MOST_SEQUENCES
-                    or self.query_start[seq + 1] - self.query_start[first] > MOST_TOKENS
-                )
-                if is_full and seq > first:
-                    edges.append(seq)
-                    taken = 0
-                taken += count
-            edges.append(len(blocks))
-            self._calls[cache_blocks] = tuple(self._call(*pair) for pair in pairwise(edges) if pair[1] > pair[0])
-        return self._calls[cache_blocks]
-
-    def _call(self, first: int, last: int) -> Call:
-        begin, end = int(self.query_start[first]), int(self.query_start[last])
-        return Call(
-            begin,
-            end,
-            (self.query_start[first + 1 : last + 1] - begin).tolist(),
-            self.context_lens[first:last].tolist(),
-            self.block_table[first:last],
-        )
-
-
 class AscendAttention(AttentionBackend):
     """Attention and KV cache over `npu_fused_infer_attention_score_v2` and `npu_scatter_pa_kv_cache`."""
 
@@ -137,6 +55,7 @@ class AscendAttention(AttentionBackend):
         self._attend = ATTEND.bind()
         self._write = WRITE_KV.bind()
         self._mask: Tensor | None = None
+        self._static: StaticStep | None = None
 
     def capabilities(self) -> AttentionCapabilities:
         """Return what the operators do."""
@@ -158,7 +77,10 @@ class AscendAttention(AttentionBackend):
             axes=AXES,
         )
         return AttentionPlan(
-            request, spec, notes=("torch_npu's fused attention over a paged cache, in the layout TND",)
+            request,
+            spec,
+            graph_level=claims.graph_level,
+            notes=("torch_npu's fused attention over a paged cache, in the layout TND",),
         )
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> AscendStep:
@@ -181,10 +103,12 @@ class AscendAttention(AttentionBackend):
                 "a sequence's queries are consecutive tokens of the batch, and the last ones of its context",
                 found=f"query_start {batch.query_start.tolist()}, context_lens {batch.context_lens.tolist()}, {tokens} tokens",
             )
-        table = _needed_blocks(batch.block_table, batch.rows[present], context_lens, plan.block_size)
+        table = needed_blocks(batch.block_table, batch.rows[present], context_lens, plan.block_size)
         written = np.flatnonzero(batch.slot_mapping >= 0)
         slots = batch.slot_mapping[written]
         last_block = max(int(table.max(initial=-1)), int(slots.max(initial=-1)) // plan.block_size)
+        if self._static is not None and self._static.has_room(plan, queries, tokens):
+            return self._static.fill(table, context_lens, batch.slot_mapping, last_block + 1)
         return AscendStep(
             plan=plan,
             num_tokens=tokens,
@@ -225,7 +149,8 @@ class AscendAttention(AttentionBackend):
     ) -> None:
         """Compute attention of the step's queries over their sequences' caches into `out`.
 
-        All keys and values are read from the cache. Rows of tokens that belong to no sequence (padding) are left as they are.
+        All keys and values are read from the cache. Rows of tokens that belong to no sequence (padding) are left as they are, but in
+        steps that can be captured, where they may hold anything.
         """
         numbers = metadata.plan.request.layers[layer]
         if sinks is not None or alibi_slopes is not None:
@@ -263,6 +188,20 @@ class AscendAttention(AttentionBackend):
         """Copy whole blocks in all layers from one cache to another; raises InvalidBatch as copy_blocks does."""
         copy_blocks(source, destination, pairs, _BLOCK_AXIS)
 
+    def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
+        """Allocate what captured steps read, which `prepare` writes from now on for steps of decodes alone."""
+        self._static = StaticStep.room(plan, max_num_seqs, self._triangle())
+
+    def can_replay(self, plan: AttentionPlan, batch: StepBatch, num_seqs: int, num_blocks: int) -> bool:
+        """Return whether one call takes the step: its sequences, padding included, have no more blocks together than the cache has."""
+        blocks = -(-batch.context_lens // plan.block_size)
+        padding = num_seqs - int(np.count_nonzero(blocks))
+        return int(blocks.sum()) + padding <= num_blocks
+
+    def host_arguments(self, metadata: AscendStep) -> Mapping[str, Any]:
+        """Return the lengths that a captured call takes from the host."""
+        return {KV_LENGTHS: metadata.context_lens.tolist()}
+
     def _on_device(self, array: npt.NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(array).to(self._device.torch_device)
 
@@ -271,23 +210,6 @@ class AscendAttention(AttentionBackend):
             ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool)
             self._mask = ones.triu(1).to(self._device.torch_device)
         return self._mask
-
-
-def _needed_blocks(table: Int32Array, rows: Int32Array, context_lens: Int32Array, block_size: int) -> Int32Array:
-    """Return int32[sequences, blocks]: each sequence's own blocks, then zeros, since the operator reads no block number's validity."""
-    if table.ndim != 2:
-        raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
-    needed = -(-context_lens // block_size)
-    width = int(needed.max(initial=0))
-    if width > table.shape[1]:
-        raise InvalidBatch(
-            f"a context of {int(context_lens.max())} tokens takes {width} blocks",
-            found=f"a block table with {table.shape[1]} columns",
-        )
-    owned = np.where(np.arange(width) < needed[:, None], table[rows, :width], 0).astype(np.int32)
-    if owned.min(initial=0) < 0:
-        raise InvalidBatch("blocks are numbered from 0", found=f"block {int(owned.min())} in the block table")
-    return owned
 
 
 def _halves(kv_cache: Tensor, step: AscendStep) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ prompts and single tokens. No hardware has shown them yet, and the claims say so
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from hardpoint.interfaces import (
@@ -22,7 +24,10 @@ from hardpoint.interfaces import (
     SleepTier,
     TorchPoolScope,
 )
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+
+GRAPHS_VARIABLE = "HARDPOINT_ASCEND_GRAPHS"
+"""Environment variable that asks for decode steps as graphs (1), which are left out while no device has shown them."""
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements of a layer's keys that the attention operator can address."""
@@ -49,7 +54,6 @@ INSTALL = "Install the torch_npu that goes with torch, and CANN"
 
 NOTES = (
     "attention: no hardware has run it; its calls are proved over reference operators, and its operators' schemas over torch_npu 2.13",
-    "graphs: not used, since the attention operator takes the lengths of sequences from the host, and a captured graph would repeat them",
     "one query head per KV head: refused, since CANN sends it another way, which by public reports takes no paged cache in this layout",
     "sinks: refused, since the operator takes them in bfloat16 only",
     "soft cap, ALiBi: refused, since the operator has neither in the layout that mixes prompts and single tokens",
@@ -68,8 +72,20 @@ def capabilities(device: Device) -> Capabilities:
         ),
         tensor_parallel=IntSet() if missing else IntSet.between(1, MOST_RANKS),
         collectives=() if missing else ("hccl",),
-        notes=tuple(f"no attention: {reason}" for reason in missing) or NOTES,
+        notes=tuple(f"no attention: {reason}" for reason in missing) or (_graphs_note(), *NOTES),
     )
+
+
+def graphs_wanted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether decode steps are to be captured; raises ConfigError where the environment says neither 1 nor 0."""
+    asked = environment.get(GRAPHS_VARIABLE, "")
+    if asked not in ("", "0", "1"):
+        raise ConfigError(
+            f"{GRAPHS_VARIABLE}={asked} was asked for",
+            found="it is neither 1 nor 0",
+            hint="Set it to 1 for decode steps as graphs, or unset it",
+        )
+    return asked == "1"
 
 
 def reasons(device: Device) -> tuple[str, ...]:
@@ -117,10 +133,16 @@ def _attention() -> AttentionCapabilities:
         features=frozenset(
             {AttentionFeature.SLIDING_WINDOW, AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH}
         ),
-        graph_level=GraphLevel.NONE,
+        graph_level=GraphLevel.UNIFORM_DECODE if graphs_wanted() else GraphLevel.NONE,
         determinism=Determinism.NONE,
         max_cache_elements=MOST_ELEMENTS,
     )
+
+
+def _graphs_note() -> str:
+    if graphs_wanted():
+        return f"graphs: decode steps, since {GRAPHS_VARIABLE}=1 asks for them; no hardware has run them"
+    return f"graphs: not used, since no hardware has run them; {GRAPHS_VARIABLE}=1 asks for decode steps as graphs"
 
 
 def _torch_pool_scope() -> TorchPoolScope:

@@ -86,6 +86,9 @@ ATTEND = Operator(
 )
 """Attention over a paged cache, for prompts, chunks of prompts and single tokens in one call."""
 
+KV_LENGTHS = "actual_seq_kvlen"
+"""Attention's argument for the keys of each sequence, which captured calls take anew before each replay."""
+
 WRITE_KV = Operator(
     "npu::npu_scatter_pa_kv_cache",
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "

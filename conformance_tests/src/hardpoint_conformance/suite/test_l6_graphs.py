@@ -97,7 +97,14 @@ class Captured:
         for place, values in ((captured.q, step.q), (captured.k, step.k), (captured.v, step.v)):
             place[0].copy_(values[0])
         captured.out[0].fill_(float("nan"))
-        self.bench.attention.prepare(self.bench.plan, step.batch)
+        attention, plan = self.bench.attention, self.bench.plan
+        num_blocks = self.bench.placement.num_blocks
+        assert attention.can_replay(plan, step.batch, size, num_blocks), (
+            "graphs are claimed and plain decodes not replayed"
+        )
+        arguments = attention.host_arguments(attention.prepare(plan, step.batch))
+        if arguments is not None:
+            self.runner.update(size, arguments)
         self.runner.replay(size)
         synchronise(self.bench.device)
         assert captured.guards_intact(), "a replay wrote beside its outputs"

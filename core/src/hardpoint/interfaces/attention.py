@@ -17,6 +17,8 @@ from hardpoint.interfaces.contract import Contract
 from hardpoint.interfaces.dtypes import DType
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from hardpoint.interfaces.batch import Int32Array, StepBatch
@@ -160,6 +162,23 @@ class AttentionBackend(Contract, contract=True):
 
     def end_capture(self) -> None:
         """Called after the last capture. Default: nothing."""
+
+    def can_replay(self, plan: AttentionPlan, batch: StepBatch, num_seqs: int, num_blocks: int) -> bool:
+        """Return whether a captured step can compute a batch of decodes; others run eagerly. Default: it can.
+
+        Args:
+            num_seqs: sequences of the captured step; those that the batch does not have are padding. A size at which no step
+                without sequences can be replayed is not captured.
+            num_blocks: blocks of the KV cache that was captured.
+        """
+        return True
+
+    def host_arguments(self, metadata: Any) -> Mapping[str, Any] | None:
+        """Return what captured operators take from the host for a step, and not from memory that `prepare` wrote. Default: nothing.
+
+        `GraphRunner.update` gets it before the step is replayed.
+        """
+        return None
 
 
 __all__ = ["AttentionBackend", "AttentionLayer", "AttentionPlan", "AttentionRequest", "KVCacheSpec", "Refusal"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.contract import Contract
+from hardpoint.interfaces.errors import CapabilityRefused
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
@@ -25,6 +26,25 @@ class GraphRunner(Contract, contract=True):
     @abstractmethod
     def capture(self, key: int, step: Callable[[], None]) -> None:
         """Record the device work of `step` under `key` (a padded batch size). All graphs share one memory pool."""
+
+    def update(self, key: int, arguments: Mapping[str, Any]) -> None:
+        """Give the recorded work other arguments that its operators take from the host, for the replays of `key` that follow.
+
+        Called before a replay, where attention has such arguments (`AttentionBackend.host_arguments`). A graph repeats the numbers
+        of its capture unless the device's software can write others into it.
+
+        Args:
+            arguments: by the operators' names for them; every recorded operator that has an argument of a name takes it.
+
+        Raises:
+            CapabilityRefused: always, where it is not implemented.
+            KeyError: nothing was captured under `key`.
+        """
+        raise CapabilityRefused(
+            "a captured step takes arguments from the host",
+            [f"{type(self).__name__} cannot write them into a graph"],
+            hint="Implement GraphRunner.update, or plan no graphs",
+        )
 
     @abstractmethod
     def replay(self, key: int) -> None:

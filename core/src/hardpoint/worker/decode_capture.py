@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,7 +50,7 @@ class DecodeCapture:
 
     def capture(self, cache: Tensor) -> DecodeGraphs | None:
         """Capture all sizes; None where there are no graphs. Raises GraphCaptureFailed."""
-        return self._captured(cache, self._sizes, lambda: None)
+        return self._captured(cache, self._sizes)
 
     def estimate_bytes(self, cache: Tensor, used: Callable[[], int]) -> int:
         """Return the device bytes that `capture` will take, 0 where there are no graphs; raises GraphCaptureFailed.
@@ -63,7 +63,9 @@ class DecodeCapture:
             used: waits for the device and returns the bytes in use on it.
         """
         in_use = [used()]
-        graphs = self._captured(cache, self._sizes[-_SAMPLED:], lambda: in_use.append(used()))
+        graphs = self._captured(
+            cache, self._sizes[-_SAMPLED:], is_trial=True, on_captured=lambda: in_use.append(used())
+        )
         if graphs is None:
             return 0
         graphs.reset()
@@ -72,7 +74,7 @@ class DecodeCapture:
         added = math.ceil((with_all - with_largest) * others / sampled) if sampled else 0
         return max(with_largest - before, 0) + max(added, 0)
 
-    def _captured(self, cache: Tensor, sizes: Sequence[int], on_captured: Callable[[], None]) -> DecodeGraphs | None:
+    def _captured(self, cache: Tensor, sizes: Sequence[int], **how: Any) -> DecodeGraphs | None:
         if self._model is None:
             return None
         with torch.inference_mode():
@@ -85,7 +87,7 @@ class DecodeCapture:
                 sizes=sizes,
                 allocator=self._allocator,
                 empty_host=self._empty_host,
-                on_captured=on_captured,
+                **how,
             )
 
 

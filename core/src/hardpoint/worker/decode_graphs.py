@@ -56,14 +56,16 @@ class DecodeGraphs:
         sizes: Sequence[int],
         allocator: DeviceAllocator,
         empty_host: Callable[[Sequence[int], torch.dtype], Tensor],
+        is_trial: bool = False,
         on_captured: Callable[[], None] = lambda: None,
     ) -> None:
-        """Capture all sizes, the largest first.
+        """Capture all sizes that attention can replay, the largest first.
 
         Args:
             runner: of the device, started here.
             sizes: numbers of sequences, rising.
             empty_host: makes host memory that copies to the device without waiting.
+            is_trial: nothing will be replayed, so that every size can be captured, over a smaller cache too.
             on_captured: called after each size.
 
         Raises:
@@ -71,8 +73,8 @@ class DecodeGraphs:
         """
         self._runner, self._attention, self._plan, self._model = runner, attention, plan, model
         self._cache = kv_cache
+        self._num_blocks = kv_cache.shape[1 + plan.kv_cache.axes.index("block")]
         largest = sizes[-1]
-        self._larger = [next(size for size in sizes if size >= count) for count in range(largest + 1)]
         self._inputs = allocator.empty((2 * largest,), DType.INT64, GRAPHS)
         self._rows = allocator.empty((largest,), DType.INT32, GRAPHS)
         self._hidden = allocator.empty((largest, model.hidden_size), plan.request.dtype, GRAPHS)
@@ -84,6 +86,9 @@ class DecodeGraphs:
             )
             for size in sizes
         }
+        if not is_trial:
+            sizes = self._replayable(sizes)
+        self._larger = [next(size for size in sizes if size >= count) for count in range(sizes[-1] + 1)]
         self._rows.copy_(torch.arange(largest, dtype=torch.int32))
         self._inputs.copy_(torch.zeros(2 * largest, dtype=torch.int64))
         start = time.perf_counter()
@@ -101,8 +106,11 @@ class DecodeGraphs:
         )
 
     def fits(self, batch: StepBatch) -> bool:
-        """Whether a step is one that was captured: decodes alone, and not too many."""
-        return batch.num_decodes == batch.num_seqs == batch.num_tokens < len(self._larger) and batch.num_seqs > 0
+        """Whether a step is one that was captured: decodes alone, not too many, and none that attention cannot replay."""
+        count = batch.num_seqs
+        if not batch.num_decodes == count == batch.num_tokens < len(self._larger) or count == 0:
+            return False
+        return self._attention.can_replay(self._plan, batch, self._larger[count], self._num_blocks)
 
     def replay(self, batch: StepBatch) -> Tensor:
         """Compute a step that `fits`; return the hidden states [num_seqs, hidden_size], valid until the next replay.
@@ -113,7 +121,9 @@ class DecodeGraphs:
         size = self._larger[count]
         padded = self._steps[size].fill(batch)
         self._inputs[: 2 * size].copy_(self._host[: 2 * size], non_blocking=True)
-        self._attention.prepare(self._plan, padded)
+        arguments = self._attention.host_arguments(self._attention.prepare(self._plan, padded))
+        if arguments is not None:
+            self._runner.update(size, arguments)
         self._runner.replay(size)
         return self._hidden[:count]
 
@@ -125,6 +135,27 @@ class DecodeGraphs:
         """Drop the graphs and their memory."""
         self._runner.reset()
         del self._inputs, self._rows, self._hidden, self._host, self._steps
+
+    def _replayable(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sizes of which attention can replay a step at all; raises GraphCaptureFailed when there is none."""
+        found = [
+            size
+            for size in sizes
+            if self._attention.can_replay(self._plan, self._steps[size].empty, size, self._num_blocks)
+        ]
+        if not found:
+            raise GraphCaptureFailed(
+                "no decode step can be captured",
+                found=f"attention cannot replay any over a KV cache of {self._num_blocks} blocks",
+                hint="With enforce_eager steps run without graphs",
+            )
+        if len(found) < len(sizes):
+            _log.warning(
+                "steps of more than %d sequences run without graphs: attention cannot replay them over a KV cache of %d blocks",
+                found[-1],
+                self._num_blocks,
+            )
+        return found
 
     def _capture(self, sizes: Sequence[int], on_captured: Callable[[], None]) -> None:
         self._attention.begin_capture(self._plan, sizes[-1])

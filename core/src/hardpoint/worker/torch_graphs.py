@@ -73,7 +73,7 @@ class TorchGraphRunner(GraphRunner, partial=True):
             module.stream(module.current_stream(self._index)),
             module.graph(graph, pool=memory.id, stream=stream, capture_error_mode="relaxed"),
         ):
-            step()
+            self._record(graph, step)
         module.synchronize(self._index)
         self._outside += max(free - allocator.memory_info().free - (memory.mapped_bytes() - mapped), 0)
         self._graphs[key] = graph
@@ -101,6 +101,10 @@ class TorchGraphRunner(GraphRunner, partial=True):
     def _torch(self) -> Any:
         """Return torch's module for the device."""
         return import_module(self._torch_module)
+
+    def _record(self, graph: Any, step: Callable[[], None]) -> None:
+        """Run a step while `graph` captures. Default: that alone."""
+        step()
 
     def _forget_workspaces(self) -> None:
         """Drop what libraries keep in the graphs' pool for the capture's stream. Default: nothing."""
