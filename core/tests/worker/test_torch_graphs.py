@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,8 +34,12 @@ class Module:
             self.recording.append(work)
 
     class Graph:
+        latest: Module.Graph
+
         def __init__(self) -> None:
             self.work: list[Callable[[], None]] = []
+            self.is_reset = False
+            Module.Graph.latest = self
 
         def replay(self) -> None:
             for work in self.work:
@@ -42,6 +47,7 @@ class Module:
 
         def reset(self) -> None:
             self.work.clear()
+            self.is_reset = True
 
     def Stream(self, index: int) -> Any:
         return SimpleNamespace(name=f"stream of {index}", wait_stream=lambda other: None)
@@ -65,13 +71,18 @@ class Module:
                 raise RuntimeError("operation not supported")
             self.captured_in.append((pool, stream.name, capture_error_mode))
             self.recording = graph.work
-            yield
-            self.recording, self.now = None, "default"
+            try:
+                yield
+            finally:
+                self.recording, self.now = None, "default"
 
         return capture()
 
     def synchronize(self, index: int) -> None:
         pass
+
+    def empty_cache(self) -> None:
+        assert self.recording is None
 
 
 class Runner(TorchGraphRunner):
@@ -168,6 +179,44 @@ def test_a_capture_that_does_not_begin_leaves_the_stream_as_it_was(runner: Runne
         runner.capture(4, lambda: None)
     assert module.now == "default"
     runner.reset()
+
+
+def test_a_step_that_fails_while_it_is_captured_leaves_no_graph_in_the_pool(runner: Runner, module: Module) -> None:
+    def step() -> None:
+        if module.recording is not None:
+            raise MemoryError("no memory is left")
+
+    with pytest.raises(MemoryError) as caught:
+        runner.capture(4, step)
+    assert module.Graph.latest.is_reset
+    with pytest.raises(KeyError):
+        runner.replay(4)
+    del caught
+
+
+class Garbage:
+    """An object of a cycle, which the collector alone can end."""
+
+    def __init__(self, ended: list[bool], module: Module) -> None:
+        self.itself, self.ended, self.module = self, ended, module
+
+    def __del__(self) -> None:
+        self.ended.append(self.module.recording is not None)
+
+
+def test_no_garbage_is_collected_while_a_step_is_captured(runner: Runner, module: Module) -> None:
+    ended: list[bool] = []
+
+    def step() -> None:
+        for _ in range(3 * gc.get_threshold()[0]):
+            Garbage(ended, module)
+
+    assert gc.isenabled()
+    runner.capture(4, step)
+    assert gc.isenabled()
+    gc.collect()
+    assert ended
+    assert not any(ended)
 
 
 def test_nothing_is_captured_before_the_start_or_without_torch_pools(module: Module) -> None:
