@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,8 +33,8 @@ class AcceleratorWorker(TorchWorker, partial=True):
     memory, with a warning, and the first step raises CapabilityRefused.
 
     Attributes:
-        _torch_module: name of torch's module for the device. It has `is_available`, `device_count`, `set_device`, `synchronize`,
-            `empty_cache`, `memory_reserved`, `max_memory_reserved` and `reset_peak_memory_stats`.
+        _torch_module: name of torch's module for the device. It has `is_available`, `device_count`, `init`, `set_device`,
+            `synchronize`, `empty_cache`, `memory_reserved`, `max_memory_reserved` and `reset_peak_memory_stats`.
     """
 
     _torch_module: ClassVar[str]
@@ -59,8 +60,8 @@ class AcceleratorWorker(TorchWorker, partial=True):
         if index >= count:
             raise BackendUnavailable(
                 f"torch cannot use device {index} of backend '{self._device.backend}'",
-                found=f"torch {torch.__version__} sees {count} such devices",
-                hint="Install torch's build for this device, and look for environment variables that hide devices",
+                found=f"torch {torch.__version__} sees {count} such devices" + _told_by_init(module),
+                hint="Install torch's build for this device and its driver, and look for environment variables that hide devices",
             )
         self._make_current()
 
@@ -78,9 +79,15 @@ class AcceleratorWorker(TorchWorker, partial=True):
         return super().load_model()
 
     def profile(self) -> MemoryProfile:
-        """Return what the largest legal step takes; over a simulated driver, what is known without running it."""
+        """Return what the largest legal step takes; over a simulated driver, what is known without running it.
+
+        The step is run twice: the first run compiles kernels and starts libraries, which its memory includes and its time must not.
+        """
         self._make_current()
-        return self._profile_without_running() if self._device.simulated else super().profile()
+        if self._device.simulated:
+            return self._profile_without_running()
+        first = super().profile()
+        return replace(first, seconds_per_token=super().profile().seconds_per_token)
 
     def warm_up(self) -> None:
         """Run and capture the steps whose first run would be slow; raises CapabilityRefused over a simulated driver."""
@@ -151,3 +158,12 @@ class AcceleratorWorker(TorchWorker, partial=True):
             utilization=utilization,
             kv_limit=self._kv_limit(),
         )
+
+
+def _told_by_init(module: Any) -> str:
+    """Return why torch's module for a device cannot be started (a driver too old for it, say), as the rest of a sentence."""
+    try:
+        module.init()
+    except Exception as error:
+        return f": {(str(error).splitlines() or [type(error).__name__])[0]}"
+    return ""
