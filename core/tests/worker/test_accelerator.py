@@ -115,7 +115,9 @@ def make(tmp_path: Path) -> Callable[..., HostWorker]:
 
 def test_device_that_torch_does_not_see_is_refused(module: Module, make: Callable[..., HostWorker]) -> None:
     module.devices = 0
-    with pytest.raises(BackendUnavailable, match=r"sees 0 such devices: The driver is too old \(found version 12040\)\."):
+    with pytest.raises(
+        BackendUnavailable, match=r"sees 0 such devices: The driver is too old \(found version 12040\)\."
+    ):
         make().init_device()
 
 
