@@ -83,6 +83,7 @@ class TorchGraphRunner(GraphRunner, partial=True):
                 step()
         except BaseException:
             graph.reset()  # it uses the pool, and the error's frames hold it
+            self._forget_capture(memory)
             raise
         module.synchronize(self._index)
         self._outside += max(free - allocator.memory_info().free - (memory.mapped_bytes() - mapped), 0)
@@ -111,6 +112,9 @@ class TorchGraphRunner(GraphRunner, partial=True):
     def _torch(self) -> Any:
         """Return torch's module for the device."""
         return import_module(self._torch_module)
+
+    def _forget_capture(self, memory: TorchGraphPool) -> None:
+        """Take back what torch notes when a capture into a pool begins, where it could not be ended. Default: nothing."""
 
     def _forget_workspaces(self) -> None:
         """Drop what libraries keep in the graphs' pool for the capture's stream. Default: nothing."""
