@@ -117,7 +117,7 @@ class Starting:
     [
         (RuntimeError("Failed to find C compiler.\nSpecify one"), r"RuntimeError: Failed to find C compiler\."),
         (subprocess.CalledProcessError(1, ["gcc", "main.c"]), r"CalledProcessError: .*gcc"),
-        (PermissionError(13, "Permission denied", "/root/.triton"), "PermissionError: .*/root/.triton"),
+        (PermissionError(13, "Permission denied", "/cache/triton"), "PermissionError: .*/cache/triton"),
     ],
     ids=["no compiler", "no headers", "no folder"],
 )
