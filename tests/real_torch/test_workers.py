@@ -61,7 +61,7 @@ def started(machine: Any, model: Model) -> Iterator[tuple[Any, dict[str, torch.T
     )
     worker = descriptor.worker()(WorkerContext(descriptor, machine.devices[1], config))
     broken_before = len(machine.broken_rules())
-    used_before = machine.used(1)
+    used_before, pinned_before = machine.used(1), machine.simulator.stats().host_bytes
     worker.init_device()
     worker.load_model()
     worker.initialize_kv(BLOCKS, 2)
@@ -69,6 +69,7 @@ def started(machine: Any, model: Model) -> Iterator[tuple[Any, dict[str, torch.T
     held.clear()
     worker.shutdown()
     assert machine.used(1) == used_before
+    assert machine.simulator.stats().host_bytes <= pinned_before
     assert machine.broken_rules()[broken_before:] == []
 
 

@@ -100,11 +100,12 @@ class AcceleratorWorker(TorchWorker, partial=True):
         return super().execute(step)
 
     def shutdown(self) -> None:
-        """Give everything back, torch's cached memory included; legal in any state and more than once."""
+        """Give everything back, what torch keeps of the device's and of pinned memory included; legal in any state and more than once."""
         started = self._allocator is not None
         super().shutdown()
         if started:
             self._torch().empty_cache()
+            _empty_host_cache()
 
     # Steps
 
@@ -158,6 +159,13 @@ class AcceleratorWorker(TorchWorker, partial=True):
             utilization=utilization,
             kv_limit=self._kv_limit(),
         )
+
+
+def _empty_host_cache() -> None:
+    """Let torch give back pinned memory that no tensor uses (swapped blocks lay there), in versions that can."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None and torch.accelerator.is_available():
+        empty()
 
 
 def _told_by_init(module: Any) -> str:
