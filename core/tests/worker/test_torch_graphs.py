@@ -26,6 +26,7 @@ class Module:
     def __init__(self) -> None:
         self.now, self.recording, self.fails = "default", None, False
         self.captured_in: list[tuple[Any, str, str]] = []
+        self.workspaces: set[str] = set()
 
     def launch(self, work: Callable[[], None]) -> None:
         if self.recording is None:
@@ -91,6 +92,9 @@ class Runner(TorchGraphRunner):
     _torch_module = "stand_in_for_torch"
     _graph_class = "Graph"
 
+    def _forget_workspaces(self) -> None:
+        self._torch().workspaces.clear()
+
 
 class Allocator(TorchPoolAllocator):
     """What the runner asks of an allocator; each capture takes 3 MiB, 2 of them in the pool."""
@@ -155,6 +159,21 @@ def test_all_graphs_share_one_pool_with_the_tag_and_one_stream(
         runner.capture(key, lambda: None)
     assert [pool.tag for pool in allocator.pools] == ["graphs"]
     assert module.captured_in == [((0, 0), "stream of 1", "relaxed")] * 3
+
+
+def test_a_pool_begins_and_ends_without_what_libraries_keep_for_its_stream(runner: Runner, module: Module) -> None:
+    found: list[bool] = []
+
+    def step() -> None:
+        found.append(module.now in module.workspaces)
+        module.workspaces.add(module.now)
+
+    module.workspaces.add("stream of 1")  # by another engine, whose memory goes with it
+    runner.capture(8, step)
+    runner.capture(4, step)
+    assert found == [False, True, True, True]
+    runner.reset()
+    assert not module.workspaces
 
 
 def test_bytes_are_those_of_the_pool_and_what_the_driver_took(

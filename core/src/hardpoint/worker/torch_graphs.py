@@ -62,6 +62,8 @@ class TorchGraphRunner(GraphRunner, partial=True):
         if self._memory is None:
             self._memory = allocator.vendor_graph_pool(GRAPHS)
             self._stream = module.Stream(self._index)
+            # Torch has few streams, and gives them out in turn: what lies in another engine's pool would go with that engine.
+            self._forget_workspaces()
         memory, stream = self._memory, self._stream
         # Torch does it before a capture, too late for what is measured, and not for want of memory while a pool is in use.
         module.empty_cache()
@@ -117,7 +119,7 @@ class TorchGraphRunner(GraphRunner, partial=True):
         """Take back what torch notes when a capture into a pool begins, where it could not be ended. Default: nothing."""
 
     def _forget_workspaces(self) -> None:
-        """Drop what libraries keep in the graphs' pool for the capture's stream. Default: nothing."""
+        """Let libraries drop what they keep for the capture's stream, which they take from the pool in effect. Default: nothing."""
 
 
 @contextmanager
