@@ -33,6 +33,16 @@ def test_tiles_suit_matrix_units_and_the_split_of_contexts(target: Target, items
         assert SPLIT_KEYS % decode_tiles(head_dim, 8, itemsize, target).block_n == 0
 
 
+@pytest.mark.parametrize("capability", [86, 89, 120])
+def test_decodes_in_float32_fit_into_the_least_shared_memory(capability: int) -> None:
+    """Queries, and keys and values of each stage, where the hardware's matrix units do not take them from there."""
+    for head_dim in range(16, 257, 16):
+        for group in (1, 16, 24, 32, 33, 64):
+            tiles = decode_tiles(head_dim, group, 4, Target(32, capability, 84))
+            rows = tiles.block_m + 2 * tiles.stages * tiles.block_n
+            assert rows * padded(head_dim) * 4 <= 99 << 10
+
+
 @pytest.mark.parametrize("group", [1, 2, 16, 17, 64])
 def test_all_heads_of_a_group_are_in_one_tile(group: int) -> None:
     assert decode_tiles(128, group, 2, TARGETS[1]).block_m >= group
