@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +54,18 @@ class Belongings:
         )
 
 
+def is_mapped(name: str, pids: Iterable[int | str]) -> bool:
+    """Whether one of the processes uses shared memory of this name."""
+    path = str(Path("/dev/shm", name))
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if path in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"):
+                return True
+    return False
+
+
 def _is_abandoned(name: str) -> bool:
     """Whether shared memory is still there after a while and no process uses it: other programs have some, too."""
-    path = Path("/dev/shm", name)
     time.sleep(0.2)
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if str(path) in maps.read_text("utf-8", "replace"):
-                return False
-    return path.exists()
+    everyone = (process.name for process in Path("/proc").glob("[0-9]*"))
+    return not is_mapped(name, everyone) and Path("/dev/shm", name).exists()

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from hardpoint.interfaces import AttentionPlan, Capabilities, Device, DeviceAllocator, GraphLevel, GraphRunner, Refusal
+from hardpoint.interfaces import (
+    GRAPHS,
+    AttentionPlan,
+    Capabilities,
+    Device,
+    DeviceAllocator,
+    DType,
+    GraphLevel,
+    GraphRunner,
+    Refusal,
+)
 from hardpoint_conformance.target import Target
 from hardpoint_cpu.attention import CpuAttention
 
@@ -94,6 +104,32 @@ class Recorder(GraphRunner):
 
     def reset(self) -> None:
         self._steps.clear()
+
+
+class Hungry(Recorder):
+    """Takes memory for every graph, as the contract has it: from the allocator, with the tag of graphs.
+
+    Attributes:
+        first, other: bytes that the first graph takes, and every other one.
+    """
+
+    first, other = 1 << 20, 3 << 16
+
+    def start(self, allocator: DeviceAllocator) -> None:
+        self._allocator = allocator
+        self._held: list[Any] = []
+
+    def capture(self, key: int, step: Callable[[], None]) -> None:
+        super().capture(key, step)
+        taken = self.other if self._held else self.first
+        self._held.append(self._allocator.empty((taken,), DType.UINT8, GRAPHS))
+
+    def resident_bytes(self) -> int:
+        return sum(int(tensor.nbytes) for tensor in self._held)
+
+    def reset(self) -> None:
+        super().reset()
+        self._held.clear()
 
 
 def graphed(attention: type = GraphedAttention, runner: type = Recorder) -> Target:

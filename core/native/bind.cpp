@@ -2,9 +2,10 @@
 #include "bind.hpp"
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Native parts of the core: block manager, scheduler and memory.";
+  m.doc() = "Native parts of the core: block manager, scheduler, steps' messages and memory.";
   hardpoint::bind_kv(m);
   hardpoint::bind_scheduler(m);
+  hardpoint::bind_step(m);
   hardpoint::bind_memory(m);
   hardpoint::bind_disk(m);
 }

@@ -6,6 +6,7 @@ namespace hardpoint {
 
 void bind_kv(pybind11::module_& m);
 void bind_scheduler(pybind11::module_& m);
+void bind_step(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_disk(pybind11::module_& m);
 

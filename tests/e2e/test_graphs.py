@@ -1,4 +1,4 @@
-"""The engine over captured decodes gives the tokens of eager steps: real schedules with preemption, prefixes, samples, sleep."""
+"""The engine over captured decodes: the tokens of eager steps in real schedules with preemption, prefixes, samples, sleep; its memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from conformance_tests.tests.recorded_graphs import Recorder, StaleAttention, graphed
+from conformance_tests.tests.recorded_graphs import Hungry, Recorder, StaleAttention, graphed
 from hardpoint import LLM, SamplingParams
-from hardpoint.interfaces.errors import WorkerError
+from hardpoint.interfaces import GRAPHS
+from hardpoint.interfaces.errors import KVCacheTooSmall, WorkerError
 from hardpoint.plugins import Resolved
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import shape_for, tiny_model
@@ -27,17 +28,15 @@ def engine(monkeypatch: pytest.MonkeyPatch, target: Target | None = None, **sett
         "hardpoint.engine.core.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
     )
     Recorder.replays.clear()
+    sizes = {"num_device_blocks": 26, "max_num_seqs": 6, "max_model_len": 160}
     llm = LLM(
         tiny_model(shape_for(target.claims)).path,
         dtype="float32",
         skip_tokenizer_init=True,
         use_fused_decoder=False,
         block_size=8,
-        num_device_blocks=26,
-        max_num_seqs=6,
-        max_model_len=160,
         enable_sleep_mode=True,
-        **settings,
+        **sizes | settings,
     )
     try:
         yield llm
@@ -81,3 +80,55 @@ def test_graphs_with_old_metadata_show_in_the_tokens(eager: Any, monkeypatch: py
         except WorkerError:  # what lies in blocks that nobody wrote may be no number
             return
         assert found != eager
+
+
+TOTAL, STEP = 64 << 20, 8 << 20
+"""Bytes of a small device, and what its largest step takes."""
+
+
+def budgeted(runner: type = Hungry) -> Target:
+    """A target whose device has its memory to itself, all of it in the allocator's books."""
+    target = graphed(runner=runner)
+
+    class Budgeted(target.descriptor.worker()):  # type: ignore[misc]
+        def _total_and_used(self) -> tuple[int, int]:
+            return TOTAL, self._allocator.stats().allocated
+
+        def _peak_growth(self, step: Any) -> int:
+            step()
+            return STEP
+
+    return target.with_descriptor(worker=lambda: Budgeted)
+
+
+@pytest.mark.parametrize(("most", "graphs"), [(1, 1), (6, 4), (40, 7)])
+def test_kv_cache_leaves_room_for_the_graphs_that_follow_it(
+    monkeypatch: pytest.MonkeyPatch, most: int, graphs: int
+) -> None:
+    """Of 7 sizes 4 are captured for the estimate, which is exact where all but the largest take the same."""
+    sizes = {"num_device_blocks": None, "max_num_seqs": most, "memory_utilization": 0.5, "swap_space": 0}
+    with engine(monkeypatch, budgeted(), enforce_eager=True, **sizes) as llm:
+        eager = llm.info.num_device_blocks
+    with engine(monkeypatch, budgeted(), **sizes) as llm:
+        block = llm.info.kv_bytes // llm.info.num_device_blocks
+        (held,) = llm.engine._core.executor.call("memory_stats")
+        taken = held.tags[GRAPHS].allocated
+        assert taken > Hungry.first + (graphs - 1) * Hungry.other
+        assert abs((eager - llm.info.num_device_blocks) * block - taken) < block
+        logits = most * llm.engine._core.model.vocab_size * 4
+        assert 0 <= TOTAL // 2 - held.allocated - STEP < block + logits
+        greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy)
+    assert 1 in Recorder.replays
+
+
+def test_graphs_that_leave_no_room_for_one_request_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Greedy(Hungry):
+        first = TOTAL
+
+    target = budgeted(Greedy)
+    with (
+        pytest.raises(KVCacheTooSmall, match=r"\d{8,} for captured decodes"),
+        engine(monkeypatch, target, num_device_blocks=None, memory_utilization=0.5),
+    ):
+        pass

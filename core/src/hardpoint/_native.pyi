@@ -1,4 +1,4 @@
-"""Native parts of the core: block manager, scheduler, memory. Use them through `hardpoint.kv`, `.scheduler` and `.memory`."""
+"""Native parts of the core. Use them through `hardpoint.kv`, `.scheduler`, `.executor` and `.memory`."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -185,6 +185,24 @@ class DiskFile:
     def direct(self) -> bool: ...
     @property
     def file_bytes(self) -> int: ...
+
+class StepPacker:
+    def __init__(self) -> None: ...
+    def pack(
+        self,
+        block_size: int,
+        num_decodes: int,
+        block_table: Int32Array,
+        longs: tuple[Int64Array, ...],
+        shorts: tuple[Int32Array, ...],
+        last: bytes,
+    ) -> bytes: ...
+
+class StepUnpacker:
+    def __init__(self) -> None: ...
+    def unpack(
+        self, message: Buffer
+    ) -> tuple[int, Int32Array, tuple[Int64Array, ...], tuple[Int32Array, ...], int]: ...
 
 class DiskStore:
     def __init__(self, directory: str, budget: int) -> None: ...

@@ -253,7 +253,59 @@ def test_arrays_of_another_type_are_refused(step: Any) -> None:
         StepEncoder().encode(bad)
 
 
+@pytest.mark.parametrize("change", [{"rows": [9999]}, {"rows": [-1]}, {"context_lens": [-1]}, {"context_lens": [4, 4]}])
+def test_rows_that_the_table_has_not_are_refused(change: dict[str, list[int]], step: Any) -> None:
+    good = step([1], 4)
+    encoder, decoder = StepEncoder(), StepDecoder()
+    wrong = {name: np.array(values, np.int32) for name, values in change.items()}
+    with pytest.raises(MalformedMessage, match="block table"):
+        encoder.encode(replace(good, batch=replace(good.batch, **wrong)))
+    # What was refused counts as not sent.
+    arrived = decoder.decode(joined(encoder.encode(good))).batch
+    row, used = good.batch.rows[0], good.batch.context_lens[0]
+    np.testing.assert_array_equal(arrived.block_table[row, :used], good.batch.block_table[row, :used])
+
+
+def test_arrays_with_gaps_are_refused(step: Any) -> None:
+    good = step([1, 2], 4)
+    gaps = np.arange(2 * len(good.batch.token_ids), dtype=np.int64)[::2]
+    with pytest.raises(MalformedMessage, match="dense"):
+        StepEncoder().encode(replace(good, batch=replace(good.batch, token_ids=gaps)))
+
+
 # Malformed messages
+
+
+def test_a_message_at_any_address_is_understood(step: Any) -> None:
+    sent = step([1, 2], 8)
+    message = joined(StepEncoder().encode(sent))
+    for offset in range(1, 9):
+        shifted = memoryview(bytes(offset) + message)[offset:]
+        assert_equal(sent, StepDecoder().decode(shifted))
+
+
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [(0, -1), (1, 1 << 40), (2, 1 << 62), (1, -1), (4, 1 << 61), (4, -1), (14, 1), (17, 1), (18, 1 << 30)],
+)
+def test_numbers_that_do_not_fit_together_are_refused(number: int, value: int, step: Any) -> None:
+    message = joined(StepEncoder().encode(step([1, 2], 8)))
+    message[8 * number : 8 * number + 8] = value.to_bytes(8, "little", signed=True)
+    with pytest.raises(MalformedMessage, match="not understood"):
+        StepDecoder().decode(message)
+
+
+def test_a_place_outside_of_the_table_changes_nothing(step: Any) -> None:
+    encoder, decoder = StepEncoder(), StepDecoder()
+    one = StepInput(step([1, 2], 8).batch)
+    table = decoder.decode(joined(encoder.encode(one))).batch.block_table
+    before = table.copy()
+    one.batch.block_table[one.batch.rows[0], 0] += 1
+    message = joined(encoder.encode(one))
+    message[-8:-4] = (table.size).to_bytes(4, "little")
+    with pytest.raises(MalformedMessage, match="place"):
+        decoder.decode(message)
+    np.testing.assert_array_equal(table, before)
 
 
 @settings(max_examples=60, deadline=None)

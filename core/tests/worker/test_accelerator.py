@@ -162,7 +162,9 @@ def test_time_of_a_token_is_that_of_a_step_whose_kernels_are_there(
     worker = make()
     worker.init_device()
     worker.load_model()
-    forward, steps = worker._forward, list[int]()
+    runner = worker._runner
+    assert runner is not None
+    forward, steps = runner.forward, list[int]()
 
     def compiling_at_first(*arguments: Any) -> torch.Tensor:
         if not steps:
@@ -170,7 +172,7 @@ def test_time_of_a_token_is_that_of_a_step_whose_kernels_are_there(
         steps.append(1)
         return forward(*arguments)
 
-    monkeypatch.setattr(worker, "_forward", compiling_at_first)
+    monkeypatch.setattr(runner, "forward", compiling_at_first)
     assert 0.0 < worker.profile().seconds_per_token < 0.5 / 64
     worker.shutdown()
 

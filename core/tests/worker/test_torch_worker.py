@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hardpoint.executor import InProcessExecutor
-from hardpoint.interfaces import WORKER_CALLS, AttentionLayer, AttentionPlan, AttentionRequest, DType, KVCacheSpec
+from hardpoint.interfaces import WORKER_CALLS
 from hardpoint.interfaces.batch import StepInput
 from hardpoint.interfaces.errors import ConfigError, HostBudgetExceeded, WorkerError
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
@@ -50,9 +50,7 @@ def test_shutdown_is_legal_in_any_state_and_twice(context: WorkerContext) -> Non
 def test_no_host_memory_for_swapping_names_the_setting(context: WorkerContext) -> None:
     worker = NoHostMemory(context)
     worker.init_device()
-    layer = AttentionLayer(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
-    request = AttentionRequest((layer,), DType.FLOAT32, DType.FLOAT32, 8, 64)
-    worker._plan = AttentionPlan(request, KVCacheSpec(1, 8, 1, 8, DType.FLOAT32))
+    worker.load_model()
     with pytest.raises(HostBudgetExceeded, match="swap_space"):
         worker.initialize_kv(4, 2)
     worker.shutdown()

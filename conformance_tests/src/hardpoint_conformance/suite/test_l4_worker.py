@@ -184,6 +184,7 @@ def test_profile_is_within_the_device(bench: Bench) -> None:
     assert 0 < profile.used <= profile.total
     assert profile.used >= bench.info.weight_bytes
     assert 0 <= profile.current <= profile.peak <= profile.total
+    assert 0 <= profile.graphs <= profile.total
     assert profile.kv_bytes <= profile.total - profile.used
     assert profile.seconds_per_token > 0
     assert profile.seconds_per_swapped_block >= 0
@@ -206,15 +207,15 @@ def test_profile_grows_with_the_step(target: Target, model: Model) -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5])
 @clause("worker.profile.utilization@1", Level.WORKER, facts="6.3 worker")
 def test_utilization_as_asked(target: Target, model: Model, share: float) -> None:
-    """The KV cache gets the asked share of the device's memory, less what is used and what the largest step takes, as far as
-    attention can address it."""
+    """The KV cache gets the asked share of the device's memory, less what is used and what the largest step and captured
+    steps take, as far as attention can address it."""
     with running(target, model, memory_utilization=share) as bench:
         profile, elements = bench.profile, target.claims.attention.max_cache_elements
         assert profile.utilization == share
         spec = bench.info.attention.kv_cache
         addressable = None if elements is None else 2 * spec.num_layers * elements * spec.dtype.itemsize
         assert profile.kv_limit == addressable, "no further limit where a share was asked for"
-        left = int(profile.total * share) - profile.used - (profile.peak - profile.current)
+        left = int(profile.total * share) - profile.used - (profile.peak - profile.current) - profile.graphs
         assert profile.kv_bytes == (left if addressable is None else min(left, addressable))
 
 

@@ -199,9 +199,12 @@ class EngineCore:
                 f"one request of {model.max_model_len} tokens needs {needed * spec.block_bytes} bytes of KV cache",
                 found=(
                     f"{profile.kv_bytes} bytes are left of {profile.total} at a memory utilisation of"
-                    f" {profile.utilization} ({profile.used} in use, {profile.peak - profile.current} for the largest step)"
+                    f" {profile.utilization} ({profile.used} in use, {profile.peak - profile.current} for the largest step,"
+                    f" {profile.graphs} for captured decodes)"
                 ),
-                hint=f"Lower max_model_len (at most {fits} fits), or max_num_batched_tokens, or raise memory_utilization",
+                hint=(
+                    f"Lower max_model_len (at most {fits} fits), max_num_batched_tokens or max_num_seqs, or raise memory_utilization"
+                ),
             )
         return int(num_blocks)
 

@@ -126,6 +126,11 @@ class Link:
         if kind == Kind.FAILURE:
             os.eventfd_write(self._files.trouble, 1)
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has arrived of which the file descriptor will not tell any more."""
+        return self._reader.has_unread
+
     def receive(self) -> Frame | None:
         """Return the next frame, None where there is none yet; raises MalformedMessage."""
         return self._reader.read()

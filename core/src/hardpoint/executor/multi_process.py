@@ -186,10 +186,10 @@ class MultiProcessExecutor(Executor):
             driver_first: until the driver has answered, or a rank has failed, answers of others wake nobody.
         """
         outcomes: list[Any] = [NOT_YET] * len(self._links)
-        missing = len(outcomes)
+        missing, has_waited = len(outcomes), False
         while True:
             for rank, outcome in enumerate(outcomes):
-                if outcome is NOT_YET and (frame := self._answer(rank, call, progress)) is not None:
+                if outcome is NOT_YET and (frame := self._answer(rank, call, progress, has_waited)) is not None:
                     outcomes[rank] = outcome = self._outcome(rank, frame)
                     missing -= 1
                     if isinstance(outcome, BaseException):
@@ -203,12 +203,16 @@ class MultiProcessExecutor(Executor):
             arrivals = self._driver_arrivals if driver_first else self._arrivals
             if not arrivals.poll(deadline.left() * 1000):
                 raise self._late(outcomes, deadline)
-            driver_first = False
+            driver_first, has_waited = False, True
             self._check_ranks()
 
-    def _answer(self, rank: int, call: int, progress: Progress | None) -> Frame | None:
-        """Return a rank's answer to a call where it is there; reports of progress are served, earlier calls' answers dropped."""
-        while (frame := self._next_frame(rank)) is not None:
+    def _answer(self, rank: int, call: int, progress: Progress | None, has_waited: bool = True) -> Frame | None:
+        """Return a rank's answer to a call where it is there; reports of progress are served, earlier calls' answers dropped.
+
+        Args:
+            has_waited: for the ranks' file descriptors, just before; else only what these would not tell is looked for.
+        """
+        while (frame := self._next_frame(rank, has_waited)) is not None:
             if frame.kind == Kind.PROGRESS:
                 self._report(rank, frame, progress if frame.call == call else None)
             elif frame.call == call:
@@ -219,11 +223,12 @@ class MultiProcessExecutor(Executor):
                 self._links[rank].forget_trouble()
         return None
 
-    def _next_frame(self, rank: int) -> Frame | None:
+    def _next_frame(self, rank: int, has_waited: bool) -> Frame | None:
         if self._inboxes[rank]:
             return self._inboxes[rank].popleft()
+        link = self._links[rank]
         try:
-            return self._links[rank].receive()
+            return link.receive() if has_waited or link.has_unread else None
         except MalformedMessage as error:
             raise self._broken(rank, str(error)) from error
 

@@ -106,8 +106,11 @@ class _Rank:
             while time.perf_counter() < end:
                 if (frame := self._link.receive()) is not None:
                     return frame
-        while (frame := self._link.receive()) is None:
+        # To look where nothing has arrived is a call to the kernel, and takes time from whoever waits for the processor.
+        frame = self._link.receive() if self._link.has_unread else None
+        while frame is None:
             self._arrivals.poll()
+            frame = self._link.receive()
         return frame
 
     def _send(self, kind: Kind, call: int, parts: list[Buffer]) -> None:

@@ -129,6 +129,11 @@ class RingReader:
         """Return the file descriptor that can be read when there is something new."""
         return self._data
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether there are bytes of which the file descriptor will not tell any more; without them, `read` is worth a wait for it."""
+        return self._available > 0
+
     def read(self) -> Frame | None:
         """Return the next frame, or None where it has not arrived as a whole yet; raises MalformedMessage."""
         self._available += take(self._data)

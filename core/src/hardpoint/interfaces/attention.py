@@ -150,10 +150,13 @@ class AttentionBackend(Contract, contract=True):
         """Copy whole blocks in all layers from one whole cache to another (device to host or back)."""
 
     def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
-        """Allocate static metadata for graph capture; called once before the first capture. Default: nothing."""
+        """Allocate static metadata for graph capture, called before the first one. Default: nothing.
+
+        Called again where steps are captured anew, over another KV cache: all graphs from before are gone then.
+        """
 
     def end_capture(self) -> None:
-        """Called once after the last capture. Default: nothing."""
+        """Called after the last capture. Default: nothing."""
 
 
 __all__ = ["AttentionBackend", "AttentionLayer", "AttentionPlan", "AttentionRequest", "KVCacheSpec", "Refusal"]

@@ -127,6 +127,7 @@ class MemoryProfile:
         kv_limit: most bytes for the KV cache when nothing was asked; None for no such limit.
         seconds_per_token: of prefill, measured; for the choice between swap and recompute.
         seconds_per_swapped_block: measured; 0 when unknown.
+        graphs: what captured steps will hold, which `warm_up` captures once the KV cache is there; estimated, 0 without graphs.
     """
 
     total: int
@@ -137,11 +138,12 @@ class MemoryProfile:
     kv_limit: int | None = None
     seconds_per_token: float = 0.0
     seconds_per_swapped_block: float = 0.0
+    graphs: int = 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes for the KV cache: total · utilisation - used - (peak - current), within `kv_limit`; may be negative."""
-        left = int(self.total * self.utilization) - self.used - (self.peak - self.current)
+        """Bytes for the KV cache: total · utilisation - used - (peak - current) - graphs, within `kv_limit`; may be negative."""
+        left = int(self.total * self.utilization) - self.used - (self.peak - self.current) - self.graphs
         return left if self.kv_limit is None else min(left, self.kv_limit)
 
 

@@ -4,6 +4,10 @@ Backends derive from `TorchWorker`, or from `AcceleratorWorker` where torch has 
 and replays steps by that module, and `worker.collectives` joins ranks. What belongs here drives one device through the contract's
 parts (allocator, attention, kernels) and holds the model, the KV cache and the sampler. Scheduling, requests and text belong to
 the engine.
+
+`TorchWorker` is the contract's table of calls. What answers them: `loading` makes a `LoadedModel`, `Weights` writes it and keeps account,
+`KVMemory` holds the blocks, `ModelRunner` runs the model (`DecodeGraphs` where steps are captured), `Steps` samples and pools,
+`profile` measures the largest step, `SleepCycle` prepares sleeps and wakes.
 """
 
 from hardpoint.worker.accelerator import AcceleratorWorker

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from hardpoint.interfaces.batch import Int32Array, StepBatch, StepInput, StepOutput
-from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
-from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo
-from hardpoint.worker.torch_worker import TorchWorker, _need
+from hardpoint.worker.profile import StepCost, logits_bytes
+from hardpoint.worker.readiness import need
+from hardpoint.worker.torch_worker import TorchWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +37,7 @@ class AcceleratorWorker(TorchWorker, partial=True):
     """
 
     _torch_module: ClassVar[str]
+    _compiles = True
 
     # The device
 
@@ -68,6 +68,14 @@ class AcceleratorWorker(TorchWorker, partial=True):
     def _synchronize(self) -> None:
         self._torch().synchronize(self._index)
 
+    def _check_computes(self) -> None:
+        if self._device.simulated:
+            raise CapabilityRefused(
+                f"a step cannot be computed on {self._device.name}",
+                [f"the driver of backend '{self._device.backend}' is a simulation: it has memory and computes nothing"],
+                hint="Use a real device, or the backend cpu",
+            )
+
     def _empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
@@ -79,15 +87,9 @@ class AcceleratorWorker(TorchWorker, partial=True):
         return super().load_model()
 
     def profile(self) -> MemoryProfile:
-        """Return what the largest legal step takes; over a simulated driver, what is known without running it.
-
-        The step is run twice: the first run compiles kernels and starts libraries, which its memory includes and its time must not.
-        """
+        """Return what the largest legal step takes; over a simulated driver, what is known without running it."""
         self._make_current()
-        if self._device.simulated:
-            return self._profile_without_running()
-        first = super().profile()
-        return replace(first, seconds_per_token=super().profile().seconds_per_token)
+        return super().profile()
 
     def warm_up(self) -> None:
         """Run and capture the steps whose first run would be slow; raises CapabilityRefused over a simulated driver."""
@@ -107,19 +109,6 @@ class AcceleratorWorker(TorchWorker, partial=True):
             self._torch().empty_cache()
             _empty_host_cache()
 
-    # Steps
-
-    def _forward(
-        self, batch: StepBatch, cache: Tensor, output: DecoderOutput, rows: Int32Array | None = None
-    ) -> Tensor:
-        if self._device.simulated:
-            raise CapabilityRefused(
-                f"a step cannot be computed on {self._device.name}",
-                [f"the driver of backend '{self._device.backend}' is a simulation: it has memory and computes nothing"],
-                hint="Use a real device, or the backend cpu",
-            )
-        return super()._forward(batch, cache, output, rows)
-
     # Sizes
 
     def _peak_growth(self, step: Callable[[], object]) -> int:
@@ -127,7 +116,7 @@ class AcceleratorWorker(TorchWorker, partial=True):
 
         Torch's memory counts by whole segments, as the device loses it.
         """
-        module, index, allocator = self._torch(), self._index, _need(self._allocator)
+        module, index, allocator = self._torch(), self._index, need(self._allocator)
         self._synchronize()
         module.empty_cache()
         module.reset_peak_memory_stats(index)
@@ -142,23 +131,14 @@ class AcceleratorWorker(TorchWorker, partial=True):
         module.empty_cache()
         return int(in_torch + in_books + elsewhere)
 
-    def _profile_without_running(self) -> MemoryProfile:
+    def _largest_step(self) -> StepCost:
+        if not self._device.simulated:
+            return super()._largest_step()
         _log.warning(
             "the driver of %s is simulated: the largest step is not run, and counts as its logits alone",
             self._device.name,
         )
-        total, used = self._total_and_used()
-        current = _need(self._allocator).stats().allocated
-        logits = self._config.max_num_seqs * _need(self._info).vocab_size * DType.FLOAT32.itemsize
-        utilization = self._config.memory_utilization or self._default_memory_utilization
-        return MemoryProfile(
-            total=total,
-            used=used,
-            peak=current + logits,
-            current=current,
-            utilization=utilization,
-            kv_limit=self._kv_limit(),
-        )
+        return StepCost(growth=logits_bytes(self._config.max_num_seqs, need(self._loaded).info.vocab_size))
 
 
 def _empty_host_cache() -> None:

@@ -56,6 +56,7 @@ class DecodeGraphs:
         sizes: Sequence[int],
         allocator: DeviceAllocator,
         empty_host: Callable[[Sequence[int], torch.dtype], Tensor],
+        on_captured: Callable[[], None] = lambda: None,
     ) -> None:
         """Capture all sizes, the largest first.
 
@@ -63,6 +64,7 @@ class DecodeGraphs:
             runner: of the device, started here.
             sizes: numbers of sequences, rising.
             empty_host: makes host memory that copies to the device without waiting.
+            on_captured: called after each size.
 
         Raises:
             GraphCaptureFailed: names the size; nothing captured is left.
@@ -87,7 +89,7 @@ class DecodeGraphs:
         start = time.perf_counter()
         runner.start(allocator)
         try:
-            self._capture(sizes)
+            self._capture(sizes, on_captured)
         except BaseException:
             runner.reset()
             raise
@@ -124,7 +126,7 @@ class DecodeGraphs:
         self._runner.reset()
         del self._inputs, self._rows, self._hidden, self._host, self._steps
 
-    def _capture(self, sizes: Sequence[int]) -> None:
+    def _capture(self, sizes: Sequence[int], on_captured: Callable[[], None]) -> None:
         self._attention.begin_capture(self._plan, sizes[-1])
         try:
             for size in reversed(sizes):
@@ -139,6 +141,7 @@ class DecodeGraphs:
                             "Lower max_num_seqs or memory_utilization if memory ran out; with enforce_eager steps run without graphs"
                         ),
                     ) from error
+                on_captured()
         finally:
             self._attention.end_capture()
 

@@ -1,0 +1,124 @@
+"""A rank's KV blocks: the cache on the device, swapped blocks on the host, and how large either may be."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, LiveRanges, Policy
+from hardpoint.interfaces.attention import AttentionBackend, KVCacheSpec
+from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded
+from hardpoint.worker.live_kv import live_ranges
+from hardpoint.worker.readiness import need
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class KVMemory:
+    """The KV cache and its swap space, in the layout that attention planned."""
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        *,
+        allocator: DeviceAllocator,
+        attention: AttentionBackend,
+        torch_device: str,
+        empty_host: Callable[[Sequence[int], torch.dtype], Tensor],
+        synchronize: Callable[[], None],
+    ) -> None:
+        """Take nothing yet.
+
+        Args:
+            empty_host: makes host memory that the device copies to and from.
+            synchronize: waits until the device has done all its work.
+        """
+        self._spec, self._allocator, self._attention = spec, allocator, attention
+        self._torch_device = torch_device
+        self._empty_host, self._synchronize = empty_host, synchronize
+        self._cache: Tensor | None = None
+        self._host: Tensor | None = None
+
+    @property
+    def cache(self) -> Tensor:
+        """The whole cache on the device; raises WorkerError before `initialize`."""
+        return need(self._cache)
+
+    def initialize(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the cache and the swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
+        self._check_addressable(num_device_blocks)
+        self._cache = self._empty(num_device_blocks)
+        self._host = self._swap_space(num_host_blocks) if num_host_blocks else None
+
+    def scratch(self, num_blocks: int) -> Tensor:
+        """Return a zeroed cache of its own for a profile, given back with its last reference."""
+        return self._empty(num_blocks).zero_()
+
+    def move_blocks(self, batch: StepBatch) -> None:
+        """Swap and copy the blocks that a step asks for."""
+        if len(batch.swap_out):
+            self._attention.swap_blocks(self.cache, need(self._host), batch.swap_out)
+        if len(batch.swap_in):
+            self._attention.swap_blocks(need(self._host), self.cache, batch.swap_in)
+        if len(batch.copies):
+            self._attention.copy_blocks(self.cache, batch.copies)
+
+    def live(self, blocks: Sequence[int]) -> LiveRanges | None:
+        """Return the bytes of these blocks in the cache, None where there are none."""
+        num_blocks = self.cache.shape[self._spec.axes.index("block") + 1]
+        ranges = live_ranges(blocks, self._spec, num_blocks)
+        return LiveRanges(self.cache, ranges) if ranges else None
+
+    # Sizes
+
+    def limit(self, default: int | None) -> int | None:
+        """Return the most bytes for the cache: `default`, and what attention can address; None for no limit."""
+        elements = self._attention.capabilities().max_cache_elements
+        if elements is None:
+            return default
+        addressable = 2 * self._spec.num_layers * elements * self._spec.dtype.itemsize
+        return addressable if default is None else min(default, addressable)
+
+    def seconds_per_swapped_block(self) -> float:
+        """Estimate the time to move one block to the host: its bytes at the speed of a measured copy."""
+        sample = torch.zeros(max(4 << 20, self._spec.block_bytes), dtype=torch.uint8, device=self._torch_device)
+        host = self._empty_host(sample.shape, torch.uint8)
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            host.copy_(sample)
+            self._synchronize()
+            best = min(best, time.perf_counter() - start)
+        return best * self._spec.block_bytes / sample.nbytes
+
+    def _empty(self, num_blocks: int) -> Tensor:
+        return self._allocator.empty(self._spec.shape(num_blocks), self._spec.dtype, KV_CACHE, Policy.DISCARD)
+
+    def _swap_space(self, num_blocks: int) -> Tensor:
+        try:
+            return self._empty_host(self._spec.shape(num_blocks), self._spec.dtype.to_torch())
+        except (RuntimeError, MemoryError) as error:
+            raise HostBudgetExceeded(
+                f"cannot take {num_blocks * self._spec.block_bytes} bytes of host memory for swapped KV blocks",
+                found=str(error).splitlines()[0],
+                hint="Lower swap_space",
+            ) from error
+
+    def _check_addressable(self, num_blocks: int) -> None:
+        """Refuse a cache whose layers attention cannot address."""
+        elements = self._attention.capabilities().max_cache_elements
+        per_block = self._spec.block_size * self._spec.num_kv_heads * self._spec.head_dim
+        if elements is not None and num_blocks * per_block > elements:
+            raise CapabilityRefused(
+                f"a KV cache of {num_blocks} blocks was asked for",
+                [
+                    f"attention addresses {elements} elements of a layer's keys, which are {elements // per_block} blocks"
+                ],
+                hint=f"Ask for {elements // per_block} blocks at most",
+            )

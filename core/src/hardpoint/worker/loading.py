@@ -1,0 +1,145 @@
+"""Loading a rank's share of a model: what attention plans for it, whom the rank meets, and the weights on the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hardpoint.interfaces.allocator import DeviceAllocator
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
+from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.interfaces.kernels import KernelSet
+from hardpoint.interfaces.worker import ModelInfo, WorkerConfig, WorkerContext
+from hardpoint.models import attention_layers, load_model, open_model
+from hardpoint.worker.ranks import join_ranks, place_of
+
+if TYPE_CHECKING:
+    from hardpoint.models import ModelSource, RunnableModel
+
+_ENGINE_FEATURES = frozenset({AttentionFeature.CHUNKED_PREFILL, AttentionFeature.MIXED_BATCH})
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on the device, and where it came from.
+
+    Attributes:
+        fingerprint: of the source before its weights were read.
+    """
+
+    model: RunnableModel
+    info: ModelInfo
+    source: ModelSource
+    fingerprint: object
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """What attention planned for the rank's layers."""
+        return self.info.attention
+
+
+def load_rank(
+    context: WorkerContext,
+    *,
+    allocator: DeviceAllocator,
+    attention: AttentionBackend,
+    kernels: KernelSet | None,
+    groups: ExitStack,
+) -> LoadedModel:
+    """Load the model that a worker's configuration names.
+
+    What cannot be is refused before a weight is read and before other ranks are waited for.
+
+    Args:
+        groups: takes what leaves the groups that the rank joins.
+
+    Raises:
+        ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load_model` and `join_ranks`.
+    """
+    config, place = context.config, place_of(context.config)
+    source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
+    fingerprint = source.fingerprint()
+    request = _request(config, source)
+    plan = attention.plan(request)
+    if isinstance(plan, Refusal):
+        raise CapabilityRefused(
+            f"the {context.descriptor.name} backend cannot run {source.path}",
+            plan.reasons,
+            hint="`hardpoint doctor` lists what the backend supports",
+        )
+    ranks = None
+    if not place.is_alone:
+        ranks, joined = join_ranks(config, context.descriptor, context.device)
+        groups.enter_context(joined)
+    with torch.no_grad(), kept_default_dtype():
+        model = load_model(
+            source,
+            dtype=request.dtype,
+            plan=plan,
+            attention=attention,
+            kernels=kernels,
+            allocator=allocator,
+            torch_device=context.device.torch_device,
+            load_format=config.load_format,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_samples=config.max_num_seqs,
+            max_context=request.max_context,
+            use_fused_decoder=config.use_fused_decoder,
+            seed=config.seed,
+            place=place,
+            ranks=ranks,
+        )
+    info = ModelInfo(
+        architecture=source.architecture,
+        dtype=request.dtype,
+        vocab_size=source.vocab_size,
+        max_model_len=request.max_context,
+        num_layers=len(source.attention_layers()),
+        weight_bytes=model.weight_bytes,
+        attention=plan,
+        path=model.path,
+        is_generative=source.is_generative,
+    )
+    return LoadedModel(model, info, source, fingerprint)
+
+
+@contextlib.contextmanager
+def kept_default_dtype() -> Iterator[None]:
+    """Restore torch's default dtype, which model code may change, on exit."""
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def _request(config: WorkerConfig, source: ModelSource) -> AttentionRequest:
+    """Return what the rank's layers and the engine ask of attention."""
+    dtype, max_model_len = config.dtype or source.dtype, _max_model_len(config, source)
+    return AttentionRequest(
+        layers=attention_layers(source, dtype, place_of(config)),
+        dtype=dtype,
+        kv_dtype=config.kv_dtype or dtype,
+        block_size=config.block_size,
+        max_context=max_model_len,
+        features=_ENGINE_FEATURES,
+    )
+
+
+def _max_model_len(config: WorkerConfig, source: ModelSource) -> int:
+    asked = config.max_model_len
+    if asked is None:
+        return source.max_model_len
+    if not 1 <= asked <= source.max_model_len:
+        raise ConfigError(
+            f"max_model_len={asked} is not possible",
+            found=f"the model's context is {source.max_model_len} tokens",
+            hint=f"Give a value from 1 to {source.max_model_len}",
+        )
+    return asked

@@ -1,0 +1,85 @@
+"""Running a loaded model on one batch: by a captured graph where there is one, else eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.batch import Int32Array, StepBatch
+from hardpoint.interfaces.kernels import DecoderOutput
+from hardpoint.models import CapturableModel
+from hardpoint.worker.decode_capture import DecodeCapture
+from hardpoint.worker.decode_graphs import DecodeGraphs
+from hardpoint.worker.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ModelRunner:
+    """A model, its attention, and the graphs of its decode steps once they are captured."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        attention: AttentionBackend,
+        capture: DecodeCapture,
+        *,
+        torch_device: str,
+        check_computes: Callable[[], None],
+    ) -> None:
+        """Capture nothing yet.
+
+        Args:
+            check_computes: raises where the device cannot compute; called before every step.
+        """
+        self._model, self._plan, self._attention = loaded.model, loaded.plan, attention
+        self._capture, self._torch_device, self._check_computes = capture, torch_device, check_computes
+        self._graphs: DecodeGraphs | None = None
+        self._graphed_cache: Tensor | None = None
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, cache: Tensor, output: DecoderOutput, rows: Int32Array | None = None) -> Tensor:
+        """Run the model on one step.
+
+        Args:
+            cache: the whole KV cache.
+            rows: token indices, by default the last token of each sampled sequence.
+
+        Returns:
+            See `RunnableModel.run`.
+        """
+        self._check_computes()
+        if rows is None:
+            rows = batch.query_start[batch.sample_rows + 1] - 1
+        if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
+            return self._replay(self._graphs, batch, output, rows)
+        metadata = self._attention.prepare(self._plan, batch)
+        wanted = torch.from_numpy(rows).to(self._torch_device)
+        return self._model.run(batch, metadata, cache, wanted, output)
+
+    def capture(self, cache: Tensor) -> None:
+        """Capture the decode steps over a KV cache, where there are to be graphs; raises GraphCaptureFailed."""
+        self.drop_graphs()
+        self._graphs, self._graphed_cache = self._capture.capture(cache), cache
+
+    def drop_graphs(self) -> None:
+        """Drop the graphs and their memory, if there are any."""
+        graphs, self._graphs, self._graphed_cache = self._graphs, None, None
+        if graphs is not None:
+            graphs.reset()
+
+    def graph_bytes(self) -> int | None:
+        """Return the device bytes that the graphs hold now, None where there are none."""
+        return None if self._graphs is None else self._graphs.resident_bytes()
+
+    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, output: DecoderOutput, rows: Int32Array) -> Tensor:
+        """Compute a step of decodes by its graph; token `i` of such a step is that of sequence `i`."""
+        hidden = graphs.replay(batch)
+        if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+            hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._torch_device))
+        return hidden if output is DecoderOutput.HIDDEN else cast(CapturableModel, self._model).head(hidden, output)

@@ -1,0 +1,91 @@
+"""What the largest legal step of a model takes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.kernels import DecoderOutput
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.worker.decode_capture import DecodeCapture
+from hardpoint.worker.dummy import dummy_batch
+from hardpoint.worker.kv_memory import KVMemory
+from hardpoint.worker.loading import LoadedModel
+from hardpoint.worker.model_runner import ModelRunner
+from hardpoint.worker.ranks import place_of
+
+_TIMED_TOKENS = 256
+"""Length of the timed step of a model that needs no memory measured."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What the largest step costs.
+
+    Attributes:
+        growth: bytes of device memory at its peak, beyond what was in use before.
+        graphs, seconds_per_token, seconds_per_swapped_block: see `MemoryProfile`.
+    """
+
+    growth: int
+    graphs: int = 0
+    seconds_per_token: float = 0.0
+    seconds_per_swapped_block: float = 0.0
+
+
+def largest_step(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    kv: KVMemory,
+    capture: DecodeCapture,
+    *,
+    peak_growth: Callable[[Callable[[], object]], int],
+    used: Callable[[], int],
+    compiles: bool,
+) -> StepCost:
+    """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
+
+    Then capture a few decode steps over that cache, for what graphs take.
+
+    A model that holds its working memory for the largest step already (`scratch_bytes`) is run with a shorter one, for the time.
+
+    Args:
+        peak_growth: runs a step and returns its `growth`.
+        used: waits for the device and returns the bytes in use on it.
+        compiles: the first run of a step is no measure of its time, so that a second one is timed.
+    """
+    info, longest = loaded.info, _TIMED_TOKENS if loaded.model.scratch_bytes else sys.maxsize
+    batch = dummy_batch(
+        num_tokens=min(config.max_num_batched_tokens, longest),
+        max_len=info.max_model_len,
+        block_size=loaded.plan.block_size,
+        max_seqs=config.max_num_seqs,
+    )
+    cache = kv.scratch(int(batch.block_table.max()) + 1)
+    step = partial(runner.forward, batch, cache, DecoderOutput.LOGITS)
+    start = time.perf_counter()
+    growth = peak_growth(step)
+    if compiles:
+        start = time.perf_counter()
+        step()
+        used()
+    seconds = time.perf_counter() - start
+    graphs = capture.estimate_bytes(cache, used)
+    del cache
+    unsampled = config.max_num_seqs - len(batch.sample_rows) if place_of(config).is_last else 0
+    return StepCost(
+        growth + logits_bytes(unsampled, info.vocab_size),
+        graphs,
+        seconds_per_token=seconds / batch.num_tokens,
+        seconds_per_swapped_block=kv.seconds_per_swapped_block(),
+    )
+
+
+def logits_bytes(num_rows: int, vocab_size: int) -> int:
+    """Return the bytes of so many rows of logits."""
+    return num_rows * vocab_size * DType.FLOAT32.itemsize
