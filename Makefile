@@ -13,7 +13,7 @@ PROMPT ?= Give three facts about the moon.
 
 .PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton demo \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers test-portable \
-	test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
+	test-flashinfer test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,15 @@ test-torch: test-torch-cuda test-torch-ascend  ## Real builds of torch over the 
 
 test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 	scripts/test_torch.sh $*
+
+# Not installed: its 62 MB unpack to ten times that, of which two files are read.
+.torch/flashinfer/.downloaded: constraints.txt | $(STAMP)
+	rm -rf $(@D)
+	$(PIP) download -q --no-deps -d $(@D) "$$(grep '^flashinfer-python==' constraints.txt)"
+	touch $@
+
+test-flashinfer: .torch/flashinfer/.downloaded  ## Our calls against the released FlashInfer's signatures (downloads it once; nothing of it runs)
+	HARDPOINT_FLASHINFER_WHEEL=$(abspath $(<D)) $(BIN)/python -m pytest -q -p no:cacheprovider backends/cuda/tests/flashinfer/test_released.py
 
 test-ray: .torch/ray/.installed  ## The Ray executor on a cluster of two nodes (downloads Ray once)
 	.torch/ray/bin/python -m pytest -q tests/ray_cluster
@@ -116,7 +125,7 @@ conformance-committed: $(STAMP)
 selftest: conformance-cpu  ## The suite's own test: every known-bad backend is found, and 20 seeds raise no false alarm
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance conformance-triton test-torch sanitize aot test-ray test-triton test-portable test-headers
+CHECKS := selftest conformance conformance-triton test-torch sanitize aot test-ray test-triton test-portable test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.

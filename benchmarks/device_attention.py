@@ -6,7 +6,7 @@ Attention has the shape of Qwen3-0.6B: 16 query heads, 8 heads of keys and value
 one length, whose blocks are scattered over a cache of so many layers that they do not fit into the device's caches; one run attends
 over every layer once. Decodes are captured in a graph and replayed, as the engine does it, so that launching is not measured. GB/s
 are bytes of keys and values over time. Torch's attention runs twice: over keys and values that are gathered from the blocks first, as
-paged memory makes it necessary, and over such that lie together already. FlashInfer runs over the same blocks where it is installed.
+paged memory makes it necessary, and over such that lie together already. FlashInfer runs where it is installed, by the backend's adapter.
 Results of all are compared before they are timed.
 
 `--backend cpu --quick` shows that everything runs; its figures mean nothing and decide no bar.
@@ -15,8 +15,10 @@ Results of all are compared before they are timed.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +47,9 @@ BARRED_SEQUENCES = 32
 
 MOST_ERROR = 0.02
 """Most of |ours - theirs| / |theirs|: bfloat16 has 8 bits of mantissa, and orders of summation differ."""
+
+CHOICE = "HARDPOINT_ATTENTION"
+"""Environment variable that names the kernels of attention."""
 
 Work = Callable[[], object]
 
@@ -189,38 +194,36 @@ class Problem:
             raise ValueError(f"{whose} is wrong by {error:.3g} of the result's norm")
 
 
-def flashinfer_work(problem: Problem) -> Work:
-    """Return FlashInfer's decode over every layer's blocks, planned and checked; raises what FlashInfer raises, ValueError."""
-    import flashinfer  # type: ignore[import-not-found]
+@contextlib.contextmanager
+def kernels(name: str) -> Iterator[None]:
+    """Have backends choose these kernels where they have a choice."""
+    before = os.environ.get(CHOICE)
+    os.environ[CHOICE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CHOICE]
+        else:
+            os.environ[CHOICE] = before
 
-    case, size = problem.case, problem.plan.block_size
-    blocks = problem.table.shape[1]
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=problem.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-    wrapper.plan(
-        (torch.arange(case.sequences + 1, dtype=torch.int32) * blocks).to(problem.device),
-        problem.table.flatten().to(problem.device),
-        torch.full((case.sequences,), case.context - (blocks - 1) * size, dtype=torch.int32, device=problem.device),
-        HEADS,
-        KV_HEADS,
-        HEAD_DIM,
-        size,
-        q_data_type=problem.q.dtype,
-        kv_data_type=problem.cache.dtype,
-    )
-    problem.check(wrapper.run(problem.q, (problem.cache[-1, 0], problem.cache[-1, 1])), "FlashInfer")
 
-    def work() -> None:
-        for cache in problem.cache:
-            wrapper.run(problem.q, (cache[0], cache[1]))
-
-    return work
+def flashinfer_work(resolved: Resolved, case: Case, *, small: bool) -> Work:
+    """Return the backend's attention by FlashInfer, checked; raises ValueError where it has none, and what FlashInfer raises."""
+    with kernels("flashinfer"):
+        problem = Problem(resolved, case, small=small)
+    if not any(note.startswith("flashinfer attends") for note in problem.plan.notes):
+        raise ValueError(f"the backend {resolved.descriptor.name} does not use FlashInfer")
+    problem.ours()
+    problem.check(problem.out, "FlashInfer")
+    return problem.ours
 
 
 def measure(resolved: Resolved, clock: Clock, case: Case, repeats: int, *, small: bool) -> dict[str, Any]:
     """Return the seconds of one layer by system, each a list, or why there are none."""
     try:
-        problem = Problem(resolved, case, small=small)
+        with kernels("triton"):
+            problem = Problem(resolved, case, small=small)
         problem.ours()
         problem.check(problem.out, "the backend's attention")
     except (HardpointError, ValueError, RuntimeError) as error:
@@ -230,8 +233,8 @@ def measure(resolved: Resolved, clock: Clock, case: Case, repeats: int, *, small
         "torch, gathering": lambda: problem.gather_and_attend,
         "torch, gathered before": lambda: problem.attend_over([problem.gathered(i) for i in range(problem.layers)]),
     }
-    if find_spec("flashinfer") and not case.prefill:
-        works["flashinfer"] = lambda: flashinfer_work(problem)
+    if find_spec("flashinfer"):
+        works["flashinfer"] = lambda: flashinfer_work(resolved, case, small=small)
     seconds: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     for name, make in works.items():

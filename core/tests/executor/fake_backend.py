@@ -44,7 +44,13 @@ from hardpoint.interfaces import (
     Worker,
     WorkerContext,
 )
-from hardpoint.interfaces.errors import DriverError, HostBudgetExceeded, InvalidTransaction, WeightsMissing
+from hardpoint.interfaces.errors import (
+    DriverError,
+    HostBudgetExceeded,
+    InvalidTransaction,
+    OutputFailed,
+    WeightsMissing,
+)
 
 NAME = "fakeranks"
 BLOCK_SIZE = 16
@@ -71,6 +77,7 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "fail": _fail(DriverError("fakeMalloc", 2, "out of everything")),
     "fail_value": _fail(ValueError("a value", 7)),
     "fail_foreign": _fail(ForeignError("whatever")),
+    "fail_output": _fail(OutputFailed("no token can be drawn", found="masks leave none")),
     "fail_weights": _fail(WeightsMissing("no weights", hint="load them")),
     "exit": _exit,
     "sys_exit": lambda: sys.exit("sys.exit was called"),

@@ -59,15 +59,47 @@ def test_the_rank_with_the_least_room_decides_and_sizes_add_up(make_core: Make) 
     assert (core.info.num_ranks, core.info.tensor_parallel_size, core.info.pipeline_parallel_size) == (2, 2, 1)
 
 
-def test_a_step_that_fails_alike_ends_its_sequences_and_the_engine_goes_on(make_core: Make) -> None:
-    core = make_core({"call": "execute", "does": "fail_weights"}, tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [({"does": "fail_weights"}, "no weights"), ({"does": "fail_output", "rank": 0}, "OutputFailed: rank 0: no token")],
+    ids=["all alike", "the driver's output"],
+)
+def test_a_step_that_leaves_ranks_in_step_ends_its_sequences_alone(
+    order: dict[str, Any], text: str, make_core: Make
+) -> None:
+    core = make_core({"call": "execute", **order}, tensor_parallel_size=2)
     lost = add(core)
-    with pytest.raises(WorkerError, match="no weights") as raised:
+    with pytest.raises(WorkerError, match=text) as raised:
         core.step()
     assert raised.value.lost_seq_ids == (lost,)
     assert core.life.state is EngineState.RUNNING
     add(core)
     assert len(core.step().token_ids) == 1
+
+
+def test_sequences_that_ended_before_a_failed_step_are_forgotten_with_the_next(
+    make_core: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core()
+    seen: list[tuple[int, ...]] = []
+    execute = core.executor.execute
+
+    def failing_once(step: Any) -> Any:
+        seen.append(step.finished_seq_ids)
+        if len(seen) == 1:
+            raise RuntimeError("before the worker looked at it")
+        return execute(step)
+
+    monkeypatch.setattr(core.executor, "execute", failing_once)
+    core.forget([41, 42])
+    add(core)
+    with pytest.raises(WorkerError):
+        core.step()
+    core.forget([43])
+    add(core)
+    core.step()
+    core.step()
+    assert seen == [(41, 42), (41, 42, 43), ()]
 
 
 def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:

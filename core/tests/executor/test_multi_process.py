@@ -31,6 +31,7 @@ from hardpoint.interfaces.errors import (
     EngineDead,
     ForkedProcess,
     HostBudgetExceeded,
+    OutputFailed,
     RankFailed,
     WeightsMissing,
     WorkerError,
@@ -244,6 +245,34 @@ def test_a_step_that_fails_alike_on_all_ranks_ends_no_rank(make: Make, step: Any
         executor.execute(step([1], 16))
     assert raised.value.rank == 0
     assert len(executor.execute(step([1], 16)).token_ids) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"ranks": 2}, {"stages": 2}], ids=["tensor", "pipeline"])
+def test_a_step_whose_output_fails_on_the_driver_alone_ends_no_rank(sizes: Any, make: Make, step: Any) -> None:
+    driver = sizes.get("stages", 1) - 1
+    executor = make(order("execute", "fail_output", driver), **sizes)
+    with pytest.raises(OutputFailed, match=f"rank {driver}: no token can be drawn: masks leave none") as raised:
+        executor.execute(step([1], 16))
+    assert raised.value.rank == driver
+    assert "Traceback" in raised.value.__notes__[0]
+    table = np.arange(64 * 32, dtype=np.int32).reshape(64, 32)
+    assert executor.execute(step([3], 16, table=table)).token_ids.tolist() == [96]
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        [order("execute", "fail_output", 1)],
+        [order("execute", "fail_output", 0), order("execute", "fail", 1)],
+        [order("execute", "fail_output", 0), order("execute", "hang", 1)],
+    ],
+    ids=["another rank", "both", "the other waits"],
+)
+def test_an_output_that_fails_otherwise_leaves_the_ranks_out_of_step(orders: Any, make: Make, step: Any) -> None:
+    executor = make(*orders, ranks=2, limits={"behind": 0.5})
+    with pytest.raises(RankFailed, match="it raised"):
+        executor.execute(step([1], 16))
+    assert all(map(is_gone, executor.pids))
 
 
 def test_an_error_of_an_unknown_class_says_which(make: Make, step: Any) -> None:

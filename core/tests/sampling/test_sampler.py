@@ -466,7 +466,18 @@ def test_unknown_and_repeated_sequences_are_errors() -> None:
         sampler.sample(torch.zeros(2, 10), np.array([3, 4]))
 
 
-@pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 9}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"top_p": 0.5, "top_k": 9},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.0, "logprobs": 0},
+    ],
+)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all masked"])
 def test_logits_that_are_not_finite_are_an_error_not_a_token(values: dict[str, Any], poison: float | str) -> None:
     logits = some_logits(400)[None]

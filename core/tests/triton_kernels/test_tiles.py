@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, Device, DType
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused, ConfigError
-from hardpoint.triton.choice import attention_choice, attention_note
+from hardpoint.triton.choice import Attention, attention_choice, attention_note
 from hardpoint.triton.tiles import SPLIT_KEYS, Target, decode_tiles, max_splits, padded, prefill_tiles
 from hardpoint.worker.dummy import dummy_batch
 
+NAMES = [kernels.value for kernels in Attention]
 TARGETS = [Target(32, 80, 108), Target(32, 90, 132), Target(64, 0, 304), Target(32, 0, 1, interpreted=True)]
 
 
@@ -68,16 +69,22 @@ def test_float8_is_converted_by_targets_that_have_the_instruction() -> None:
 
 
 def test_own_kernels_are_chosen_and_every_library_has_a_reason() -> None:
-    choice = attention_choice({}, lambda module: module == "flashinfer")
-    assert choice.name == "triton"
-    assert "flashinfer is installed and not used" in str(choice)
-    assert "flash-attn is not installed" in str(choice)
+    choice = attention_choice("is not installed", "is unlike these", environment={})
+    assert choice.kernels is Attention.TRITON
+    assert str(choice) == "triton (Hardpoint's own kernels; flashinfer is not installed; flash-attn is unlike these)"
+
+
+def test_a_trial_decides_where_flashinfer_can_be_used() -> None:
+    choices = {asked: attention_choice("", environment={"HARDPOINT_ATTENTION": asked}) for asked in ("", *NAMES)}
+    assert [choices[asked].kernels.value for asked in NAMES] == NAMES
+    assert choices[""] == choices["auto"]
+    assert "trial" in str(choices["auto"])
 
 
 @pytest.mark.parametrize("asked", ["flashinfer", "flash-attn", "magic"])
 def test_other_kernels_are_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match=asked):
-        attention_choice({"HARDPOINT_ATTENTION": asked}, lambda module: True)
+    with pytest.raises(ConfigError, match=f"{asked}.*set it to one of triton, auto"):
+        attention_choice(environment={"HARDPOINT_ATTENTION": asked})
 
 
 def test_the_note_for_doctor_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +94,11 @@ def test_the_note_for_doctor_never_raises(monkeypatch: pytest.MonkeyPatch) -> No
     assert attention_note().startswith("triton (")
 
 
-def test_own_kernels_can_be_named() -> None:
-    assert "HARDPOINT_ATTENTION says so" in attention_choice({"HARDPOINT_ATTENTION": "triton"}).reasons
+@pytest.mark.parametrize("asked", ["triton", "auto"])
+def test_own_kernels_serve_where_nothing_else_can(asked: str) -> None:
+    choice = attention_choice(environment={"HARDPOINT_ATTENTION": asked})
+    assert choice.kernels is Attention.TRITON
+    assert ("HARDPOINT_ATTENTION says so" in choice.reasons) is (asked == "triton")
 
 
 # Without triton

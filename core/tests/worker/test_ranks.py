@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import Capabilities, IntSet, Pooling, SequencePooling, SequenceSampling, StepOutput
+from hardpoint.interfaces import Capabilities, IntSet, Pooling, SequencePooling, SequenceSampling
 from hardpoint.interfaces.batch import StepInput
-from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed, WorkerError
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.models import Place
 from hardpoint.plugins import resolve_backend
@@ -23,6 +24,7 @@ from hardpoint.worker import TorchWorker
 from hardpoint.worker.collectives import insist_on
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.meeting import MeetingPoint
+from hardpoint.worker.pooling import Pooler
 from hardpoint.worker.ranks import PlainSequences, check_ranks, place_of
 
 ADDRESS = "tcp://127.0.0.1:9/nobody"
@@ -113,14 +115,21 @@ def step(lengths: Sequence[int], token: int, **more: Any) -> StepInput:
     return StepInput(replace(batch, token_ids=tokens.astype(np.int64)), **more)
 
 
-def serve(model: str, tensor: int, stages: int, steps: Callable[[], Sequence[StepInput]]) -> list[list[StepOutput]]:
-    """Run steps on the ranks of a model, each in a thread; return what each rank gave."""
+def outcome(worker: TorchWorker, given: StepInput) -> Any:
+    try:
+        return worker.execute(given)
+    except OutputFailed as error:
+        return error
+
+
+def serve(model: str, tensor: int, stages: int, steps: Callable[[], Sequence[StepInput]]) -> list[list[Any]]:
+    """Run steps on the ranks of a model, each in a thread; return what each rank gave, failed outputs among it."""
     resolved = resolve_backend("cpu")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}/engine"
 
-    def rank(number: int) -> list[StepOutput]:
+    def rank(number: int) -> list[Any]:
         config = WorkerConfig(
             model,
             load_format="dummy",
@@ -147,7 +156,7 @@ def serve(model: str, tensor: int, stages: int, steps: Callable[[], Sequence[Ste
             assert worker.profile().kv_bytes > 0
             worker.initialize_kv(16, 0)
             worker.warm_up()
-            return [worker.execute(one) for one in steps()]
+            return [outcome(worker, one) for one in steps()]
         finally:
             worker.shutdown()
 
@@ -231,3 +240,85 @@ def test_a_variable_that_a_library_must_find_is_set_or_its_other_value_is_refuse
     monkeypatch.setenv("LIBRARY_MODE", "1")
     with pytest.raises(ConfigError, match=r"LIBRARY_MODE=1.*it would.*Unset LIBRARY_MODE"):
         insist_on("LIBRARY_MODE", "0", because="it would")
+
+
+NO_TOKEN_LEFT = {"temperature": 0.7, "allowed_token_ids": (4,), "min_tokens": 1, "stop_token_ids": frozenset({4})}
+"""Sampling whose masks leave no token at the first one, which the driver finds when it draws."""
+
+
+@contextmanager
+def started(model: str, worker: type[TorchWorker] = PlainWorker) -> Iterator[TorchWorker]:
+    resolved = resolve_backend("cpu")
+    config = WorkerConfig(
+        model, load_format="dummy", block_size=8, max_model_len=32, max_num_batched_tokens=64, use_fused_decoder=False
+    )
+    one = worker(WorkerContext(resolved.descriptor, resolved.device, config))
+    try:
+        one.init_device()
+        one.load_model()
+        one.initialize_kv(16, 0)
+        yield one
+    finally:
+        one.shutdown()
+
+
+def test_an_output_that_fails_says_so_and_leaves_the_other_sequences_as_they_were(model: str) -> None:
+    drawn = SequenceSampling(1, (5,), seed=8, temperature=0.9)
+    bad = SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT)
+    first = replace_samples(step([6, 6], 11, new_sequences=(drawn,)), [1])
+    both = step([6, 6], 17, new_sequences=(bad,))
+    alone = replace_samples(step([6, 6], 23, finished_seq_ids=(0,)), [1])
+    with started(model) as worker:
+        expected = [worker.execute(one).token_ids.tolist() for one in (first, alone)]
+    with started(model) as worker:
+        assert worker.execute(first).token_ids.tolist() == expected[0]
+        with pytest.raises(OutputFailed, match="the next token cannot be drawn") as caught:
+            worker.execute(both)
+        assert type(caught.value.__cause__) is WorkerError
+        assert worker.execute(alone).token_ids.tolist() == expected[1], "its draw is that of its second token"
+
+
+def test_a_device_that_failed_is_no_failed_output(model: str) -> None:
+    class Failing(PlainWorker):
+        works = True
+
+        def _synchronize(self) -> None:
+            if not self.works:
+                raise RuntimeError("an illegal address was accessed")
+
+    with started(model, Failing) as worker:
+        worker.works = False  # type: ignore[attr-defined]
+        bad = step([6], 11, new_sequences=(SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT),))
+        with pytest.raises(RuntimeError, match="illegal address") as caught:
+            worker.execute(bad)
+        assert not isinstance(caught.value, OutputFailed)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_ranks_are_in_step_after_an_output_that_failed_on_the_driver(
+    model: str, tensor: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a drawn and of a pooled output; the others know nothing of it, and the step after gives what it gives alone."""
+
+    def no_memory(*arguments: Any, **named: Any) -> Any:
+        raise MemoryError("no room for a sum")
+
+    monkeypatch.setattr(Pooler, "add", no_memory)
+
+    def steps() -> list[StepInput]:
+        bad = SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT)
+        return [
+            step([6], 11, new_sequences=(bad,)),
+            replace_samples(step([7], 21, pooling={0: SequencePooling(Pooling.MEAN, 7)}), []),
+            step([9], 5, finished_seq_ids=(0,), new_sequences=(SequenceSampling(0, (5,), seed=3, temperature=0.8),)),
+        ]
+
+    ((expected,),) = serve(model, 1, 1, lambda: steps()[2:])
+    driver = tensor * (stages - 1)
+    for rank, (drawn, pooled, last) in enumerate(serve(model, tensor, stages, steps)):
+        if rank == driver:
+            assert "the next token cannot be drawn" in str(drawn)
+            assert "the step's output could not be made: MemoryError: no room for a sum" in str(pooled)
+            assert last.token_ids.tolist() == expected.token_ids.tolist()
+        else:
+            assert [len(one.token_ids) for one in (drawn, pooled, last)] == [0, 0, 0]

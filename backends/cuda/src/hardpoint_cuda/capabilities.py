@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from hardpoint.interfaces import (
     AttentionCapabilities,
     Capabilities,
+    Determinism,
     Device,
     IntSet,
     MemoryCapabilities,
@@ -17,7 +19,8 @@ from hardpoint.interfaces import (
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.memory import torch_has_library
 from hardpoint.triton import triton_attention_capabilities
-from hardpoint.triton.choice import attention_choice
+from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
+from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle, flashinfer_version
 
 LEAST_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
@@ -67,13 +70,30 @@ def refusal(part: str) -> CapabilityRefused:
     return CapabilityRefused(f"the {part} of backend 'cuda' was asked for", requirements(), hint=INSTALL)
 
 
+def choice() -> AttentionChoice:
+    """Return which kernels serve attention, with reasons; raises ConfigError where the environment asks for what is not there.
+
+    flash-attn's rule is that of its releases for these devices (`mha_fwd_kvcache` in its flash_api.cpp).
+    """
+    flash_attn = "is not used: it pages a cache in blocks of a multiple of 256 tokens, and these have 16 to 128"
+    return attention_choice(flashinfer_obstacle(), flash_attn)
+
+
 def _attention() -> AttentionCapabilities:
-    return triton_attention_capabilities()
+    """Return what holds for whichever kernels a plan may choose."""
+    kernels = choice().kernels
+    if kernels is Attention.FLASHINFER:
+        return flashinfer_attention_capabilities()
+    claims = triton_attention_capabilities()
+    return claims if kernels is Attention.TRITON else replace(claims, determinism=Determinism.RUN_TO_RUN)
 
 
 def _notes(collectives: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = choice()
+    release = f"flashinfer: {flashinfer_version()}, whose source has what is called; calls tested over a reference (simulated)"
     return (
-        f"attention: {attention_choice()}",
+        f"attention: {chosen}",
+        *(() if chosen.kernels is Attention.TRITON else (release,)),
         "graphs: decode steps, in memory that sleeps",
         *(() if collectives else ("ranks: one, since NCCL is not installed",)),
         "kernels: tested in Triton's interpreter, and compiled for sm_80 and sm_90",

@@ -12,8 +12,8 @@ from hardpoint.memory.driver_probe import take_inventory
 from hardpoint_cuda import allocator, capabilities
 
 if TYPE_CHECKING:
+    from hardpoint.interfaces import AttentionBackend
     from hardpoint.triton import TritonKernels
-    from hardpoint_cuda.attention import CudaAttention
     from hardpoint_cuda.collectives import CudaCollectives
     from hardpoint_cuda.graphs import CudaGraphRunner
     from hardpoint_cuda.worker import CudaWorker
@@ -35,12 +35,12 @@ def probe() -> ProbeResult:
     return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
 
 
-def _attention() -> type[CudaAttention]:
+def _attention() -> type[AttentionBackend]:
     if capabilities.requirements():
         raise capabilities.refusal("attention")
-    from hardpoint_cuda.attention import CudaAttention
+    from hardpoint_cuda.attention import attention
 
-    return CudaAttention
+    return attention()
 
 
 def _worker() -> type[CudaWorker]:

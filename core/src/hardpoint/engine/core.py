@@ -245,6 +245,8 @@ class EngineCore:
         try:
             output = self.executor.execute(StepInput(batch, first, forgotten, pooling))
         except BaseException as error:
+            # The worker may not have come to forget them; to forget twice does no harm.
+            self._forgotten[:0] = forgotten
             lost = tuple(seq_id for seq_id, _ in self.scheduler.fail_step())
             if isinstance(error, EngineDead):
                 self.life.die(error)

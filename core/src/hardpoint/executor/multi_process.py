@@ -25,8 +25,8 @@ from hardpoint.executor.rounds import (
     NOT_YET,
     OUT_OF_STEP,
     Deadline,
+    are_in_step,
     culprit,
-    failed_alike,
     results,
     without_progress,
 )
@@ -110,8 +110,8 @@ class MultiProcessExecutor(Executor):
     def execute(self, step: StepInput) -> StepOutput:
         """Run one step on every rank and return the driver rank's output.
 
-        When all ranks raise the same error, that error is raised and the ranks go on; when they differ, they are out of step, and
-        RankFailed is raised.
+        When all ranks raise the same error, or the driver alone OutputFailed, that error is raised and the ranks go on; otherwise they
+        are out of step, and RankFailed is raised.
         """
         self._check()
         parts = self._steps.encode(step)
@@ -345,8 +345,8 @@ class MultiProcessExecutor(Executor):
         return self._processes.fail_hanging(late, deadline.call, deadline.seconds)
 
     def _failed_step(self, outcomes: Sequence[Any]) -> BaseException:
-        """Return what a failed step raises; ranks that did not all fail alike are ended."""
-        if failed_alike(outcomes):
+        """Return what a failed step raises; ranks that are out of step are ended."""
+        if are_in_step(outcomes, self._driver):
             error: BaseException = outcomes[self._driver]
             return at_rank(error, self._driver, len(outcomes))
         return self._out_of_step(outcomes, "the others did not fail alike")

@@ -10,7 +10,7 @@ from typing import Any
 from hardpoint.executor.calls import CallSchema
 from hardpoint.executor.messages import decode
 from hardpoint.interfaces.allocator import SleepPlan
-from hardpoint.interfaces.errors import WorkerError
+from hardpoint.interfaces.errors import OutputFailed, WorkerError
 
 NOT_YET = object()
 """Outcome of a rank that has not answered."""
@@ -56,12 +56,16 @@ def without_progress(argument: Any) -> Any:
     return replace(argument, progress=None) if isinstance(argument, SleepPlan) else argument
 
 
-def failed_alike(outcomes: Sequence[Any]) -> bool:
-    """Whether all ranks of a step raised the same error.
+def are_in_step(outcomes: Sequence[Any], driver: int) -> bool:
+    """Whether the next communication of all ranks of a failed step is the next step's.
 
-    Such ranks stop at the same point: their next communication is the next step's. Of others that is not known.
+    So it is where all raised the same error, since they stopped at the same point, and where the driver alone failed, with the error that
+    says that it needed the others no more. Of others it is not known.
     """
-    return all(isinstance(outcome, BaseException) for outcome in outcomes) and len(set(map(type, outcomes))) == 1
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if len(failed) == len(outcomes):
+        return len(set(map(type, failed))) == 1
+    return len(failed) == 1 and isinstance(outcomes[driver], OutputFailed)
 
 
 def culprit(outcomes: Sequence[Any]) -> tuple[int, Exception]:

@@ -102,7 +102,10 @@ class AttentionBackend(Contract, contract=True):
 
     @abstractmethod
     def plan(self, request: AttentionRequest) -> AttentionPlan | Refusal:
-        """Return how the request will be served, or the reasons why it cannot be. Does no work on the device."""
+        """Return how the request will be served, or the reasons why it cannot be.
+
+        Does no work on the device but to try kernels, where it chooses among several; requests that are equal get equal plans.
+        """
 
     @abstractmethod
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Any:

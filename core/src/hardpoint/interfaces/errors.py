@@ -275,6 +275,20 @@ class WorkerError(HardpointError, RuntimeError):
         return error
 
 
+class OutputFailed(WorkerError):
+    """The driver rank could not make a step's output (sampling, pooling) after its last exchange with the other ranks in that step.
+
+    The ranks are in step with one another: the sequences of this step are ended, and the next step can follow.
+    """
+
+    @classmethod
+    def after(cls, cause: Exception) -> OutputFailed:
+        """Return the error for what `cause` ended; chain it to `cause`."""
+        if isinstance(cause, HardpointError):
+            return cls(cause.problem, found=cause.found, hint=cause.hint)
+        return cls("the step's output could not be made", found=f"{type(cause).__name__}: {cause}")
+
+
 class GraphCaptureFailed(HardpointError, RuntimeError):
     """A decode step could not be captured into a device graph; the cause is chained."""
 

@@ -184,9 +184,11 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing.
+        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing, OutputFailed.
 
         All ranks are called with the same step at the same time; ranks other than `WorkerConfig.driver_rank` return an empty output.
+        A step that ends with an error may leave ranks waiting for one another. OutputFailed says that it does not: the driver raises it
+        for what fails when it needs the others no more, and its device has done all its work.
         """
 
     @abstractmethod

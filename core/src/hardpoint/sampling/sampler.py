@@ -171,7 +171,7 @@ class Sampler:
 
         Raises:
             KeyError: a sequence was not added.
-            WorkerError: a row to draw from holds NaN or infinity, or nothing above minus infinity.
+            WorkerError: a row to draw from, or to give log probabilities of, holds NaN or infinity, or nothing above minus infinity.
         """
         slots = self._slots_of(seq_ids)
         rows = self._table[slots]
@@ -413,6 +413,7 @@ def _logprobs(logits: Tensor, rows: Int64Array, wanted: Int64Array, token_ids: I
         wanted: int64[n], how many of the best are returned beside the sampled token.
         token_ids: int64[n], the sampled tokens.
     """
+    _require_finite(logits.amax(dim=1).numpy(force=True))
     sampled = torch.from_numpy(token_ids).to(logits.device)[:, None]
     ranks = ((logits > logits.gather(1, sampled)).sum(1) + 1).tolist()
     ids = sampled

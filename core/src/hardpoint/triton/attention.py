@@ -17,7 +17,7 @@ import torch
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
-from hardpoint.triton.choice import attention_choice
+from hardpoint.triton.choice import AttentionChoice, attention_choice
 from hardpoint.triton.launch import Launches, interpreter_is_on
 from hardpoint.triton.step import InvalidBatch, Step, StepBuilder
 from hardpoint.triton.tiles import COPY_WORDS, Target
@@ -37,6 +37,7 @@ class TritonAttention(AttentionBackend):
         device: where tensors are; kernels are compiled for the device that torch calls `device.torch_device`.
         claims: what the backend claims of its attention, within `triton_attention_capabilities`.
         target: facts about the device; None to ask Triton's driver at the first step.
+        choice: how these kernels were chosen, for the plans' notes; None to choose from those of every backend.
 
     Raises:
         CapabilityRefused: triton is not installed.
@@ -44,14 +45,18 @@ class TritonAttention(AttentionBackend):
     """
 
     def __init__(
-        self, device: Device, claims: AttentionCapabilities | None = None, target: Target | None = None
+        self,
+        device: Device,
+        claims: AttentionCapabilities | None = None,
+        target: Target | None = None,
+        choice: AttentionChoice | None = None,
     ) -> None:
         if importlib.util.find_spec("triton") is None:
             raise CapabilityRefused(
                 f"attention in Triton was asked for on '{device.name}'",
                 ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
             )
-        self._choice = attention_choice()
+        self._choice = choice or attention_choice()
         self._device = torch.device(device.torch_device)
         self._claims = claims or triton_attention_capabilities()
         self._given_target = target

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
+import enum
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hardpoint.interfaces.errors import ConfigError
 
 VARIABLE = "HARDPOINT_ATTENTION"
 """Environment variable that names the kernels to use."""
-OWN = "triton"
-LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
-"""Libraries of attention kernels that people may expect to be used: name and module."""
-_NO_ADAPTER = "not used: this version has no adapter for it, since none could be verified on a device"
+
+
+class Attention(enum.Enum):
+    """The kernels that serve attention, or how they are found."""
+
+    TRITON = "triton"
+    FLASHINFER = "flashinfer"
+    AUTO = "auto"
+    """A trial on the device decides, when a model is planned."""
+
+
+NO_ADAPTER = "is not used: this backend has no adapter for it"
+_REASONS = {
+    Attention.TRITON: f"{VARIABLE} says so",
+    Attention.FLASHINFER: f"{VARIABLE} says so, and what it cannot do is refused",
+    Attention.AUTO: "flashinfer for a model that it serves right and faster in a trial on the device, else triton",
+}
 
 
 @dataclass(frozen=True)
@@ -22,35 +35,44 @@ class AttentionChoice:
     """What serves attention.
 
     Attributes:
-        name: of the kernels.
-        reasons: one sentence for each library, and for how the choice came about.
+        kernels: what was chosen.
+        reasons: one sentence for how the choice came about, and for each library that is not used.
     """
 
-    name: str
+    kernels: Attention
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} ({'; '.join(self.reasons)})"
+        return f"{self.kernels.value} ({'; '.join(self.reasons)})"
 
 
 def attention_choice(
-    environment: Mapping[str, str] = os.environ,
-    is_installed: Callable[[str], bool] = lambda module: importlib.util.find_spec(module) is not None,
+    flashinfer: str = NO_ADAPTER, flash_attn: str = NO_ADAPTER, environment: Mapping[str, str] = os.environ
 ) -> AttentionChoice:
-    """Return which kernels serve attention, with reasons; raises ConfigError where the environment asks for others."""
-    asked = environment.get(VARIABLE, "")
-    reasons = [
-        f"{name} is installed and {_NO_ADAPTER}" if is_installed(module) else f"{name} is not installed"
-        for name, module in LIBRARIES.items()
-    ]
-    if asked not in ("", OWN):
-        known = f"{name} is known and {_NO_ADAPTER}" if (name := asked) in LIBRARIES else f"'{asked}' is not known"
-        raise ConfigError(f"{VARIABLE}={asked} was asked for", found=known, hint=f"unset it, or set it to '{OWN}'")
-    return AttentionChoice(OWN, (f"{VARIABLE} says so" if asked else "Hardpoint's own kernels", *reasons))
+    """Return which kernels serve attention, with reasons; raises ConfigError where the environment asks for what is not there.
+
+    Args:
+        flashinfer: why the backend cannot use FlashInfer, in words that follow its name; "" when it can.
+        flash_attn: why it cannot use flash-attn.
+    """
+    obstacles = {Attention.FLASHINFER.value: f"flashinfer {flashinfer}", "flash-attn": f"flash-attn {flash_attn}"}
+    asked = environment.get(VARIABLE) or Attention.AUTO.value
+    known = {kernels.value: kernels for kernels in Attention}
+    usable = [name for name in known if name != Attention.FLASHINFER.value or not flashinfer]
+    if asked not in usable:
+        raise ConfigError(
+            f"{VARIABLE}={asked} was asked for",
+            found=obstacles.get(asked, f"'{asked}' is not known"),
+            hint=f"unset it, or set it to one of {', '.join(usable)}",
+        )
+    chosen = known[asked]
+    if chosen is Attention.AUTO and flashinfer:
+        return AttentionChoice(Attention.TRITON, ("Hardpoint's own kernels", *obstacles.values()))
+    return AttentionChoice(chosen, (_REASONS[chosen], obstacles["flash-attn"]))
 
 
 def attention_note() -> str:
-    """Return the choice in words, for a device's properties, which `doctor` prints; never raises."""
+    """Return the choice in words, for the properties of a device that FlashInfer is not for, which `doctor` prints; never raises."""
     try:
         return str(attention_choice())
     except ConfigError as error:

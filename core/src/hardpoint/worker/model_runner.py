@@ -14,6 +14,7 @@ from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.models import CapturableModel
 from hardpoint.worker.decode_capture import DecodeCapture
 from hardpoint.worker.decode_graphs import DecodeGraphs
+from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.loading import LoadedModel
 
 if TYPE_CHECKING:
@@ -31,14 +32,17 @@ class ModelRunner:
         *,
         torch_device: str,
         check_computes: Callable[[], None],
+        synchronize: Callable[[], None],
     ) -> None:
         """Capture nothing yet.
 
         Args:
             check_computes: raises where the device cannot compute; called before every step.
+            synchronize: waits until the device has done all its work.
         """
         self._model, self._plan, self._attention = loaded.model, loaded.plan, attention
-        self._capture, self._torch_device, self._check_computes = capture, torch_device, check_computes
+        self._capture, self._torch_device = capture, torch_device
+        self._check_computes, self._synchronize = check_computes, synchronize
         self._graphs: DecodeGraphs | None = None
         self._graphed_cache: Tensor | None = None
 
@@ -62,9 +66,14 @@ class ModelRunner:
         wanted = torch.from_numpy(rows).to(self._torch_device)
         return self._model.run(batch, metadata, cache, wanted, output)
 
-    def capture(self, cache: Tensor) -> None:
-        """Capture the decode steps over a KV cache, where there are to be graphs; raises GraphCaptureFailed."""
+    def warm_up(self, cache: Tensor) -> None:
+        """Run a small prefill and a small decode over a KV cache, then capture decodes where there are to be graphs."""
         self.drop_graphs()
+        block_size = self._plan.block_size
+        for length in (min(16, self._plan.request.max_context, block_size), 1):
+            batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
+            self.forward(batch, cache, DecoderOutput.ARGMAX)
+        self._synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
     def drop_graphs(self) -> None:

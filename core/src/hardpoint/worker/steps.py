@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hardpoint.interfaces.batch import FloatArray, Int64Array, StepInput, StepOutput
+from hardpoint.interfaces.batch import FloatArray, Int64Array, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.errors import OutputFailed
 from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling import Sampler
@@ -18,6 +20,8 @@ from hardpoint.worker.ranks import PlainSequences
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 _NO_TOKENS: Int64Array = np.empty(0, np.int64)
 
@@ -45,12 +49,14 @@ class Steps:
         self._kv.move_blocks(batch)
         if batch.num_tokens == 0:
             return StepOutput(_NO_TOKENS)
-        embeddings = self._pool(step, cache) if step.pooling else {}
+        hidden = self._hidden(batch, cache) if step.pooling else None
         if not len(batch.sample_seq_ids):
-            if not step.pooling:
+            if hidden is None:
                 self._runner.forward(batch, cache, DecoderOutput.ARGMAX)
-                self._synchronize()
-            return StepOutput(_NO_TOKENS, embeddings=embeddings)
+            self._synchronize()
+            return StepOutput(_NO_TOKENS, embeddings=self._alone(partial(self._embeddings, step, hidden)))
+        # Pooled before the next run of the model, which may use the same memory.
+        embeddings = self._embeddings(step, hidden)
         output = DecoderOutput.ARGMAX if self._wants_argmax(batch.sample_seq_ids) else DecoderOutput.LOGITS
         result = self._runner.forward(batch, cache, output)
         if not self._is_driver:
@@ -58,8 +64,19 @@ class Steps:
             return StepOutput(_NO_TOKENS)
         if output is DecoderOutput.ARGMAX:
             return StepOutput(result.numpy(force=True), embeddings=embeddings)
-        token_ids, logprobs = self._sampler.sample(result, batch.sample_seq_ids)
+        token_ids, logprobs = self._alone(partial(self._sampler.sample, result, batch.sample_seq_ids))
         return StepOutput(token_ids, logprobs, embeddings)
+
+    def _alone(self, make: Callable[[], T]) -> T:
+        """Return what a rank makes of a step when it needs the others no more; raises OutputFailed for what fails in it.
+
+        A device that failed in what was queued before says so when it is waited for, and that is no failed output.
+        """
+        try:
+            return make()
+        except Exception as error:
+            self._synchronize()
+            raise OutputFailed.after(error) from error
 
     def _follow(self, step: StepInput) -> None:
         """Forget the sequences that ended and begin the new ones."""
@@ -75,17 +92,20 @@ class Steps:
         """Whether a step needs no logits; the same answer on all ranks, of which only the driver counts tokens."""
         return self._sampler.all_plain_argmax(seq_ids) if self._is_alone else self._plain.all(seq_ids)
 
-    def _pool(self, step: StepInput, cache: Tensor) -> dict[int, FloatArray]:
-        """Run a step for hidden states; return the embeddings of the prompts that end in it.
+    def _hidden(self, batch: StepBatch, cache: Tensor) -> Tensor:
+        """Run a step for the hidden states of all its tokens.
 
         A step that also samples runs once more for its logits: keys and values are then written again, the same ones.
         """
-        batch = step.batch
         rows = np.arange(batch.num_tokens, dtype=np.int32)
-        hidden = self._runner.forward(batch, cache, DecoderOutput.HIDDEN, rows)
-        if not self._is_driver:
-            return {}
-        embeddings = {}
+        return self._runner.forward(batch, cache, DecoderOutput.HIDDEN, rows)
+
+    def _embeddings(self, step: StepInput, hidden: Tensor | None) -> dict[int, FloatArray]:
+        """Return the embeddings of the prompts that end in a step, on the driver."""
+        embeddings: dict[int, FloatArray] = {}
+        if hidden is None or not self._is_driver:
+            return embeddings
+        batch = step.batch
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
             request = step.pooling.get(seq_id)
             if request is None:

@@ -13,11 +13,10 @@ import torch
 from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryReport, MemoryStats, SleepPlan
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.kernels import DecoderOutput, KernelSet
+from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
 from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_capture import DecodeCapture
-from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
 from hardpoint.worker.model_runner import ModelRunner
@@ -115,41 +114,47 @@ class TorchWorker(Worker, partial=True):
             self._context, allocator=allocator, attention=attention, kernels=self._kernels, groups=self._groups
         )
         self._synchronize()
-        weights = Weights(loaded, allocator, self._synchronize)
+        self._loaded, self._weights = loaded, Weights(loaded, allocator, self._synchronize)
         if self._config.prepare_sleep is not None:
             allocator.prepare_sleep(replace(self._config.prepare_sleep, keep=KEPT))
-        kv = KVMemory(
+        self._make_parts(loaded, self._weights, allocator, attention)
+        return loaded.info
+
+    def _make_parts(
+        self, loaded: LoadedModel, weights: Weights, allocator: DeviceAllocator, attention: AttentionBackend
+    ) -> None:
+        device, synchronize, empty_host = self._device.torch_device, self._synchronize, self._empty_host
+        self._kv = KVMemory(
             loaded.plan.kv_cache,
             allocator=allocator,
             attention=attention,
-            torch_device=self._device.torch_device,
-            empty_host=self._empty_host,
-            synchronize=self._synchronize,
+            torch_device=device,
+            empty_host=empty_host,
+            synchronize=synchronize,
         )
-        capture = DecodeCapture(
-            self._context, loaded, allocator=allocator, attention=attention, empty_host=self._empty_host
+        self._capture = DecodeCapture(
+            self._context, loaded, allocator=allocator, attention=attention, empty_host=empty_host
         )
-        runner = ModelRunner(
+        self._runner = ModelRunner(
             loaded,
             attention,
-            capture,
-            torch_device=self._device.torch_device,
+            self._capture,
+            torch_device=device,
             check_computes=self._check_computes,
+            synchronize=synchronize,
         )
         sampler = Sampler(loaded.info.vocab_size, self._kernels)
-        self._loaded, self._weights, self._kv, self._capture, self._runner = loaded, weights, kv, capture, runner
-        self._steps = Steps(self._config, runner, kv, sampler, self._synchronize)
-        self._sleep = SleepCycle(allocator, weights, kv, self._synchronize)
-        return loaded.info
+        self._steps = Steps(self._config, self._runner, self._kv, sampler, synchronize)
+        self._sleep = SleepCycle(allocator, weights, self._kv, synchronize)
 
     def profile(self) -> MemoryProfile:
         """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
 
         Graphs are counted by a few that are captured for it; raises GraphCaptureFailed as `warm_up` does.
         """
+        allocator, kv, asked = need(self._allocator), need(self._kv), self._config.memory_utilization
         total, used = self._total_and_used()
-        current = need(self._allocator).stats().allocated
-        asked = self._config.memory_utilization
+        current = allocator.stats().allocated
         cost = self._largest_step()
         return MemoryProfile(
             total=total,
@@ -157,7 +162,7 @@ class TorchWorker(Worker, partial=True):
             peak=current + cost.growth,
             current=current,
             utilization=asked or self._default_memory_utilization,
-            kv_limit=need(self._kv).limit(self._default_kv_bytes if asked is None else None),
+            kv_limit=kv.limit(self._default_kv_bytes if asked is None else None),
             graphs=cost.graphs,
             seconds_per_token=cost.seconds_per_token,
             seconds_per_swapped_block=cost.seconds_per_swapped_block,
@@ -189,19 +194,12 @@ class TorchWorker(Worker, partial=True):
 
         Raises GraphCaptureFailed where graphs are planned, wanted, and not to be had.
         """
-        info, runner, cache = need(self._loaded).info, need(self._runner), need(self._kv).cache
-        runner.drop_graphs()
-        block_size = info.attention.block_size
-        for length in (min(16, info.max_model_len, block_size), 1):
-            batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
-            runner.forward(batch, cache, DecoderOutput.ARGMAX)
-        self._synchronize()
-        runner.capture(cache)
+        need(self._runner).warm_up(need(self._kv).cache)
 
     # Steps
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing."""
+        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing, OutputFailed."""
         self._transactions.check_none("compute a step")
         need(self._sleep).check_awake()
         need(self._weights).check_valid()
