@@ -83,7 +83,6 @@ def test_runtime_reaches_mapped_memory_and_not_unmapped(runtime: Runtime) -> Non
         "cudaLaunchKernel",
         "__cudaLaunchKernel",
         "cudaLaunchKernelExC",
-        "cudaGraphLaunch",
         "cudaMallocAsync",
         "__cudaGetKernel",
     ],

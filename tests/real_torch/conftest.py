@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -182,3 +183,11 @@ def run_child(machine: Machine, tmp_path: Path) -> Callable[..., subprocess.Comp
         )
 
     return run
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port of this machine where ranks can meet."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -238,13 +238,3 @@ def test_ranks_cannot_be_joined_over_a_simulated_driver(machine: Any, unused_por
     with pytest.raises(WorkerError, match="Call start first"):
         collectives.all_reduce(torch.empty(4))
     collectives.stop()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

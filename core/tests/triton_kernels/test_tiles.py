@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.interfaces import Device
-from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, Device, DType
+from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused, ConfigError
 from hardpoint.triton.choice import Attention, attention_choice, attention_note
 from hardpoint.triton.tiles import SPLIT_KEYS, Target, decode_tiles, max_splits, padded, prefill_tiles
+from hardpoint.worker.dummy import dummy_batch
 
 NAMES = [kernels.value for kernels in Attention]
 TARGETS = [Target(32, 80, 108), Target(32, 90, 132), Target(64, 0, 304), Target(32, 0, 1, interpreted=True)]
@@ -29,6 +32,16 @@ def test_tiles_suit_matrix_units_and_the_split_of_contexts(target: Target, items
             assert all(n & (n - 1) == 0 for n in (tiles.block_m, tiles.block_n, tiles.warps))
             assert min(tiles.block_m, tiles.block_n) >= 16
         assert SPLIT_KEYS % decode_tiles(head_dim, 8, itemsize, target).block_n == 0
+
+
+@pytest.mark.parametrize("capability", [86, 89, 120])
+def test_decodes_in_float32_fit_into_the_least_shared_memory(capability: int) -> None:
+    """Queries, and keys and values of each stage, where the hardware's matrix units do not take them from there."""
+    for head_dim in range(16, 257, 16):
+        for group in (1, 16, 24, 32, 33, 64):
+            tiles = decode_tiles(head_dim, group, 4, Target(32, capability, 84))
+            rows = tiles.block_m + 2 * tiles.stages * tiles.block_n
+            assert rows * padded(head_dim) * 4 <= 99 << 10
 
 
 @pytest.mark.parametrize("group", [1, 2, 16, 17, 64])
@@ -106,3 +119,43 @@ def test_attention_without_triton_is_refused_with_what_to_install(monkeypatch: p
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CapabilityRefused, match="triton is not installed"):
         TritonAttention(Device("x", 0, "x", "cpu"))
+
+
+class Starting:
+    """Triton's driver of a machine on which it cannot be compiled."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def active(self) -> object:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (RuntimeError("Failed to find C compiler.\nSpecify one"), r"RuntimeError: Failed to find C compiler\."),
+        (subprocess.CalledProcessError(1, ["gcc", "main.c"]), r"CalledProcessError: .*gcc"),
+        (PermissionError(13, "Permission denied", "/cache/triton"), "PermissionError: .*/cache/triton"),
+    ],
+    ids=["no compiler", "no headers", "no folder"],
+)
+def test_a_machine_on_which_triton_cannot_start_is_told_what_it_lacks(
+    error: Exception, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hardpoint.triton import TritonAttention
+
+    for name in ("triton", "triton.runtime"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["triton.runtime"], "driver", Starting(error), raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    attention = TritonAttention(Device("x", 0, "x", "cpu"))
+    request = AttentionRequest((AttentionLayer(16, 8, 128, 0.1),), DType.BFLOAT16, DType.BFLOAT16, None, 4096)
+    plan = attention.plan(request)
+    assert isinstance(plan, AttentionPlan)
+    batch = dummy_batch(num_tokens=1, max_len=1, block_size=plan.block_size, max_seqs=1)
+    with pytest.raises(BackendUnavailable, match=rf"(?s){found}.*C compiler.*Python\.h.*TRITON_CACHE_DIR"):
+        attention.prepare(plan, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,10 @@ class Module:
     def __init__(self) -> None:
         self.devices, self.calls, self.current = 1, list[str](), -1
         self.reserved = self.peak = 0
+
+    def init(self) -> None:
+        if not self.devices:
+            raise RuntimeError("The driver is too old (found version 12040).\nUpdate it.")
 
     def is_available(self) -> bool:
         return self.devices > 0
@@ -110,7 +115,9 @@ def make(tmp_path: Path) -> Callable[..., HostWorker]:
 
 def test_device_that_torch_does_not_see_is_refused(module: Module, make: Callable[..., HostWorker]) -> None:
     module.devices = 0
-    with pytest.raises(BackendUnavailable, match="sees 0 such devices"):
+    with pytest.raises(
+        BackendUnavailable, match=r"sees 0 such devices: The driver is too old \(found version 12040\)\."
+    ):
         make().init_device()
 
 
@@ -146,6 +153,27 @@ def test_profile_adds_torchs_peak_and_what_others_took(
     module.reserved = 40 * MIB  # goes with the cache, before anything is counted
     assert worker._peak_growth(step) == 350 * MIB
     assert module.reserved == 0
+    worker.shutdown()
+
+
+def test_time_of_a_token_is_that_of_a_step_whose_kernels_are_there(
+    module: Module, make: Callable[..., HostWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make()
+    worker.init_device()
+    worker.load_model()
+    runner = worker._runner
+    assert runner is not None
+    forward, steps = runner.forward, list[int]()
+
+    def compiling_at_first(*arguments: Any) -> torch.Tensor:
+        if not steps:
+            time.sleep(0.5)
+        steps.append(1)
+        return forward(*arguments)
+
+    monkeypatch.setattr(runner, "forward", compiling_at_first)
+    assert 0.0 < worker.profile().seconds_per_token < 0.5 / 64
     worker.shutdown()
 
 

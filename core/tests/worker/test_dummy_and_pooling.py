@@ -13,15 +13,16 @@ from hardpoint.worker.pooling import Pooler
 
 @pytest.mark.parametrize(
     ("num_tokens", "max_len", "max_seqs", "lengths"),
-    [(10, 4, 8, [4, 4, 2]), (10, 4, 2, [4, 4]), (3, 64, 1, [3]), (1, 1, 1, [1])],
+    [(10, 4, 8, [4, 4, 2]), (10, 4, 2, [4, 4]), (3, 64, 1, [3]), (1, 1, 1, [1]), (3, 1, 2, [1, 1])],
 )
-def test_a_dummy_batch_is_a_prefill_of_whole_sequences_in_distinct_slots(
+def test_a_dummy_batch_has_whole_sequences_in_distinct_slots(
     num_tokens: int, max_len: int, max_seqs: int, lengths: list[int]
 ) -> None:
     batch = dummy_batch(num_tokens=num_tokens, max_len=max_len, block_size=2, max_seqs=max_seqs)
     assert np.diff(batch.query_start).tolist() == lengths
     assert batch.context_lens.tolist() == lengths
     assert batch.num_tokens == sum(lengths) == len(set(batch.slot_mapping.tolist()))
+    assert batch.num_decodes == (len(lengths) if max_len == 1 else 0)
     for row, length in enumerate(lengths):
         own = slice(batch.query_start[row], batch.query_start[row + 1])
         assert batch.positions[own].tolist() == list(range(length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.models import Place
 from hardpoint.plugins import resolve_backend
 from hardpoint.worker import TorchWorker
+from hardpoint.worker.collectives import insist_on
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.meeting import MeetingPoint
 from hardpoint.worker.pooling import Pooler
@@ -226,6 +228,18 @@ def test_ranks_give_the_outputs_of_one_worker(model: str) -> None:
         for rank, outputs in enumerate(found):
             if rank != driver:
                 assert all(len(one.token_ids) == len(one.logprobs) == len(one.embeddings) == 0 for one in outputs)
+
+
+def test_a_variable_that_a_library_must_find_is_set_or_its_other_value_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LIBRARY_MODE", raising=False)
+    for _ in range(2):
+        insist_on("LIBRARY_MODE", "0", because="it would")
+        assert os.environ["LIBRARY_MODE"] == "0"
+    monkeypatch.setenv("LIBRARY_MODE", "1")
+    with pytest.raises(ConfigError, match=r"LIBRARY_MODE=1.*it would.*Unset LIBRARY_MODE"):
+        insist_on("LIBRARY_MODE", "0", because="it would")
 
 
 NO_TOKEN_LEFT = {"temperature": 0.7, "allowed_token_ids": (4,), "min_tokens": 1, "stop_token_ids": frozenset({4})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ class Module:
     def __init__(self) -> None:
         self.now, self.recording, self.fails = "default", None, False
         self.captured_in: list[tuple[Any, str, str]] = []
+        self.workspaces: set[str] = set()
 
     def launch(self, work: Callable[[], None]) -> None:
         if self.recording is None:
@@ -33,8 +35,12 @@ class Module:
             self.recording.append(work)
 
     class Graph:
+        latest: Module.Graph
+
         def __init__(self) -> None:
             self.work: list[Callable[[], None]] = []
+            self.is_reset = False
+            Module.Graph.latest = self
 
         def replay(self) -> None:
             for work in self.work:
@@ -42,6 +48,7 @@ class Module:
 
         def reset(self) -> None:
             self.work.clear()
+            self.is_reset = True
 
     def Stream(self, index: int) -> Any:
         return SimpleNamespace(name=f"stream of {index}", wait_stream=lambda other: None)
@@ -65,13 +72,18 @@ class Module:
                 raise RuntimeError("operation not supported")
             self.captured_in.append((pool, stream.name, capture_error_mode))
             self.recording = graph.work
-            yield
-            self.recording, self.now = None, "default"
+            try:
+                yield
+            finally:
+                self.recording, self.now = None, "default"
 
         return capture()
 
     def synchronize(self, index: int) -> None:
         pass
+
+    def empty_cache(self) -> None:
+        assert self.recording is None
 
 
 class Runner(TorchGraphRunner):
@@ -79,6 +91,9 @@ class Runner(TorchGraphRunner):
 
     _torch_module = "stand_in_for_torch"
     _graph_class = "Graph"
+
+    def _forget_workspaces(self) -> None:
+        self._torch().workspaces.clear()
 
 
 class Allocator(TorchPoolAllocator):
@@ -146,6 +161,21 @@ def test_all_graphs_share_one_pool_with_the_tag_and_one_stream(
     assert module.captured_in == [((0, 0), "stream of 1", "relaxed")] * 3
 
 
+def test_a_pool_begins_and_ends_without_what_libraries_keep_for_its_stream(runner: Runner, module: Module) -> None:
+    found: list[bool] = []
+
+    def step() -> None:
+        found.append(module.now in module.workspaces)
+        module.workspaces.add(module.now)
+
+    module.workspaces.add("stream of 1")  # by another engine, whose memory goes with it
+    runner.capture(8, step)
+    runner.capture(4, step)
+    assert found == [False, True, True, True]
+    runner.reset()
+    assert not module.workspaces
+
+
 def test_bytes_are_those_of_the_pool_and_what_the_driver_took(
     runner: Runner, allocator: Allocator, module: Module
 ) -> None:
@@ -168,6 +198,44 @@ def test_a_capture_that_does_not_begin_leaves_the_stream_as_it_was(runner: Runne
         runner.capture(4, lambda: None)
     assert module.now == "default"
     runner.reset()
+
+
+def test_a_step_that_fails_while_it_is_captured_leaves_no_graph_in_the_pool(runner: Runner, module: Module) -> None:
+    def step() -> None:
+        if module.recording is not None:
+            raise MemoryError("no memory is left")
+
+    with pytest.raises(MemoryError) as caught:
+        runner.capture(4, step)
+    assert module.Graph.latest.is_reset
+    with pytest.raises(KeyError):
+        runner.replay(4)
+    del caught
+
+
+class Garbage:
+    """An object of a cycle, which the collector alone can end."""
+
+    def __init__(self, ended: list[bool], module: Module) -> None:
+        self.itself, self.ended, self.module = self, ended, module
+
+    def __del__(self) -> None:
+        self.ended.append(self.module.recording is not None)
+
+
+def test_no_garbage_is_collected_while_a_step_is_captured(runner: Runner, module: Module) -> None:
+    ended: list[bool] = []
+
+    def step() -> None:
+        for _ in range(3 * gc.get_threshold()[0]):
+            Garbage(ended, module)
+
+    assert gc.isenabled()
+    runner.capture(4, step)
+    assert gc.isenabled()
+    gc.collect()
+    assert ended
+    assert not any(ended)
 
 
 def test_nothing_is_captured_before_the_start_or_without_torch_pools(module: Module) -> None:

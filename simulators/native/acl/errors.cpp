@@ -51,6 +51,10 @@ int Codes::of(Result result) {
     case Result::InvalidHandle:
       return 107017;
     case Result::NotSupported:
+    case Result::IllegalState:  // captures are not simulated
+    case Result::CaptureUnsupported:
+    case Result::CaptureInvalidated:
+    case Result::CaptureWrongThread:
       return 207000;
     case Result::OutOfMemory:
       return 207001;

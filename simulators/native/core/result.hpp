@@ -22,6 +22,10 @@ enum class Result {
   NotReady,
   HostAlreadyRegistered,
   HostNotRegistered,
+  IllegalState,
+  CaptureUnsupported,  // by a stream that is being captured
+  CaptureInvalidated,
+  CaptureWrongThread,
 };
 
 }  // namespace hardpoint::simulators

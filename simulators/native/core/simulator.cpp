@@ -30,7 +30,8 @@ Simulator::Simulator()
     : settings(from_environment(vendor().defaults)),
       memory(vendor().rules, settings, violations, in_flight),
       host(violations, in_flight),
-      streams(settings, violations, memory, host, in_flight) {
+      captures(violations),
+      streams(settings, violations, memory, host, in_flight, captures) {
   if (const char* faults = std::getenv("HARDPOINT_SIM_FAIL")) calls.fail_from(faults);
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
@@ -48,6 +49,7 @@ bool Simulator::set(const char* name, std::uint64_t value) {
 
 void Simulator::reset() {
   streams.reset();
+  captures.reset();
   in_flight.clear();
   memory.reset();
   host.reset();

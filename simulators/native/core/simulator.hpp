@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/calls.hpp"
+#include "core/captures.hpp"
 #include "core/device_memory.hpp"
 #include "core/host_memory.hpp"
 #include "core/in_flight.hpp"
@@ -67,6 +68,7 @@ class Simulator {
   InFlight in_flight;
   DeviceMemory memory;
   HostMemory host;
+  Captures captures;
   Streams streams;
   bool initialized = false;                           // by the vendor's initialisation call
   std::array<std::uint32_t, kMaxDevices> contexts{};  // references to each device's own context

@@ -45,6 +45,8 @@ Result Streams::destroy(StreamId id, int device) {
 Result Streams::synchronize(StreamId id, int device) {
   Stream* stream = find(id, device);
   if (!stream) return unknown_stream();
+  const Result allowed = captures_.check_wait(id);
+  if (allowed != Result::Ok) return allowed;
   // The default stream waits for the blocking streams' work too.
   order_with_default(*stream, is_default(id));
   return finish_all(*stream);
@@ -53,6 +55,8 @@ Result Streams::synchronize(StreamId id, int device) {
 Result Streams::query(StreamId id, int device) {
   Stream* stream = find(id, device);
   if (!stream) return unknown_stream();
+  const Result allowed = captures_.check_wait(id);
+  if (allowed != Result::Ok) return allowed;
   if (!settings_.deferred) return finish_all(*stream);
   if (stream->queue.empty()) return Result::Ok;
   // Each question lets one piece of work complete, so that a program that polls comes to an end.
@@ -65,7 +69,8 @@ Result Streams::wait_event(StreamId id, int device, EventId event) {
   if (!stream) return unknown_stream();
   const auto it = events_.find(event);
   if (it == events_.end()) return unknown_event();
-  if (!it->second.recorded) return Result::Ok;
+  const Result allowed = captures_.check_work(id);
+  if (allowed != Result::Ok || !it->second.recorded) return allowed;
   Operation operation{};
   operation.waits = true;
   operation.mark = it->second.mark;
@@ -74,6 +79,11 @@ Result Streams::wait_event(StreamId id, int device, EventId event) {
 }
 
 Result Streams::synchronize_device(int device) {
+  const Result allowed = captures_.check_wait_for_device(device);
+  return allowed == Result::Ok ? finish_device(device) : allowed;
+}
+
+Result Streams::finish_device(int device) {
   Result result = finish_all(*find(0, device));
   for (auto& [id, stream] : streams_) {
     if (stream.device != device) continue;
@@ -84,7 +94,8 @@ Result Streams::synchronize_device(int device) {
 }
 
 Result Streams::run(const Transfer& transfer) {
-  const Result allowed = check(transfer);
+  Result allowed = captures_.check_unsafe();
+  if (allowed == Result::Ok) allowed = check(transfer);
   if (allowed != Result::Ok) return allowed;
   Stream& stream = *find(0, transfer.device);
   order_with_default(stream, true);
@@ -95,7 +106,8 @@ Result Streams::run(const Transfer& transfer) {
 Result Streams::submit(StreamId id, const Transfer& transfer) {
   Stream* stream = find(id, transfer.device);
   if (!stream) return unknown_stream();
-  const Result allowed = check(transfer);
+  Result allowed = captures_.check_work(id);
+  if (allowed == Result::Ok) allowed = check(transfer);
   if (allowed != Result::Ok || !transfer.size) return allowed;
   order_with_default(*stream, is_default(id));
   if (to_pageable(transfer)) {
@@ -253,6 +265,8 @@ Result Streams::record(EventId event, StreamId id, int device) {
   if (it->second.device != device || stream->device != device) {
     return violations_.note(Result::InvalidHandle, "event and stream are not of the current device");
   }
+  const Result allowed = captures_.check_work(id);
+  if (allowed != Result::Ok) return allowed;
   it->second.recorded = true;
   it->second.mark = {id, device, stream->submitted};
   it->second.time = std::chrono::steady_clock::now();
@@ -301,7 +315,7 @@ Result Streams::elapsed(EventId start, EventId end, float* milliseconds) {
 }
 
 void Streams::drop_device(int device) {
-  synchronize_device(device);
+  finish_device(device);
   for (auto it = streams_.begin(); it != streams_.end();) {
     it = it->second.device == device ? streams_.erase(it) : std::next(it);
   }

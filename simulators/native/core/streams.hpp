@@ -9,6 +9,7 @@
 #include <map>
 #include <vector>
 
+#include "core/captures.hpp"
 #include "core/device_memory.hpp"
 #include "core/host_memory.hpp"
 #include "core/in_flight.hpp"
@@ -38,8 +39,8 @@ struct Transfer {
 
 class Streams {
  public:
-  Streams(const Settings& settings, Violations& violations, DeviceMemory& memory, HostMemory& host, InFlight& in_flight)
-      : settings_(settings), violations_(violations), memory_(memory), host_(host), in_flight_(in_flight) {}
+  Streams(const Settings& settings, Violations& violations, DeviceMemory& memory, HostMemory& host, InFlight& in_flight, Captures& captures)
+      : settings_(settings), violations_(violations), memory_(memory), host_(host), in_flight_(in_flight), captures_(captures) {}
   ~Streams() = default;
   Streams(const Streams&) = delete;
   Streams& operator=(const Streams&) = delete;
@@ -53,6 +54,9 @@ class Streams {
 
   // Wait for all work of a device.
   Result synchronize_device(int device);
+
+  // The same within a call that waits by itself, whatever is being captured.
+  Result finish_device(int device);
 
   // Do a transfer that the caller waits for; it runs on the default stream.
   Result run(const Transfer& transfer);
@@ -134,6 +138,7 @@ class Streams {
   DeviceMemory& memory_;
   HostMemory& host_;
   InFlight& in_flight_;
+  Captures& captures_;
   std::array<Stream, kMaxDevices> defaults_ = {};
   std::map<StreamId, Stream> streams_;
   std::map<EventId, Event> events_;

@@ -52,6 +52,9 @@ constexpr ErrorText kErrors[] = {
     {800, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
     {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {802, "CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
+    {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
+    {908, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", "attempt to terminate a thread-local capture sequence from another thread"},
     {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
@@ -98,6 +101,14 @@ int Codes::of(Result result) {
       return 800;
     case Result::NotSupported:
       return 801;
+    case Result::IllegalState:
+      return 401;
+    case Result::CaptureUnsupported:
+      return 900;
+    case Result::CaptureInvalidated:
+      return 901;
+    case Result::CaptureWrongThread:
+      return 908;
   }
   return 999;
 }

@@ -45,7 +45,8 @@ CUDA_CALL(cuMemAlloc_v2)(DevicePointer* address, std::size_t size) {
   return context_call(site_of_cuMemAlloc_v2, [&](Simulator& machine, int device) {
     if (!address) return Result::InvalidValue;
     Address start = 0;
-    const Result result = machine.memory.allocate(device, size, &start);
+    Result result = machine.captures.check_unsafe();
+    if (result == Result::Ok) result = machine.memory.allocate(device, size, &start);
     if (result == Result::Ok) *address = start;
     return result;
   });
@@ -54,7 +55,9 @@ CUDA_CALL(cuMemAlloc_v2)(DevicePointer* address, std::size_t size) {
 CUDA_CALL(cuMemFree_v2)(DevicePointer address) {
   return context_call(site_of_cuMemFree_v2, [&](Simulator& machine, int device) {
     if (!address) return Result::Ok;
-    const Result before = machine.streams.synchronize_device(device);
+    const Result allowed = machine.captures.check_unsafe();
+    if (allowed != Result::Ok) return allowed;
+    const Result before = machine.streams.finish_device(device);
     const Result result = machine.memory.free_allocation(address);
     return result == Result::Ok ? before : result;
   });

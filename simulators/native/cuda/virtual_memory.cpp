@@ -104,7 +104,8 @@ CUDA_CALL(cuMemCreate)(MemoryHandle* handle, std::size_t size, const MemAllocati
                        unsigned long long flags) {
   return virtual_memory_call(site_of_cuMemCreate, [&](Simulator& machine, int device) {
     if (!handle || flags) return machine.violations.note(Result::InvalidValue, "no result pointer, or flags not 0");
-    Result allowed = check_properties(machine, properties);
+    Result allowed = machine.captures.check_unsafe();
+    if (allowed == Result::Ok) allowed = check_properties(machine, properties);
     if (allowed == Result::Ok) allowed = check_sharing(machine.settings, *properties);
     if (allowed == Result::Ok) allowed = right_context(machine, device, properties->location.id);
     if (allowed != Result::Ok) return allowed;

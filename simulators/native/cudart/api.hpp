@@ -55,6 +55,17 @@ int cuEventRecord(std::uintptr_t event, std::uintptr_t stream);
 int cuEventSynchronize(std::uintptr_t event);
 int cuEventQuery(std::uintptr_t event);
 int cuEventElapsedTime_v2(float* milliseconds, std::uintptr_t start, std::uintptr_t end);
+int cuStreamBeginCapture_v2(std::uintptr_t stream, int mode);
+int cuStreamEndCapture(std::uintptr_t stream, void** graph);
+int cuStreamIsCapturing(std::uintptr_t stream, int* status);
+int cuStreamGetCaptureInfo_v3(std::uintptr_t stream, int* status, unsigned long long* id, void** graph, const void** dependencies,
+                              const void** edges, std::size_t* count);
+int cuThreadExchangeStreamCaptureMode(int* mode);
+int cuGraphGetNodes(void* graph, void** nodes, std::size_t* count);
+int cuGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long flags);
+int cuGraphLaunch(void* executable, std::uintptr_t stream);
+int cuGraphDestroy(void* graph);
+int cuGraphExecDestroy(void* executable);
 int cuGetErrorString(int code, const char** text);
 }
 

@@ -169,6 +169,9 @@ constexpr ErrorName kNames[] = {
     {719, "cudaErrorLaunchFailure"},
     {800, "cudaErrorNotPermitted"},
     {801, "cudaErrorNotSupported"},
+    {900, "cudaErrorStreamCaptureUnsupported"},
+    {901, "cudaErrorStreamCaptureInvalidated"},
+    {908, "cudaErrorStreamCaptureWrongThread"},
 };
 
 // The newest version of a driver function that the simulated driver has; null if there is none.

@@ -1,13 +1,7 @@
-// Streams and events of the CUDA runtime API. Streams are never in the state of being captured into a graph.
+// Streams and events of the CUDA runtime API.
 #include "cudart/api.hpp"
 
 using namespace hardpoint::simulators::cudart;
-
-namespace {
-
-constexpr int kCaptureNone = 0;
-
-}  // namespace
 
 CUDART_CALL(cudaStreamCreate)(Stream* stream) {
   return call_in_context(call_of_cudaStreamCreate, [&] { return cuStreamCreate(stream, 0); });
@@ -42,27 +36,6 @@ CUDART_CALL(cudaStreamGetPriority)(Stream, int* priority) {
     if (priority) *priority = 0;
     return int{kSuccess};
   });
-}
-
-CUDART_CALL(cudaStreamIsCapturing)(Stream, int* status) {
-  return call_in_context(call_of_cudaStreamIsCapturing, [&] {
-    if (!status) return int{kInvalidValue};
-    *status = kCaptureNone;
-    return int{kSuccess};
-  });
-}
-
-CUDART_CALL(cudaStreamGetCaptureInfo)(Stream, int* status, unsigned long long* id, void*, void*, void*, void*) {
-  return call_in_context(call_of_cudaStreamGetCaptureInfo, [&] {
-    if (!status) return int{kInvalidValue};
-    *status = kCaptureNone;
-    if (id) *id = 0;
-    return int{kSuccess};
-  });
-}
-
-CUDART_CALL(cudaThreadExchangeStreamCaptureMode)(int*) {
-  return call_without_context(call_of_cudaThreadExchangeStreamCaptureMode, [] { return int{kSuccess}; });
 }
 
 CUDART_CALL(cudaEventCreate)(Event* event) {

@@ -1,4 +1,4 @@
-// What a machine without a processor cannot do. Kernels, graphs and what else computes answer cudaErrorNotSupported, which
+// What a machine without a processor cannot do. Kernels and what else computes answer cudaErrorNotSupported, which
 // cudaGetLastError tells too: success would let wrong results pass for right ones.
 #include "cudart/api.hpp"
 
@@ -19,11 +19,6 @@ CUDART_UNSUPPORTED(cudaGetSymbolAddress)
 CUDART_UNSUPPORTED(cudaGraphAddNode)
 CUDART_UNSUPPORTED(cudaGraphConditionalHandleCreate)
 CUDART_UNSUPPORTED(cudaGraphDebugDotPrint)
-CUDART_UNSUPPORTED(cudaGraphDestroy)
-CUDART_UNSUPPORTED(cudaGraphExecDestroy)
-CUDART_UNSUPPORTED(cudaGraphGetNodes)
-CUDART_UNSUPPORTED(cudaGraphInstantiateWithFlags)
-CUDART_UNSUPPORTED(cudaGraphLaunch)
 CUDART_UNSUPPORTED(cudaGraphNodeGetDependencies)
 CUDART_UNSUPPORTED(cudaIpcCloseMemHandle)
 CUDART_UNSUPPORTED(cudaIpcGetEventHandle)
@@ -47,9 +42,7 @@ CUDART_UNSUPPORTED(cudaMemcpyToSymbol)
 CUDART_UNSUPPORTED(cudaOccupancyMaxActiveBlocksPerMultiprocessor)
 CUDART_UNSUPPORTED(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags)
 CUDART_UNSUPPORTED(cudaStreamAddCallback)
-CUDART_UNSUPPORTED(cudaStreamBeginCapture)
 CUDART_UNSUPPORTED(cudaStreamBeginCaptureToGraph)
-CUDART_UNSUPPORTED(cudaStreamEndCapture)
 CUDART_UNSUPPORTED(cudaStreamUpdateCaptureDependencies)
 
 // Registration of compiled kernels happens while a program is loaded: it is taken note of, and the launch fails.

@@ -98,6 +98,14 @@ int Codes::of(Result result) {
     case Result::NotPermitted:
     case Result::NotSupported:
       return 801;
+    case Result::IllegalState:
+      return 401;
+    case Result::CaptureUnsupported:
+      return 900;
+    case Result::CaptureInvalidated:
+      return 901;
+    case Result::CaptureWrongThread:
+      return 908;
   }
   return kUnknown.code;
 }

@@ -9,10 +9,16 @@ import torch
 from torch import distributed
 
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.worker.collectives import TorchCollectives
+from hardpoint.worker.collectives import TorchCollectives, insist_on
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+_REGISTRATION = (
+    "NCCL would map what captured steps reduce into the other ranks' processes, which would still read that memory after a sleep has "
+    "given it back"
+)
 
 
 class CudaCollectives(TorchCollectives):
@@ -25,6 +31,7 @@ class CudaCollectives(TorchCollectives):
                 [f"torch {torch.__version__} is built without NCCL"],
                 hint="Install torch's build for CUDA, or run one rank",
             )
+        insist_on("NCCL_GRAPH_REGISTER", "0", because=_REGISTRATION)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = distributed.ProcessGroupNCCL(store, rank, size, options)

@@ -34,6 +34,10 @@ class TorchGraphPool:
         """Return a context around a capture into the pool `id`, which takes new segments from this memory."""
         return self._pools.context(self._tag, Policy.PRESERVE, self._torch_pool, is_routed=False)
 
+    def users(self) -> int:
+        """Return how many torch counts: the pool itself, and each graph that was captured into it."""
+        return 0 if self._torch_pool is None else int(self._torch_pool.use_count())
+
     def mapped_bytes(self) -> int:
         """Return the bytes of the pool's segments that are awake."""
         if self._torch_pool is None:

@@ -29,8 +29,11 @@ NUCLEUS_WINDOWS = (256, 4096)
 Constant, so that what a row is given does not depend on the rows beside it.
 """
 
-_BLOCK_ELEMENTS = 1 << 20
-"""Rows become probabilities in blocks of about this many elements (4 MB), which stay in cache until they are drawn from."""
+_HOST_BLOCK = 1 << 20
+"""On the host rows become probabilities in blocks of about this many elements (4 MB), which stay in cache until they are drawn from."""
+
+_DEVICE_BLOCK = 1 << 24
+"""On a device in blocks of about this many (64 MB): it is waited for in each, and larger ones would take memory that nobody counted."""
 
 _DRAW_CHUNK = 64
 """A draw finds its chunk of this many tokens first, and then its token in the chunk."""
@@ -181,7 +184,7 @@ class Sampler:
             drawn = np.flatnonzero(rows["temperature"] != 0.0)
             token_ids[drawn] = self._draw(_take(processed, drawn), rows[drawn])
         logprobs: dict[int, TokenLogprobs] = {}
-        for block in self._blocks(np.flatnonzero(rows["logprobs"] >= 0)):
+        for block in _blocks(np.flatnonzero(rows["logprobs"] >= 0), logits):
             logprobs |= _logprobs(_take(logits, block), block, rows["logprobs"][block], token_ids[block])
         self._record(slots, token_ids)
         return token_ids, logprobs
@@ -283,10 +286,10 @@ class Sampler:
                 chosen, total = chosen[~found], total[~found]
         sorted_whole[chosen] = True
 
-        for block in self._blocks(np.flatnonzero(sorted_whole)):
+        for block in _blocks(np.flatnonzero(sorted_whole), logits):
             selected = _take(logits, block)
             token_ids[block], _ = _draw_ranked(selected, self._vocab_size, rows[block], draws[block])
-        for block in self._blocks(np.flatnonzero(~limited & ~nucleus)):
+        for block in _blocks(np.flatnonzero(~limited & ~nucleus), logits):
             probabilities = _softmax(_take(logits, block), rows["temperature"][block])
             token_ids[block] = _draw_unordered(probabilities, draws[block])
         return token_ids
@@ -298,14 +301,17 @@ class Sampler:
         by one; a plain sum over one long row is split between threads, and rounds otherwise than the same row among others.
         """
         best = np.zeros(len(rows))
-        for block in self._blocks(chosen[rows["min_p"][chosen] == 0.0]):
+        for block in _blocks(chosen[rows["min_p"][chosen] == 0.0], logits):
             best[block] = _softmax(_take(logits, block), rows["temperature"][block]).amax(1).double().numpy(force=True)
         with np.errstate(divide="ignore"):
             return 1.0 / best[chosen]
 
-    def _blocks(self, rows: Int64Array) -> Iterator[Int64Array]:
-        size = max(1, _BLOCK_ELEMENTS // self._vocab_size)
-        return (rows[start : start + size] for start in range(0, len(rows), size))
+
+def _blocks(rows: Int64Array, logits: Tensor) -> Iterator[Int64Array]:
+    """Cut rows of logits into blocks that are worked on together."""
+    elements = _HOST_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
+    size = max(1, elements // logits.shape[1])
+    return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def _take(logits: Tensor, rows: Int64Array) -> Tensor:

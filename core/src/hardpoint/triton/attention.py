@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cached_property
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import AttentionChoice, attention_choice
 from hardpoint.triton.launch import Launches, interpreter_is_on
@@ -251,12 +252,25 @@ def _check_copy(source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
 
 
 def _ask_driver(device: torch.device) -> Target:
-    """Return facts about the device that kernels run on, as Triton's driver gives them."""
+    """Return facts about the device that kernels run on, as Triton's driver gives them.
+
+    Raises BackendUnavailable where that cannot start: it compiles a module in C at its first use, which wheels do not bring.
+    """
     if interpreter_is_on():
         return Target(lanes=32, capability=0, units=1, interpreted=True)
     from triton.runtime import driver
 
-    target = driver.active.get_current_target()
-    facts: dict[str, Any] = driver.active.utils.get_device_properties(device.index or 0)
+    try:
+        target = driver.active.get_current_target()
+        facts: dict[str, Any] = driver.active.utils.get_device_properties(device.index or 0)
+    except (RuntimeError, OSError, ImportError, AssertionError, SubprocessError) as error:
+        raise BackendUnavailable(
+            f"Triton cannot start its driver for {device}",
+            found=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            hint=(
+                "Install a C compiler (gcc or clang, or name one in CC) and Python's headers (Python.h), and let Triton write to "
+                "its folder ($TRITON_CACHE_DIR, else ~/.triton)"
+            ),
+        ) from error
     capability = target.arch if isinstance(target.arch, int) else 0
     return Target(lanes=target.warp_size, capability=capability, units=facts["multiprocessor_count"])

@@ -32,11 +32,12 @@ class AcceleratorWorker(TorchWorker, partial=True):
     memory, with a warning, and the first step raises CapabilityRefused.
 
     Attributes:
-        _torch_module: name of torch's module for the device. It has `is_available`, `device_count`, `set_device`, `synchronize`,
-            `empty_cache`, `memory_reserved`, `max_memory_reserved` and `reset_peak_memory_stats`.
+        _torch_module: name of torch's module for the device. It has `is_available`, `device_count`, `init`, `set_device`,
+            `synchronize`, `empty_cache`, `memory_reserved`, `max_memory_reserved` and `reset_peak_memory_stats`.
     """
 
     _torch_module: ClassVar[str]
+    _compiles = True
 
     # The device
 
@@ -59,8 +60,8 @@ class AcceleratorWorker(TorchWorker, partial=True):
         if index >= count:
             raise BackendUnavailable(
                 f"torch cannot use device {index} of backend '{self._device.backend}'",
-                found=f"torch {torch.__version__} sees {count} such devices",
-                hint="Install torch's build for this device, and look for environment variables that hide devices",
+                found=f"torch {torch.__version__} sees {count} such devices" + _told_by_init(module),
+                hint="Install torch's build for this device and its driver, and look for environment variables that hide devices",
             )
         self._make_current()
 
@@ -101,11 +102,12 @@ class AcceleratorWorker(TorchWorker, partial=True):
         return super().execute(step)
 
     def shutdown(self) -> None:
-        """Give everything back, torch's cached memory included; legal in any state and more than once."""
+        """Give everything back, what torch keeps of the device's and of pinned memory included; legal in any state and more than once."""
         started = self._allocator is not None
         super().shutdown()
         if started:
             self._torch().empty_cache()
+            _empty_host_cache()
 
     # Sizes
 
@@ -137,3 +139,19 @@ class AcceleratorWorker(TorchWorker, partial=True):
             self._device.name,
         )
         return StepCost(growth=logits_bytes(self._config.max_num_seqs, need(self._loaded).info.vocab_size))
+
+
+def _empty_host_cache() -> None:
+    """Let torch give back pinned memory that no tensor uses (swapped blocks lay there), in versions that can."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None and torch.accelerator.is_available():
+        empty()
+
+
+def _told_by_init(module: Any) -> str:
+    """Return why torch's module for a device cannot be started (a driver too old for it, say), as the rest of a sentence."""
+    try:
+        module.init()
+    except Exception as error:
+        return f": {(str(error).splitlines() or [type(error).__name__])[0]}"
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable
@@ -133,6 +134,17 @@ class TorchCollectives(Collectives, partial=True):
                 found=_first_line(error),
                 hint="Another rank has died, hangs, or is in another operation; its own log says more",
             ) from error
+
+
+def insist_on(variable: str, value: str, *, because: str) -> None:
+    """Set an environment variable that a library reads at its first use; raises ConfigError where it has another value already."""
+    found = os.environ.setdefault(variable, value)
+    if found != value:
+        raise ConfigError(
+            f"ranks cannot be joined with {variable}={found}",
+            found=because,
+            hint=f"Unset {variable}, or set it to {value}",
+        )
 
 
 def _meet(store: Store, rank: int, size: int, end: float) -> None:

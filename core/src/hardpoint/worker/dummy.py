@@ -8,7 +8,7 @@ from hardpoint.interfaces.batch import StepBatch
 
 
 def dummy_batch(*, num_tokens: int, max_len: int, block_size: int, max_seqs: int) -> StepBatch:
-    """Return a prefill of `num_tokens` zero tokens in as few sequences as `max_len` allows, each sampled.
+    """Return a step of `num_tokens` zero tokens in as few sequences as `max_len` allows, each sampled: decodes if that is 1, else prefills.
 
     The sequences own the first blocks of the cache, in order. What does not fit into `max_seqs` sequences is left out.
     """
@@ -30,7 +30,7 @@ def dummy_batch(*, num_tokens: int, max_len: int, block_size: int, max_seqs: int
         block_table=block_table,
         rows=rows,
         seq_ids=rows.astype(np.int64),
-        num_decodes=0,
+        num_decodes=len(lengths) if max_len == 1 else 0,
         sample_rows=rows,
         sample_seq_ids=rows.astype(np.int64),
         swap_out=no_pairs,

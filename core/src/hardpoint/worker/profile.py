@@ -46,6 +46,7 @@ def largest_step(
     *,
     peak_growth: Callable[[Callable[[], object]], int],
     used: Callable[[], int],
+    compiles: bool,
 ) -> StepCost:
     """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
 
@@ -56,6 +57,7 @@ def largest_step(
     Args:
         peak_growth: runs a step and returns its `growth`.
         used: waits for the device and returns the bytes in use on it.
+        compiles: the first run of a step is no measure of its time, so that a second one is timed.
     """
     info, longest = loaded.info, _TIMED_TOKENS if loaded.model.scratch_bytes else sys.maxsize
     batch = dummy_batch(
@@ -65,8 +67,13 @@ def largest_step(
         max_seqs=config.max_num_seqs,
     )
     cache = kv.scratch(int(batch.block_table.max()) + 1)
+    step = partial(runner.forward, batch, cache, DecoderOutput.LOGITS)
     start = time.perf_counter()
-    growth = peak_growth(partial(runner.forward, batch, cache, DecoderOutput.LOGITS))
+    growth = peak_growth(step)
+    if compiles:
+        start = time.perf_counter()
+        step()
+        used()
     seconds = time.perf_counter() - start
     graphs = capture.estimate_bytes(cache, used)
     del cache

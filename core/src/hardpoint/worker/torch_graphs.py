@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +27,8 @@ class TorchGraphRunner(GraphRunner, partial=True):
     finds memory there.
 
     Attributes:
-        _torch_module: name of torch's module for the device. It has `Stream`, `stream`, `current_stream`, `synchronize` and `graph`.
+        _torch_module: name of torch's module for the device. It has `Stream`, `stream`, `current_stream`, `synchronize`, `empty_cache`
+            and `graph`.
         _graph_class: name of the graph's class in it.
     """
 
@@ -52,14 +55,18 @@ class TorchGraphRunner(GraphRunner, partial=True):
         self._allocator = allocator
 
     def capture(self, key: int, step: Callable[[], None]) -> None:
-        """Run `step` once and record its device work under `key`; raises what `step` or torch's capture raises."""
+        """Run `step` once and record its device work under `key`; raises what `step` or torch's capture raises, and keeps nothing then."""
         module, allocator = self._torch(), self._allocator
         if allocator is None:
             raise GraphCaptureFailed("nothing can be captured before the runner is started", hint="Call start first")
         if self._memory is None:
             self._memory = allocator.vendor_graph_pool(GRAPHS)
             self._stream = module.Stream(self._index)
+            # Torch has few streams, and gives them out in turn: what lies in another engine's pool would go with that engine.
+            self._forget_workspaces()
         memory, stream = self._memory, self._stream
+        # Torch does it before a capture, too late for what is measured, and not for want of memory while a pool is in use.
+        module.empty_cache()
         stream.wait_stream(module.current_stream(self._index))
         with memory.allocating(), module.stream(stream):
             step()
@@ -68,12 +75,18 @@ class TorchGraphRunner(GraphRunner, partial=True):
         graph = getattr(module, self._graph_class)()
         # Relaxed: new segments are mapped by driver calls that the stricter modes forbid while capturing. The current stream is
         # entered once more, because torch's context leaves the capture's in force when its beginning fails.
-        with (
-            memory.capturing(),
-            module.stream(module.current_stream(self._index)),
-            module.graph(graph, pool=memory.id, stream=stream, capture_error_mode="relaxed"),
-        ):
-            self._record(graph, step)
+        try:
+            with (
+                memory.capturing(),
+                _no_garbage_collection(),
+                module.stream(module.current_stream(self._index)),
+                module.graph(graph, pool=memory.id, stream=stream, capture_error_mode="relaxed"),
+            ):
+                self._record(graph, step)
+        except BaseException:
+            graph.reset()  # it uses the pool, and the error's frames hold it
+            self._forget_capture(memory)
+            raise
         module.synchronize(self._index)
         self._outside += max(free - allocator.memory_info().free - (memory.mapped_bytes() - mapped), 0)
         self._graphs[key] = graph
@@ -106,5 +119,20 @@ class TorchGraphRunner(GraphRunner, partial=True):
         """Run a step while `graph` captures. Default: that alone."""
         step()
 
+    def _forget_capture(self, memory: TorchGraphPool) -> None:
+        """Take back what torch notes when a capture into a pool begins, where it could not be ended. Default: nothing."""
+
     def _forget_workspaces(self) -> None:
-        """Drop what libraries keep in the graphs' pool for the capture's stream. Default: nothing."""
+        """Let libraries drop what they keep for the capture's stream, which they take from the pool in effect. Default: nothing."""
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Hold the collector off: what it finds may be device memory, whose end waits for the device, and a capture does not bear that."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -41,6 +41,8 @@ class TorchWorker(Worker, partial=True):
 
     _default_memory_utilization: ClassVar[float] = 0.9
     _default_kv_bytes: ClassVar[int | None] = None
+    _compiles: ClassVar[bool] = False
+    """Whether the first run of a step compiles kernels and starts libraries, which its time must not include."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -175,6 +177,7 @@ class TorchWorker(Worker, partial=True):
             need(self._capture),
             peak_growth=self._peak_growth,
             used=self._used,
+            compiles=self._compiles,
         )
 
     def _used(self) -> int:
