@@ -261,9 +261,9 @@ class WakeStopsHalfWay(VirtualPool):
     def wake(
         self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
     ) -> MemoryReport:
-        for tag in sorted(self.stats().asleep if tags is None else tags):
-            report = super().wake([tag], progress)
-        return report if self.stats().tags else super().wake(tags, progress)
+        for tag in sorted(self.stats().asleep if tags is None else tags)[:-1]:
+            super().wake([tag], progress)
+        return super().wake(tags, progress)
 
 
 @engine_fault("What the driver says of a failure is an error of no type.", "alloc.fault.allocate@1")
