@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("backends.testing.driver_suite")
+pytest.register_assert_rewrite("backends.testing.driver_suite", "backends.testing.probe_suite")

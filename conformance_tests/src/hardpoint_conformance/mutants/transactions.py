@@ -220,34 +220,32 @@ def engine_fault(sentence: str, *killed_by: str) -> Callable[[type[VirtualPool]]
     return declare
 
 
-@engine_fault("A commit does not say what the driver did not take back.", "alloc.transaction.retained@1")
-class RetainedMemoryHidden(VirtualPool):
+class _OtherCommit(VirtualPool):
+    """An engine whose sleeps in two phases end otherwise."""
+
+    def ended(self, report: MemoryReport) -> MemoryReport:
+        """Return what a commit reports, or raise, given the right report."""
+        raise NotImplementedError
+
     def begin_sleep(
         self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None
     ) -> MemoryTransaction:
         right = super().begin_sleep(plan, live)
+        return _Altered(lambda: self.ended(right.commit()), right.rollback)
 
-        def commit() -> MemoryReport:
-            report = right.commit()
-            return replace(report, retained=0, unmapped=report.unmapped + report.retained)
 
-        return _Altered(commit, right.rollback)
+@engine_fault("A commit does not say what the driver did not take back.", "alloc.transaction.retained@1")
+class RetainedMemoryHidden(_OtherCommit):
+    def ended(self, report: MemoryReport) -> MemoryReport:
+        return replace(report, retained=0, unmapped=report.unmapped + report.retained)
 
 
 @engine_fault("A commit fails where the driver takes no memory back.", "alloc.transaction.retained@1")
-class CommitFailsWithTheDriver(VirtualPool):
-    def begin_sleep(
-        self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None
-    ) -> MemoryTransaction:
-        right = super().begin_sleep(plan, live)
-
-        def commit() -> MemoryReport:
-            report = right.commit()
-            if report.retained:
-                raise DriverError("release", -1, "the memory is not taken back")
-            return report
-
-        return _Altered(commit, right.rollback)
+class CommitFailsWithTheDriver(_OtherCommit):
+    def ended(self, report: MemoryReport) -> MemoryReport:
+        if report.retained:
+            raise DriverError("release", -1, "the memory is not taken back")
+        return report
 
 
 @engine_fault("What the driver did not take back is forgotten.", "alloc.transaction.retained@1")
