@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -184,6 +185,18 @@ def test_quantised_weights_are_refused_with_or_without_scales(
 ) -> None:
     folder = scale_checkpoint(plain, tmp_path / "scaled", quantization=quantization)
     with pytest.raises(UnsupportedArchitecture, match=str(quantization["quant_method"])):
+        open_model(str(folder))
+
+
+@pytest.mark.parametrize("algorithm", [None, "FP8"])
+def test_what_modelopt_says_beside_the_configuration_counts(algorithm: str | None, plain: Path, tmp_path: Path) -> None:
+    folder = scale_checkpoint(plain, tmp_path / "scaled", ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"))
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    if algorithm is None:
+        assert layers(folder) == list(SCALES)
+        return
+    with pytest.raises(UnsupportedArchitecture, match="modelopt"):
         open_model(str(folder))
 
 
