@@ -4,4 +4,5 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("backends.testing.driver_suite")
+for suite in ("claims", "driver", "probe"):
+    pytest.register_assert_rewrite(f"backends.testing.{suite}_suite")

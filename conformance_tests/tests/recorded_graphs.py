@@ -1,85 +1,28 @@
-"""Graphs for hosts: what a device would do again is called again. Right ones, and some that replay with old metadata."""
+"""The CPU backend with graphs that record calls: right ones, and some that replay with old metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
-from hardpoint.interfaces import (
-    GRAPHS,
-    AttentionPlan,
-    Capabilities,
-    Device,
-    DeviceAllocator,
-    DType,
-    GraphLevel,
-    GraphRunner,
-    Refusal,
-)
+from hardpoint.interfaces import GRAPHS, AttentionPlan, DeviceAllocator, DType
+from hardpoint_conformance.mutants.derived import derived
+from hardpoint_conformance.mutants.recorded_graphs import Recorder, Static, recorded
+from hardpoint_conformance.mutants.recorded_graphs import graphed as graphed_target
 from hardpoint_conformance.target import Target
 from hardpoint_cpu.attention import CpuAttention
 
+GraphedAttention: Any = derived(CpuAttention, recorded(CpuAttention))
+StaleAttention: Any = derived(GraphedAttention, {"prepare": CpuAttention.prepare})
+"""Replays with the metadata of the capture."""
+
 
 @dataclass
-class Static:
-    """Metadata whose address stays, for the number of tokens that it was captured with.
+class Updated(Static):
+    """Metadata that replays read after an update only: what `prepare` found last is `next` until then."""
 
-    Attributes:
-        now: what a replay reads.
-        next: what `prepare` found last, where replays read something else.
-    """
-
-    now: Any = None
     next: Any = None
-
-
-class GraphedAttention(CpuAttention):
-    """The CPU's attention with metadata that a replay reads anew."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(device)
-        self._static: dict[int, Static] | None = None
-
-    def plan(self, request: Any) -> AttentionPlan | Refusal:
-        plan = super().plan(request)
-        return plan if isinstance(plan, Refusal) else replace(plan, graph_level=GraphLevel.UNIFORM_DECODE)
-
-    def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
-        self._static = {}
-
-    def prepare(self, plan: AttentionPlan, batch: Any) -> Any:
-        step = super().prepare(plan, batch)
-        if self._static is None:
-            return step
-        static = self._static.setdefault(batch.num_tokens, Static())
-        static.now = step
-        return static
-
-    def write_kv(self, layer: int, k: Any, v: Any, kv_cache: Any, metadata: Any) -> None:
-        super().write_kv(layer, k, v, kv_cache, getattr(metadata, "now", metadata))
-
-    def forward(
-        self,
-        layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
-        kv_cache: Any,
-        metadata: Any,
-        out: Any,
-        sinks: Any = None,
-        alibi_slopes: Any = None,
-    ) -> None:
-        now = getattr(metadata, "now", metadata)
-        super().forward(layer, q, k, v, kv_cache, now, out, sinks, alibi_slopes)
-
-
-class StaleAttention(GraphedAttention):
-    """Replays with the metadata of the capture."""
-
-    def prepare(self, plan: AttentionPlan, batch: Any) -> Any:
-        return CpuAttention.prepare(self, plan, batch)
 
 
 class HostArguments(GraphedAttention):
@@ -89,42 +32,12 @@ class HostArguments(GraphedAttention):
         step = CpuAttention.prepare(self, plan, batch)
         if self._static is None or len(batch.rows) != batch.num_tokens:
             return step
-        static = self._static.setdefault(batch.num_tokens, Static(step))
+        static = self._static.setdefault(batch.num_tokens, Updated(step))
         static.next = step
         return static
 
     def host_arguments(self, metadata: Any) -> Any:
         return {"static": metadata}
-
-
-class Recorder(GraphRunner):
-    """Runs the recorded call again.
-
-    Attributes:
-        replays: keys of all replays, in order, of all recorders.
-    """
-
-    replays: ClassVar[list[int]] = []
-
-    def __init__(self, device: Device) -> None:
-        self._steps: dict[int, Callable[[], None]] = {}
-
-    def start(self, allocator: DeviceAllocator) -> None:
-        """The recorded call takes no memory of its own."""
-
-    def capture(self, key: int, step: Callable[[], None]) -> None:
-        step()
-        self._steps[key] = step
-
-    def replay(self, key: int) -> None:
-        self._steps[key]()
-        self.replays.append(key)
-
-    def resident_bytes(self) -> int:
-        return 100 * len(self._steps)
-
-    def reset(self) -> None:
-        self._steps.clear()
 
 
 class Hungry(Recorder):
@@ -168,13 +81,6 @@ class DeafRecorder(Recorder):
         """Do nothing."""
 
 
-def graphed(attention: type = GraphedAttention, runner: type = Recorder) -> Target:
+def graphed(attention: Any = GraphedAttention, runner: type[Recorder] = Recorder) -> Target:
     """Return the CPU backend with graphs of decodes."""
-    found = Target.find("cpu")
-    inner = found.descriptor.capabilities
-
-    def claims(device: Device) -> Capabilities:
-        honest = inner(device)
-        return replace(honest, attention=replace(honest.attention, graph_level=GraphLevel.UNIFORM_DECODE))
-
-    return found.with_descriptor(capabilities=claims, attention=lambda: attention, graph_runner=lambda: runner)
+    return graphed_target(Target.find("cpu"), lambda: attention, runner)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hardpoint_conformance.clauses import Clause
-from hardpoint_conformance.forks import Case, Ended, Job
+from hardpoint_conformance.forks import Case, Ended, Job, collect
 from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.mutants import Mutant, mutant_named, mutants
@@ -77,6 +77,14 @@ def test_every_mutant_is_named_once_and_meant_for_clauses() -> None:
     assert mutant_named("window_ignored").name == "window_ignored"
     with pytest.raises(KeyError):
         mutant_named("no_such_mutant")
+
+
+def test_clauses_that_the_correct_backend_does_not_call_for_are_shown_to_pass_by_another() -> None:
+    applying = {case.clause.id for case in collect("cpu") if case.applies}
+    shown = {clause for mutant in mutants() if mutant.harmless for clause in mutant.killed_by}
+    meant = {clause for mutant in mutants() for clause in mutant.killed_by}
+    assert {"alloc.transaction.refused@1", "graph.replay.metadata@1"} <= meant - applying
+    assert meant - applying <= shown
 
 
 def result(clause: str, outcome: str) -> dict[str, Any]:

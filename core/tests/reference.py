@@ -43,7 +43,10 @@ class _Metadata:
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention by gathering each sequence's keys and values and a float32 softmax; KV layout [kv, block, head, token, dim]."""
+    """Attention by gathering each sequence's keys and values and a float32 softmax; KV layout [kv, block, head, token, dim].
+
+    An fp8 cache holds keys and values divided by the layer's scales, saturated.
+    """
 
     def __init__(self, block_size: int = 16) -> None:
         self._block_size = block_size
@@ -51,13 +54,13 @@ class ReferenceAttention(AttentionBackend):
     def capabilities(self) -> AttentionCapabilities:
         return AttentionCapabilities(
             dtypes=_FLOATS,
-            kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS),
+            kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS | {DType.FLOAT8_E4M3}),
             head_dims=IntSet.between(1),
             block_sizes=IntSet.between(1),
             default_block_size=self._block_size,
             group_sizes=IntSet.between(1),
             max_context=1 << 20,
-            features=frozenset(AttentionFeature) - {AttentionFeature.FP8_KV_SCALES},
+            features=frozenset(AttentionFeature),
         )
 
     def plan(self, request: AttentionRequest) -> AttentionPlan | Refusal:
@@ -85,8 +88,12 @@ class ReferenceAttention(AttentionBackend):
         slots, size = metadata.slots, metadata.plan.block_size
         kept = slots >= 0
         blocks, offsets = slots[kept] // size, slots[kept] % size
-        for which, values in enumerate((k, v)):
-            kv_cache[which][blocks, :, offsets] = values[kept].to(kv_cache.dtype)
+        for which, (values, scale) in enumerate(zip((k, v), _scales(metadata.plan, layer), strict=True)):
+            if kv_cache.dtype is torch.float8_e4m3fn:
+                held = (values[kept].float() / scale).clamp(-448, 448).to(kv_cache.dtype)
+                kv_cache.view(torch.uint8)[which][blocks, :, offsets] = held.view(torch.uint8)
+            else:
+                kv_cache[which][blocks, :, offsets] = values[kept].to(kv_cache.dtype)
 
     def forward(
         self,
@@ -103,8 +110,8 @@ class ReferenceAttention(AttentionBackend):
         shape: AttentionLayer = metadata.plan.request.layers[layer]
         for first, last, context, table in metadata.sequences:
             keys, values = (
-                part[table].transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)[:context].float()
-                for part in (kv_cache[0], kv_cache[1])
+                part[table].transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)[:context].float() * scale
+                for part, scale in zip(kv_cache, _scales(metadata.plan, layer), strict=True)
             )
             out[first:last] = attend(
                 q[first:last].float(), keys, values, shape, sinks=sinks, alibi_slopes=alibi_slopes
@@ -117,6 +124,11 @@ class ReferenceAttention(AttentionBackend):
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: np.ndarray) -> None:
         for block, other in pairs.tolist():
             destination[:, :, other] = source[:, :, block]
+
+
+def _scales(plan: AttentionPlan, layer: int) -> tuple[float, float]:
+    shape = plan.request.layers[layer]
+    return shape.k_scale, shape.v_scale
 
 
 def attend(

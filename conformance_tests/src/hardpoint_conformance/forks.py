@@ -38,12 +38,14 @@ class Case:
 
     Attributes:
         seeded: it has random inputs.
+        applies: the correct backend's claims call for it; those of a mutant may call for others.
     """
 
     id: str
     clause: Clause
     file: str
     seeded: bool
+    applies: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Ended:
 
 
 def collect(backend: str) -> tuple[Case, ...]:
-    """Import the suite in this process, which is what forks share, and return its tests that apply to the backend.
+    """Import the suite in this process, which is what forks share, and return its tests.
 
     Raises:
         RuntimeError: the suite cannot be collected.
@@ -256,7 +258,7 @@ def _options(backend: str) -> Sequence[str]:
 
 
 class _Collection:
-    """Notes the tests that apply."""
+    """Notes the tests, and which apply."""
 
     def __init__(self) -> None:
         self.cases: list[Case] = []
@@ -265,9 +267,10 @@ class _Collection:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         for item in items:
             clause = plugin.clause_of(item)
-            if clause is not None and plugin.applies(item, clause, plugin.claims_of(config)):
+            if clause is not None:
                 seeded = "seed" in getattr(item, "fixturenames", ())
-                self.cases.append(Case(plugin.test_id(item, clause), clause, str(item.path), seeded))
+                applies = plugin.applies(item, clause, plugin.claims_of(config))
+                self.cases.append(Case(plugin.test_id(item, clause), clause, str(item.path), seeded, applies))
 
 
 class _FirstFailure:

@@ -80,7 +80,7 @@ class Matrix:
     """All of it.
 
     Attributes:
-        clauses: of the suite, those that the backend's claims call for.
+        clauses: of the suite, those that the backend's claims call for, and those meant for mutants with other claims.
         control_tests: tests of the clauses in the matrix that were run without a mutant.
         seeds, seeded_tests: how many seeds, and tests with random inputs in all, on the correct backend.
         false_alarms: what failed there, one line each.

@@ -263,10 +263,10 @@ class PoolMemory(Memory):
 
     way = "pool"
 
-    def __init__(self, driver: DriverTable) -> None:
+    def __init__(self, driver: DriverTable, engine: Callable[[DriverTable], VirtualPool] = VirtualPool) -> None:
         super().__init__()
         self.table = driver
-        self.pool = VirtualPool(driver)
+        self.pool = engine(driver)
         self.unit = driver.geometry().granularity
 
     @property
@@ -351,7 +351,7 @@ def open_memory(target: Target, way: str, *, seen: bool = True) -> Memory:
     if way == "tensors":
         return TensorMemory(target)
     driver = driver_of(target)
-    return PoolMemory(InterposedDriver(driver) if seen else driver)
+    return PoolMemory(InterposedDriver(driver) if seen else driver, target.engine or VirtualPool)
 
 
 def assert_holds_nothing(driver: InterposedDriver) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 WORLD = 2
 _PRELOADED = ("torch", "transformers.models.auto", "hardpoint.worker", "hardpoint_conformance.worker_ranks")
 _LARGE = 100_003
+_TURNS, _PRIME = 50, 97
 
 Make = Callable[[int], tuple[Collectives, str]]
 """Returns a rank's collectives and what torch calls its device; it must be picklable."""
@@ -210,15 +211,26 @@ def _send_receive(collectives: Collectives, rank: int, device: str) -> Any:
 
 
 def _many(collectives: Collectives, rank: int, device: str) -> Any:
-    """Return the last value of fifty sums in turn, each of the one before."""
+    """Return the last of fifty sums in turn, each of the one before and of what the rank adds to it."""
     import torch
 
-    tensor = torch.ones(3, dtype=torch.int64, device=device)
-    for _ in range(50):
+    tensor = torch.zeros(3, dtype=torch.int64, device=device)
+    for turn in range(_TURNS):
+        tensor += _added(turn, rank)
+        tensor %= _PRIME
         collectives.all_reduce(tensor)
-        tensor -= tensor // 2 + 1
-        tensor += 1
     return tensor.cpu().tolist()
+
+
+def _added(turn: int, rank: int) -> int:
+    return (turn + 1) * (rank + 1)
+
+
+def _many_expected() -> list[int]:
+    total = 0
+    for turn in range(_TURNS):
+        total = sum((total + _added(turn, rank)) % _PRIME for rank in range(WORLD))
+    return [total] * 3
 
 
 def _barrier(collectives: Collectives, rank: int, device: str) -> Any:
@@ -268,7 +280,7 @@ def check_operation(results: Mapping[int, RankResult], name: str) -> None:
         assert found[0] >= 0.4, "rank 0 did not wait for rank 1"
         return
     if name == "many":
-        answer = [1, 1, 1]
+        answer = _many_expected()
     elif name == "send-receive":
         answer = (expected(0, (4, 5), "float32") + 1).tolist()
     elif kind == "broadcast":

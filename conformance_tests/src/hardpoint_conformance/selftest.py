@@ -65,7 +65,8 @@ def selftest(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     start = time.monotonic()
     _import_parts()
-    cases = collect(BACKEND)
+    everything = collect(BACKEND)
+    cases = [case for case in everything if case.applies]
     _rehearse(cases)
     # The forks share what has been imported: a garbage collection in them neither goes through it nor copies its pages.
     gc.collect()
@@ -79,7 +80,7 @@ def selftest(
     seeded: list[Ended] = []
     reported = 0 if control is None else reported_control(control, chosen, cases)
     control_jobs = _control_jobs(chosen, cases) if control is None else ()
-    planned = [*control_jobs, *_mutant_jobs(chosen, cases), *_seed_jobs(seeds, cases)]
+    planned = [*control_jobs, *_mutant_jobs(chosen, everything), *_seed_jobs(seeds, cases)]
     by_name = {mutant.name: mutant for mutant in chosen}
     for ended in run_forked(planned, BACKEND, at_a_time):
         if ended.job.mutant:
@@ -90,12 +91,15 @@ def selftest(
             for line in alarms([ended]):
                 console.print(f"[red]false alarm[/] {line}", highlight=False)
     verdicts += [
-        Verdict(mutant, (), 0.0, "no clause meant for it is in the suite") for mutant in _unmeant(chosen, cases)
+        Verdict(mutant, (), 0.0, "no clause meant for it is in the suite") for mutant in _unmeant(chosen, everything)
     ]
     order = [mutant.name for mutant in chosen]
+    meant = {clause for mutant in chosen for clause in mutant.killed_by}
     matrix = Matrix(
         verdicts=tuple(sorted(verdicts, key=lambda one: order.index(one.mutant.name))),
-        clauses=tuple({case.clause.id: case.clause for case in cases}.values()),
+        clauses=tuple(
+            {case.clause.id: case.clause for case in everything if case.applies or case.clause.id in meant}.values()
+        ),
         control_tests=reported + sum(ended.tests for ended in controls),
         seeds=len(seeded),
         seeded_tests=sum(ended.tests for ended in seeded),

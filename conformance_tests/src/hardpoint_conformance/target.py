@@ -21,7 +21,9 @@ from hardpoint.plugins import BackendRecord, BackendState, installed
 from hardpoint_conformance.claims import claimed
 
 if TYPE_CHECKING:
-    from hardpoint.memory import DriverTable
+    from collections.abc import Callable
+
+    from hardpoint.memory import DriverTable, VirtualPool
 
 MUTANT_VARIABLE = "HARDPOINT_CONFORMANCE_MUTANT"
 """Environment variable with which `selftest` puts a known-bad backend in the place of the one named."""
@@ -34,6 +36,7 @@ class Target:
     Attributes:
         record: how the backend was found.
         unavailable: why the backend cannot compute here although its device is there; "" when it can.
+        engine: makes memory of the backend's driver; None for the core's engine.
     """
 
     descriptor: BackendDescriptor
@@ -41,6 +44,7 @@ class Target:
     claims: Capabilities
     record: BackendRecord
     unavailable: str = ""
+    engine: Callable[[DriverTable], VirtualPool] | None = None
 
     @classmethod
     def find(cls, name: str, device: int = 0) -> Target:

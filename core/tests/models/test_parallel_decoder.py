@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_scale_models import scale_checkpoint
 from thread_ranks import run_ranks
 from tiny_models import FIRST, LEAN, SECOND, Runner, decode_two, open_and_load, save_tiny, tiny_config
 
@@ -79,6 +80,27 @@ def test_ranks_give_the_logits_of_one(tiny: Any, name: str, tensor: int, stages:
     for found in results(folder, tensor, stages, first, second, DecoderOutput.LOGITS):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 3), (2, 2)])
+def test_ranks_compute_with_the_kv_scales_of_their_layers(tiny: Any, tmp_path: Path, tensor: int, stages: int) -> None:
+    plain = tiny("llama", "even")
+    scaled = scale_checkpoint(plain, tmp_path / "scaled")
+    expected, found = (
+        results(
+            folder,
+            tensor,
+            stages,
+            [5] * 4,
+            [9] * 4,
+            DecoderOutput.LOGITS,
+            dtype=DType.BFLOAT16,
+            kv_dtype=DType.FLOAT8_E4M3,
+        )
+        for folder in (plain, scaled)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("output", [DecoderOutput.ARGMAX, DecoderOutput.HIDDEN])

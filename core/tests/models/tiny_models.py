@@ -100,14 +100,15 @@ def open_and_load(
     max_context: int = 64,
     attention: AttentionBackend | None = None,
     block_size: int = BLOCK,
+    kv_dtype: DType | None = None,
     **options: Any,
 ) -> tuple[ModelSource, RunnableModel, AttentionPlan, AttentionBackend]:
     """Return a model loaded with the reference attention (unless another is given) and a plain allocator."""
     open_options = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
     source = open_model(str(model), load_format=options.get("load_format", "auto"), **open_options)
     attention = attention or ReferenceAttention()
-    layers = attention_layers(source, dtype, options.get("place", Place()))
-    plan = attention.plan(AttentionRequest(layers, dtype, dtype, block_size, max_context))
+    layers = attention_layers(source, dtype, options.get("place", Place()), kv_dtype)
+    plan = attention.plan(AttentionRequest(layers, dtype, kv_dtype or dtype, block_size, max_context))
     assert isinstance(plan, AttentionPlan), plan
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -127,7 +128,7 @@ class Runner:
     """Runs steps of a model over its own paged cache; unused slots hold NaN."""
 
     def __init__(self, model: RunnableModel, plan: AttentionPlan, attention: AttentionBackend) -> None:
-        self._model, self._plan, self._attention = model, plan, attention
+        self._model, self.plan, self.attention = model, plan, attention
         dtype = plan.kv_cache.dtype.to_torch()
         self._cache = torch.full(plan.kv_cache.shape(64), float("nan"), dtype=dtype)
         self._tables: dict[int, list[int]] = {}
@@ -140,16 +141,16 @@ class Runner:
         for sequence, tokens in work:
             table = self._tables.setdefault(sequence, [])
             length = self._lengths.get(sequence, 0) + len(tokens)
-            while len(table) * self._plan.block_size < length:
+            while len(table) * self.plan.block_size < length:
                 # Neighbouring blocks of a sequence are far apart, and sequences interleave.
                 used = sum(map(len, self._tables.values()))
                 table.append((used * 37 + 11) % 64)
         batch = step_batch(
             [(tokens, self._lengths.get(sequence, 0)) for sequence, tokens in work],
             [self._tables[sequence] for sequence, _ in work],
-            self._plan.block_size,
+            self.plan.block_size,
         )
-        metadata = self._attention.prepare(self._plan, batch)
+        metadata = self.attention.prepare(self.plan, batch)
         result = self._model.run(batch, metadata, self._cache, last_rows(batch), output)
         for sequence, tokens in work:
             self._lengths[sequence] = self._lengths.get(sequence, 0) + len(tokens)

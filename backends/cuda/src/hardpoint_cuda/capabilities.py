@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from hardpoint.interfaces import (
-    AttentionCapabilities,
-    Capabilities,
-    Determinism,
-    Device,
-    IntSet,
-    MemoryCapabilities,
-    SleepTier,
-    TorchPoolScope,
-)
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces import AttentionCapabilities, Capabilities, Determinism, Device
 from hardpoint.memory import torch_has_library
 from hardpoint.triton import triton_attention_capabilities
 from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
+from hardpoint.triton.platform import TorchPlatform
 from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle, flashinfer_version
 
 LEAST_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
 
-MOST_RANKS = 8
-"""Devices of one machine that share a model's layers."""
-
-INSTALL = "Install torch's build for CUDA, which brings triton and NCCL"
+PLATFORM = TorchPlatform(
+    "cuda", "CUDA", partial(torch_has_library, "libtorch_cuda.so"), "nccl", targets="sm_80 and sm_90"
+)
 
 
 def capabilities(device: Device) -> Capabilities:
     """Return the claims; where something is missing, every request for attention is refused, and the notes say why."""
-    missing = reasons(device)
-    collectives = () if missing or not has_nccl() else ("nccl",)
-    return Capabilities(
-        attention=Capabilities.none().attention if missing else _attention(),
-        memory=MemoryCapabilities(
-            sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=_torch_pool_scope()
-        ),
-        tensor_parallel=IntSet() if missing else IntSet.between(1, MOST_RANKS if collectives else 1),
-        collectives=collectives,
-        notes=tuple(f"no attention: {reason}" for reason in missing) or _notes(collectives),
+    return PLATFORM.capabilities(
+        reasons(device), has_collectives=has_nccl(), attention=_attention, attention_notes=_attention_notes
     )
 
 
@@ -58,16 +41,7 @@ def reasons(device: Device) -> tuple[str, ...]:
 
 def requirements() -> tuple[str, ...]:
     """Return what is not installed that computing needs, one sentence each."""
-    needed = {
-        "the installed torch is not built for CUDA": torch_has_library("libtorch_cuda.so"),
-        "triton is not installed": find_spec("triton") is not None,
-    }
-    return tuple(sentence for sentence, is_there in needed.items() if not is_there)
-
-
-def refusal(part: str) -> CapabilityRefused:
-    """Return the error for a part that cannot be made for want of what `requirements` lists."""
-    return CapabilityRefused(f"the {part} of backend 'cuda' was asked for", requirements(), hint=INSTALL)
+    return PLATFORM.requirements()
 
 
 def choice() -> AttentionChoice:
@@ -88,22 +62,10 @@ def _attention() -> AttentionCapabilities:
     return claims if kernels is Attention.TRITON else replace(claims, determinism=Determinism.RUN_TO_RUN)
 
 
-def _notes(collectives: tuple[str, ...]) -> tuple[str, ...]:
+def _attention_notes() -> tuple[str, ...]:
     chosen = choice()
     release = f"flashinfer: {flashinfer_version()}, whose source has what is called; calls tested over a reference (simulated)"
-    return (
-        f"attention: {chosen}",
-        *(() if chosen.kernels is Attention.TRITON else (release,)),
-        "graphs: decode steps, in memory that sleeps",
-        *(() if collectives else ("ranks: one, since NCCL is not installed",)),
-        "kernels: tested in Triton's interpreter, and compiled for sm_80 and sm_90",
-        "attention, graphs, ranks: not verified on hardware",
-    )
-
-
-def _torch_pool_scope() -> TorchPoolScope:
-    """Return what `pool` catches with the torch that is installed, which is not imported."""
-    return TorchPoolScope.ALL if torch_has_library("libtorch_cuda.so") else TorchPoolScope.NONE
+    return (f"attention: {chosen}", *(() if chosen.kernels is Attention.TRITON else (release,)))
 
 
 def has_nccl() -> bool:

@@ -37,7 +37,7 @@ def probe() -> ProbeResult:
 
 def _attention() -> type[AttentionBackend]:
     if capabilities.requirements():
-        raise capabilities.refusal("attention")
+        raise capabilities.PLATFORM.refusal("attention")
     from hardpoint_cuda.attention import attention
 
     return attention()
@@ -45,7 +45,7 @@ def _attention() -> type[AttentionBackend]:
 
 def _worker() -> type[CudaWorker]:
     if capabilities.requirements():
-        raise capabilities.refusal("worker")
+        raise capabilities.PLATFORM.refusal("worker")
     from hardpoint_cuda.worker import CudaWorker
 
     return CudaWorker
@@ -53,7 +53,7 @@ def _worker() -> type[CudaWorker]:
 
 def _kernels() -> type[TritonKernels]:
     if capabilities.requirements():
-        raise capabilities.refusal("kernel set")
+        raise capabilities.PLATFORM.refusal("kernel set")
     from hardpoint.triton import TritonKernels
 
     return TritonKernels
@@ -90,6 +90,7 @@ def hardpoint_backend() -> BackendDescriptor:
         priority=100,
         cluster_resource="GPU",
         install_hint=(
-            f"{capabilities.INSTALL}, and NVIDIA's driver (libcuda.so.1), or give the path of a driver library in {DRIVER_VARIABLE}"
+            f"{capabilities.PLATFORM.install}, and NVIDIA's driver (libcuda.so.1), "
+            f"or give the path of a driver library in {DRIVER_VARIABLE}"
         ),
     )

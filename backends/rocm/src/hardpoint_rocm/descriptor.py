@@ -37,7 +37,7 @@ def probe() -> ProbeResult:
 
 def _attention() -> type[RocmAttention]:
     if capabilities.requirements():
-        raise capabilities.refusal("attention")
+        raise capabilities.PLATFORM.refusal("attention")
     from hardpoint_rocm.attention import RocmAttention
 
     return RocmAttention
@@ -45,7 +45,7 @@ def _attention() -> type[RocmAttention]:
 
 def _worker() -> type[RocmWorker]:
     if capabilities.requirements():
-        raise capabilities.refusal("worker")
+        raise capabilities.PLATFORM.refusal("worker")
     from hardpoint_rocm.worker import RocmWorker
 
     return RocmWorker
@@ -53,7 +53,7 @@ def _worker() -> type[RocmWorker]:
 
 def _kernels() -> type[TritonKernels]:
     if capabilities.requirements():
-        raise capabilities.refusal("kernel set")
+        raise capabilities.PLATFORM.refusal("kernel set")
     from hardpoint.triton import TritonKernels
 
     return TritonKernels
@@ -90,6 +90,7 @@ def hardpoint_backend() -> BackendDescriptor:
         priority=100,
         cluster_resource="GPU",
         install_hint=(
-            f"{capabilities.INSTALL}, and ROCm's HIP runtime (libamdhip64.so), or give the path of a driver library in {DRIVER_VARIABLE}"
+            f"{capabilities.PLATFORM.install}, and ROCm's HIP runtime (libamdhip64.so), "
+            f"or give the path of a driver library in {DRIVER_VARIABLE}"
         ),
     )

@@ -34,10 +34,10 @@ class Mutant:
 
 @cache
 def mutants() -> tuple[Mutant, ...]:
-    """Return all known-bad backends, by part: packaging, memory, attention, worker, the phases of sleep, ranks."""
-    from hardpoint_conformance.mutants import attention, memory, packaging, ranks, transactions, worker
+    """Return all known-bad backends, by part: packaging, memory, attention, worker, the phases of sleep, ranks, graphs."""
+    from hardpoint_conformance.mutants import attention, graphs, memory, packaging, ranks, transactions, worker
 
-    parts = (packaging, memory, attention, worker, transactions, ranks)
+    parts = (packaging, memory, attention, worker, transactions, ranks, graphs)
     return tuple(mutant for part in parts for mutant in part.MUTANTS)
 
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from hardpoint.interfaces import (
+    AttentionCapabilities,
     AttentionFeature,
     AttentionLayer,
     AttentionPlan,
     AttentionRequest,
     Capabilities,
     Device,
+    DType,
     Refusal,
     StepBatch,
 )
@@ -184,6 +186,17 @@ def wide_window_shows_own_key(base: Any) -> Methods:
     return plain(Kernel)
 
 
+@fault("Keys behind the window have a weight of almost nothing.", "attn.poison.window@1")
+def hidden_keys_weigh_little(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def masked(self, logits: Tensor, distance: Tensor, layer: AttentionLayer) -> Tensor:
+            seen = super().masked(logits, distance, layer)
+            behind = (distance <= 0) & ~self.visible(distance, layer)
+            return torch.where(behind, logits - 100.0, seen)
+
+    return plain(Kernel)
+
+
 # Logits
 
 
@@ -325,6 +338,56 @@ def float32_computed_in_bfloat16(base: Any) -> Methods:
 
 
 # Reading the cache
+
+
+@fault("Blocks that no sequence has are read, with a weight of zero.", "attn.poison.unused-block@1")
+def unused_blocks_read(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def gather(self, pages: Tensor, step: PlainStep, index: int, length: int) -> Tensor:
+            return super().gather(pages, step, index, length) + 0 * pages.float().sum()
+
+    return plain(Kernel)
+
+
+@fault("All layers have the first layer's part of the cache.", "attn.kv.layers@1")
+def layers_share_a_cache(base: Any) -> Methods:
+    def first(self: Any, layer: int, kv_cache: Tensor) -> Tensor:
+        if layer == 0:
+            self._first = kv_cache
+        found: Tensor = vars(self).get("_first", kv_cache)
+        return found
+
+    def write_kv(self: Any, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        base.write_kv(self, layer, k, v, first(self, layer, kv_cache), metadata)
+
+    def forward(
+        self: Any,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        base.forward(self, layer, q, k, v, first(self, layer, kv_cache), metadata, out, sinks, alibi_slopes)
+
+    return {"write_kv": write_kv, "forward": forward}
+
+
+@fault("What is written once more is rounded once more.", "attn.kv.idempotent@1")
+def written_again_is_rounded_again(base: Any) -> Methods:
+    def write_kv(self: Any, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        last = vars(self).get("_last")
+        if last is not None and last[0] == layer and last[1] is metadata:
+            k = k.clone()
+            next_up(k)
+        self._last = (layer, metadata)
+        base.write_kv(self, layer, k, v, kv_cache, metadata)
+
+    return {"write_kv": write_kv}
 
 
 @fault(
@@ -723,7 +786,43 @@ def four_sequences_only(base: Any) -> Methods:
     return other_output(base, change)
 
 
+@fault(
+    "Where a step has fewer tokens than the one before, the last row of that one is left in its results.",
+    "attn.metadata.smaller@1",
+)
+def larger_step_leaves_a_row(base: Any) -> Methods:
+    def change(self: Any, batch: StepBatch, out: Tensor) -> None:
+        count, before = int(batch.query_start[-1]), vars(self).get("_before")
+        now = out[:count].clone()
+        if before is not None and 0 < count < len(before):
+            out[count - 1] = before[-1]
+        self._before = now
+
+    return other_output(base, change)
+
+
 # Claims
+
+
+@fault("The attention object claims fewer features than the descriptor.", "attn.claims.agree@1")
+def attention_claims_less(base: Any) -> Methods:
+    def capabilities(self: Any) -> AttentionCapabilities:
+        claims: AttentionCapabilities = base.capabilities(self)
+        return replace(claims, features=frozenset())
+
+    return {"capabilities": capabilities}
+
+
+@fault("A cache in float16 is accepted for all queries.", "attn.kv-dtype.pairs@1")
+def cache_in_half_for_all(base: Any) -> Methods:
+    def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
+        dtype = request.dtype if request.kv_dtype is DType.FLOAT16 else request.kv_dtype
+        made: AttentionPlan | Refusal = base.plan(self, replace(request, kv_dtype=dtype))
+        if isinstance(made, Refusal):
+            return made
+        return replace(made, request=request, kv_cache=replace(made.kv_cache, dtype=request.kv_dtype))
+
+    return {"plan": plan}
 
 
 def _without_claim(target: Target, feature: AttentionFeature, methods: Callable[[Any], Methods]) -> Target:

@@ -47,12 +47,12 @@ class Faults:
         return declare
 
     def target_fault(
-        self, sentence: str, *killed_by: str
+        self, sentence: str, *killed_by: str, harmless: bool = False
     ) -> Callable[[Callable[[Target], Target]], Callable[[Target], Target]]:
         """Declare a fault by a function of the whole target; the function's name is the mutant's."""
 
         def declare(apply: Callable[[Target], Target]) -> Callable[[Target], Target]:
-            self.mutants.append(Mutant(apply.__name__, sentence, killed_by, apply))
+            self.mutants.append(Mutant(apply.__name__, sentence, killed_by, apply, harmless))
             return apply
 
         return declare

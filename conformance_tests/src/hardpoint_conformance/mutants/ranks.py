@@ -22,7 +22,13 @@ _WORKER = Faults("worker")
 # Collectives
 
 
-@_COLLECTIVES.fault("Ranks keep their own parts of a sum.", "dist.tokens.tensor@1", "dist.all-reduce.exact@1")
+@_COLLECTIVES.fault(
+    "Ranks keep their own parts of a sum.",
+    "dist.tokens.tensor@1",
+    "dist.all-reduce.exact@1",
+    "dist.order.kept@1",
+    "dist.rank.dead@1",
+)
 def all_reduce_left_out(base: Any) -> Methods:
     return {"all_reduce": lambda self, tensor: None}
 
@@ -47,6 +53,27 @@ def last_received_row_lost(base: Any) -> Methods:
         tensor[-1] = 0
 
     return {"receive": receive}
+
+
+@_COLLECTIVES.fault("A broadcast comes from rank 0, whatever the source.", "dist.broadcast.exact@1")
+def broadcast_from_rank_0(base: Any) -> Methods:
+    return {"broadcast": lambda self, tensor, source: base.broadcast(self, tensor, 0)}
+
+
+@_COLLECTIVES.fault("A barrier holds nobody.", "dist.barrier.waits@1")
+def barrier_open(base: Any) -> Methods:
+    return {"barrier": lambda self: None}
+
+
+@_COLLECTIVES.fault("A group can be left once only.", "dist.stop.twice@1")
+def second_stop_fails(base: Any) -> Methods:
+    def stop(self: Any) -> None:
+        if vars(self).get("_stopped"):
+            raise RuntimeError("there is no group")
+        self._stopped = True
+        base.stop(self)
+
+    return {"stop": stop}
 
 
 @_COLLECTIVES.fault("A group that is not complete is joined all the same.", "dist.start.missing-rank@1")

@@ -1,21 +1,38 @@
-"""Faults of sleep and wake in two phases: of the allocator's transactions, and of the worker's."""
+"""Faults of sleep and wake in two phases: of the allocator's transactions, of the engine's below them, and of the worker's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.interfaces import DType, MemoryReport, MemoryTransaction, Policy, SleepPlan
-from hardpoint.interfaces.errors import InvalidTransaction, MemoryBusy
-from hardpoint_conformance.mutants.derived import Faults, Methods
+from hardpoint.interfaces import (
+    Capabilities,
+    Device,
+    DType,
+    MemoryReport,
+    MemoryTransaction,
+    Policy,
+    SleepPlan,
+)
+from hardpoint.interfaces.errors import DriverError, InvalidTransaction, MemoryBusy
+from hardpoint.memory import PoolBooks, TensorAllocator, VirtualPool
+from hardpoint_conformance.mutants import Mutant
+from hardpoint_conformance.mutants.derived import Faults, Methods, derived
+from hardpoint_conformance.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ALLOCATOR_FAULTS, _WORKER_FAULTS = Faults("allocator"), Faults("worker")
+_ENGINE_FAULTS: list[Mutant] = []
 allocator_fault, worker_fault = _ALLOCATOR_FAULTS.fault, _WORKER_FAULTS.fault
+
+_SLEEPING = ("prepare_sleep", "begin_sleep", "begin_wake", "sleep", "wake", "discard_backup", "read_backup")
+"""Methods of an allocator that never sleeps refuse these."""
 
 
 class _Altered(MemoryTransaction):
@@ -139,6 +156,131 @@ def open_refuses_memory(base: Any) -> Methods:
     return {**_altered(base, counted), "empty": empty}
 
 
+# Memory that claims no sleep
+
+
+def _without_sleep(target: Target, *names: str) -> Target:
+    """Return a target that claims no sleep; `names` are the allocator's methods that do it all the same, the others refuse it."""
+
+    def capabilities(device: Device) -> Capabilities:
+        claims = target.descriptor.capabilities(device)
+        return replace(claims, memory=replace(claims.memory, sleep_levels=frozenset(), tiers=frozenset()))
+
+    @cache
+    def allocator() -> Any:
+        refusing = {name: getattr(TensorAllocator, name) for name in _SLEEPING if name not in names}
+        claimed = capabilities(target.device).memory
+        return derived(target.descriptor.allocator(), {**refusing, "capabilities": lambda self: claimed})
+
+    return target.with_descriptor(capabilities=capabilities, allocator=allocator)
+
+
+@_ALLOCATOR_FAULTS.target_fault(
+    "No fault: the memory never sleeps, says so, and refuses it.",
+    "alloc.transaction.refused@1",
+    "alloc.sleep.refused@1",
+    "alloc.discard.refused@1",
+    "alloc.tier.host-refused@1",
+    "alloc.tier.disk-refused@1",
+    "alloc.tier.source-refused@1",
+    harmless=True,
+)
+def memory_that_never_sleeps(target: Target) -> Target:
+    return _without_sleep(target)
+
+
+@_ALLOCATOR_FAULTS.target_fault("A sleep that is not claimed can be begun.", "alloc.transaction.refused@1")
+def unclaimed_sleep_begins(target: Target) -> Target:
+    return _without_sleep(target, "begin_sleep")
+
+
+@_ALLOCATOR_FAULTS.target_fault(
+    "A sleep that is not claimed is done, to any tier.",
+    "alloc.sleep.refused@1",
+    "alloc.discard.refused@1",
+    "alloc.tier.host-refused@1",
+    "alloc.tier.disk-refused@1",
+    "alloc.tier.source-refused@1",
+)
+def unclaimed_sleep_done(target: Target) -> Target:
+    return _without_sleep(target, "sleep")
+
+
+# Engines: what makes memory of a driver, and must hold when the driver does not
+
+
+def engine_fault(sentence: str, *killed_by: str) -> Callable[[type[VirtualPool]], type[VirtualPool]]:
+    """Declare a fault by an engine that has it; the mutant's name is the class's, in lower case."""
+
+    def declare(engine: type[VirtualPool]) -> type[VirtualPool]:
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", engine.__name__).lower()
+        _ENGINE_FAULTS.append(Mutant(name, sentence, killed_by, lambda target: replace(target, engine=engine)))
+        return engine
+
+    return declare
+
+
+class _OtherCommit(VirtualPool):
+    """An engine whose sleeps in two phases end otherwise."""
+
+    def ended(self, report: MemoryReport) -> MemoryReport:
+        """Return what a commit reports, or raise, given the right report."""
+        raise NotImplementedError
+
+    def begin_sleep(
+        self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None
+    ) -> MemoryTransaction:
+        right = super().begin_sleep(plan, live)
+        return _Altered(lambda: self.ended(right.commit()), right.rollback)
+
+
+@engine_fault("A commit does not say what the driver did not take back.", "alloc.transaction.retained@1")
+class RetainedMemoryHidden(_OtherCommit):
+    def ended(self, report: MemoryReport) -> MemoryReport:
+        return replace(report, retained=0, unmapped=report.unmapped + report.retained)
+
+
+@engine_fault("A commit fails where the driver takes no memory back.", "alloc.transaction.retained@1")
+class CommitFailsWithTheDriver(_OtherCommit):
+    def ended(self, report: MemoryReport) -> MemoryReport:
+        if report.retained:
+            raise DriverError("release", -1, "the memory is not taken back")
+        return report
+
+
+@engine_fault("What the driver did not take back is forgotten.", "alloc.transaction.retained@1")
+class RetainedMemoryForgotten(VirtualPool):
+    def books(self) -> PoolBooks:
+        return replace(super().books(), unreturned=0)
+
+
+@engine_fault("A wake goes tag by tag, and stays where it failed.", "alloc.fault.wake-oom@1")
+class WakeStopsHalfWay(VirtualPool):
+    def wake(
+        self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> MemoryReport:
+        for tag in sorted(self.stats().asleep if tags is None else tags)[:-1]:
+            super().wake([tag], progress)
+        return super().wake(tags, progress)
+
+
+@engine_fault("What the driver says of a failure is an error of no type.", "alloc.fault.allocate@1")
+class DriverErrorsUntyped(VirtualPool):
+    def allocate(
+        self,
+        size: int,
+        tag: str = "default",
+        policy: Policy = Policy.PRESERVE,
+        capacity: int = 0,
+        *,
+        shared: bool = False,
+    ) -> int:
+        try:
+            return super().allocate(size, tag, policy, capacity, shared=shared)
+        except DriverError as error:
+            raise RuntimeError(str(error)) from error
+
+
 # Workers
 
 
@@ -224,4 +366,4 @@ def shutdown_leaves_it_open(base: Any) -> Methods:
     return {"shutdown": shutdown}
 
 
-MUTANTS = [*_ALLOCATOR_FAULTS.mutants, *_WORKER_FAULTS.mutants]
+MUTANTS = [*_ALLOCATOR_FAULTS.mutants, *_ENGINE_FAULTS, *_WORKER_FAULTS.mutants]

@@ -11,11 +11,14 @@ import numpy as np
 from hardpoint.interfaces import (
     KV_CACHE,
     WEIGHTS,
+    AttentionPlan,
+    AttentionRequest,
     DType,
     MemoryProfile,
     MemoryReport,
     ModelInfo,
     Policy,
+    Refusal,
     SequenceSampling,
     SleepPlan,
     SleepTier,
@@ -96,6 +99,55 @@ def tokens_in_reverse(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         output: StepOutput = base.execute(self, step)
         return replace(output, token_ids=output.token_ids[::-1].copy())
+
+    return {"execute": execute}
+
+
+@fault("The last position of the context is taken for the one before.", "tokens.position.last@1")
+def last_position_cut_off(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        last = self._info.max_model_len - 1
+        positions = np.minimum(step.batch.positions, last - 1)
+        output: StepOutput = base.execute(self, replace(step, batch=replace(step.batch, positions=positions)))
+        return output
+
+    return {"execute": execute}
+
+
+@fault("The model's sliding window is not asked of attention.", "tokens.window.oracle@1")
+def window_not_asked(base: Any) -> Methods:
+    def init_device(self: Any) -> None:
+        base.init_device(self)
+        plan = self._attention.plan
+
+        def without(request: AttentionRequest) -> AttentionPlan | Refusal:
+            layers = tuple(replace(layer, sliding_window=None) for layer in request.layers)
+            made: AttentionPlan | Refusal = plan(replace(request, layers=layers))
+            return made
+
+        self._attention.plan = without
+
+    return {"init_device": init_device}
+
+
+@fault("A step fails where any block of the cache holds a NaN.", "worker.kv.poison@1")
+def whole_cache_checked(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        if self._kv_cache.isnan().any():
+            raise WorkerError("the KV cache holds NaN")
+        output: StepOutput = base.execute(self, step)
+        return output
+
+    return {"execute": execute}
+
+
+@fault("The KV cache is emptied when a sequence ends.", "worker.execute.abort@1")
+def cache_emptied_with_a_sequence(base: Any) -> Methods:
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        if step.finished_seq_ids:
+            self._kv_cache.zero_()
+        output: StepOutput = base.execute(self, step)
+        return output
 
     return {"execute": execute}
 
@@ -349,7 +401,7 @@ def updates_lost_by_sleep(base: Any) -> Methods:
     return {"update_weights": update_weights}
 
 
-@fault("A reload counts the weights and loads none.", "worker.weights.reload@1")
+@fault("A reload counts the weights and loads none.", "worker.weights.reload@1", "tokens.sleep.level2-reload@1")
 def reload_does_nothing(base: Any) -> Methods:
     def reload_weights(self: Any, model: str | None = None) -> int:
         count = len(self.missing_weights())
@@ -595,6 +647,26 @@ def partial_wake_wakes_all(base: Any) -> Methods:
         return report
 
     return {"wake": wake}
+
+
+@fault("A sleep of the KV cache takes the weights along.", "tokens.sleep.kv-recompute@1")
+def cache_takes_weights_along(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(
+            self, replace(plan, tags=None if plan.tags == frozenset({KV_CACHE}) else plan.tags)
+        )
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("A report does not count what a kept backup holds already.", "worker.sleep.backup-clean@1")
+def kept_backup_not_counted(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, plan)
+        return replace(report, skipped=0)
+
+    return {"sleep": sleep}
 
 
 @fault("Live KV blocks are not preserved.", "tokens.sleep.kv-live@1")

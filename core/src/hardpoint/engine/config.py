@@ -21,6 +21,7 @@ _ALIASES = {
     "kv_cache_dtype": "kv_dtype",
     "distributed_executor_backend": "executor",
 }
+_DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _EXECUTORS = ("auto", "in_process", "multi_process", "ray")
 _EXECUTOR_ALIASES = {None: "auto", "uni": "in_process", "mp": "multi_process"}
 _TIERS = (SleepTier.HOST, SleepTier.DISK, SleepTier.SOURCE)
@@ -38,7 +39,7 @@ class EngineConfig:
         require_accelerator: refuse to run on the host's processor.
         tokenizer: path of another tokenizer; None for the model's own.
         dtype: "auto" for the model's own, or "float32", "bfloat16", "float16" ("half" and "float" are understood).
-        kv_dtype: "auto" for `dtype`.
+        kv_dtype: "auto" for `dtype`, or another that the backend claims, for example "float8_e4m3fn" ("fp8" is understood).
         max_model_len: longest context in tokens; None for the model's own.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: token budget of one step.
@@ -258,7 +259,7 @@ def _parse_dtype(name: str, text: str) -> DType | None:
     if text == "auto":
         return None
     try:
-        return DType.of({"half": "float16", "float": "float32"}.get(text, text))
+        return DType.of(_DTYPE_ALIASES.get(text, text))
     except ValueError:
         choices = ", ".join(["auto", *(dtype.value for dtype in DType)])
         raise ConfigError(f"{name}={text!r} is not an element type", hint=f"Choose one of {choices}") from None

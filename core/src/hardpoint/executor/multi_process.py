@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hardpoint.executor.base import Executor, at_rank
-from hardpoint.executor.calls import EXECUTE, SCHEMAS, CallSchema, Progress, may_wait_for_others
+from hardpoint.executor.base import at_rank
+from hardpoint.executor.calls import EXECUTE, SCHEMAS, Progress, may_wait_for_others
 from hardpoint.executor.failures import Failure, describe, rebuild
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import NAME_BYTES, PROGRESS, Kind, Link, LinkFiles
@@ -20,6 +20,7 @@ from hardpoint.executor.meeting import MeetingServer
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.executor.processes import RankProcesses
 from hardpoint.executor.ranks import rank_specs
+from hardpoint.executor.remote import RemoteExecutor
 from hardpoint.executor.ring import Frame
 from hardpoint.executor.rounds import (
     NOT_YET,
@@ -27,20 +28,17 @@ from hardpoint.executor.rounds import (
     Deadline,
     are_in_step,
     culprit,
-    results,
     without_progress,
 )
-from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.weights import encode_weight
-from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import EngineDead, ForkedProcess, MalformedMessage, RankFailed
-from hardpoint.interfaces.worker import ModelInfo, WorkerConfig
+from hardpoint.interfaces.errors import EngineDead, MalformedMessage, RankFailed
+from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.plugins import Resolved
 
 _log = logging.getLogger("hardpoint")
 
 
-class MultiProcessExecutor(Executor):
+class MultiProcessExecutor(RemoteExecutor):
     """Ranks in processes of their own, which end with this one.
 
     A rank that dies, is stopped or does not answer within its limit ends all ranks: every call from then on raises the RankFailed that
@@ -56,12 +54,7 @@ class MultiProcessExecutor(Executor):
     """
 
     def __init__(self, resolved: Resolved, config: WorkerConfig, limits: RankLimits | None = None) -> None:
-        self._limits = limits or RankLimits()
-        self._driver = config.driver_rank
-        self._steps = StepEncoder()
-        self._last_call = 0
-        self._pid = os.getpid()
-        self._is_shut_down = False
+        super().__init__(config, limits)
         self._deadline = Deadline("start", self._limits.start)
         specs = rank_specs(resolved, config)
         meeting = MeetingServer() if len(specs) > 1 else None
@@ -107,23 +100,13 @@ class MultiProcessExecutor(Executor):
         """Process ids of the ranks."""
         return self._processes.pids
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step on every rank and return the driver rank's output.
-
-        When all ranks raise the same error, or the driver alone OutputFailed, that error is raised and the ranks go on; otherwise they
-        are out of step, and RankFailed is raised.
-        """
-        self._check()
-        parts = self._steps.encode(step)
+    def _step_on_all(self, parts: list[Buffer]) -> list[Any]:
         call = self._next_call()
         deadline = Deadline(EXECUTE, self._limits.step)
         for rank in range(len(self._links)):
             self._send(rank, Kind.EXECUTE, call, parts, deadline)
         # The driver is the last one, more often than not: until it has answered, the others' answers wake nobody.
-        outcomes = self._gather(call, deadline, None, waits=True, driver_first=True)
-        if any(isinstance(outcome, BaseException) for outcome in outcomes):
-            raise self._failed_step(outcomes)
-        return decode_output(outcomes[self._driver])
+        return self._gather(call, deadline, None, waits=True, driver_first=True)
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Legal in any state and more than once."""
@@ -161,12 +144,6 @@ class MultiProcessExecutor(Executor):
             return self._results(schema, self._gather(call, deadline, progress, waits=may_wait_for_others(name)))
         except EngineDead as error:
             return [error] * len(self._links)
-
-    def _results(self, schema: CallSchema, outcomes: Sequence[Any]) -> list[Any]:
-        answers = results(schema, outcomes)
-        if schema.name == "load_model" and isinstance(answers[0], ModelInfo):
-            self._steps.block_size = answers[0].attention.block_size
-        return answers
 
     # One round of messages
 
@@ -316,18 +293,7 @@ class MultiProcessExecutor(Executor):
         """Return the file descriptors that can be read when a rank has sent something or has failed."""
         return (self._processes.alarm, *(link.fileno() for link in self._links))
 
-    def _next_call(self) -> int:
-        self._last_call += 1
-        return self._last_call
-
     # Failures
-
-    def _check(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess("the ranks belong to the process that started them", hint="Make an engine in this one")
-        if self._is_shut_down:
-            raise EngineDead("the ranks were shut down", hint="Make a new engine")
-        self._check_ranks()
 
     def _check_ranks(self) -> None:
         failure = self._processes.failure

