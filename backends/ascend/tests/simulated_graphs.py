@@ -159,6 +159,9 @@ class Npu(ModuleType):
     def is_initialized(self) -> bool:
         return True
 
+    def empty_cache(self) -> None:
+        """The allocator of the CPU keeps nothing back."""
+
     def synchronize(self, index: int = 0) -> None:
         NPUGraph.running = None
 

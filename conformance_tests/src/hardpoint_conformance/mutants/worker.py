@@ -106,7 +106,7 @@ def tokens_in_reverse(base: Any) -> Methods:
 @fault("The last position of the context is taken for the one before.", "tokens.position.last@1")
 def last_position_cut_off(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        last = self._info.max_model_len - 1
+        last = self._loaded.info.max_model_len - 1
         positions = np.minimum(step.batch.positions, last - 1)
         output: StepOutput = base.execute(self, replace(step, batch=replace(step.batch, positions=positions)))
         return output
@@ -133,7 +133,7 @@ def window_not_asked(base: Any) -> Methods:
 @fault("A step fails where any block of the cache holds a NaN.", "worker.kv.poison@1")
 def whole_cache_checked(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        if self._kv_cache.isnan().any():
+        if self._kv.cache.isnan().any():
             raise WorkerError("the KV cache holds NaN")
         output: StepOutput = base.execute(self, step)
         return output
@@ -145,7 +145,7 @@ def whole_cache_checked(base: Any) -> Methods:
 def cache_emptied_with_a_sequence(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         if step.finished_seq_ids:
-            self._kv_cache.zero_()
+            self._kv.cache.zero_()
         output: StepOutput = base.execute(self, step)
         return output
 
