@@ -1,4 +1,5 @@
-"""For all tests: one torch thread, because OpenMP's fork-join collapses when tests share two cores with anything else.
+"""For all tests and the processes that they start: one torch thread, because OpenMP's fork-join collapses when tests share two cores with
+anything else.
 
 And what collecting the tests has made (modules, most of all) is left out of garbage collection, which otherwise goes through all of it
 wherever a test asks for a collection to see memory given back: half of the time of such tests.
@@ -7,11 +8,13 @@ wherever a test asks for a collection to see memory given back: half of the time
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

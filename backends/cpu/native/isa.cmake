@@ -16,13 +16,19 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   set(HP_AVX512_QUIET -Wno-maybe-uninitialized)
 endif()
 
+# The rules for sanitizers (driver.cmake) have their own level, and -O3 after it takes the compiler four times as long.
+set(HP_OPTIMISE -O3)
+if(HARDPOINT_SANITIZE)
+  set(HP_OPTIMISE "")
+endif()
+
 function(hp_isa_unit family)
-  hp_isa_object(${family} baseline 4 -O3 -ffp-contract=fast)
+  hp_isa_object(${family} baseline 4 ${HP_OPTIMISE} -ffp-contract=fast)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT HARDPOINT_PORTABLE)
-    hp_isa_object(${family} avx2 8 -O3 -ffp-contract=fast -march=x86-64-v3)
-    hp_isa_object(${family} avx512 16 -O3 -ffp-contract=fast -march=x86-64-v4 -mprefer-vector-width=512
+    hp_isa_object(${family} avx2 8 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v3)
+    hp_isa_object(${family} avx512 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mprefer-vector-width=512
       ${HP_AVX512_QUIET})
-    hp_isa_object(${family} avx512bf16 16 -O3 -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512
+    hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512
       ${HP_AVX512_QUIET})
     target_compile_definitions(_native PRIVATE HP_HAVE_X86_ISAS=1)
   endif()

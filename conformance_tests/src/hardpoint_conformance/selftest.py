@@ -64,6 +64,10 @@ def selftest(
     # An end from outside must reach the forks, too: as an exception it leaves through `run_forked`, which kills them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     start = time.monotonic()
+    cores = len(os.sched_getaffinity(0))
+    at_a_time = jobs or cores
+    # As the runner has it; read when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // at_a_time)))
     _import_parts()
     everything = collect(BACKEND)
     cases = [case for case in everything if case.applies]
@@ -71,7 +75,6 @@ def selftest(
     # The forks share what has been imported: a garbage collection in them neither goes through it nor copies its pages.
     gc.collect()
     gc.freeze()
-    at_a_time = jobs or len(os.sched_getaffinity(0))
     harmful = [mutant for mutant in chosen if not mutant.harmless]
     console.print(f"{len(harmful)} mutants, {len(cases)} tests of {len({case.clause.id for case in cases})} clauses")
 
