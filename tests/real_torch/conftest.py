@@ -28,7 +28,6 @@ BUILD = os.environ.get("HARDPOINT_REAL_TORCH", "")
 LIBRARIES = os.environ.get("HARDPOINT_TORCH_LIBRARIES", "")
 
 collect_ignore_glob = [] if BUILD else ["test_*.py"]
-collect_ignore = ["test_workers.py"] if BUILD == "ascend" else []
 
 SETTINGS = {"HARDPOINT_SIM_DEVICES": "2", "HARDPOINT_SIM_CAPACITY": str(1 << 30)}
 QUESTIONS = ("aclrtGetDevice: no context is current", "aclrtGetCurrentContext: no context is current")
