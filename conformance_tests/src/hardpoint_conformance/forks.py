@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hardpoint_conformance import plugin
+from hardpoint_conformance.ranks import fork_server_here
 from hardpoint_conformance.target import MUTANT_VARIABLE
 
 if TYPE_CHECKING:
@@ -229,6 +230,8 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
         os.environ.pop(MUTANT_VARIABLE, None)
         if job.mutant:
             os.environ[MUTANT_VARIABLE] = job.mutant
+        if any(clause.startswith("dist.") for clause in job.clauses):
+            fork_server_here()
         options = [f"--seed={job.seed}", f"--clauses={','.join(job.clauses)}", "--results=results.jsonl"]
         own = [_FirstFailure()] if job.first_failure else []
         with _no_other_plugins():

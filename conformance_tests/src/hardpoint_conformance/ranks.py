@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
+from importlib import import_module
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
@@ -85,6 +87,37 @@ def process_context() -> ForkServerContext:
     context = get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     return context
+
+
+def import_for_ranks() -> None:
+    """Import what processes of ranks need."""
+    for name in _PRELOADED:
+        import_module(name)
+
+
+def fork_server_here() -> None:
+    """Let the process that ranks are forks of be a fork of this one, which has imported everything, and not a fresh one.
+
+    For a process that has started no threads and no device. It is Python's own server, which `process_context` uses, with another
+    beginning; Pythons whose servers begin in a way that is not known here keep theirs.
+    """
+    if sys.version_info >= (3, 14) or not sys.platform.startswith("linux"):
+        return
+    server: Any = forkserver._forkserver
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]  # without a file, on Linux
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        alive, keep_alive = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(keep_alive)
+                forkserver.main(listener.fileno(), alive, [])
+            finally:
+                os._exit(0)
+        os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, keep_alive, pid
 
 
 def run_ranks(

@@ -24,6 +24,7 @@ from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict, write_re
 from hardpoint_conformance.mutants import Mutant, mutants
 from hardpoint_conformance.outcomes import Outcome
 from hardpoint_conformance.outcomes import Verdict as ReportVerdict
+from hardpoint_conformance.ranks import import_for_ranks
 from hardpoint_conformance.report import ReportError, read_report, verdict_of, verify
 
 BACKEND = "cpu"
@@ -179,6 +180,7 @@ def _import_parts() -> None:
     """Import what every fork needs; starts no device."""
     from hardpoint_conformance.target import Target
 
+    import_for_ranks()
     descriptor = Target.find(BACKEND).descriptor
     for part in (descriptor.allocator, descriptor.attention, descriptor.worker, descriptor.kernels):
         if part is not None:
