@@ -11,7 +11,7 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
-.PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton demo \
+.PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers test-portable \
 	test-flashinfer test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
@@ -109,7 +109,9 @@ sanitize-threads: $(STAMP)
 	PYTHON=$(BIN)/python scripts/test_variant.sh tsan
 
 # New reports go to build/conformance; those that are committed (docs/reports) are checked for being whole and of this suite.
-conformance: conformance-cpu conformance-cuda conformance-rocm conformance-ascend conformance-committed  ## The conformance suite on the CPU backend, and on the vendors' drivers over simulated ones
+conformance: conformance-cpu conformance-vendors  ## The conformance suite on the CPU backend, and on the vendors' drivers over simulated ones
+
+conformance-vendors: conformance-cuda conformance-rocm conformance-ascend conformance-committed
 
 conformance-cpu: $(STAMP)
 	$(BIN)/hardpoint conformance run --backend cpu --profile full --report build/conformance/cpu
@@ -120,12 +122,14 @@ conformance-cuda conformance-rocm conformance-ascend: conformance-%: $(STAMP)
 	$(BIN)/hardpoint conformance verify --conformant build/conformance/$*/report.json
 
 conformance-committed: $(STAMP)
-	for report in docs/reports/*.json; do $(BIN)/hardpoint conformance verify --conformant $$report || exit 1; done
+	$(BIN)/hardpoint conformance verify --conformant docs/reports/*.json
 
-selftest: conformance-cpu  ## The suite's own test: every known-bad backend is found, and 20 seeds raise no false alarm
+# The report is made here and not by a prerequisite: for that, make would go on with other goals, and begin this one, the longest but one, last.
+selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, and 20 seeds raise no false alarm
+	$(MAKE) --no-print-directory conformance-cpu
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance conformance-triton test-torch sanitize aot test-ray test-triton test-portable test-headers test-flashinfer
+CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-ray test-triton test-portable test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.

@@ -154,29 +154,34 @@ def _read(file: Path) -> dict[str, Any]:
 
 @app.command("verify")
 def verify_command(
-    file: _Report,
+    files: _Reports,
     conformant: Annotated[
         bool, typer.Option("--conformant", help="Also fail where it is not conformant, waivers or simulation apart.")
     ] = False,
 ) -> None:
-    """Check a report without hardware: its digest, that it is complete, and that its verdict follows from its results.
+    """Check reports without hardware: their digests, that they are complete, and that their verdicts follow from their results.
 
-    Exit codes: 0 whole, 1 not (each problem is named), 2 wrong options.
+    Exit codes: 0 all are whole, 1 one is not (each problem is named), 2 wrong options.
     """
+    in_order = [_is_in_order(file, conformant) for file in files]
+    if not all(in_order):
+        raise typer.Exit(1)
+
+
+def _is_in_order(file: Path, conformant: bool) -> bool:
     from hardpoint_conformance.console import verdict_line
     from hardpoint_conformance.outcomes import Verdict
 
     report = _read(file)
     problems = verify(report)
     for problem in problems:
-        typer.echo(f"error: {problem}", err=True)
+        typer.echo(f"error: {file}: {problem}", err=True)
     if problems:
-        raise typer.Exit(1)
+        return False
     console = _console()
     console.print(f"{file}: whole; suite {report['suite']['version']}, {len(report['results'])} results", markup=False)
     console.print(verdict_line(report))
-    if conformant and (verdict_of(report) in (Verdict.NOT_CONFORMANT, Verdict.PARTIAL)):
-        raise typer.Exit(1)
+    return not conformant or verdict_of(report) not in (Verdict.NOT_CONFORMANT, Verdict.PARTIAL)
 
 
 @app.command("list")
