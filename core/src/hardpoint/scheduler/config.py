@@ -27,6 +27,7 @@ class SchedulerConfig:
         swap_seconds_per_block, recompute_seconds_per_token: the costs that "auto" compares (a swap moves a block twice);
             with both unknown (0) it recomputes.
         policy: "fcfs" by arrival, "priority" by priority (lower first), then arrival.
+        steps_in_flight: steps that may be planned beyond the oldest one that was not booked.
         num_lookahead_slots: slots kept ready behind each decoding sequence.
         fairness_bound: a waiting request that was passed over so many times by later ones, or a sequence that was preempted
             so many times, goes before all others that were not.
@@ -51,6 +52,7 @@ class SchedulerConfig:
     swap_seconds_per_block: float = 0.0
     recompute_seconds_per_token: float = 0.0
     policy: Literal["fcfs", "priority"] = "fcfs"
+    steps_in_flight: int = 0
     num_lookahead_slots: int = 0
     fairness_bound: int = 8
     vocab_size: int = 0
@@ -62,6 +64,7 @@ class SchedulerConfig:
         for name in (
             "num_host_blocks",
             "long_prefill_token_threshold",
+            "steps_in_flight",
             "num_lookahead_slots",
             "vocab_size",
             "swap_seconds_per_block",

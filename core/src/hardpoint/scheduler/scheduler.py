@@ -53,7 +53,9 @@ Finished: TypeAlias = list[tuple[int, FinishReason]]
 class Scheduler:
     """Continuous batching over paged KV blocks.
 
-    `add_request` any time; then in a loop `schedule`, run the batch, `update` with the sampled tokens. A request with
+    `add_request` any time; then in a loop `schedule`, run the batch, `update` with the sampled tokens. With `steps_in_flight` in its
+    settings it plans that many steps before the tokens of the first are known: -1 stands for a token that a step in flight is
+    sampling, and what was computed for a sequence that ended meanwhile is dropped. A request with
     handle h and n sequences has the sequence ids h, h + 1, ..., h + n - 1, in fork order, from the moment it is added; the
     first computes the prompt, and the others share its blocks from then on. Ids are never used twice. A sequence that has
     ended is kept until `release`.
@@ -90,10 +92,10 @@ class Scheduler:
             by_priority=config.policy == "priority",
             fairness_bound=config.fairness_bound,
             hash_bits=config.hash_bits,
+            steps_in_flight=config.steps_in_flight,
         )
-        self._buffers = self._core.buffers()
-        self._view_shape = (-1, -1, -1)
-        self._views = self._views_of(0, 0, 0)
+        self._plans = [_PlanViews(buffers) for buffers in self._core.buffers()]
+        self._block_table = self._core.block_table()
 
     # Requests
 
@@ -112,6 +114,7 @@ class Scheduler:
         salt: str = "",
         skip_prefix_cache: bool = False,
         pooling: bool = False,
+        plan_ahead: bool = True,
     ) -> int:
         """Queue a request.
 
@@ -127,6 +130,7 @@ class Scheduler:
             salt: requests share cached prefixes only within one salt (an adapter's name, a tenant's).
             skip_prefix_cache: compute the whole prompt (for its log probabilities).
             pooling: no sampling; the request ends when its prompt is computed.
+            plan_ahead: False plans each of its steps only when the token before is booked; other requests go on meanwhile.
 
         Returns:
             The handle, which is the id of the request's first sequence.
@@ -182,6 +186,7 @@ class Scheduler:
                 salt,
                 skip_prefix_cache,
                 pooling,
+                plan_ahead,
             )
         except IndexError as error:
             token, position = error.args
@@ -195,8 +200,8 @@ class Scheduler:
     def abort(self, handles: Sequence[int]) -> None:
         """End all sequences of these requests with ABORT, at any time; unknown and ended ones are left as they are.
 
-        Their blocks are free at once. Between `schedule` and `update` the batch stays as it is, and `update` ignores what was
-        sampled for them. `update` does not report them; `release` them like all others.
+        Their blocks are free at once. Steps in flight stay as they are, and `update` ignores what was sampled for them. `update`
+        does not report them; `release` them like all others.
         """
         self._core.abort(handles)
 
@@ -225,23 +230,22 @@ class Scheduler:
     # Steps
 
     def schedule(self) -> StepBatch | None:
-        """Plan the next step; None when nothing can run.
+        """Plan the next step; None when nothing can run, or nothing before a step in flight is booked.
 
-        The arrays of the batch are views of the scheduler's own buffers and hold until the next `schedule`, except for the
-        small swap, copy and preemption lists, which are new ones.
+        The arrays of the batch are views of the scheduler's own buffers and hold until the step is booked, by `update` or
+        `fail_step`; the block table changes with the next `schedule`, and the swap, copy and preemption lists are new ones. With
+        steps in flight a step may swap blocks out and compute nothing.
 
         Raises:
-            RuntimeError: the last batch has had neither `update` nor `fail_step`.
+            RuntimeError: more than `steps_in_flight` batches have had neither `update` nor `fail_step`.
         """
-        num_tokens, num_seqs, num_decodes, num_samples, moves = self._core.schedule()
-        if num_seqs == 0:
+        step = self._core.schedule()
+        if step is None:
             return None
-        shape = (num_tokens, num_seqs, num_samples)
-        if shape != self._view_shape:
-            self._view_shape = shape
-            self._views = self._views_of(*shape)
-        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = self._views[:8]
-        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = self._views[8:]
+        num_tokens, num_seqs, num_decodes, num_samples, moves, plan = step
+        views = self._plans[plan].views(num_tokens, num_seqs, num_samples)
+        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = views[:8]
+        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = views[8:]
         swap_out, swap_in, copies, preempted = self._core.moves() if moves else _NOTHING_MOVES
         return StepBatch(
             token_ids,
@@ -249,7 +253,7 @@ class Scheduler:
             slots,
             query_start,
             context_lens,
-            self._buffers[-1],
+            self._block_table,
             rows,
             seq_ids,
             num_decodes,
@@ -265,7 +269,7 @@ class Scheduler:
         )
 
     def update(self, token_ids: Int64Array) -> Finished:
-        """Take the sampled tokens of the last batch, in the order of its samples.
+        """Book the oldest step in flight: take the tokens of its samples, in their order.
 
         Returns:
             (sequence id, reason) of the sequences that ended in this step; they hold no blocks any more.
@@ -280,9 +284,14 @@ class Scheduler:
         return [] if finished is None else _named(finished)
 
     def fail_step(self) -> Finished:
-        """Give up the last batch, which the worker did not finish: its sequences end with ERROR, the others go on."""
+        """Give up the oldest step, which the worker did not finish: its sequences end with ERROR, the others go on."""
         finished = self._core.fail_step()
         return [] if finished is None else _named(finished)
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many steps were planned and not booked."""
+        return self._core.num_in_flight()
 
     def has_unfinished(self) -> bool:
         """Whether any request waits, runs or is swapped."""
@@ -344,7 +353,7 @@ class Scheduler:
             swapped: the blocks on the host are lost too, as after a change of weights; otherwise swapped sequences stay.
 
         Raises:
-            RuntimeError: the last batch has had neither `update` nor `fail_step`.
+            RuntimeError: a step is in flight.
         """
         self._core.recompute_all(swapped)
 
@@ -366,10 +375,23 @@ class Scheduler:
         if broken:
             raise AssertionError(broken)
 
-    def _views_of(self, num_tokens: int, num_seqs: int, num_samples: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return the parts of the buffers that a step uses, in the order of `SchedulerCore.buffers`."""
-        lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
-        return tuple(buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=False))
+
+class _PlanViews:
+    """The arrays of one plan: parts of its buffers, made anew only where a step has other sizes than the one before."""
+
+    def __init__(self, buffers: tuple[npt.NDArray[Any], ...]) -> None:
+        self._buffers = buffers
+        self._sizes = (-1, -1, -1)
+        self._views: tuple[npt.NDArray[Any], ...] = ()
+
+    def views(self, num_tokens: int, num_seqs: int, num_samples: int) -> tuple[npt.NDArray[Any], ...]:
+        """Return what a step of these sizes uses, in the order of `SchedulerCore.buffers`."""
+        sizes = (num_tokens, num_seqs, num_samples)
+        if sizes != self._sizes:
+            self._sizes = sizes
+            lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
+            self._views = tuple(buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=True))
+        return self._views
 
 
 def _named(finished: tuple[list[int], list[int]]) -> Finished:
