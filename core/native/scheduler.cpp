@@ -139,12 +139,12 @@ const Plan* Scheduler::schedule() {
   plan.swapped_out.clear();
 
   schedule_decodes();
-  budget_ -= plan.counts.num_tokens;
+  budget_ -= plan.counts.num_seqs;
   if (has_prefills_) schedule_prefills();
   if (may_admit_ && !swapped_.empty()) schedule_swapped();
   if (may_admit_ && swapped_.empty() && !waiting_.empty()) schedule_waiting();
 
-  plan.counts.num_decodes = plan.counts.num_seqs;
+  complete_decodes();
   for (const Chunk& chunk : planned_) emit_chunk(*chunk.sequence, chunk.length);
   plan.query_start[plan.counts.num_seqs] = plan.counts.num_tokens;
   // Where all others wait for their tokens, a sequence may be swapped out in a step that computes nothing.
@@ -154,6 +154,7 @@ const Plan* Scheduler::schedule() {
 }
 
 void Scheduler::schedule_decodes() {
+  int32_t row = 0;
   // Preemption shortens running_ from its end, which this loop has not reached yet.
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& sequence = *running_[i];
@@ -164,11 +165,12 @@ void Scheduler::schedule_decodes() {
     if (sequence.waits_for_token()) continue;
     if (sequence.num_computed >= sequence.bookkeeping_at) {
       const Readiness readiness = prepare_decode(sequence);
-      if (readiness == Readiness::preempted) return;
+      if (readiness == Readiness::preempted) break;
       if (readiness == Readiness::complete) continue;
     }
-    emit_decode(sequence);
+    emit_decode(sequence, row++);
   }
+  plan_->counts.num_seqs = row;
 }
 
 Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
@@ -198,26 +200,31 @@ void Scheduler::locate(Sequence& sequence, int64_t position) {
                                       sequence.max_total - 1});
 }
 
-void Scheduler::emit_decode(Sequence& sequence) {
+void Scheduler::emit_decode(Sequence& sequence, int32_t row) {
   Plan& plan = *plan_;
   const int32_t position = sequence.num_computed++;
-  const int32_t row = plan.counts.num_seqs++;
-  const int32_t token = plan.counts.num_tokens++;
-  plan.token_ids[token] = position < sequence.num_tokens ? sequence.tokens[position] : -1;
-  plan.positions[token] = position;
-  plan.slot_mapping[token] = position + sequence.slot_offset;
-  plan.query_start[row] = token;
-  plan.context_lens[row] = position + 1;
+  plan.token_ids[row] = position < sequence.num_tokens ? sequence.tokens[position] : -1;
+  plan.positions[row] = position;
+  plan.slot_mapping[row] = position + sequence.slot_offset;
   plan.rows[row] = sequence.row;
   plan.state_rows[row] = sequence.state_row;
+  plan.sample_positions[row] = position + 1 - sequence.prompt_len;
   plan.seq_ids[row] = sequence.id;
-  const int32_t sample = plan.counts.num_samples++;
-  plan.sample_rows[sample] = row;
-  plan.sample_state_rows[sample] = sequence.state_row;
-  plan.sample_positions[sample] = position + 1 - sequence.prompt_len;
-  plan.sample_seq_ids[sample] = sequence.id;
   plan.sequences[row] = &sequence;
   ++sequence.in_flight;
+}
+
+// What follows from the rows that emit_decode() wrote: each has one token and one sample.
+void Scheduler::complete_decodes() {
+  Plan& plan = *plan_;
+  StepCounts& counts = plan.counts;
+  const int32_t count = counts.num_seqs;
+  counts.num_decodes = counts.num_tokens = counts.num_samples = count;
+  for (int32_t row = 0; row < count; ++row) plan.query_start[row] = row;
+  for (int32_t row = 0; row < count; ++row) plan.sample_rows[row] = row;
+  for (int32_t row = 0; row < count; ++row) plan.context_lens[row] = static_cast<int32_t>(plan.positions[row]) + 1;
+  std::copy_n(plan.state_rows.data(), count, plan.sample_state_rows.data());
+  std::copy_n(plan.seq_ids.data(), count, plan.sample_seq_ids.data());
 }
 
 int32_t Scheduler::chunk_of(const Sequence& sequence) const {
@@ -252,7 +259,7 @@ void Scheduler::schedule_swapped() {
     start_running(sequence);
     if (sequence.decoding) {
       locate(sequence, sequence.num_computed);
-      emit_decode(sequence);
+      emit_decode(sequence, plan_->counts.num_seqs++);
       --budget_;
     } else {
       const int32_t length = chunk_of(sequence);

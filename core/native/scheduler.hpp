@@ -229,7 +229,8 @@ class Scheduler {
   Readiness prepare_decode(Sequence& sequence);
   int32_t chunk_of(const Sequence& sequence) const;
   AllocStatus admit(Sequence& sequence);
-  void emit_decode(Sequence& sequence);
+  void emit_decode(Sequence& sequence, int32_t row);
+  void complete_decodes();
   void emit_chunk(Sequence& sequence, int32_t length);
   int64_t slots_wanted(int64_t num_tokens) const;
   void locate(Sequence& sequence, int64_t position);

@@ -62,13 +62,14 @@ py::array_t<int32_t> copy_tokens(const Sequence& sequence, int32_t from) {
   return py::array_t<int32_t>(sequence.num_tokens - first, sequence.tokens + first);
 }
 
-// (tokens, sequences, decodes, samples, whether anything moves, which of the plans), or None.
+// ((tokens, sequences, decodes, samples), whether anything moves, which of the plans), or None.
 py::object schedule(Scheduler& self) {
   const Plan* plan = self.schedule();
   if (plan == nullptr) return py::none();
   const StepCounts& step = plan->counts;
   const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.preempted.empty());
-  return py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples, moves, plan - self.plans().data());
+  return py::make_tuple(py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples), moves,
+                        plan - self.plans().data());
 }
 
 // The arrays of each plan.

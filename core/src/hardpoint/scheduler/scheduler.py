@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -45,9 +46,9 @@ class FinishReason(IntEnum):
 _REASONS: tuple[FinishReason | None, ...] = (None, *FinishReason)
 _NO_PAIRS = np.empty((0, 2), np.int32)
 _NO_IDS = np.empty(0, np.int64)
-_NOTHING_MOVES = (_NO_PAIRS, _NO_PAIRS, _NO_PAIRS, _NO_IDS)
 
 Finished: TypeAlias = list[tuple[int, FinishReason]]
+_Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int64Array]
 
 
 class Scheduler:
@@ -94,8 +95,8 @@ class Scheduler:
             hash_bits=config.hash_bits,
             steps_in_flight=config.steps_in_flight,
         )
-        self._plans = [_PlanViews(buffers) for buffers in self._core.buffers()]
-        self._block_table = self._core.block_table()
+        table = self._core.block_table()
+        self._plans = [_PlanBatches(buffers, table) for buffers in self._core.buffers()]
 
     # Requests
 
@@ -242,31 +243,8 @@ class Scheduler:
         step = self._core.schedule()
         if step is None:
             return None
-        num_tokens, num_seqs, num_decodes, num_samples, moves, plan = step
-        views = self._plans[plan].views(num_tokens, num_seqs, num_samples)
-        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = views[:8]
-        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = views[8:]
-        swap_out, swap_in, copies, preempted = self._core.moves() if moves else _NOTHING_MOVES
-        return StepBatch(
-            token_ids,
-            positions,
-            slots,
-            query_start,
-            context_lens,
-            self._block_table,
-            rows,
-            seq_ids,
-            num_decodes,
-            sample_rows,
-            sample_seq_ids,
-            swap_out,
-            swap_in,
-            copies,
-            preempted,
-            state_rows,
-            sample_state_rows,
-            sample_positions,
-        )
+        sizes, has_moves, plan = step
+        return self._plans[plan].batch(sizes, self._core.moves() if has_moves else None)
 
     def update(self, token_ids: Int64Array) -> Finished:
         """Book the oldest step in flight: take the tokens of its samples, in their order.
@@ -376,22 +354,53 @@ class Scheduler:
             raise AssertionError(broken)
 
 
-class _PlanViews:
-    """The arrays of one plan: parts of its buffers, made anew only where a step has other sizes than the one before."""
+class _PlanBatches:
+    """The batches of one plan: views of its buffers, made anew only where a step has other sizes than the one before.
 
-    def __init__(self, buffers: tuple[npt.NDArray[Any], ...]) -> None:
-        self._buffers = buffers
-        self._sizes = (-1, -1, -1)
-        self._views: tuple[npt.NDArray[Any], ...] = ()
+    Args:
+        buffers: in the order of `SchedulerCore.buffers`.
+    """
 
-    def views(self, num_tokens: int, num_seqs: int, num_samples: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return what a step of these sizes uses, in the order of `SchedulerCore.buffers`."""
-        sizes = (num_tokens, num_seqs, num_samples)
-        if sizes != self._sizes:
+    def __init__(self, buffers: tuple[npt.NDArray[Any], ...], block_table: Int32Array) -> None:
+        self._buffers, self._block_table = buffers, block_table
+        self._sizes: tuple[int, ...] = ()
+        self._without_moves: StepBatch | None = None
+
+    def batch(self, sizes: tuple[int, int, int, int], moves: _Moves | None) -> StepBatch:
+        """Return the batch of a step with so many (tokens, sequences, decodes, samples)."""
+        if self._without_moves is None or sizes != self._sizes:
             self._sizes = sizes
-            lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
-            self._views = tuple(buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=True))
-        return self._views
+            self._without_moves = self._make(*sizes)
+        if moves is None:
+            return self._without_moves
+        swap_out, swap_in, copies, preempted = moves
+        return replace(self._without_moves, swap_out=swap_out, swap_in=swap_in, copies=copies, preempted=preempted)
+
+    def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int) -> StepBatch:
+        lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
+        views = [buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=True)]
+        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = views[:8]
+        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = views[8:]
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_table=self._block_table,
+            rows=rows,
+            seq_ids=seq_ids,
+            num_decodes=num_decodes,
+            sample_rows=sample_rows,
+            sample_seq_ids=sample_seq_ids,
+            swap_out=_NO_PAIRS,
+            swap_in=_NO_PAIRS,
+            copies=_NO_PAIRS,
+            preempted=_NO_IDS,
+            state_rows=state_rows,
+            sample_state_rows=sample_state_rows,
+            sample_positions=sample_positions,
+        )
 
 
 def _named(finished: tuple[list[int], list[int]]) -> Finished:
