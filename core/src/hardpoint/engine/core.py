@@ -238,7 +238,10 @@ class EngineCore:
             return CoreOutput(idle=not self.scheduler.has_unfinished())
         new = self._new_sampling
         sampled = batch.sample_seq_ids.tolist()
-        first = tuple(new.pop(seq_id) for seq_id in sampled if seq_id in new) if new else ()
+        first: tuple[SequenceSampling, ...] = ()
+        if new:
+            rows = zip(sampled, batch.sample_state_rows.tolist(), strict=True)
+            first = tuple(replace(new.pop(seq_id), state_row=row) for seq_id, row in rows if seq_id in new)
         pooling = {s: self._pooling[s] for s in batch.seq_ids.tolist() if s in self._pooling} if self._pooling else {}
         forgotten, self._forgotten = tuple(self._forgotten), []
         prefill_tokens = batch.num_tokens - batch.num_decodes
