@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -246,8 +247,11 @@ class EngineCore:
         prefill_tokens = batch.num_tokens - batch.num_decodes
         preempted = len(batch.preempted)
         try:
-            output = self.executor.execute(StepInput(batch, first, forgotten, pooling))
+            self.executor.submit(StepInput(batch, first, forgotten, pooling))
+            output = self.executor.collect()
         except BaseException as error:
+            if not isinstance(error, Exception):
+                self._drop_submitted()
             # The worker may not have come to forget them; to forget twice does no harm.
             self._forgotten[:0] = forgotten
             lost = tuple(seq_id for seq_id, _ in self.scheduler.fail_step())
@@ -266,6 +270,12 @@ class EngineCore:
             finished=finished,
             embeddings=output.embeddings,
         )
+
+    def _drop_submitted(self) -> None:
+        """Collect what an interrupt left between a step's submission and its collection."""
+        for _ in range(self.model.steps_in_flight + 1):
+            with contextlib.suppress(Exception):
+                self.executor.collect()
 
     def _count(self, seconds: float, prefill_tokens: int, sampled: int, preempted: int) -> None:
         totals = self.totals
