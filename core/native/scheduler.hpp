@@ -160,7 +160,7 @@ class Scheduler {
   // Plans a step; the plan holds until it is booked, the moves below until the next call. Null when nothing can run now. Every
   // plan is answered by one update() or fail_step(); std::logic_error when more than `steps_in_flight` + 1 are not.
   const Plan* schedule();
-  // Books the oldest step. `sampled`: a token for each of its samples. The sequences that ended, in step order. Tokens of sequences
+  // Books the oldest step. `sampled`: a token for each of its samples, -1 where there is none, which ends its sequence with `error`. The sequences that ended, in step order. Tokens of sequences
   // that ended meanwhile are ignored. std::invalid_argument, with nothing changed, on a wrong count or token.
   const Finished& update(const int64_t* sampled, int64_t count);
   // The oldest step was not done, or only in part: sequences in it end with `error`, since what their blocks hold is unknown;

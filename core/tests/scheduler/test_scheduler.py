@@ -469,7 +469,7 @@ def test_swap_falls_back_to_recompute_when_the_host_pool_is_full() -> None:
 
 
 def test_the_lowest_priority_is_preempted() -> None:
-    s = scheduler(num_device_blocks=4, max_model_len=16, policy="priority", preemption_mode="recompute")
+    s = scheduler(num_device_blocks=4, max_model_len=16, scheduling_policy="priority", preemption_mode="recompute")
     low = s.add_request([1] * 7, max_tokens=9, priority=5)
     high = s.add_request([2] * 7, max_tokens=9, priority=0)
     finished = finish_all(s)
@@ -599,14 +599,14 @@ def test_a_request_that_did_not_fit_is_admitted_when_others_have_computed_its_pr
 
 
 def test_priority_serves_lower_numbers_first() -> None:
-    s = scheduler(max_num_seqs=1, policy="priority")
+    s = scheduler(max_num_seqs=1, scheduling_policy="priority")
     handles = [s.add_request([1], max_tokens=1, priority=p) for p in (2, 0, 1)]
     assert list(finish_all(s)) == [handles[1], handles[2], handles[0]]
 
 
 def test_a_request_is_passed_over_no_more_than_the_bound() -> None:
     bound = 4
-    s = scheduler(max_num_seqs=1, policy="priority", fairness_bound=bound)
+    s = scheduler(max_num_seqs=1, scheduling_policy="priority", fairness_bound=bound)
     poor = s.add_request([1], max_tokens=1, priority=100)
     order: list[int] = []
     for _ in range(20):
@@ -730,7 +730,50 @@ def test_a_step_must_be_answered_before_the_next() -> None:
         s.schedule()
 
 
-@pytest.mark.parametrize("tokens", [[], [1, 2], [-1], [1 << 31]])
+def test_a_sample_without_a_token_ends_its_sequence_alone() -> None:
+    s = scheduler()
+    lost, other = s.add_request([1, 2]), s.add_request([3, 4])
+    batch = s.schedule()
+    assert batch is not None
+    assert update(s, batch, [-1, 5]) == {lost: FinishReason.ERROR}
+    assert step(s).seq_ids.tolist() == [other]
+    assert s.output_token_ids(lost).tolist() == []
+
+
+def test_a_token_in_flight_is_a_placeholder_and_a_surplus_token_is_dropped() -> None:
+    s = scheduler(steps_in_flight=1)
+    ends, goes_on = s.add_request([1, 2], max_tokens=9, stop_token_ids=[7]), s.add_request([3, 4], max_tokens=3)
+    first, second = s.schedule(), s.schedule()
+    assert first is not None and second is not None
+    assert (second.token_ids.tolist(), second.positions.tolist()) == ([-1, -1], [2, 2])
+    assert (second.state_rows.tolist(), second.sample_positions.tolist()) == ([0, 1], [1, 1])
+    with pytest.raises(RuntimeError, match="2 steps"):
+        s.schedule()
+    assert update(s, first, [7, 5]) == {ends: FinishReason.STOP}
+    assert s.block_stats.device_used == 1
+    third = s.schedule()
+    assert third is not None
+    assert third.seq_ids.tolist() == [goes_on]
+    assert update(s, second, [8, 6]) == {}
+    assert s.output_token_ids(ends).tolist() == [7]
+    assert s.schedule() is None, "the last token that max_tokens allows is in flight"
+    assert update(s, third, [7]) == {goes_on: FinishReason.LENGTH}
+    assert s.num_in_flight == 0
+
+
+def test_a_request_that_needs_its_token_first_does_not_hold_the_others() -> None:
+    s = scheduler(steps_in_flight=1)
+    waits, runs = s.add_request([1, 2], plan_ahead=False), s.add_request([3, 4])
+    first, second = s.schedule(), s.schedule()
+    assert first is not None and second is not None
+    assert (first.seq_ids.tolist(), second.seq_ids.tolist()) == ([waits, runs], [runs])
+    update(s, first, [5, 6])
+    third = s.schedule()
+    assert third is not None
+    assert (third.seq_ids.tolist(), third.token_ids.tolist()) == ([waits, runs], [5, -1])
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2], [-2], [1 << 31]])
 def test_a_wrong_update_is_refused_and_changes_nothing(tokens: list[int]) -> None:
     s = scheduler()
     handle = s.add_request([1, 2], max_tokens=1)
@@ -796,7 +839,7 @@ def test_prompts_of_the_wrong_type_are_type_errors(prompt: Any) -> None:
         {"max_model_len": 1},
         {"watermark": 1.0},
         {"preemption_mode": "both"},
-        {"policy": "random"},
+        {"scheduling_policy": "random"},
         {"fairness_bound": 0},
         {"num_lookahead_slots": -1},
         {"enable_chunked_prefill": False},
