@@ -744,7 +744,8 @@ def test_a_token_in_flight_is_a_placeholder_and_a_surplus_token_is_dropped() -> 
     s = scheduler(steps_in_flight=1)
     ends, goes_on = s.add_request([1, 2], max_tokens=9, stop_token_ids=[7]), s.add_request([3, 4], max_tokens=3)
     first, second = s.schedule(), s.schedule()
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert (second.token_ids.tolist(), second.positions.tolist()) == ([-1, -1], [2, 2])
     assert (second.state_rows.tolist(), second.sample_positions.tolist()) == ([0, 1], [1, 1])
     with pytest.raises(RuntimeError, match="2 steps"):
@@ -765,7 +766,8 @@ def test_a_request_that_needs_its_token_first_does_not_hold_the_others() -> None
     s = scheduler(steps_in_flight=1)
     waits, runs = s.add_request([1, 2], plan_ahead=False), s.add_request([3, 4])
     first, second = s.schedule(), s.schedule()
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert (first.seq_ids.tolist(), second.seq_ids.tolist()) == ([waits, runs], [runs])
     update(s, first, [5, 6])
     third = s.schedule()
