@@ -228,7 +228,7 @@ class Scheduler:
         return self._plans[plan].batch(sizes, self._core.moves() if has_moves else None)
 
     def update(self, token_ids: Int64Array) -> Finished:
-        """Book the oldest step in flight: take the tokens of its samples, in their order, -1 for one that failed: its sequence ends with ERROR.
+        """Book the oldest step in flight: take the tokens of its samples, in order; -1 (it failed) ends its sequence with ERROR.
 
         Returns:
             (sequence id, reason) of the sequences that ended in this step; they hold no blocks any more.
