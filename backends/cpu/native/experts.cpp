@@ -125,15 +125,34 @@ void run_tokens(const ExpertsCall& call, int64_t first_token, int64_t tokens) {
   });
 
   const int64_t columns = gated_columns(call.intermediate);
+  // Biases of the experts in use, in fp32, those of gate and up in the order of the gated pair's columns.
+  const bool biased = call.gate_up_bias || call.down_bias;
+  float* biases = biased ? reinterpret_cast<float*>(take(static_cast<int64_t>(groups.size()) * (columns + call.hidden) * 4)) : nullptr;
+  const auto gate_up_bias = [&](size_t group) { return call.gate_up_bias ? biases + group * (columns + call.hidden) : nullptr; };
+  const auto down_bias = [&](size_t group) { return call.down_bias ? biases + group * (columns + call.hidden) + columns : nullptr; };
+  for (size_t i = 0; biased && i < groups.size(); ++i) {
+    if (call.gate_up_bias) {
+      const char* gates = static_cast<const char*>(call.gate_up_bias) + groups[i].expert * 2 * call.intermediate * size;
+      for (int64_t j = 0; j < call.intermediate; j += kTileColumns) {
+        const int64_t n = std::min<int64_t>(kTileColumns, call.intermediate - j);
+        kernels.widen(gates + j * size, call.dtype, n, gate_up_bias(i) + 2 * j);
+        kernels.widen(gates + (call.intermediate + j) * size, call.dtype, n, gate_up_bias(i) + 2 * j + kTileColumns);
+      }
+    }
+    if (call.down_bias)
+      kernels.widen(static_cast<const char*>(call.down_bias) + groups[i].expert * call.hidden * size, call.dtype, call.hidden, down_bias(i));
+  }
+
   const int64_t gate_up_bytes = packed_bytes(columns, call.hidden, call.dtype);
   const int64_t down_bytes = packed_bytes(call.hidden, call.intermediate, call.dtype);
   std::vector<Share> shares;
   shares.reserve(groups.size());
-  for (const Group& g : groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const Group& g = groups[i];
     LinearCall c;
     c.weight = {static_cast<const char*>(call.gate_up) + g.expert * gate_up_bytes, columns, call.hidden, call.dtype};
     c.m = g.rows;
-    c.bias = call.gate_up_bias ? call.gate_up_bias + g.expert * columns : nullptr;
+    c.bias = gate_up_bias(i);
     c.epilogue = call.activation;
     c.out = inner + g.first_row * inner_stride * in_size;
     c.out_stride = inner_stride;
@@ -144,11 +163,12 @@ void run_tokens(const ExpertsCall& call, int64_t first_token, int64_t tokens) {
   run_products(shares, x_stride, true);
 
   shares.clear();
-  for (const Group& g : groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const Group& g = groups[i];
     LinearCall c;
     c.weight = {static_cast<const char*>(call.down) + g.expert * down_bytes, call.hidden, call.intermediate, call.dtype};
     c.m = g.rows;
-    c.bias = call.down_bias ? call.down_bias + g.expert * call.hidden : nullptr;
+    c.bias = down_bias(i);
     c.out = outputs + g.first_row * call.hidden;
     c.out_stride = call.hidden;
     shares.push_back({c, inner + g.first_row * inner_stride * in_size});
@@ -166,14 +186,15 @@ void run_tokens(const ExpertsCall& call, int64_t first_token, int64_t tokens) {
 
 int64_t gated_columns(int64_t intermediate) { return 2 * kTileColumns * ceil_div(intermediate, kTileColumns); }
 
-int64_t experts_workspace_bytes(int64_t tokens, int64_t top_k, int64_t hidden, int64_t intermediate) {
+int64_t experts_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, int64_t hidden, int64_t intermediate) {
   const int64_t rows = tokens_at_once(tokens, top_k) * top_k;
-  return aligned(rows * row_stride(hidden) * 4) + aligned(rows * row_stride(intermediate) * 4) + aligned(rows * hidden * 4);
+  return aligned(rows * row_stride(hidden) * 4) + aligned(rows * row_stride(intermediate) * 4) + aligned(rows * hidden * 4) +
+         aligned(std::min(rows, num_experts) * (gated_columns(intermediate) + hidden) * 4);
 }
 
 void run_experts(const ExpertsCall& call) {
   if (call.tokens == 0) return;
-  const int64_t needed = experts_workspace_bytes(call.tokens, call.top_k, call.hidden, call.intermediate);
+  const int64_t needed = experts_workspace_bytes(call.tokens, call.top_k, call.num_experts, call.hidden, call.intermediate);
   if (call.workspace.bytes < needed)
     throw std::invalid_argument("experts of " + std::to_string(call.tokens) + " tokens need a workspace of " + std::to_string(needed) +
                                 " bytes, got " + std::to_string(call.workspace.bytes));

@@ -12,15 +12,15 @@
 namespace hp {
 
 struct ExpertsCall {
-  DType dtype = DType::F32;  // of weights, x and out
+  DType dtype = DType::F32;  // of weights, biases, x and out
   int64_t num_experts = 0;
   int64_t hidden = 0;
   int64_t intermediate = 0;
   Epilogue activation = Epilogue::SiluMul;  // a gated one
   const void* gate_up = nullptr;            // [experts] gated pairs [2 * 16 * ceil(intermediate / 16), hidden], one after the other
   const void* down = nullptr;               // [experts] packed weights [hidden, intermediate], one after the other
-  const float* gate_up_bias = nullptr;      // [experts, columns of the gated pair] in stored column order, or null
-  const float* down_bias = nullptr;         // [experts, hidden], or null
+  const void* gate_up_bias = nullptr;       // [experts, 2 * intermediate], gate then up, or null
+  const void* down_bias = nullptr;          // [experts, hidden], or null
   const void* x = nullptr;                  // [tokens, hidden]
   int64_t x_stride = 0;                     // elements
   int64_t tokens = 0;
@@ -33,7 +33,7 @@ struct ExpertsCall {
 };
 
 int64_t gated_columns(int64_t intermediate);
-int64_t experts_workspace_bytes(int64_t tokens, int64_t top_k, int64_t hidden, int64_t intermediate);
+int64_t experts_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, int64_t hidden, int64_t intermediate);
 
 // Throws std::invalid_argument where the workspace is too small, and std::out_of_range for an expert that does not exist, before
 // any work.

@@ -21,8 +21,8 @@ void bind_experts(py::module_& m) {
   using namespace hp;
   const py::call_guard<py::gil_scoped_release> unlocked;
   m.def("gated_columns", &gated_columns);
-  m.def("experts_workspace_bytes", &experts_workspace_bytes, py::kw_only(), py::arg("tokens"), py::arg("top_k"), py::arg("hidden"),
-        py::arg("intermediate"));
+  m.def("experts_workspace_bytes", &experts_workspace_bytes, py::kw_only(), py::arg("tokens"), py::arg("top_k"),
+        py::arg("num_experts"), py::arg("hidden"), py::arg("intermediate"));
   m.def(
       "experts",
       [](int dtype, int64_t num_experts, int64_t hidden, int64_t intermediate, int activation, Address gate_up, Address down,
@@ -36,8 +36,8 @@ void bind_experts(py::module_& m) {
         call.activation = static_cast<Epilogue>(activation);
         call.gate_up = at<void>(gate_up);
         call.down = at<void>(down);
-        call.gate_up_bias = at<float>(gate_up_bias);
-        call.down_bias = at<float>(down_bias);
+        call.gate_up_bias = at<void>(gate_up_bias);
+        call.down_bias = at<void>(down_bias);
         call.x = at<void>(x);
         call.x_stride = x_stride;
         call.tokens = tokens;

@@ -47,7 +47,9 @@ class Experts:
 
         gate, up = (numbers(count, inner, hidden) / hidden**0.5 for _ in range(2))
         down = numbers(count, hidden, inner) / inner**0.5
-        biases = (numbers(count, inner), numbers(count, inner), numbers(count, hidden)) if biased else None
+        biases = None
+        if biased:
+            biases = numbers(count, inner).to(dtype), numbers(count, inner).to(dtype), numbers(count, hidden).to(dtype)
         return Experts(gate.to(dtype), up.to(dtype), down.to(dtype), activation, biases)
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -63,12 +65,11 @@ class Experts:
             _native.pack_weight(self.down[e].data_ptr(), inner, hidden, inner, code, 0, 0, 1, down[e].data_ptr())
         gate_up_bias = down_bias = None
         if self.biases is not None:
-            gate_up_bias, down_bias = torch.full((count, columns // 32, 2, 16), float("nan")), self.biases[2].clone()
-            for half, bias in enumerate(self.biases[:2]):
-                padded = torch.nn.functional.pad(bias, (0, columns // 2 - inner))
-                gate_up_bias[:, :, half] = padded.view(count, -1, 16)
+            gate_up_bias, down_bias = torch.cat(self.biases[:2], dim=1), self.biases[2]
         tokens, top_k = experts.shape
-        size = _native.experts_workspace_bytes(tokens=tokens, top_k=top_k, hidden=hidden, intermediate=inner)
+        size = _native.experts_workspace_bytes(
+            tokens=tokens, top_k=top_k, num_experts=count, hidden=hidden, intermediate=inner
+        )
         workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
         out = torch.full((tokens, hidden), float("nan"), dtype=x.dtype)
         _native.experts(

@@ -56,6 +56,8 @@ from hardpoint.interfaces.kernels import (
     DecoderProgram,
     DecoderRequest,
     DecoderSpec,
+    ExpertsProgram,
+    ExpertsRequest,
     KernelSet,
 )
 from hardpoint.interfaces.worker import (
@@ -94,6 +96,8 @@ __all__ = [
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "ExpertsProgram",
+    "ExpertsRequest",
     "FileExtent",
     "GraphLevel",
     "GraphRunner",
