@@ -13,7 +13,7 @@
 namespace hp {
 namespace {
 
-constexpr int64_t kMaxRows = 8192;      // rows (tokens times experts of a token) that are under way at a time; bounds the workspace
+constexpr int64_t kMaxRows = 4096;      // rows (tokens times experts of a token) that are under way at a time; bounds the workspace
 constexpr int64_t kFewRows = 8;         // up to here an expert's products are bound by the weights' bytes
 constexpr int64_t kMinItemRows = 48;
 constexpr int64_t kItemsPerThread = 8;  // enough that one item more or less per thread is a small difference

@@ -25,6 +25,8 @@ from hardpoint.interfaces import (
     Device,
     DeviceAllocator,
     DType,
+    ExpertsProgram,
+    ExpertsRequest,
     KernelSet,
     Policy,
     Refusal,
@@ -39,9 +41,9 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.batch import StepBatch
 
 # Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STORE = 0
-_ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3}
+_ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3, Activation.CLAMPED_SWIGLU: 5}
 _OUTPUT_CODES = {DecoderOutput.LOGITS: 0, DecoderOutput.ARGMAX: 1, DecoderOutput.HIDDEN: 2}
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -140,6 +142,14 @@ class CpuKernels(KernelSet):
         if reasons := _refusals(request):
             return Refusal(reasons)
         return CpuDecoder(request, allocator)
+
+    def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
+        """Return the native experts, or why their dtype is none of these kernels'."""
+        from hardpoint_cpu.experts import CpuExperts
+
+        if request.dtype not in _DTYPES:
+            return Refusal((f"dtype {request.dtype} is not supported (supported: {', '.join(_DTYPES)})",))
+        return CpuExperts(request)
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
         tokens, _, dim = q.shape
@@ -254,7 +264,7 @@ class CpuDecoder(DecoderProgram):
     def __init__(self, request: DecoderRequest, allocator: DeviceAllocator) -> None:
         self._request = request
         self._dtype = request.dtype.to_torch()
-        self._code = _DTYPE_CODES[self._dtype]
+        self._code = DTYPE_CODES[self._dtype]
         spec = request.spec
         self._places, size = _lay_out(spec, self._code)
         self._arena = allocator.empty((size,), DType.UINT8, WEIGHTS)
@@ -467,11 +477,11 @@ def _refusals(request: DecoderRequest) -> tuple[str, ...]:
 
 
 def _code(tensor: Tensor) -> int:
-    return _DTYPE_CODES[tensor.dtype]
+    return DTYPE_CODES[tensor.dtype]
 
 
 def _check(name: str, tensor: Tensor, dims: int | None = None) -> None:
-    good = tensor.device.type == "cpu" and tensor.dtype in _DTYPE_CODES and tensor.ndim >= 1
+    good = tensor.device.type == "cpu" and tensor.dtype in DTYPE_CODES and tensor.ndim >= 1
     good = good and (dims is None or tensor.ndim == dims) and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
     if not good:
         raise InvalidOperand(
