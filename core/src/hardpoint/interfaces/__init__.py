@@ -52,10 +52,8 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
-    DecoderOutput,
     DecoderProgram,
-    DecoderRequest,
-    DecoderSpec,
+    FuseRequest,
     KernelSet,
 )
 from hardpoint.interfaces.worker import (
@@ -87,14 +85,12 @@ __all__ = [
     "Collectives",
     "Contract",
     "DType",
-    "DecoderOutput",
     "DecoderProgram",
-    "DecoderRequest",
-    "DecoderSpec",
     "Determinism",
     "Device",
     "DeviceAllocator",
     "FileExtent",
+    "FuseRequest",
     "GraphLevel",
     "GraphRunner",
     "IntSet",
