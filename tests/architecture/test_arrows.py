@@ -13,17 +13,19 @@ CORE = Path(__file__).parents[2] / "core" / "src" / "hardpoint"
 FACADE = "hardpoint"
 """The names that `hardpoint` itself exports."""
 
-PARTS = frozenset({"memory", "kv", "plugins", "scheduler", "sampling", "models", "worker", "executor"})
+PARTS = frozenset({"memory", "plugins", "scheduler", "sampling", "layers", "weights", "models", "worker", "executor"})
 
 ALLOWED: dict[str, frozenset[str]] = {
     "interfaces": frozenset(),
     "plugins": frozenset({"interfaces"}),
     "memory": frozenset({"interfaces", "_native"}),
-    "kv": frozenset({"interfaces", "_native"}),
-    "scheduler": frozenset({"interfaces", "kv", "_native"}),
+    "scheduler": frozenset({"interfaces", "_native"}),
     "sampling": frozenset({"interfaces", "_native"}),
-    "models": frozenset({"interfaces", "memory", "_native"}),
-    "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
+    "quantization": frozenset({"interfaces"}),
+    "layers": frozenset({"interfaces", "quantization"}),
+    "weights": frozenset({"interfaces", "layers"}),
+    "models": frozenset({"interfaces", "layers", "quantization", "weights"}),
+    "worker": frozenset({"interfaces", "memory", "layers", "models", "sampling"}),
     "executor": frozenset({"interfaces", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces"}),
     "engine": PARTS | {"interfaces"},
@@ -33,8 +35,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""
 
-FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker"})
-"""What a backend may import of the core."""
+FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker", "layers", "models", "quantization"})
+"""What a backend may import of the core; layers and models are what a fused program recognises."""
 
 FOR_SUITE = FOR_BACKENDS | {"plugins"}
 """What the conformance suite may import of the core."""
@@ -137,7 +139,7 @@ def test_scan_sees_imports_wherever_they_stand(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nimport hardpoint.engine.llm\nif TYPE_CHECKING:\n    from hardpoint import cli\n"
         "def late():\n    from hardpoint.server.api import app\nfrom hardpoint import LLM\n"
     )
-    found = violations([file], frozenset({"kv"}), "kv", tmp_path)
+    found = violations([file], frozenset({"scheduler"}), "scheduler", tmp_path)
     assert found == [
         "module.py:2 imports hardpoint.engine.llm",
         "module.py:4 imports hardpoint.cli",

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint.interfaces import Activation, DType, ExpertsProgram, ExpertsRequest
+from hardpoint.interfaces import DType, ExpertsProgram, ExpertsRequest
 from hardpoint_cpu import _native
-from hardpoint_cpu.kernels import DTYPE_CODES, InvalidOperand
+from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, InvalidOperand
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Codes of hp::Epilogue.
-_ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3, Activation.CLAMPED_SWIGLU: 5}
 _TILE = 16
 
 
@@ -110,7 +108,7 @@ class CpuExperts(ExpertsProgram):
             num_experts=asked.num_experts,
             hidden=asked.hidden_size,
             intermediate=asked.intermediate_size,
-            activation=_ACTIVATION_CODES[asked.activation],
+            activation=ACTIVATION_CODES[asked.activation],
             gate_up=gate_up.data_ptr(),
             down=down.data_ptr(),
             gate_up_bias=0 if gate_up_bias is None else gate_up_bias.data_ptr(),

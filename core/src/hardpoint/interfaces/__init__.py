@@ -52,12 +52,10 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
-    DecoderOutput,
     DecoderProgram,
-    DecoderRequest,
-    DecoderSpec,
     ExpertsProgram,
     ExpertsRequest,
+    FuseRequest,
     KernelSet,
 )
 from hardpoint.interfaces.worker import (
@@ -89,16 +87,14 @@ __all__ = [
     "Collectives",
     "Contract",
     "DType",
-    "DecoderOutput",
     "DecoderProgram",
-    "DecoderRequest",
-    "DecoderSpec",
     "Determinism",
     "Device",
     "DeviceAllocator",
     "ExpertsProgram",
     "ExpertsRequest",
     "FileExtent",
+    "FuseRequest",
     "GraphLevel",
     "GraphRunner",
     "IntSet",
