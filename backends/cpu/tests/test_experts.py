@@ -56,7 +56,10 @@ class Experts:
         """Run the native operator over packed copies in memory full of NaN."""
         count, inner, hidden = self.gate.shape
         code, columns = CODES[x.dtype], _native.gated_columns(inner)
-        gate_up_bytes, down_bytes = _native.packed_bytes(columns, hidden, code), _native.packed_bytes(hidden, inner, code)
+        gate_up_bytes, down_bytes = (
+            _native.packed_bytes(columns, hidden, code),
+            _native.packed_bytes(hidden, inner, code),
+        )
         gate_up = torch.full((count, gate_up_bytes), 0xFF, dtype=torch.uint8)
         down = torch.full((count, down_bytes), 0xFF, dtype=torch.uint8)
         for e in range(count):
@@ -238,7 +241,9 @@ def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
 
 def test_routing_of_infinities_and_nan_names_experts_that_exist() -> None:
     nan, inf = float("nan"), float("inf")
-    logits = torch.tensor([[nan, nan, nan, nan], [-inf, nan, 1.0, -inf], [-inf, -inf, -inf, -inf], [nan, 3.0, inf, 1.0]])
+    logits = torch.tensor(
+        [[nan, nan, nan, nan], [-inf, nan, 1.0, -inf], [-inf, -inf, -inf, -inf], [nan, 3.0, inf, 1.0]]
+    )
     experts, weights = route(logits, 3, renormalise=False)
     assert experts[0].tolist() == [0, 1, 2]
     assert experts[1].tolist() == [2, 0, 3]

@@ -161,9 +161,9 @@ class ExpertsProgram(Contract, contract=True):
     ) -> Tensor:
         """Return [T, hidden_size], the sum of the experts' outputs that each token of x [T, hidden_size] chooses, weighted.
 
-        A token chooses the `top_k` experts of the greatest logits, the lower number first of equal ones. Their weights are
-        their probabilities, the softmax of all logits in float32. No shape depends on what is chosen, and the host waits for nothing, so that
-        a step can be captured.
+        A token chooses the `top_k` experts of the greatest logits, the lower number first of equal ones. Their weights are their
+        probabilities, the softmax of all logits in float32. No shape depends on what is chosen, and the host waits for nothing,
+        so that a step can be captured.
 
         Args:
             logits: the router's, [T, num_experts], in the request's dtype.

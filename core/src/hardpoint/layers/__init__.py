@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hardpoint.layers.embedding import LMHead, VocabEmbedding
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
     from hardpoint.layers.mlp import GatedMLP
-from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
+    from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
     from hardpoint.layers.norm import RMSNorm
     from hardpoint.layers.operators import TORCH_OPERATORS, TorchOperators
     from hardpoint.layers.parallel import ParallelRank, Ranks

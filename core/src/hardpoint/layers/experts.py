@@ -12,7 +12,6 @@ from hardpoint.interfaces.kernels import Activation, ExpertsProgram
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hardpoint.interfaces.kernels import ExpertsRequest
 
 _TILES_AT_ONCE = 16
 """Tiles whose experts' weights are copied side by side."""
@@ -42,7 +41,7 @@ class TorchExperts(ExpertsProgram):
         tile = 16 if rows <= 16 * asked.num_experts else 64
         most = (rows + min(rows, asked.num_experts) * (tile - 1)) // tile
 
-        experts, order = chosen.view(-1).sort(stable=True)
+        experts, order = chosen.flatten().sort(stable=True)
         counts = torch.zeros(asked.num_experts, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, experts, torch.ones_like(experts))
         tiles = (counts + tile - 1) // tile

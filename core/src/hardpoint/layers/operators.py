@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
 from hardpoint.interfaces.kernels import Activation, KernelSet
 from hardpoint.layers.experts import gated
 

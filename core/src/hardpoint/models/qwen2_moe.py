@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.layers import ExpertsShape, GatedMLP, MixtureOfExperts
+from hardpoint.layers import ExpertsShape, MixtureOfExperts
 from hardpoint.models.config import FULL, SLIDING
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.qwen2 import Qwen2Layer
@@ -52,7 +52,9 @@ class Qwen2Moe(CausalLM):
 
 def has_experts(config: ModelConfig, index: int) -> bool:
     """Whether a layer has experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
-    return index not in config.integers("mlp_only_layers") and (index + 1) % config.integer("decoder_sparse_step", 1) == 0
+    return (
+        index not in config.integers("mlp_only_layers") and (index + 1) % config.integer("decoder_sparse_step", 1) == 0
+    )
 
 
 def experts_shape(config: ModelConfig) -> ExpertsShape:

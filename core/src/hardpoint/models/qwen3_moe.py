@@ -34,7 +34,12 @@ class Qwen3Moe(CausalLM):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        sizes = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+        # transformers 5 writes the number of experts under the other name.
+        sizes = {
+            "moe_intermediate_size": 768,
+            "num_experts": values.get("num_local_experts", 128),
+            "num_experts_per_tok": 8,
+        }
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
         completed = {**sizes, **values, "sliding_window": window}
         if window is not None and isinstance(values.get("num_hidden_layers"), int):

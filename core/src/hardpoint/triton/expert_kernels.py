@@ -17,7 +17,7 @@ def route(
     logits, chosen, shares, stride,
     N: tl.constexpr, N_PAD: tl.constexpr, TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, RENORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Write each token's TOP_K experts of the greatest logits, the lower of equals first, and their probabilities. The grid is (tokens,)."""
+    """Write each token's TOP_K experts of the greatest logits, the lower of equals first, and their weights. The grid is (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N_PAD)
     x = tl.load(logits + token * stride + n, mask=n < N, other=-float("inf")).to(tl.float32)
@@ -46,7 +46,7 @@ def sort_rows(
     chosen, sorted_rows, tile_experts, rows, tiles,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows sorted by expert, each expert's filled up to whole tiles with the row `rows`, and the expert of each tile, -1 for none.
+    """Write the rows sorted by expert, each expert's filled up to whole tiles with the row `rows`; and each tile's expert, -1 for none.
 
     The grid is (EXPERTS,): a program writes its expert's rows and tiles, in the order of the rows.
     """
@@ -69,9 +69,13 @@ def sort_rows(
         tl.store(sorted_rows + first + seen + tl.cumsum(counted, 0) - 1, begin + c, mask=mine)
         seen += tl.sum(counted, 0)
     for begin in range(seen, own_tiles * BLOCK_M, CHUNK):
-        tl.store(sorted_rows + first + begin + c, tl.zeros([CHUNK], tl.int32) + rows, mask=begin + c < own_tiles * BLOCK_M)
+        tl.store(
+            sorted_rows + first + begin + c, tl.zeros([CHUNK], tl.int32) + rows, mask=begin + c < own_tiles * BLOCK_M
+        )
     for begin in range(0, own_tiles, CHUNK):
-        tl.store(tile_experts + first_tile + begin + c, tl.zeros([CHUNK], tl.int32) + expert, mask=begin + c < own_tiles)
+        tl.store(
+            tile_experts + first_tile + begin + c, tl.zeros([CHUNK], tl.int32) + expert, mask=begin + c < own_tiles
+        )
     if expert == EXPERTS - 1:
         for begin in range(first_tile + own_tiles, tiles, CHUNK):
             tl.store(tile_experts + begin + c, tl.full([CHUNK], -1, tl.int32), mask=begin + c < tiles)

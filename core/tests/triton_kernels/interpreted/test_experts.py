@@ -20,7 +20,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2**-5}
 class Case:
     """Random experts and tokens. Rows of logits are permutations of numbers that differ."""
 
-    def __init__(self, tokens: int, dtype: torch.dtype = torch.float32, *, biased: bool = False, **changes: Any) -> None:
+    def __init__(
+        self, tokens: int, dtype: torch.dtype = torch.float32, *, biased: bool = False, **changes: Any
+    ) -> None:
         generator = torch.Generator().manual_seed(tokens)
 
         def numbers(*shape: int) -> Tensor:
