@@ -26,11 +26,18 @@ from hardpoint.engine.sleep import (
     SleepRequest,
     SleepStatus,
     SleepTotals,
+    Tags,
     WakeReport,
-    parse_tags,
 )
 from hardpoint.interfaces.batch import FloatArray, Pooling, SequencePooling
-from hardpoint.interfaces.errors import DrainTimeout, EngineDead, InvalidRequest, InvalidSamplingParams, WorkerError
+from hardpoint.interfaces.errors import (
+    DrainTimeout,
+    EngineDead,
+    InvalidRequest,
+    InvalidSamplingParams,
+    ModelError,
+    WorkerError,
+)
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -83,7 +90,13 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         start = time.perf_counter()
         self.config = config
-        source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
+        source = open_model(
+            config.model,
+            load_format=config.load_format,
+            trust_remote_code=config.trust_remote_code,
+            generation_config=config.generation_config,
+        )
+        self.default_sampling_params = _recommended_params(source)
         with ThreadPoolExecutor(1) as background:
             # Beside the weights, which are read and converted outside the interpreter lock.
             tokenizer = background.submit(_load_tokenizer, config, source)
@@ -319,10 +332,21 @@ class LLMEngine:
             HostBudgetExceeded, DriverError, ParticipantError, WorkerError and others: it failed, and the engine runs on as before.
         """
         self._check_alive()
-        request = SleepRequest.parse(level, mode, tags, tier, kv, verify=verify, progress=progress)
+        request = SleepRequest.parse(
+            {
+                "level": level,
+                "mode": mode,
+                "tags": tags,
+                "tier": tier,
+                "kv": kv,
+                "verify": verify,
+                "drain_timeout": drain_timeout,
+                "progress": progress,
+            }
+        )
         if self._core.life.state is EngineState.RUNNING:
             self._queued.clear()
-        report = self._core.life.sleep(request, partial(self._drain, drain_timeout))
+        report = self._core.life.sleep(request, partial(self._drain, request.drain_timeout))
         aborted = len(self._requests) if request.mode is SleepMode.ABORT else 0
         if aborted:
             self._finish_all()
@@ -339,7 +363,7 @@ class LLMEngine:
             DeviceOutOfMemory, DriverError, BackupCorrupt, ParticipantError and others: the engine is asleep still; try again.
         """
         self._check_alive()
-        return self._core.life.wake(parse_tags(tags))
+        return self._core.life.wake(Tags.parse({"tags": tags}).tags)
 
     def is_sleeping(self) -> bool:
         """Whether the engine is paused, or any of its memory is asleep."""
@@ -498,6 +522,17 @@ class LLMEngine:
         self._core.life.check_admission(queued, self.config.queue_while_asleep)
         if request_id in self._requests:
             raise InvalidRequest(f"the request id '{request_id}' is in use", hint="Give each request an id of its own")
+
+
+def _recommended_params(source: ModelSource) -> SamplingParams:
+    try:
+        return SamplingParams(**source.generation_defaults)
+    except InvalidSamplingParams as error:
+        raise ModelError(
+            "the model's recommended sampling parameters are not possible",
+            found=str(error),
+            hint="Correct its generation_config.json, or give generation_config='vllm' to leave it out",
+        ) from error
 
 
 def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:

@@ -11,7 +11,6 @@ from hardpoint.models.gemma import Gemma, gemma_norm
 from hardpoint.models.gemma2 import Gemma2, Gemma2Layer, with_layer_types
 
 if TYPE_CHECKING:
-
     from hardpoint.layers import ModelContext, RotaryEmbedding
     from hardpoint.models.config import ModelConfig
 
