@@ -66,6 +66,7 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING}),
 }
+MIXTURES = [name for name in LEAN if name.startswith("mixtral") or "-moe" in name]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
     "gpt2-scaled-by-layer": (

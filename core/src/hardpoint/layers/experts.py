@@ -54,11 +54,11 @@ class TorchExperts(ExpertsProgram):
 
         sorted_x = x.new_zeros((most * tile, asked.hidden_size))
         sorted_x.index_copy_(0, place, x[order // asked.top_k])
-        outputs = []
-        for part, numbers in zip(
-            sorted_x.view(most, tile, -1).split(_TILES_AT_ONCE), tile_experts.split(_TILES_AT_ONCE), strict=True
-        ):
-            both = torch.bmm(part, gate_up[numbers].transpose(1, 2))
+        sorted_tiles, outputs = sorted_x.view(most, tile, -1), []
+        for first in range(0, most, _TILES_AT_ONCE):
+            some = slice(first, first + _TILES_AT_ONCE)
+            numbers = tile_experts[some]
+            both = torch.bmm(sorted_tiles[some], gate_up[numbers].transpose(1, 2))
             if gate_up_bias is not None:
                 both += gate_up_bias[numbers, None]
             y = torch.bmm(gated(both, asked.activation), down[numbers].transpose(1, 2))

@@ -65,6 +65,8 @@ class Experts(Layer):
         )
         planned = context.operators.plan_experts(request)
         self._program = TorchExperts(request) if isinstance(planned, Refusal) else planned
+        self.gate_up: Tensor
+        self.down: Tensor
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
         for name, stored, size in zip(
