@@ -31,6 +31,7 @@ from hardpoint.engine.sleep import (
 )
 from hardpoint.interfaces.batch import FloatArray, Pooling, SequencePooling
 from hardpoint.interfaces.errors import DrainTimeout, EngineDead, InvalidRequest, InvalidSamplingParams, WorkerError
+from hardpoint.interfaces.worker import WeightWrite
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -360,7 +361,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        return self._core.life.change_weights("update_weights", weights)
+        return self._core.life.change_weights(WeightWrite.UPDATE, weights)
 
     def reload_weights(self, model: str | None = None) -> int:
         """Load the weights again, from the checkpoint or another one of the same model; returns how many tensors.
@@ -372,7 +373,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        return self._core.life.change_weights("reload_weights", model)
+        return self._core.life.change_weights(WeightWrite.RELOAD, (), model)
 
     def declare_weights_valid(self) -> None:
         """Say that the weights are right as they stand, after writing them by ways that the engine does not see.
@@ -380,7 +381,7 @@ class LLMEngine:
         Backups of them, and KV blocks computed before, are void. Raises MemoryAsleep while the weights are asleep.
         """
         self._check_alive()
-        self._core.life.change_weights("declare_weights_valid")
+        self._core.life.change_weights(WeightWrite.DECLARE)
 
     def register_participant(self, participant: SleepParticipant) -> None:
         """Let something take part in sleep and wake; raises ConfigError when its name is taken."""
