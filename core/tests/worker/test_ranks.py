@@ -154,8 +154,8 @@ def serve(model: str, tensor: int, stages: int, steps: Callable[[], Sequence[Ste
         )
         worker = PlainWorker(WorkerContext(resolved.descriptor, resolved.device, config))
         try:
-            worker.init_device()
-            info = worker.load_model()
+            worker.start()
+            info = worker.load()
             assert info.num_layers == 4
             assert info.attention.kv_cache.num_layers == 4 // stages
             assert worker.profile().kv_bytes > 0
@@ -259,8 +259,8 @@ def started(model: str, worker: type[TorchWorker] = PlainWorker) -> Iterator[Tor
     )
     one = worker(WorkerContext(resolved.descriptor, resolved.device, config))
     try:
-        one.init_device()
-        one.load_model()
+        one.start()
+        one.load()
         one.initialize_kv(16, 0)
         yield one
     finally:

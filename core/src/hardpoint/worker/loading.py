@@ -60,7 +60,7 @@ def load_rank(
         groups: takes what leaves the groups that the rank joins.
 
     Raises:
-        ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load_model` and `join_ranks`.
+        ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load` and `join_ranks`.
     """
     config, place = context.config, place_of(context.config)
     source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
