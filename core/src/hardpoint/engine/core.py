@@ -52,7 +52,7 @@ from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import SequencePooling, SequenceSampling, StepBatch, StepInput
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import CapabilityRefused, DrainTimeout, EngineDead, KVCacheTooSmall, WorkerError
-from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerConfig, WorkerContext
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
 from hardpoint.worker.ranks import check_claims
@@ -227,9 +227,9 @@ class EngineCore:
             Finish: self._finish,
             Sleep: self._sleep,
             Wake: lambda command: self._between_steps(self.life.wake, command.tags),
-            UpdateWeights: lambda command: self._change_weights("update_weights", command.weights),
-            ReloadWeights: lambda command: self._change_weights("reload_weights", command.model),
-            DeclareWeightsValid: lambda command: self._change_weights("declare_weights_valid"),
+            UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, command.weights),
+            ReloadWeights: lambda command: self._change_weights(WeightWrite.RELOAD, (), command.model),
+            DeclareWeightsValid: lambda command: self._change_weights(WeightWrite.DECLARE),
             GetStats: lambda command: self._stats(),
             GetStatus: lambda command: self.life.status(),
             ResetPrefixCache: lambda command: self.scheduler.reset_prefix_cache(),
@@ -238,8 +238,8 @@ class EngineCore:
 
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
         call = self.executor.call
-        call("init_device")
-        models: list[ModelInfo] = call("load_model")
+        call("start")
+        models: list[ModelInfo] = call("load")
         profiles: list[MemoryProfile] = call("profile")
         if not resolved.descriptor.accelerator:
             profiles = [_share(profile, len(profiles)) for profile in profiles]
@@ -378,8 +378,8 @@ class EngineCore:
         self._forget([seq_id])
         return ended
 
-    def _change_weights(self, call: str, *arguments: Any) -> int:
-        return self._between_steps(self.life.change_weights, call, *arguments)
+    def _change_weights(self, write: WeightWrite, *arguments: Any) -> int:
+        return self._between_steps(self.life.change_weights, write, *arguments)
 
     def _between_steps(self, change: Callable[..., T], *arguments: Any) -> T:
         """Do what no step may be in flight for."""
