@@ -14,6 +14,7 @@ from test_parallel_loading import assert_close, logits_of_ranks
 from test_rereading import PROMPT, NotingAllocator
 from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from hardpoint.interfaces import Activation, DType, ExpertsRequest, Refusal
@@ -71,6 +72,14 @@ def test_the_plain_operator_takes_biases_and_clamps() -> None:
     exact = experts_by_definition(request, x, logits, *tensors)
     found = TorchExperts(request).run(x, logits, *tensors)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+def test_no_shape_of_the_plain_operator_depends_on_what_is_chosen() -> None:
+    """Tensors without values have no numbers that the host could wait for."""
+    request = ExpertsRequest(5, 2, 24, 20, Activation.SILU, DType.FLOAT32, True)
+    with FakeTensorMode():
+        weights = torch.empty(5, 40, 24), torch.empty(5, 24, 20)
+        assert TorchExperts(request).run(torch.empty(9, 24), torch.empty(9, 5), *weights).shape == (9, 24)
 
 
 def test_a_row_of_nan_stays_alone() -> None:
