@@ -7,7 +7,7 @@ those of transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -210,8 +210,10 @@ class ModelConfig:
         reasons: list[str] = []
         if nested and len(nested) < len(kinds):
             reasons.append("some of its layers have no rotary embedding")
-        own_factor = self.values.get("partial_rotary_factor")
-        factors = {float(entry.get("partial_rotary_factor") or own_factor or 1.0) for entry in entries}
+        own_factor = self.number("partial_rotary_factor", 1.0)
+        factors = {replace(self, values=entry).number("partial_rotary_factor", own_factor) for entry in entries}
+        if max(factors) > 1:
+            raise self._unusable("partial_rotary_factor", max(factors), "at most 1")
         if len(factors) > 1 or (factors != {1.0} and not partial):
             reasons.append(f"it has partial_rotary_factor {sorted(factors)}")
         rotary_dim = int(self.head_dim * factors.pop())
