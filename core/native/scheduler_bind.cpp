@@ -171,8 +171,9 @@ void bind_scheduler(py::module_& m) {
              return py::make_tuple(view(owner, self.token_ids, {tokens}), view(owner, self.positions, {tokens}),
                                    view(owner, self.slot_mapping, {tokens}), view(owner, self.query_start, {seqs + 1}),
                                    view(owner, self.context_lens, {seqs}), view(owner, self.rows, {seqs}),
-                                   view(owner, self.seq_ids, {seqs}), view(owner, self.sample_rows, {seqs}),
-                                   view(owner, self.sample_seq_ids, {seqs}),
+                                   view(owner, self.state_rows, {seqs}), view(owner, self.seq_ids, {seqs}),
+                                   view(owner, self.sample_rows, {seqs}), view(owner, self.sample_seq_ids, {seqs}),
+                                   view(owner, self.sample_state_rows, {seqs}), view(owner, self.sample_positions, {seqs}),
                                    view(owner, self.block_table, {seqs, self.max_blocks_per_seq}));
            })
       .def("moves",
