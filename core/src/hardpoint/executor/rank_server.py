@@ -143,5 +143,7 @@ class RankServer:
             pass  # What an earlier call did not wait for.
         if frame.call > call:
             self._held = frame
-            raise MalformedMessage(f"the engine has given the call {call} up", found=f"a frame of the call {frame.call}")
+            raise MalformedMessage(
+                f"the engine has given the call {call} up", found=f"a frame of the call {frame.call}"
+            )
         return frame

@@ -17,7 +17,7 @@ from hardpoint.executor.ranks import RankSpec
 from hardpoint.executor.ray_placement import Demand, in_order, release, reserve
 from hardpoint.executor.ray_session import RaySession, RaySettings, import_ray
 from hardpoint.executor.transport import Deadline, Frame, Kind, Transport
-from hardpoint.interfaces.errors import ClusterError, ConfigError, MalformedMessage, RankFailed
+from hardpoint.interfaces.errors import ClusterError, ConfigError, RankFailed
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.plugins import Resolved
 

@@ -164,7 +164,10 @@ class RemoteExecutor(Executor):
             self._send(self._all[:1], Kind.CALL, round.call, [header, *schema.encode(args)], deadline)
             if len(self._all) > 1:
                 # The first rank's progress stands for all.
-                quiet = [replace(argument, progress=None) if isinstance(argument, SleepPlan) else argument for argument in args]
+                quiet = [
+                    replace(argument, progress=None) if isinstance(argument, SleepPlan) else argument
+                    for argument in args
+                ]
                 self._send(self._all[1:], Kind.CALL, round.call, [header, *schema.encode(quiet)], deadline)
             if schema.takes_weights:
                 raised = self._stream(round, args[0], deadline)
@@ -204,9 +207,7 @@ class RemoteExecutor(Executor):
         round = self._rounds[self._last_call] = _Round(self._last_call, len(self._all))
         return round
 
-    def _send(
-        self, ranks: Sequence[int], kind: Kind, call: int, parts: Sequence[Buffer], deadline: Deadline
-    ) -> None:
+    def _send(self, ranks: Sequence[int], kind: Kind, call: int, parts: Sequence[Buffer], deadline: Deadline) -> None:
         try:
             self._transport.send(ranks, kind, call, parts, deadline)
         except BaseException as error:
