@@ -223,11 +223,11 @@ void Scheduler::schedule_swapped() {
     Sequence& sequence = **swapped_.begin();
     if (num_free_rows_ < 1 + sequence.forks_to_come) return;
     if (!config_.enable_chunked_prefill && sequence.remaining() > budget_) return;
-    const std::vector<int32_t> total{blocks_.blocks_for(slots_wanted(sequence.num_tokens))};
-    if (blocks_.can_swap_in({&sequence.host_blocks}, total) != AllocStatus::ok) return;
+    const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
+    if (blocks_.can_take(total) != AllocStatus::ok) return;
     swapped_.erase(swapped_.begin());
     take_row(sequence);
-    blocks_.swap_in({&sequence.table}, {&sequence.host_blocks}, total, swap_in);
+    blocks_.swap_in(sequence.table, sequence.host_blocks, total, swap_in);
     sequence.register_at = config_.blocks.block_size;
     start_running(sequence);
     if (sequence.decoding) {
@@ -381,9 +381,7 @@ void Scheduler::preempt(Sequence& sequence) {
   preempted.push_back(sequence.id);
   if (++sequence.num_preemptions >= config_.fairness_bound) sequence.boosted = true;
   if (swap_is_better(sequence)) {
-    std::vector<std::vector<BlockId>> host_blocks;
-    blocks_.swap_out({&sequence.table}, {blocks_.blocks_for(sequence.num_computed)}, host_blocks, swap_out);
-    sequence.host_blocks = std::move(host_blocks[0]);
+    blocks_.swap_out(sequence.table, blocks_.blocks_for(sequence.num_computed), sequence.host_blocks, swap_out);
     sequence.state = SequenceState::swapped;
     swapped_.insert(&sequence);
     step_swapped_out_.push_back(&sequence);
@@ -438,7 +436,7 @@ std::vector<BlockId> Scheduler::live_blocks(bool running) const {
 bool Scheduler::swap_is_better(const Sequence& sequence) const {
   if (config_.preemption_mode == PreemptionMode::recompute || sequence.num_computed == 0) return false;
   const int32_t keep = blocks_.blocks_for(sequence.num_computed);
-  if (blocks_.can_swap_out({&sequence.table}, {keep}) != AllocStatus::ok) return false;
+  if (blocks_.can_swap_out(keep) != AllocStatus::ok) return false;
   if (config_.preemption_mode == PreemptionMode::swap) return true;
   return 2.0 * keep * config_.swap_seconds_per_block < sequence.num_computed * config_.recompute_seconds_per_token;
 }

@@ -1,4 +1,4 @@
-"""Native parts of the core. Use them through `hardpoint.kv`, `.scheduler`, `.executor` and `.memory`."""
+"""Native parts of the core. Use them through `hardpoint.scheduler`, `.executor` and `.memory`."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -12,19 +12,12 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
-class AllocStatus(Enum):
-    OK = 0
-    LATER = 1
-    NEVER = 2
-
 class SequenceState(Enum):
     DORMANT = 0
     WAITING = 1
     RUNNING = 2
     SWAPPED = 3
     FINISHED = 4
-
-class NotEnoughBlocks(Exception): ...
 
 class BlockStats:
     @property
@@ -44,39 +37,6 @@ class BlockStats:
     @property
     def evictions(self) -> int: ...
 
-class SequenceBlocks:
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        watermark: float,
-        enable_prefix_caching: bool,
-        hash_bits: int,
-    ) -> None: ...
-    def can_allocate(self, tokens: TokenIds, salt: str, use_cache: bool, lookahead: int) -> AllocStatus: ...
-    def allocate(self, seq_id: int, tokens: TokenIds, salt: str, use_cache: bool, lookahead: int) -> int: ...
-    def num_new_blocks(self, seq_id: int, num_tokens: int, lookahead: int) -> int: ...
-    def can_append(self, seq_id: int, num_tokens: int, lookahead: int) -> AllocStatus: ...
-    def append_slots(self, seq_id: int, tokens: TokenIds, lookahead: int) -> list[tuple[int, int]]: ...
-    def mark_computed(self, seq_id: int, num_computed: int) -> None: ...
-    def fork(self, parent: int, child: int) -> None: ...
-    def free(self, seq_id: int) -> None: ...
-    def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus: ...
-    def swap_out(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]: ...
-    def can_swap_in(self, seq_ids: Sequence[int]) -> AllocStatus: ...
-    def swap_in(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]: ...
-    def __contains__(self, seq_id: int) -> bool: ...
-    def is_swapped(self, seq_id: int) -> bool: ...
-    def block_table(self, seq_id: int) -> list[int]: ...
-    def num_tokens(self, seq_id: int) -> int: ...
-    def ref_count(self, block: int) -> int: ...
-    def stats(self) -> BlockStats: ...
-    def watermark_blocks(self) -> int: ...
-    def reset_prefix_cache(self) -> None: ...
-    def check(self) -> str: ...
-
 class SchedulerStats:
     @property
     def num_running(self) -> int: ...
@@ -92,27 +52,7 @@ class SchedulerStats:
     def preemptions_by_recompute(self) -> int: ...
 
 class SchedulerCore:
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        watermark: float,
-        enable_prefix_caching: bool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        enable_chunked_prefill: bool,
-        long_prefill_token_threshold: int,
-        num_lookahead_slots: int,
-        preemption_mode: str,
-        swap_seconds_per_block: float,
-        recompute_seconds_per_token: float,
-        by_priority: bool,
-        fairness_bound: int,
-        hash_bits: int,
-    ) -> None: ...
+    def __init__(self, config: Any) -> None: ...
     def add_request(
         self,
         prompt: TokenIds,

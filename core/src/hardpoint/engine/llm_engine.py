@@ -30,7 +30,14 @@ from hardpoint.engine.sleep import (
     parse_tags,
 )
 from hardpoint.interfaces.batch import FloatArray, Pooling, SequencePooling
-from hardpoint.interfaces.errors import DrainTimeout, EngineDead, InvalidRequest, InvalidSamplingParams, WorkerError
+from hardpoint.interfaces.errors import (
+    DrainTimeout,
+    EngineDead,
+    InvalidRequest,
+    InvalidSamplingParams,
+    ModelError,
+    WorkerError,
+)
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -83,7 +90,13 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         start = time.perf_counter()
         self.config = config
-        source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
+        source = open_model(
+            config.model,
+            load_format=config.load_format,
+            trust_remote_code=config.trust_remote_code,
+            generation_config=config.generation_config,
+        )
+        self.default_sampling_params = _recommended_params(source)
         with ThreadPoolExecutor(1) as background:
             # Beside the weights, which are read and converted outside the interpreter lock.
             tokenizer = background.submit(_load_tokenizer, config, source)
@@ -498,6 +511,17 @@ class LLMEngine:
         self._core.life.check_admission(queued, self.config.queue_while_asleep)
         if request_id in self._requests:
             raise InvalidRequest(f"the request id '{request_id}' is in use", hint="Give each request an id of its own")
+
+
+def _recommended_params(source: ModelSource) -> SamplingParams:
+    try:
+        return SamplingParams(**source.generation_defaults)
+    except InvalidSamplingParams as error:
+        raise ModelError(
+            "the model's recommended sampling parameters are not possible",
+            found=str(error),
+            hint="Correct its generation_config.json, or give generation_config='vllm' to leave it out",
+        ) from error
 
 
 def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:
