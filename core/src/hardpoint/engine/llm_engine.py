@@ -26,8 +26,8 @@ from hardpoint.engine.sleep import (
     SleepRequest,
     SleepStatus,
     SleepTotals,
+    Tags,
     WakeReport,
-    parse_tags,
 )
 from hardpoint.interfaces.batch import FloatArray, Pooling, SequencePooling
 from hardpoint.interfaces.errors import (
@@ -332,10 +332,21 @@ class LLMEngine:
             HostBudgetExceeded, DriverError, ParticipantError, WorkerError and others: it failed, and the engine runs on as before.
         """
         self._check_alive()
-        request = SleepRequest.parse(level, mode, tags, tier, kv, verify=verify, progress=progress)
+        request = SleepRequest.parse(
+            {
+                "level": level,
+                "mode": mode,
+                "tags": tags,
+                "tier": tier,
+                "kv": kv,
+                "verify": verify,
+                "drain_timeout": drain_timeout,
+                "progress": progress,
+            }
+        )
         if self._core.life.state is EngineState.RUNNING:
             self._queued.clear()
-        report = self._core.life.sleep(request, partial(self._drain, drain_timeout))
+        report = self._core.life.sleep(request, partial(self._drain, request.drain_timeout))
         aborted = len(self._requests) if request.mode is SleepMode.ABORT else 0
         if aborted:
             self._finish_all()
@@ -352,7 +363,7 @@ class LLMEngine:
             DeviceOutOfMemory, DriverError, BackupCorrupt, ParticipantError and others: the engine is asleep still; try again.
         """
         self._check_alive()
-        return self._core.life.wake(parse_tags(tags))
+        return self._core.life.wake(Tags.parse({"tags": tags}).tags)
 
     def is_sleeping(self) -> bool:
         """Whether the engine is paused, or any of its memory is asleep."""
