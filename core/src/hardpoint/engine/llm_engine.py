@@ -15,7 +15,7 @@ import numpy as np
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import CoreOutput, EngineCore, StepTotals
 from hardpoint.engine.detokenizer import Detokenizer
-from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, TokenizedPrompt
+from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.request import RequestState, SequenceState
 from hardpoint.engine.sleep import (
@@ -144,6 +144,8 @@ class LLMEngine:
             InvalidRequest: the prompt or a parameter is not possible, or the request could never fit; nothing was queued.
             EngineAsleep, WeightsMissing: the engine sleeps, or has no weights, and queues no (more) requests.
         """
+        RequestArguments(request_id, priority)
+        check_params(params, SamplingParams)
         self._check_new(request_id)
         if not self._core.model.is_generative:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
@@ -190,9 +192,11 @@ class LLMEngine:
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None
     ) -> None:
         """Queue an embedding request; raises InvalidRequest, EngineAsleep, WeightsMissing."""
+        RequestArguments(request_id)
+        params = PoolingParams() if params is None else params
+        check_params(params, PoolingParams)
         self._check_new(request_id)
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
-        params = params or PoolingParams()
         seq_id = self._core.scheduler.add_request(tokens.token_ids, pooling=True, skip_prefix_cache=True)
         self._note_queued(request_id)
         request = _Embedding(request_id, seq_id, tokens, params)
