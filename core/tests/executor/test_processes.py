@@ -35,7 +35,7 @@ def make(make_over: Make) -> Make:
 def test_ranks_are_processes_with_a_device_and_a_share_of_the_threads_each(make: Make) -> None:
     pair = make(ranks=2, device=1, threads=6)
     first, second = pair.pids
-    paths = [model.path for model in pair.call("load_model")]
+    paths = [model.path for model in pair.call("load")]
     assert paths == [f"pid {first} rank 0 device 1 3", f"pid {second} rank 1 device 2 3"]
     assert os.getpid() not in pair.pids
 
@@ -44,7 +44,7 @@ def test_a_frame_that_no_rank_understands_is_a_typed_end(make: Make) -> None:
     executor = make()
     executor._transport.send([0], Kind.RESULT, 1, [b"?"], Deadline("test", 5.0))
     with pytest.raises(RankFailed, match="exit code 1") as raised:
-        executor.call("memory_stats")
+        executor.call("status")
     assert "MalformedMessage" in raised.value.output
 
 
@@ -108,11 +108,11 @@ PROGRAM = """
     from hardpoint.interfaces import WorkerConfig
     from hardpoint.plugins import Resolved
     descriptor = fake.hardpoint_backend()
-    orders = json.dumps([{{"call": "init_device", "does": "hang"}}])
+    orders = json.dumps([{{"call": "start", "does": "hang"}}])
     resolved = Resolved(descriptor, descriptor.probe().devices[0])
     executor = RemoteExecutor(ProcessTransport(resolved, WorkerConfig(model=orders)))
     print(*executor.pids, flush=True)
-    executor.call("init_device")
+    executor.call("start")
 """
 
 
@@ -139,7 +139,7 @@ def test_ranks_outlive_the_thread_that_made_them(make: Make) -> None:
     thread.start()
     thread.join()
     time.sleep(0.3)
-    assert made[0].call("missing_weights") == [{"of rank 0"}]
+    assert [status.missing_weights for status in made[0].call("status")] == [{"of rank 0"}]
 
 
 def test_what_ranks_write_is_logged_with_their_number(make: Make, step: Any, caplog: pytest.LogCaptureFixture) -> None:

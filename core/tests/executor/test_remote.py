@@ -25,7 +25,7 @@ from core.tests.executor.conftest import TRANSPORTS, Make, make_executor
 from core.tests.executor.helpers import REPORTED_WITHIN, is_gone, order, run_step, sums, wait_until
 from hardpoint.executor import RemoteExecutor
 from hardpoint.executor.rendezvous import RendezvousServer
-from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan
+from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan, WakePlan, WeightWrite
 from hardpoint.interfaces.errors import (
     ConfigError,
     DriverError,
@@ -65,18 +65,18 @@ def pair(fake: ModuleType, transport: str) -> Iterator[RemoteExecutor]:
 
 
 def test_every_question_is_answered_by_every_rank(pair: RemoteExecutor) -> None:
-    assert pair.call("init_device") == [None, None]
+    assert pair.call("start") == [None, None]
     assert [profile.utilization for profile in pair.call("profile")] == [0.5, 0.4]
     assert pair.call("initialize_kv", 3, 4) == [None, None]
-    assert pair.call("missing_weights") == [frozenset({"of rank 0"}), frozenset({"of rank 1"})]
-    assert pair.call("reload_weights", "four") == [4, 4]
-    assert pair.call("reload_weights") == [0, 0]
+    assert [status.missing_weights for status in pair.call("status")] == [{"of rank 0"}, {"of rank 1"}]
+    assert pair.call("write_weights", WeightWrite.RELOAD, (), "four") == [4, 4]
+    assert pair.call("write_weights", WeightWrite.RELOAD) == [0, 0]
     with pytest.raises(ConfigError, match="no_such"):
         pair.call("no_such")
 
 
 def test_steps_carry_what_changes_and_return_the_drivers_output(pair: RemoteExecutor, step: Any) -> None:
-    pair.call("load_model")
+    pair.call("load")
     rng, table = np.random.default_rng(0), np.zeros((64, 32), np.int32)
     for number in range(20):
         table[rng.integers(0, 64, 40), rng.integers(0, 32, 40)] = rng.integers(0, 1000, 40)
@@ -98,20 +98,20 @@ def test_steps_and_answers_larger_than_the_ring_go_through(pair: RemoteExecutor,
 
 def test_a_call_that_fails_on_all_ranks_raises_the_first_ranks_error_and_they_go_on(pair: RemoteExecutor) -> None:
     with pytest.raises(HostBudgetExceeded, match=r"rank 0: no host memory: 0 bytes allowed") as raised:
-        pair.call("sleep", SleepPlan(host_budget=0))
+        pair.call("begin", 1, SleepPlan(host_budget=0))
     assert raised.value.rank == 0
     assert raised.value.found == "0 bytes allowed"
     assert "fake_ranks.py" in raised.value.__notes__[0]
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
 
 
 def test_sleep_is_prepared_and_committed_with_progress_of_the_first_rank(pair: RemoteExecutor) -> None:
     seen: list[tuple[int, int]] = []
     plan = SleepPlan(tags=frozenset({"weights"}), progress=lambda done, total: seen.append((done, total)))
-    assert [report.still_asleep for report in pair.sleep(plan)] == [frozenset({"weights"})] * 2
+    assert [report.still_asleep for report in pair.change(plan)] == [frozenset({"weights"})] * 2
     assert seen == [(1, 2)]
-    pair.wake(["weights"])
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+    pair.change(WakePlan(frozenset({"weights"})))
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
 
 
 def test_a_callback_that_raises_fails_the_sleep_and_all_ranks_are_rolled_back(pair: RemoteExecutor) -> None:
@@ -119,8 +119,8 @@ def test_a_callback_that_raises_fails_the_sleep_and_all_ranks_are_rolled_back(pa
         raise ZeroDivisionError("not now")
 
     with pytest.raises(ZeroDivisionError, match="not now"):
-        pair.sleep(SleepPlan(progress=callback))
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+        pair.change(SleepPlan(progress=callback))
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
 
 
 def test_tensors_of_an_update_reach_every_rank(pair: RemoteExecutor) -> None:
@@ -132,8 +132,8 @@ def test_tensors_of_an_update_reach_every_rank(pair: RemoteExecutor) -> None:
         ("none", torch.empty(0)),
     ]
     expected = sum(len(name) + int(tensor.sum()) for name, tensor in weights)
-    assert pair.call("update_weights", iter(weights)) == [expected] * 2
-    assert pair.call("update_weights", ()) == [0, 0]
+    assert pair.call("write_weights", WeightWrite.UPDATE, iter(weights)) == [expected] * 2
+    assert pair.call("write_weights", WeightWrite.UPDATE, ()) == [0, 0]
 
 
 def test_an_iterator_that_raises_is_raised_in_the_ranks_too_and_raised_here_as_itself(
@@ -146,9 +146,9 @@ def test_an_iterator_that_raises_is_raised_in_the_ranks_too_and_raised_here_as_i
         raise mine
 
     with pytest.raises(LookupError) as raised:
-        pair.call("update_weights", weights())
+        pair.call("write_weights", WeightWrite.UPDATE, weights())
     assert raised.value is mine
-    assert pair.call("missing_weights")[1] == {"of rank 1"}
+    assert pair.call("status")[1].missing_weights == {"of rank 1"}
 
 
 def test_an_interrupted_wait_leaves_the_ranks_usable(pair: RemoteExecutor, step: Any, fake: ModuleType) -> None:
@@ -158,8 +158,8 @@ def test_an_interrupted_wait_leaves_the_ranks_usable(pair: RemoteExecutor, step:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pair.sleep(SleepPlan(progress=interrupt))
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+        pair.change(SleepPlan(progress=interrupt))
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
     table = np.ones((64, 32), np.int32)
     assert run_step(pair, step([5], 32, table=table)).token_ids.tolist() == [2]
 
@@ -180,12 +180,12 @@ def test_a_forked_child_cannot_use_the_ranks(pair: RemoteExecutor) -> None:
         try:
             pair.shutdown()
             pair._finalizer()  # As at the child's exit.
-            pair.call("memory_stats")
+            pair.call("status")
         except ForkedProcess:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert len(pair.call("memory_stats")) == 2
+    assert len(pair.call("status")) == 2
 
 
 def test_a_rank_that_refuses_a_tensor_ends_the_update_on_all(make: Make) -> None:
@@ -198,15 +198,15 @@ def test_a_rank_that_refuses_a_tensor_ends_the_update_on_all(make: Make) -> None
             yield "w", torch.ones(50_000)
 
     with pytest.raises(DriverError) as raised:
-        executor.call("update_weights", weights())
+        executor.call("write_weights", WeightWrite.UPDATE, weights())
     assert raised.value.rank == 0, "the others are told, and fail with the same error"
     assert len(asked) < 200
-    assert executor.call("update_weights", [("w", torch.ones(3))]) == [4, 4]
+    assert executor.call("write_weights", WeightWrite.UPDATE, [("w", torch.ones(3))]) == [4, 4]
 
 
 def test_steps_in_flight_are_answered_in_their_order_by_number(make: Make, step: Any) -> None:
     executor = make(order("steps_in_flight", 2), ranks=2)
-    executor.call("load_model")
+    executor.call("load")
     table, expected = np.zeros((64, 32), np.int32), []
 
     def submit(number: int) -> None:
@@ -227,7 +227,7 @@ def test_steps_in_flight_are_answered_in_their_order_by_number(make: Make, step:
 
 def test_a_step_that_fails_among_others_fails_alone(make: Make, step: Any) -> None:
     executor = make(order("steps_in_flight", 1), order("submit", "fail_weights", after=1), ranks=2)
-    executor.call("load_model")
+    executor.call("load")
     table = np.ones((64, 32), np.int32)
     for _ in range(2):
         executor.submit(step([1], 32, table=table))
@@ -285,7 +285,7 @@ def test_an_interrupt_at_any_line_of_a_step_gives_no_wrong_tokens_later(
     while not is_over:
         if executor is None:
             executor = make(order("steps_in_flight", in_flight), ranks=ranks, limits={"step": 20.0})
-            executor.call("load_model")
+            executor.call("load")
         run_step(executor, change())
         try:
             for _ in range(in_flight):
@@ -379,7 +379,7 @@ def test_ranks_that_do_not_fail_alike_are_ended(others: tuple[Any, ...], make: M
     assert "Traceback" in raised.value.output
     assert wait_until(all_gone(executor))
     with pytest.raises(RankFailed, match="it raised"):
-        executor.call("memory_stats")
+        executor.call("status")
 
 
 # Death
@@ -387,14 +387,12 @@ def test_ranks_that_do_not_fail_alike_are_ended(others: tuple[Any, ...], make: M
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "initialize_kv": (1, 1),
-    "sleep": (SleepPlan(),),
-    "begin_sleep": (1, SleepPlan()),
-    "begin_wake": (1,),
+    "begin": (1, SleepPlan()),
     "commit": (1,),
     "rollback": (1,),
-    "update_weights": ([("a", torch.ones(1 << 20))] * 5,),
+    "write_weights": (WeightWrite.UPDATE, [("a", torch.ones(1 << 20))] * 5),
 }
-CALLS = {"processes": sorted(WORKER_CALLS - {"shutdown"}), "ray": ["collect", "begin_sleep", "update_weights"]}
+CALLS = {"processes": sorted(WORKER_CALLS - {"shutdown"}), "ray": ["collect", "begin", "write_weights"]}
 
 
 @pytest.mark.parametrize(
@@ -418,9 +416,9 @@ def test_one_rank_that_is_killed_ends_all_and_a_new_engine_can_be_made(transport
     assert raised.value.rank == 1
     assert wait_until(all_gone(executor))
     with pytest.raises(RankFailed, match=KILLED[transport].format(1)):
-        executor.call("memory_stats")
+        executor.call("status")
     executor.shutdown()
-    assert make(ranks=2).call("missing_weights") == [{"of rank 0"}, {"of rank 1"}]
+    assert len(make(ranks=2).call("status")) == 2
 
 
 def test_a_rank_that_hangs_is_ended_and_says_where_it_stood(make: Make, step: Any) -> None:
@@ -445,7 +443,7 @@ def test_a_rank_that_dies_between_calls_ends_all_without_a_call(make: Make, capl
     assert wait_until(lambda: any("rank 0 failed" in message for message in caplog.messages))
     for _ in range(2):
         with pytest.raises(RankFailed, match="rank 0"):
-            executor.call("memory_stats")
+            executor.call("status")
 
 
 # Start and end

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
-from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DecoderOutput, DType
-from hardpoint.models import ModelSource, Place, RunnableModel, attention_layers, load_model, open_model
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DType, Refusal
+from hardpoint.models import ModelSource, ParallelRank, RunnableModel, attention_layers, load_model, open_model
+from hardpoint.models.config import ModelConfig
+from hardpoint.models.description import ModelDescription
+from hardpoint.models.registry import family_of
 
 BLOCK = 4
 VOCAB = 128
@@ -79,6 +82,13 @@ _WITHOUT_HEAD_DIM = frozenset(
 )
 
 
+def describe(architecture: str, config: Any, dtype: DType = DType.FLOAT32) -> ModelDescription | Refusal:
+    """Return how the core runs a configuration of transformers."""
+    family = family_of(architecture)
+    assert family is not None
+    return ModelDescription.of(ModelConfig(architecture, family.complete(config.to_dict())), dtype)
+
+
 def save_tiny(folder: Path, config: Any, seed: int = 0, **save_options: Any) -> Any:
     """Write a seeded float32 model of this configuration and return it with eager attention."""
     from transformers import AutoModelForCausalLM
@@ -107,7 +117,7 @@ def open_and_load(
     open_options = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
     source = open_model(str(model), load_format=options.get("load_format", "auto"), **open_options)
     attention = attention or ReferenceAttention()
-    layers = attention_layers(source, dtype, options.get("place", Place()), kv_dtype)
+    layers = attention_layers(source, dtype, options.get("rank", ParallelRank()), kv_dtype)
     plan = attention.plan(AttentionRequest(layers, dtype, kv_dtype or dtype, block_size, max_context))
     assert isinstance(plan, AttentionPlan), plan
     settings: dict[str, Any] = {
@@ -134,10 +144,8 @@ class Runner:
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
 
-    def step(
-        self, work: Sequence[tuple[int, Sequence[int]]], output: DecoderOutput = DecoderOutput.LOGITS
-    ) -> torch.Tensor:
-        """Run new tokens of several sequences, by id, and return each one's output at its last token."""
+    def step(self, work: Sequence[tuple[int, Sequence[int]]], output: str = "logits") -> torch.Tensor:
+        """Run new tokens of several sequences, by id, and return each one's "hidden" state, "logits" or "argmax" at its last token."""
         for sequence, tokens in work:
             table = self._tables.setdefault(sequence, [])
             length = self._lengths.get(sequence, 0) + len(tokens)
@@ -151,7 +159,9 @@ class Runner:
             self.plan.block_size,
         )
         metadata = self.attention.prepare(self.plan, batch)
-        result = self._model.run(batch, metadata, self._cache, last_rows(batch), output)
+        result = self._model.run(batch, metadata, self._cache, last_rows(batch))
+        if output != "hidden":
+            result = getattr(self._model, output)(result)
         for sequence, tokens in work:
             self._lengths[sequence] = self._lengths.get(sequence, 0) + len(tokens)
         # A program may use the same memory for its next result.

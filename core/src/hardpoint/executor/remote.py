@@ -170,7 +170,7 @@ class RemoteExecutor(Executor):
                 ]
                 self._send(self._all[1:], Kind.CALL, round.call, [header, *schema.encode(quiet)], deadline)
             if schema.takes_weights:
-                raised = self._stream(round, args[0], deadline)
+                raised = self._stream(round, schema.weights_of(args), deadline)
             outcomes = self._gather(round, deadline, progress, waits=may_wait_for_others(name))
         except EngineDead as error:
             return [error] * len(self._all)

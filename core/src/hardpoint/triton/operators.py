@@ -6,13 +6,10 @@ Matrix products and the argmax are torch's, whose libraries have the best ones.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.interfaces.kernels import Activation, KernelSet
@@ -42,10 +39,6 @@ class TritonKernels(KernelSet):
                 ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
             )
         self._kernels: Any = importlib.import_module("hardpoint.triton.row_kernels")
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Return torch's product with the weight as it is."""
-        return partial(functional.linear, weight=weight, bias=bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm over the last axis of x, which has two or three axes, computed in float32, in x's dtype."""

@@ -1,4 +1,4 @@
-"""From checkpoint tensors to the decoder's weights: checked, assembled, copied once."""
+"""From checkpoint tensors to a model's parameters: checked, assembled, copied once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hardpoint.interfaces.attention import Refusal
-from hardpoint.interfaces.errors import CorruptWeights, ModelError
-from hardpoint.models.checkpoint import Checkpoint, RenamedCheckpoint
-from hardpoint.models.families import LeanModel, Piece
-from hardpoint.models.kv_scales import is_scale
+from hardpoint.interfaces.errors import CorruptWeights
+from hardpoint.weights.checkpoint import Checkpoint, RenamedCheckpoint
+from hardpoint.weights.kv_scales import is_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hardpoint.interfaces.dtypes import DType
-    from hardpoint.models.source import ModelSource
+    from hardpoint.layers.weights import StoredWeight, WeightShard
+    from hardpoint.weights.kv_scales import ScalesInUse
 
 Progress = Callable[[int, int], None]
 
@@ -71,8 +70,37 @@ def check_tensors(
         )
 
 
+@dataclass(frozen=True)
+class ModelWeights:
+    """The parameters of a model, or of a rank's share of one, and the checkpoint tensors that they are made of.
+
+    Attributes:
+        stored: where each parameter comes from, by its name in the model, in the order of use.
+        shapes: of every checkpoint tensor of the whole model.
+        optional: tensors that a checkpoint may have without need (a tied head).
+    """
+
+    stored: Mapping[str, StoredWeight]
+    shapes: Mapping[str, tuple[int, ...]]
+    optional: tuple[str, ...] = ()
+
+    def names(self) -> frozenset[str]:
+        """Return the tensors that the parameters have something of."""
+        return frozenset(shard.name for stored in self.stored.values() for shard in stored.shards)
+
+    def parts(self) -> dict[str, list[tuple[str, int, WeightShard]]]:
+        """Return, for each tensor by name, what of it goes where: (parameter, its first row there, shard)."""
+        found: dict[str, list[tuple[str, int, WeightShard]]] = {}
+        for name, stored in self.stored.items():
+            row = 0
+            for shard in stored.shards:
+                found.setdefault(shard.name, []).append((name, row, shard))
+                row += shard.num_rows
+        return found
+
+
 def load_weights(
-    model: LeanModel,
+    weights: ModelWeights,
     checkpoint: Checkpoint,
     place: Callable[[str], Tensor],
     finish: Callable[[str, Tensor], None],
@@ -81,38 +109,38 @@ def load_weights(
     only: Collection[str] | None = None,
     begin: Callable[[], None] | None = None,
 ) -> None:
-    """Fill every weight of the decoder from the checkpoint; raises CorruptWeights, before anything is written if it can.
+    """Fill every parameter from the checkpoint; raises CorruptWeights, before anything is written if it can.
 
     Weights are read by a few threads, since dequantisation and page faults leave the interpreter free, and finished in
     order on the calling thread. At most a few weights are under way at a time.
 
     Args:
-        place: returns the tensor that a weight is written into (by name of the spec).
-        finish: called with each weight once it is whole.
-        progress: called with (tensors done, tensors in all).
-        only: the weights to fill, by name of the spec; None for all.
+        place: returns the tensor that a parameter is written into.
+        finish: called with each parameter's name and tensor once it is whole.
+        progress: called with (parameters done, parameters in all).
+        only: the parameters to fill; None for all.
         begin: called once the checkpoint's tensors were compared with the model's, before the first is written.
     """
     checkpoint = with_standard_names(checkpoint)
-    check_tensors(model.checkpoint_shapes(), checkpoint.shapes(), optional=_unused(model))
-    wanted = [weight for weight in model.sources if only is None or weight in only]
+    check_tensors(weights.shapes, checkpoint.shapes(), optional=weights.optional)
+    wanted = [name for name in weights.stored if only is None or name in only]
     done, total = 0, len(wanted)
     if begin is not None:
         begin()
 
-    def fill(weight: str) -> Tensor:
-        target, row, offset = place(weight), 0, model.offset(weight)
-        for piece in model.sources[weight]:
-            for first, values in checkpoint.rows(piece.name, piece.first_row, piece.end_row):
-                _write(target, row + first - piece.first_row, _columns(values, piece), offset)
-            row += piece.num_rows
+    def fill(name: str) -> Tensor:
+        target, row, stored = place(name), 0, weights.stored[name]
+        for shard in stored.shards:
+            for first, values in checkpoint.rows(shard.name, shard.first_row, shard.end_row):
+                stored.write(target, row + first - shard.first_row, shard.of(values))
+            row += shard.num_rows
         return target
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hardpoint-load") as readers:
         under_way: deque[tuple[str, Future[Tensor]]] = deque()
         try:
-            for weight in wanted:
-                under_way.append((weight, readers.submit(fill, weight)))
+            for name in wanted:
+                under_way.append((name, readers.submit(fill, name)))
                 if len(under_way) > 2 * _READERS:
                     done += _finish_oldest(under_way, finish, progress, done, total)
             while under_way:
@@ -137,32 +165,32 @@ def _finish_oldest(
 
 
 def update_weights(
-    model: LeanModel,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: ModelWeights,
+    given: Iterable[tuple[str, Tensor]],
     place: Callable[[str], Tensor],
     finish: Callable[[str, Tensor], None],
+    scales: ScalesInUse,
     written: set[str] | None = None,
 ) -> int:
-    """Write (checkpoint name, tensor) pairs into the decoder's weights and return how many were used; raises CorruptWeights.
+    """Write (checkpoint name, tensor) pairs into the parameters and return how many were used; raises CorruptWeights.
 
     Scales of the KV cache are passed over; other ones than those in use raise ModelError.
 
     Tensors are whole ones, of which a share of a model takes its part; those that it has nothing of are checked and count as used.
 
     Args:
-        place: returns a tensor with a weight's present value, to be written into.
-        finish: called with each changed weight once all its tensors, or all tensors in all, have come.
+        place: returns a tensor with a parameter's present value, to be written into.
+        finish: called with each changed parameter once all its tensors, or all tensors in all, have come.
         written: gets the name of each tensor, as the model has it, before it is written.
     """
-    parts, shapes, unused, used = model.parts(), model.checkpoint_shapes(), set(_unused(model)), 0
-    rows = {weight: sum(piece.num_rows for piece in pieces) for weight, pieces in model.sources.items()}
+    parts, used = weights.parts(), 0
     changed: dict[str, tuple[Tensor, int]] = {}
     try:
-        for name, values in weights:
-            known = name if name in shapes else f"model.{name}"
-            shape = shapes.get(known)
+        for name, values in given:
+            known = name if name in weights.shapes else f"model.{name}"
+            shape = weights.shapes.get(known)
             if shape is None:
-                if name in unused or _IGNORED.search(name) or model.kv_scales.passes(name, values):
+                if name in weights.optional or _IGNORED.search(name) or scales.passes(name, values):
                     continue
                 raise CorruptWeights("the model has no tensor of this name", found=name)
             if tuple(values.shape) != shape:
@@ -172,53 +200,21 @@ def update_weights(
                 )
             if written is not None and known in parts:
                 written.add(known)
-            for weight, row, piece in parts.get(known, ()):
-                if weight not in changed:
-                    changed[weight] = place(weight), rows[weight]
-                target, left = changed.pop(weight)
-                part = _columns(values[piece.first_row : piece.end_row], piece)
-                _write(target, row, part, model.offset(weight))
-                if left > piece.num_rows:
-                    changed[weight] = target, left - piece.num_rows
+            for parameter, row, shard in parts.get(known, ()):
+                stored = weights.stored[parameter]
+                if parameter not in changed:
+                    changed[parameter] = place(parameter), stored.num_rows
+                target, left = changed.pop(parameter)
+                stored.write(target, row, shard.of(values[shard.first_row : shard.end_row]))
+                if left > shard.num_rows:
+                    changed[parameter] = target, left - shard.num_rows
                 else:
-                    finish(weight, target)
+                    finish(parameter, target)
             used += 1
     finally:
-        for weight, (target, _) in changed.items():
-            finish(weight, target)
+        for parameter, (target, _) in changed.items():
+            finish(parameter, target)
     return used
-
-
-def check_same_model(model: LeanModel, source: ModelSource, dtype: DType) -> None:
-    """Raise ModelError unless `source` is a checkpoint of this model with its KV scales, whose weights may be other ones."""
-    other = source.lean_model(dtype)
-    if isinstance(other, Refusal) or not model.computes_the_same(other):
-        raise ModelError(
-            f"{source.path} is not a checkpoint of the model that is loaded",
-            found=f"{source.architecture} with another configuration",
-            hint="Make a new engine for another model",
-        )
-    model.kv_scales.check(source.kv_scales)
-
-
-def lean_checkpoint(source: ModelSource, model: LeanModel, seed: int) -> Checkpoint:
-    """Return the weights of a source; random ones of this seed where its format is dummy."""
-    if source.format == "dummy":
-        return source.dummy_checkpoint(model.checkpoint_shapes(), seed)
-    return source.checkpoint
-
-
-def _columns(values: Tensor, piece: Piece) -> Tensor:
-    return values if piece.columns is None else values[:, piece.columns[0] : piece.columns[1]]
-
-
-def _write(target: Tensor, row: int, values: Tensor, offset: float) -> None:
-    values = values.float() + offset if offset else values
-    target[row : row + len(values)].copy_(values)
-
-
-def _unused(model: LeanModel) -> tuple[str, ...]:
-    return ("lm_head.weight",) if model.spec.tied else ()
 
 
 def _listed(names: Sequence[str], limit: int = 8) -> str:
