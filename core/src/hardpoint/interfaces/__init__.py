@@ -55,6 +55,8 @@ from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
     DecoderProgram,
+    ExpertsProgram,
+    ExpertsRequest,
     FuseRequest,
     KernelSet,
 )
@@ -93,6 +95,8 @@ __all__ = [
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "ExpertsProgram",
+    "ExpertsRequest",
     "FileExtent",
     "FuseRequest",
     "GraphLevel",

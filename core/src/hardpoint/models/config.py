@@ -74,6 +74,14 @@ class ModelConfig:
             raise self._unusable(name, value, "true or false")
         return value
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of whole numbers; an empty one where there is none."""
+        value = self.values.get(name)
+        value = () if value is None else value
+        if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
+            raise self._unusable(name, value, "a list of whole numbers")
+        return tuple(value)
+
     def mapping(self, name: str) -> dict[str, Any]:
         """Return an object; an empty one where there is none."""
         value = self.values.get(name)
