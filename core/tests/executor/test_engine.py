@@ -16,7 +16,7 @@ from hardpoint.engine.commands import Added, Finish, Generate, StepDone
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.sleep import EngineState
-from hardpoint.executor import InProcessExecutor, MultiProcessExecutor, RankLimits
+from hardpoint.executor import InProcessExecutor, RankLimits, RemoteExecutor
 from hardpoint.interfaces import SequenceSampling
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, EngineDead, RankFailed, WorkerError
 from tests.leaks import Belongings
@@ -60,7 +60,7 @@ def step(core: EngineCore) -> StepDone:
 def test_one_rank_runs_in_this_process_unless_it_is_asked_for(make_core: Make) -> None:
     assert isinstance(make_core().executor, InProcessExecutor)
     apart = make_core(executor="multi_process")
-    assert isinstance(apart.executor, MultiProcessExecutor)
+    assert isinstance(apart.executor, RemoteExecutor)
     add(apart)
     assert len(step(apart).token_ids) == 1
 
@@ -171,6 +171,6 @@ def test_ray_where_it_is_not_installed_is_refused_with_what_to_do(
 def test_limits_of_the_configuration_hold(make_core: Make) -> None:
     core = make_core({"call": "collect", "does": "hang"}, executor="multi_process", rank_limits={"step": 0.5})
     add(core)
-    with pytest.raises(RankFailed, match=r"it has not answered 'execute' within 0\.5 s"):
+    with pytest.raises(RankFailed, match=r"it has not answered 'step' within 0\.5 s"):
         step(core)
     assert EngineConfig("m", rank_limits=RankLimits(step=2)).rank_limits == RankLimits(step=2)
