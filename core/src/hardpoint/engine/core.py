@@ -534,7 +534,9 @@ class EngineCore:
         scheduler, keys = self.scheduler, self._keys
         num_cached = {seq_id: scheduler.num_cached_tokens(seq_id) for seq_id in step.first if seq_id in keys}
         ended = [self._ended(seq_id, reason) for seq_id, reason in finished]
-        self._events.append(StepDone(seq_ids, output.token_ids, output.logprobs, num_cached, ended, output.embeddings))
+        # A copy: the worker may make the next step's tokens in the same memory before a client reads these.
+        token_ids = output.token_ids.copy()
+        self._events.append(StepDone(seq_ids, token_ids, output.logprobs, num_cached, ended, output.embeddings))
 
     def _book_all(self) -> None:
         try:

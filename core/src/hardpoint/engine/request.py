@@ -124,6 +124,7 @@ class Request:
         self._detokenizer = detokenizer
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
+        self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
         self.completions = [
             Completion(index, TextStream(detokenizer, prompt.token_ids, params))
             for index in range(params.num_sequences)
@@ -133,12 +134,7 @@ class Request:
     def is_followed(self) -> bool:
         """Each token must be looked at when it comes, not only at the end."""
         params = self.params
-        return (
-            params.output_kind is not RequestOutputKind.FINAL_ONLY
-            or bool(params.stop_texts)
-            or params.logprobs is not None
-            or params.needs_ranking
-        )
+        return self.is_streamed or bool(params.stop_texts) or params.logprobs is not None or params.needs_ranking
 
     @property
     def finished(self) -> bool:
@@ -320,7 +316,7 @@ class RequestTable:
                 self.remove(embedding.request_id)
                 embedding.recipient.deliver(embedding.output(event.embeddings.get(ended.seq_id)))
         for request in changed.values():
-            if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            if request.is_streamed or request.finished:
                 request.recipient.deliver(request.output())
         return stopped
 
@@ -338,7 +334,9 @@ class RequestTable:
                 if not ends:
                     stopped.append(seq_id)
                 self._finish(seq_id, FinishReason.STOP, ())
-            changed[request.key] = request
+                changed[request.key] = request
+            elif request.is_streamed:
+                changed[request.key] = request
 
     def _finish(self, seq_id: int, reason: FinishReason, token_ids: Sequence[int]) -> None:
         """End one completion, and its request with the last one."""
