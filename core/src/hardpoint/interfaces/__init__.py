@@ -60,6 +60,7 @@ from hardpoint.interfaces.kernels import (
     DecoderSpec,
     KernelSet,
 )
+from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -98,6 +99,7 @@ __all__ = [
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "Event",
     "FileExtent",
     "GraphLevel",
     "GraphRunner",
@@ -113,6 +115,7 @@ __all__ = [
     "MemoryStats",
     "MemoryTransaction",
     "ModelInfo",
+    "Platform",
     "Policy",
     "Pooling",
     "ProbeResult",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,27 @@ from hardpoint.interfaces.capabilities import MemoryCapabilities
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import InvalidAllocation
 from hardpoint.memory.driver_table import DriverTable
+from hardpoint.memory.native_files import driver_file
 from hardpoint.memory.pool import VirtualPool, check_size, native_policy
 from hardpoint.memory.tensors import TensorAllocator
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def open_driver(package: str, device: int, options: Mapping[str, object] | None = None) -> DriverTable:
+    """Return the memory driver of a backend's package for one device; the vendor's library is found as the probe finds it.
+
+    Args:
+        device: index of the device.
+        options: the driver's own.
+
+    Raises:
+        BackendBroken: the driver was not built, or for another contract.
+        BackendUnavailable: the vendor's library or the device is not here.
+        DriverError: a vendor call failed, or the driver does not know an option.
+    """
+    return DriverTable(driver_file(package), device=device, options=options)
 
 
 class VirtualAllocator(TensorAllocator):
