@@ -28,7 +28,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "triton": frozenset({"interfaces"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "engine", "sampling"}),
-    "cli": frozenset({FACADE, "interfaces", "engine", "plugins", "sampling", "models"}),
+    "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models"}),
     FACADE: PARTS | {"interfaces", "engine"},
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""

@@ -14,8 +14,9 @@ import torch
 
 from hardpoint import EngineConfig, PoolingParams, SamplingParams
 from hardpoint.engine.inputs import PromptProcessor, as_conversations, as_prompts, pair_with_params
+from hardpoint.engine.sleep import SleepRequest, Tags
 from hardpoint.executor import RankLimits, RaySettings
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams
+from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, SleepRefused
 from hardpoint.scheduler import SchedulerConfig
 from hardpoint.validation import Validated
 
@@ -27,6 +28,8 @@ ERRORS = {
     RaySettings: ConfigError,
     SamplingParams: InvalidSamplingParams,
     PoolingParams: InvalidRequest,
+    SleepRequest: SleepRefused,
+    Tags: SleepRefused,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import MISSING, fields
 from enum import Enum
 from functools import cache, reduce
@@ -52,6 +52,7 @@ GiB: TypeAlias = Annotated[float, Meta(ge=0, le=2**33)]
 """Sizes of which 64 bits can count the bytes."""
 
 _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a text", NoneType: "None"}
+_LISTS = (Sequence, frozenset)
 _INDEX = re.compile(r"`\$\[(\d+)\]")
 _MAX_SHOWN = 200
 _set = object.__setattr__
@@ -60,10 +61,10 @@ _set = object.__setattr__
 class Validated:
     """Base of frozen dataclasses that are checked when they are made.
 
-    A field accepts what its annotation says: `int`, `float`, `bool`, `str`, `Literal`, enumerations, `Sequence`, `Mapping`, unions of
-    these, `Annotated` with `msgspec.Meta` for ranges, and other `Validated` classes (or mappings of their fields). Nothing is
-    converted by guess: neither "1" nor True is an integer. Numbers and arrays of numpy and torch count as what they hold;
-    sequences are kept as tuples.
+    A field accepts what its annotation says: `int`, `float`, `bool`, `str`, `Literal`, enumerations, `Sequence`, `frozenset`,
+    `Mapping`, unions of these, `Annotated` with `msgspec.Meta` for ranges, and other `Validated` classes (or mappings of their
+    fields). Nothing is converted by guess: neither "1" nor True is an integer. Numbers and arrays of numpy and torch count as what
+    they hold; sequences are kept as tuples.
 
     A name or value that does not fit is one `_error`, which names the field, says what it accepts and what was found. A subclass with a
     `__post_init__` of its own calls `_check_types` in it.
@@ -169,9 +170,11 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _with_tuples(kind: Any) -> Any:
-    """Return the type with tuples for sequences."""
+    """Return the type with tuples for sequences, and anything for functions, which have no type that can be checked."""
     if get_origin(kind) is Sequence:
         return GenericAlias(tuple, (get_args(kind)[0], ...))
+    if get_origin(kind) is Callable:
+        return Any
     return reduce(or_, map(_with_tuples, parts)) if len(parts := _members(kind)) > 1 else kind
 
 
@@ -194,7 +197,7 @@ def _misfit(path: str, value: Any, kind: Any, message: str) -> tuple[str, Any, s
     """Return the innermost place that does not fit, what is there, what would fit, and a hint."""
     for member in _members(kind):
         index = _INDEX.search(message)
-        if get_origin(member) is Sequence and index is not None:
+        if get_origin(member) in _LISTS and index is not None:
             place = int(index.group(1))
             return _misfit(f"{path}[{place}]", value[place], get_args(member)[0], "")
         if get_origin(member) is Mapping and isinstance(value, dict):
@@ -228,7 +231,7 @@ def describe(kind: Any) -> str:
         return f"one of {', '.join(map(repr, args))}"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(repr(member.value) for member in kind)}"
-    if origin is Sequence:
+    if origin in _LISTS:
         return f"a list, each of it {describe(args[0])}"
     if origin is Mapping:
         return f"a mapping from {describe(args[0])} to {describe(args[1])}"
@@ -239,7 +242,7 @@ def _range(kind: type, meta: Meta) -> str:
     low, high = meta.ge, meta.le
     if kind is float:
         start = "(0" if low == FLOAT32_MIN else f"[{low:g}"
-        end = f"{meta.lt:g})" if high is None else "infinity)" if high == FLOAT32_MAX else f"{high:g}]"
+        end = f"{meta.lt:g})" if meta.lt is not None else "infinity)" if high in (None, FLOAT32_MAX) else f"{high:g}]"
         return f"a number in {start}, {end}"
     return f"an integer of at least {low}" if high == INT32_MAX else f"an integer in {low}..{high}"
 
