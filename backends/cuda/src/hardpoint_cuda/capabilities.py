@@ -10,16 +10,14 @@ from pathlib import Path
 from hardpoint.interfaces import AttentionCapabilities, Capabilities, Determinism, Device
 from hardpoint.memory import torch_has_library
 from hardpoint.triton import triton_attention_capabilities
-from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
 from hardpoint.triton.build import TorchBuild
+from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
 from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle, flashinfer_version
 
 LEAST_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
 
-BUILD = TorchBuild(
-    "cuda", "CUDA", partial(torch_has_library, "libtorch_cuda.so"), "nccl", targets="sm_80 and sm_90"
-)
+BUILD = TorchBuild("cuda", "CUDA", partial(torch_has_library, "libtorch_cuda.so"), "nccl", targets="sm_80 and sm_90")
 
 
 def capabilities(device: Device) -> Capabilities:

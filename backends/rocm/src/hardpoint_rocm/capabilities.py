@@ -11,9 +11,7 @@ from hardpoint.triton.build import TorchBuild
 WAVEFRONT = 64
 """Lanes of the devices that the kernels' tiles are made for (gfx90a, gfx942)."""
 
-BUILD = TorchBuild(
-    "rocm", "ROCm", partial(torch_has_library, "libtorch_hip.so"), "rccl", targets="gfx90a and gfx942"
-)
+BUILD = TorchBuild("rocm", "ROCm", partial(torch_has_library, "libtorch_hip.so"), "rccl", targets="gfx90a and gfx942")
 
 
 def capabilities(device: Device) -> Capabilities:

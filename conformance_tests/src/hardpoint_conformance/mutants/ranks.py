@@ -117,8 +117,8 @@ def _after_loading(base: Any, change: Callable[[Any], None]) -> Methods:
 def wrong_columns_of_o(base: Any) -> Methods:
     def change(worker: Any) -> None:
         if worker._config.tensor_rank == 1:
-            weight = worker._loaded.model._weights.weight("layers.0.o")
-            weight.copy_(weight.roll(worker._loaded.plan.kv_cache.head_dim, dims=1))
+            weight = worker._loaded.model.model._weights.weight("layers.0.o")
+            weight.copy_(weight.roll(worker._loaded.model.plan.kv_cache.head_dim, dims=1))
 
     return _after_loading(base, change)
 
@@ -126,7 +126,7 @@ def wrong_columns_of_o(base: Any) -> Methods:
 @_WORKER.fault("A rank embeds the tokens of its own part of the vocabulary alone.", "dist.tokens.tensor@1")
 def first_token_of_a_share_ignored(base: Any) -> Methods:
     def change(worker: Any) -> None:
-        model = worker._loaded.model
+        model = worker._loaded.model.model
         model._model = replace(model._model, first_token=0)
 
     return _after_loading(base, change)
@@ -135,7 +135,7 @@ def first_token_of_a_share_ignored(base: Any) -> Methods:
 @_WORKER.fault("The best token is the best of the driver's own part of the vocabulary.", "dist.tokens.tensor@1")
 def argmax_of_own_vocabulary(base: Any) -> Methods:
     def change(worker: Any) -> None:
-        model = worker._loaded.model
+        model = worker._loaded.model.model
         whole = model._of_all_ranks
 
         def best(logits: Tensor, tensor: Any, output: Any) -> Tensor:
@@ -151,7 +151,7 @@ def argmax_of_own_vocabulary(base: Any) -> Methods:
 def stage_normalises_twice(base: Any) -> Methods:
     def change(worker: Any) -> None:
         if worker._config.stage:
-            decoder = worker._loaded.model
+            decoder = worker._loaded.model.model
             layer, link = decoder._layers[0], decoder._pipeline
             receive = link.receive
 
@@ -209,7 +209,7 @@ def rank_forgets_in_its_sleep(base: Any) -> Methods:
 
     def commit(self: Any, transaction: int) -> MemoryReport:
         report: MemoryReport = base.commit(self, transaction)
-        self._weights.ledger.declare_valid()
+        self._loaded.weights.ledger.declare_valid()
         return report
 
     return {**other_change(base, forgetting), "commit": commit}

@@ -60,7 +60,7 @@ from hardpoint.interfaces.kernels import (
     DecoderSpec,
     KernelSet,
 )
-from hardpoint.interfaces.platform import Event, Platform
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -99,7 +99,6 @@ __all__ = [
     "Determinism",
     "Device",
     "DeviceAllocator",
-    "Event",
     "FileExtent",
     "GraphLevel",
     "GraphRunner",

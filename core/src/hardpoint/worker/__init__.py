@@ -1,11 +1,11 @@
 """The ready-made worker: everything of a rank that is torch and not device.
 
 `StandardWorker` is the worker of every backend, over the backend's `Platform`: `TorchPlatform` where torch has a module for the device.
-`TorchGraphRunner` captures and replays steps by that module, and `worker.collectives` joins ranks. What belongs here drives one device through the contract's
-parts (allocator, attention, kernels) and holds the model, the KV cache and the sampler. Scheduling, requests and text belong to
-the engine.
+`TorchGraphRunner` captures and replays steps by that module, and `worker.collectives` joins ranks. What belongs here drives one device
+through the contract's parts (platform, allocator, attention, kernels) and holds the model, the KV cache and the sampler. Scheduling,
+requests and text belong to the engine.
 
-`StandardWorker` is the contract's table of calls. What answers them: `loading` makes a `LoadedModel`, `Weights` writes it and keeps account,
+`StandardWorker` answers the contract's calls by its parts: `loading` makes a `LoadedModel`, `Weights` writes it and keeps account,
 `KVMemory` holds the blocks, `ModelRunner` runs the model (`DecodeGraphs` where steps are captured), `Steps` samples and pools,
 `profile` measures the largest step, `SleepCycle` prepares sleeps and wakes.
 """

@@ -48,7 +48,9 @@ class TorchCollectives(Collectives):
         if group_class is None:
             raise CapabilityRefused(
                 f"{size} ranks of backend '{self._device.backend}' cannot be joined",
-                [f"torch {torch.__version__} is built without its library of collectives, {library or 'of which it knows none'}"],
+                [
+                    f"torch {torch.__version__} is built without its library of collectives, {library or 'of which it knows none'}"
+                ],
                 hint="Install torch's build for this device, or run one rank",
             )
         # What captured steps reduce would be mapped into the other ranks' processes, which would still read that memory after a sleep.

@@ -120,20 +120,23 @@ class TorchGraphRunner(GraphRunner):
 
         Torch gives up at the first call that fails: later captures would ask this one, which is gone, for each allocation.
         """
+        end, release = self._in_torch("endAllocateToPool"), self._in_torch("releasePool")
+        if end is None or release is None:
+            return
         with suppress(RuntimeError):  # it had come to that
-            self._in_torch("endAllocateToPool", self._index, memory.id)
+            end(self._index, memory.id)
         if memory.users() > 1 + len(self._graphs):
-            self._in_torch("releasePool", self._index, memory.id)
+            release(self._index, memory.id)
 
     def _forget_workspaces(self) -> None:
         """Let libraries drop what they keep for each stream, the capture's among them, and take from the pool in effect."""
-        self._in_torch("clearCublasWorkspaces")
+        forget = self._in_torch("clearCublasWorkspaces")
+        if forget is not None:
+            forget()
 
-    def _in_torch(self, name: str, *arguments: Any) -> None:
-        """Call a function that torch's builds have for some types of devices."""
-        function = getattr(torch._C, f"_{self._device.type}_{name}", None)
-        if function is not None:
-            function(*arguments)
+    def _in_torch(self, name: str) -> Any:
+        """Return a function that torch's builds have for some types of devices, None for others."""
+        return getattr(torch._C, f"_{self._device.type}_{name}", None)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryChange, MemoryReport
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, WorkerError
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
@@ -158,7 +158,9 @@ class StandardWorker(Worker):
         )
 
     def _largest_step(self, rank: _Started, model: _Loaded) -> StepCost:
-        if self._device.simulated and self._context.descriptor.accelerator:
+        try:
+            rank.platform.check_computes()
+        except CapabilityRefused:
             _log.warning(
                 "the driver of %s is simulated: the largest step is not run, and counts as its logits alone",
                 self._device.name,
