@@ -18,7 +18,7 @@ from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, Sequen
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed, WorkerError
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
-from hardpoint.models import Place
+from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
 from hardpoint.worker import StandardWorker
 from hardpoint.worker.collectives import insist_on
@@ -69,7 +69,7 @@ def test_what_the_backend_does_not_claim_is_refused_with_all_reasons() -> None:
 
 def test_a_configuration_says_where_its_rank_is() -> None:
     config = WorkerConfig("demo", rank=4, world_size=6, tensor_parallel_size=3, pipeline_parallel_size=2)
-    assert place_of(config) == Place(1, 3, 1, 2)
+    assert place_of(config) == ParallelRank(1, 3, 1, 2)
     assert config.driver_rank == 3
 
 

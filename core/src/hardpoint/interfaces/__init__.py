@@ -54,10 +54,10 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
-    DecoderOutput,
     DecoderProgram,
-    DecoderRequest,
-    DecoderSpec,
+    ExpertsProgram,
+    ExpertsRequest,
+    FuseRequest,
     KernelSet,
 )
 from hardpoint.interfaces.platform import Platform
@@ -92,14 +92,14 @@ __all__ = [
     "Collectives",
     "Contract",
     "DType",
-    "DecoderOutput",
     "DecoderProgram",
-    "DecoderRequest",
-    "DecoderSpec",
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "ExpertsProgram",
+    "ExpertsRequest",
     "FileExtent",
+    "FuseRequest",
     "GraphLevel",
     "GraphRunner",
     "IntSet",

@@ -6,10 +6,11 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import DeviceAllocator
+from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.worker.decode_capture import DecodeCapture
@@ -18,6 +19,9 @@ from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
 from hardpoint.worker.model_runner import ModelRunner
 from hardpoint.worker.ranks import place_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TIMED_TOKENS = 256
 """Length of the timed step of a model that needs no memory measured."""
@@ -66,7 +70,7 @@ def largest_step(
         max_seqs=config.max_num_seqs,
     )
     cache = kv.scratch(int(batch.block_table.max()) + 1)
-    step = partial(runner.forward, batch, cache, DecoderOutput.LOGITS)
+    step = partial(_logits, runner, batch, cache)
     start = time.perf_counter()
     growth = platform.peak_growth(step, allocator)
     if platform.compiles:
@@ -83,6 +87,10 @@ def largest_step(
         seconds_per_token=seconds / batch.num_tokens,
         seconds_per_swapped_block=kv.seconds_per_swapped_block(),
     )
+
+
+def _logits(runner: ModelRunner, batch: StepBatch, cache: Tensor) -> Tensor:
+    return runner.logits(runner.forward(batch, cache))
 
 
 def logits_bytes(num_rows: int, vocab_size: int) -> int:
