@@ -20,8 +20,8 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.sleep import EngineState
-from hardpoint.executor import MultiProcessExecutor
-from hardpoint.executor.meeting import MeetingServer
+from hardpoint.executor import RemoteExecutor
+from hardpoint.executor.rendezvous import RendezvousServer
 from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
 from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing, WorkerError
 from hardpoint.models import open_model
@@ -71,7 +71,7 @@ def _check_dead(llm: LLM, rank: int) -> None:
 @pytest.fixture(scope="module")
 def nothing_left() -> Iterator[Callable[[], list[str]]]:
     """Return what this process holds now and did not hold before."""
-    MeetingServer().close()  # The first one of a process opens files that the library keeps.
+    RendezvousServer().close()  # The first one of a process opens files that the library keeps.
     before = Belongings.now()
 
     def new() -> list[str]:
@@ -94,7 +94,7 @@ def _compute(llm: LLM, steps: int) -> None:
 
 def _pids(llm: LLM) -> list[int]:
     executor = llm.engine._core.executor
-    assert isinstance(executor, MultiProcessExecutor)
+    assert isinstance(executor, RemoteExecutor)
     return executor.pids
 
 
