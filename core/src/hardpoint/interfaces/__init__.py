@@ -59,6 +59,8 @@ from hardpoint.interfaces.kernels import (
     ExpertsRequest,
     FuseRequest,
     KernelSet,
+    LinearProgram,
+    LinearRequest,
 )
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
@@ -104,6 +106,8 @@ __all__ = [
     "IntSet",
     "KVCacheSpec",
     "KernelSet",
+    "LinearProgram",
+    "LinearRequest",
     "LiveRanges",
     "MemoryCapabilities",
     "MemoryChange",
