@@ -62,6 +62,7 @@ from hardpoint.interfaces.kernels import (
     LinearProgram,
     LinearRequest,
 )
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -117,6 +118,7 @@ __all__ = [
     "MemoryStats",
     "MemoryTransaction",
     "ModelInfo",
+    "Platform",
     "Policy",
     "Pooling",
     "ProbeResult",
