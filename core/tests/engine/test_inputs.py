@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint.engine.inputs import PromptProcessor, as_conversations, as_prompts, pair_with_params
+from hardpoint.engine.inputs import (
+    PromptProcessor,
+    RequestArguments,
+    as_conversations,
+    as_prompts,
+    check_params,
+    pair_with_params,
+)
 from hardpoint.interfaces.errors import ConfigError, EmptyPrompt, InvalidRequest, TokenOutOfRange
 from hardpoint.sampling import PoolingParams, SamplingParams
 
@@ -165,3 +172,19 @@ def test_parameters_are_for_all_prompts_or_one_for_each() -> None:
 def test_what_are_no_parameters_is_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="SamplingParams"):
         pair_with_params(1, given, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("request_id", "priority"), [(5, 0), (None, 0), ([], 0), ("x", "high"), ("x", 2**40), ("x", True), ("x", None)]
+)
+def test_a_request_has_a_name_and_a_rank(request_id: Any, priority: Any) -> None:
+    RequestArguments("x", -5)
+    with pytest.raises(InvalidRequest, match=r"request_id must be a text|priority must be an integer"):
+        RequestArguments(request_id, priority)
+
+
+@pytest.mark.parametrize("params", [None, {"n": 1}, PoolingParams()])
+def test_parameters_of_another_kind_are_refused(params: Any) -> None:
+    check_params(SamplingParams(), SamplingParams)
+    with pytest.raises(InvalidRequest, match="must be SamplingParams"):
+        check_params(params, SamplingParams)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from msgspec import Meta
 
 from hardpoint.interfaces.errors import (
     ConfigError,
@@ -13,7 +15,8 @@ from hardpoint.interfaces.errors import (
     PromptTooLong,
     TokenOutOfRange,
 )
-from hardpoint.validation import Validated, shown
+from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.validation import INT32_MAX, Validated, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,6 +148,22 @@ class PromptProcessor:
                 f"token id {shown(token_ids[place])} at position {place} is not in the vocabulary",
                 found=f"ids are 0 to {self._vocab_size - 1}",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArguments(Validated):
+    """What names and ranks a request; raises InvalidRequest."""
+
+    _error = InvalidRequest
+
+    request_id: str
+    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
+
+
+def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams]) -> None:
+    """Raise InvalidRequest unless `params` is of the kind that a request needs."""
+    if not isinstance(params, kind):
+        raise InvalidRequest(f"the request's parameters must be {kind.__name__}", found=shown(params))
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -15,7 +15,7 @@ import numpy as np
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import CoreOutput, EngineCore, StepTotals
 from hardpoint.engine.detokenizer import Detokenizer
-from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, TokenizedPrompt
+from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.request import RequestState, SequenceState
 from hardpoint.engine.sleep import (
@@ -38,6 +38,7 @@ from hardpoint.interfaces.errors import (
     ModelError,
     WorkerError,
 )
+from hardpoint.interfaces.worker import WeightWrite
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -144,6 +145,8 @@ class LLMEngine:
             InvalidRequest: the prompt or a parameter is not possible, or the request could never fit; nothing was queued.
             EngineAsleep, WeightsMissing: the engine sleeps, or has no weights, and queues no (more) requests.
         """
+        RequestArguments(request_id, priority)
+        check_params(params, SamplingParams)
         self._check_new(request_id)
         if not self._core.model.is_generative:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
@@ -190,9 +193,11 @@ class LLMEngine:
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None
     ) -> None:
         """Queue an embedding request; raises InvalidRequest, EngineAsleep, WeightsMissing."""
+        RequestArguments(request_id)
+        params = PoolingParams() if params is None else params
+        check_params(params, PoolingParams)
         self._check_new(request_id)
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
-        params = params or PoolingParams()
         seq_id = self._core.scheduler.add_request(tokens.token_ids, pooling=True, skip_prefix_cache=True)
         self._note_queued(request_id)
         request = _Embedding(request_id, seq_id, tokens, params)
@@ -384,7 +389,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        return self._core.life.change_weights("update_weights", weights)
+        return self._core.life.change_weights(WeightWrite.UPDATE, weights)
 
     def reload_weights(self, model: str | None = None) -> int:
         """Load the weights again, from the checkpoint or another one of the same model; returns how many tensors.
@@ -396,7 +401,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        return self._core.life.change_weights("reload_weights", model)
+        return self._core.life.change_weights(WeightWrite.RELOAD, (), model)
 
     def declare_weights_valid(self) -> None:
         """Say that the weights are right as they stand, after writing them by ways that the engine does not see.
@@ -404,7 +409,7 @@ class LLMEngine:
         Backups of them, and KV blocks computed before, are void. Raises MemoryAsleep while the weights are asleep.
         """
         self._check_alive()
-        self._core.life.change_weights("declare_weights_valid")
+        self._core.life.change_weights(WeightWrite.DECLARE)
 
     def register_participant(self, participant: SleepParticipant) -> None:
         """Let something take part in sleep and wake; raises ConfigError when its name is taken."""

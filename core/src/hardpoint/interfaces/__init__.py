@@ -14,6 +14,7 @@ from hardpoint.interfaces.allocator import (
     DeviceAllocator,
     FileExtent,
     LiveRanges,
+    MemoryChange,
     MemoryInfo,
     MemoryReport,
     MemoryStats,
@@ -21,6 +22,7 @@ from hardpoint.interfaces.allocator import (
     Policy,
     SleepPlan,
     TagStats,
+    WakePlan,
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
@@ -52,19 +54,21 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
-    DecoderOutput,
     DecoderProgram,
-    DecoderRequest,
-    DecoderSpec,
+    ExpertsProgram,
+    ExpertsRequest,
+    FuseRequest,
     KernelSet,
 )
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
     ModelInfo,
+    WeightWrite,
     Worker,
     WorkerConfig,
     WorkerContext,
+    WorkerStatus,
 )
 
 __all__ = [
@@ -87,14 +91,14 @@ __all__ = [
     "Collectives",
     "Contract",
     "DType",
-    "DecoderOutput",
     "DecoderProgram",
-    "DecoderRequest",
-    "DecoderSpec",
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "ExpertsProgram",
+    "ExpertsRequest",
     "FileExtent",
+    "FuseRequest",
     "GraphLevel",
     "GraphRunner",
     "IntSet",
@@ -102,6 +106,7 @@ __all__ = [
     "KernelSet",
     "LiveRanges",
     "MemoryCapabilities",
+    "MemoryChange",
     "MemoryInfo",
     "MemoryProfile",
     "MemoryReport",
@@ -122,9 +127,12 @@ __all__ = [
     "TagStats",
     "TokenLogprobs",
     "TorchPoolScope",
+    "WakePlan",
+    "WeightWrite",
     "Worker",
     "WorkerConfig",
     "WorkerContext",
+    "WorkerStatus",
     "contract_methods",
     "errors",
     "optional_methods",
