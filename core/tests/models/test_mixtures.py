@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_parallel_loading import assert_close, logits_of_ranks
 from test_rereading import PROMPT, NotingAllocator
 from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from hardpoint.interfaces import Activation, DType, ExpertsRequest
-from hardpoint.interfaces.errors import CorruptWeights
+from hardpoint.interfaces import Activation, DType, ExpertsRequest, Refusal
+from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
 from hardpoint.layers.experts import TorchExperts
+from hardpoint.models import open_model
 
 KINDS = ["mixtral", "qwen2-moe", "qwen3-moe"]
 
@@ -68,6 +72,14 @@ def test_the_plain_operator_takes_biases_and_clamps() -> None:
     exact = experts_by_definition(request, x, logits, *tensors)
     found = TorchExperts(request).run(x, logits, *tensors)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+def test_no_shape_of_the_plain_operator_depends_on_what_is_chosen() -> None:
+    """Tensors without values have no numbers that the host could wait for."""
+    request = ExpertsRequest(5, 2, 24, 20, Activation.SILU, DType.FLOAT32, True)
+    with FakeTensorMode():
+        weights = torch.empty(5, 40, 24), torch.empty(5, 24, 20)
+        assert TorchExperts(request).run(torch.empty(9, 24), torch.empty(9, 5), *weights).shape == (9, 24)
 
 
 def test_a_row_of_nan_stays_alone() -> None:
@@ -167,6 +179,45 @@ def test_a_model_that_routes_otherwise_is_another_model(kind: str, setting: str,
     one, _, _, _ = open_and_load(tmp_path / "one")
     described = [source.describe(DType.FLOAT32) for source in (one, open_and_load(tmp_path / "other")[0])]
     assert not described[0].computes_the_same(described[1])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gpt-oss"])
+def test_ranks_take_their_parts_of_whole_experts(kind: str, tmp_path: Path) -> None:
+    model_type, options = LEAN[kind]
+    for seed in range(2):
+        save_tiny(tmp_path / str(seed), tiny_config(model_type, **options), seed=seed)
+    weights = load_file(tmp_path / "1" / "model.safetensors")
+
+    def update(model: Any, allocator: NotingAllocator, source: Any) -> None:
+        written: set[str] = set()
+        assert model.update_weights(weights.items(), written) == len(weights)
+        assert written == model.weight_names()
+
+    assert_close(logits_of_ranks(tmp_path / "0", update), logits_of(tmp_path / "1"))
+
+    def restore(model: Any, allocator: NotingAllocator, source: Any) -> None:
+        model.declare_sources(allocator, source)
+        allocator.vendor_lose_and_restore()
+
+    assert_close(logits_of_ranks(tmp_path / "0", restore), logits_of(tmp_path / "0"))
+
+
+def test_gpt_oss_with_packed_weights_is_refused_with_the_reason(tmp_path: Path) -> None:
+    kind, options = LEAN["gpt-oss"]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedArchitecture, match="mxfp4"):
+        open_model(str(tmp_path))
+
+
+def test_an_activation_with_other_constants_is_not_the_cores(tmp_path: Path) -> None:
+    kind, options = LEAN["gpt-oss"]
+    save_tiny(tmp_path, tiny_config(kind, **options, swiglu_limit=3.0))
+    described = open_model(str(tmp_path)).describe(DType.FLOAT32)
+    assert isinstance(described, Refusal)
+    assert "swiglu_limit 3.0" in described.reasons[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,6 +33,15 @@ SHAPE: dict[str, Any] = {
 PARTIAL_ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
 SOFT_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -61,12 +70,16 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**EXPERTS, "use_sliding_window": True, "sliding_window": 6, "decoder_sparse_step": 2},
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS_ROPE},
+    ),
     "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING}),
 }
-MIXTURES = [name for name in LEAN if name.startswith("mixtral") or "-moe" in name]
+MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss")) or "-moe" in name]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
     "gpt2-scaled-by-layer": (

@@ -53,32 +53,33 @@ class Experts(Layer):
         self.num_experts, self.top_k, self.renormalise = shape.num_experts, shape.top_k, shape.renormalise
         self.intermediate_size, self.activation = shape.intermediate_size, shape.activation
         rank = context.rank
-        self._span: Span = aligned_spans(shape.intermediate_size, rank.tensor_size)[rank.tensor_rank]
+        self.span: Span = aligned_spans(shape.intermediate_size, rank.tensor_size)[rank.tensor_rank]
         request = ExpertsRequest(
             shape.num_experts,
             shape.top_k,
             shape.hidden_size,
-            length(self._span),
+            length(self.span),
             shape.activation,
             DType.of(context.dtype),
             shape.renormalise,
         )
         planned = context.operators.plan_experts(request)
-        self._program = TorchExperts(request) if isinstance(planned, Refusal) else planned
+        self.program = TorchExperts(request) if isinstance(planned, Refusal) else planned
         self.gate_up: Tensor
         self.down: Tensor
-        self.gate_up_bias: Tensor | None = None
-        self.down_bias: Tensor | None = None
+        self.gate_up_bias: Tensor | None
+        self.down_bias: Tensor | None
         for name, stored, size in zip(
-            ("gate_up", "down"), self.stored(shape, context), self._program.weight_shapes(), strict=True
+            ("gate_up", "down"), self.stored(shape, context), self.program.weight_shapes(), strict=True
         ):
             self.add_stored(name, stored, torch.empty(size, dtype=context.dtype, device="meta"))
+        self.add_biases(shape, context)
 
     def stored(self, shape: ExpertsShape, context: ModelContext) -> tuple[StoredWeight, StoredWeight]:
         """Return where gates and ups, and downs, come from: here a tensor for each of every expert."""
-        program = self._program
+        program = self.program
         gate, up, down = shape.names
-        inner, part = shape.intermediate_size, None if context.rank.tensor_size == 1 else self._span
+        inner, part = shape.intermediate_size, None if context.rank.tensor_size == 1 else self.span
         plain = program.stores_plainly()
         gate_up = [
             WeightShard(f"experts.{expert}.{name}.weight", (inner, shape.hidden_size), rows=part)
@@ -94,9 +95,13 @@ class Experts(Layer):
             StoredWeight(tuple(downs), program.write_down, plain),
         )
 
+    def add_biases(self, shape: ExpertsShape, context: ModelContext) -> None:
+        """Add `gate_up_bias` and `down_bias`: here none."""
+        self.gate_up_bias = self.down_bias = None
+
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return this rank's part of [T, hidden_size] of x [T, hidden_size] and the router's logits [T, num_experts]."""
-        return self._program.run(x, logits, self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return self.program.run(x, logits, self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
     def tensor_obstacle(self, size: int) -> str | None:
         """Return why the layer cannot be divided among `size` ranks, or None."""
@@ -113,8 +118,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, shape: ExpertsShape, context: ModelContext, *, shared_size: int = 0) -> None:
         super().__init__()
         hidden = shape.hidden_size
-        self.gate = Linear([("gate", shape.num_experts)], hidden, context)
-        self.experts = Experts(shape, context)
+        self.gate = self.router(shape, context)
+        self.experts = self.all_experts(shape, context)
         self.shared_expert: GatedMLP | None = None
         if shared_size:
             # Its part is summed over the ranks together with the experts'.
@@ -122,6 +127,14 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert = GatedMLP(hidden, shared_size, shape.activation, alone)
             self.shared_expert_gate = Linear([("shared_expert_gate", 1)], hidden, context)
         self._ranks = context.ranks.tensor
+
+    def router(self, shape: ExpertsShape, context: ModelContext) -> Linear:
+        """Return what gives each expert's logit."""
+        return Linear([("gate", shape.num_experts)], shape.hidden_size, context)
+
+    def all_experts(self, shape: ExpertsShape, context: ModelContext) -> Experts:
+        """Return the experts."""
+        return Experts(shape, context)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [T, hidden_size] of x [T, hidden_size], summed over the ranks."""

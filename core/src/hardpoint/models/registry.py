@@ -34,6 +34,7 @@ _FAMILIES = {
     "Mixtral": _Entry("mixtral", "mixtral"),
     "Qwen2Moe": _Entry("qwen2_moe", "qwen2_moe"),
     "Qwen3Moe": _Entry("qwen3_moe", "qwen3_moe"),
+    "GptOss": _Entry("gpt_oss", "gpt_oss"),
     "Phi3": _Entry("phi3", "phi3"),
     "Gemma": _Entry("gemma", "gemma"),
     "Gemma2": _Entry("gemma2", "gemma2"),
