@@ -105,8 +105,13 @@ class ForkServer:
                 str(theirs.fileno()),
                 str(int(self._for_ranks)),
             ]
+            # In a session of its own: an interrupt from the terminal is its client's to deal with.
             self._server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env=environment(**self._variables), pass_fds=[theirs.fileno()]
+                command,
+                stdin=subprocess.DEVNULL,
+                env=environment(**self._variables),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         return ours
 
