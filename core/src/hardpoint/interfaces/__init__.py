@@ -59,7 +59,10 @@ from hardpoint.interfaces.kernels import (
     ExpertsRequest,
     FuseRequest,
     KernelSet,
+    LinearProgram,
+    LinearRequest,
 )
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -104,6 +107,8 @@ __all__ = [
     "IntSet",
     "KVCacheSpec",
     "KernelSet",
+    "LinearProgram",
+    "LinearRequest",
     "LiveRanges",
     "MemoryCapabilities",
     "MemoryChange",
@@ -113,6 +118,7 @@ __all__ = [
     "MemoryStats",
     "MemoryTransaction",
     "ModelInfo",
+    "Platform",
     "Policy",
     "Pooling",
     "ProbeResult",
