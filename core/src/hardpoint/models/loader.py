@@ -106,17 +106,17 @@ def load_model(
     from hardpoint.models.modular import FamilyModel, ModularModel
 
     scales = source.scales_in_use(plan.request.kv_dtype)
-    operators = TORCH_OPERATORS if kernels is None else kernels
-    model = description.build(ModelContext(dtype.to_torch(), rank, ranks, operators, max_context=max_context))
     loaded: FamilyModel | None = None
     if kernels is not None and use_fused_decoder and rank.is_alone:
         request = FuseRequest(dtype, plan, max_num_tokens, max_num_samples, max_context)
-        program = kernels.fuse(model, request, allocator)
+        program = kernels.fuse(description.whole, request, allocator)
         if isinstance(program, Refusal):
             logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
         else:
-            loaded = FusedModel(description, model, scales, seed, program)
+            loaded = FusedModel(description, description.whole, scales, seed, program)
     if loaded is None:
+        operators = TORCH_OPERATORS if kernels is None else kernels
+        model = description.build(ModelContext(dtype.to_torch(), rank, ranks, operators, max_context=max_context))
         loaded = ModularModel(
             description, model, scales, seed, attention=attention, allocator=allocator, torch_device=torch_device
         )
