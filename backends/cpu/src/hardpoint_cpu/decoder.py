@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 # Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3}
+ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3, Activation.CLAMPED_SWIGLU: 5}
 _LOGITS, _ARG_MAX = 0, 1
 
-_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 _TILE = 16
 _MAX_HEAD_DIM = 256
 _ALIGNMENT = 64
@@ -383,8 +383,8 @@ def refusals(spec: DecoderSpec, request: FuseRequest) -> tuple[str, ...]:
     """Return why a decoder cannot be run with this plan, one sentence each; empty where it can."""
     cache = request.attention.kv_cache
     reasons = []
-    if request.dtype not in _DTYPES:
-        reasons.append(f"dtype {request.dtype} is not supported (supported: {', '.join(_DTYPES)})")
+    if request.dtype not in DTYPES:
+        reasons.append(f"dtype {request.dtype} is not supported (supported: {', '.join(DTYPES)})")
     if cache.dtype is not request.dtype:
         reasons.append(f"a KV cache of {cache.dtype} with activations of {request.dtype} is not supported")
     if cache.axes != ("kv", "block", "head", "token", "dim"):

@@ -14,12 +14,15 @@ from hardpoint.interfaces import (
     DecoderProgram,
     Device,
     DeviceAllocator,
+    ExpertsProgram,
+    ExpertsRequest,
     FuseRequest,
     KernelSet,
     Refusal,
 )
 from hardpoint_cpu import _native
-from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, CpuDecoder, InvalidOperand, refusals
+from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, DTYPES, CpuDecoder, InvalidOperand, refusals
+from hardpoint_cpu.experts import CpuExperts
 from hardpoint_cpu.recognition import recognise
 
 if TYPE_CHECKING:
@@ -109,6 +112,12 @@ class CpuKernels(KernelSet):
             return Refusal(reasons)
         tables = tuple(rope.table(request.max_context) for rope in found.ropes)
         return CpuDecoder(found.spec, request, allocator, tables, found.names)
+
+    def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
+        """Return the native experts, or why they do not run in the dtype."""
+        if request.dtype not in DTYPES:
+            return Refusal((f"dtype {request.dtype} is not supported (supported: {', '.join(DTYPES)})",))
+        return CpuExperts(request)
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
         tokens, _, dim = q.shape

@@ -55,9 +55,12 @@ from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
     DecoderProgram,
+    ExpertsProgram,
+    ExpertsRequest,
     FuseRequest,
     KernelSet,
 )
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -93,6 +96,8 @@ __all__ = [
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "ExpertsProgram",
+    "ExpertsRequest",
     "FileExtent",
     "FuseRequest",
     "GraphLevel",
@@ -109,6 +114,7 @@ __all__ = [
     "MemoryStats",
     "MemoryTransaction",
     "ModelInfo",
+    "Platform",
     "Policy",
     "Pooling",
     "ProbeResult",

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 
 class Activation(StrEnum):
-    """Activation of the gated feed-forward: `act(gate) * up`."""
+    """Activation of the gated feed-forward: `act(gate) * up`.
+
+    CLAMPED_SWIGLU is GPT-OSS's: `(up + 1) * gate * sigmoid(1.702 * gate)`, gate at most 7 and up between -7 and 7.
+    """
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,83 @@ class DecoderProgram(Contract, contract=True):
         """Return int64[rows], the lowest id of the highest logit of each row; see `logits`."""
 
 
+@dataclass(frozen=True)
+class ExpertsRequest:
+    """What the core asks of a kernel set: run the experts of a mixture's layer, as a rank has them.
+
+    Attributes:
+        num_experts: gated feed-forwards.
+        top_k: how many of them each token goes through.
+        hidden_size: elements of a token.
+        intermediate_size: inner elements of an expert that the rank has.
+        activation: of the gates.
+        dtype: of weights, biases and activations.
+        renormalise: the chosen experts' probabilities are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    dtype: DType
+    renormalise: bool
+
+
+class ExpertsProgram(Contract, contract=True):
+    """The experts of one layer. Their weights are the caller's, in the layout that this program says; it has none of its own."""
+
+    def __init__(self, request: ExpertsRequest) -> None:
+        self._request = request
+
+    def weight_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the stored weights (gate_up, down), in the request's dtype.
+
+        Without an override [num_experts, 2 * intermediate_size, hidden_size], rows of gate, then up, and
+        [num_experts, hidden_size, intermediate_size].
+        """
+        asked = self._request
+        experts, hidden, inner = asked.num_experts, asked.hidden_size, asked.intermediate_size
+        return (experts, 2 * inner, hidden), (experts, hidden, inner)
+
+    def stores_plainly(self) -> bool:
+        """Whether the stored weights are the plain ones, byte for byte."""
+        return True
+
+    def write_gate_up(self, stored: Tensor, row: int, values: Tensor) -> None:
+        """Store rows [n, hidden_size], in any floating dtype, from `row` on; all experts' rows are counted, one expert after the other."""
+        plain = stored.view(-1, self._request.hidden_size)
+        plain[row : row + len(values)].copy_(values)
+
+    def write_down(self, stored: Tensor, row: int, values: Tensor) -> None:
+        """Store rows [n, intermediate_size]; as `write_gate_up` counts them."""
+        plain = stored.view(-1, self._request.intermediate_size)
+        plain[row : row + len(values)].copy_(values)
+
+    @abstractmethod
+    def run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Return [T, hidden_size], the sum of the experts' outputs that each token of x [T, hidden_size] chooses, weighted.
+
+        A token chooses the `top_k` experts of the greatest logits, the lower number first of equal ones. Their weights are their
+        probabilities, the softmax of all logits in float32. No shape depends on what is chosen, and the host waits for nothing,
+        so that a step can be captured.
+
+        Args:
+            logits: the router's, [T, num_experts], in the request's dtype.
+            gate_up, down: stored weights.
+            gate_up_bias: [num_experts, 2 * intermediate_size].
+            down_bias: [num_experts, hidden_size].
+        """
+
+
 class KernelSet(Contract, contract=True):
     """Fused operators of one device; made by the descriptor's factory with the device as its only argument.
 
@@ -128,3 +209,7 @@ class KernelSet(Contract, contract=True):
             model: a `hardpoint.models.decoder.CausalLM`, whole, on the meta device.
         """
         return Refusal(("this kernel set has no fused decoder",))
+
+    def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
+        """Return what runs the experts of a mixture, or why this kernel set does not; the core's plain torch does then."""
+        return Refusal(("this kernel set has no operator for experts",))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hardpoint.layers.embedding import LMHead, VocabEmbedding
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
     from hardpoint.layers.mlp import GatedMLP
+    from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
     from hardpoint.layers.norm import RMSNorm
     from hardpoint.layers.operators import TORCH_OPERATORS, TorchOperators
     from hardpoint.layers.parallel import ParallelRank, Ranks
@@ -26,11 +27,14 @@ __all__ = [
     "TORCH_OPERATORS",
     "Attention",
     "ColumnLinear",
+    "Experts",
+    "ExpertsShape",
     "GateUpLinear",
     "GatedMLP",
     "LMHead",
     "Layer",
     "Linear",
+    "MixtureOfExperts",
     "ModelContext",
     "ParallelRank",
     "QKVLinear",
@@ -51,11 +55,14 @@ _HOMES = {
     "TORCH_OPERATORS": "hardpoint.layers.operators",
     "Attention": "hardpoint.layers.attention",
     "ColumnLinear": "hardpoint.layers.linear",
+    "Experts": "hardpoint.layers.moe",
+    "ExpertsShape": "hardpoint.layers.moe",
     "GateUpLinear": "hardpoint.layers.linear",
     "GatedMLP": "hardpoint.layers.mlp",
     "LMHead": "hardpoint.layers.embedding",
     "Layer": "hardpoint.layers.weights",
     "Linear": "hardpoint.layers.linear",
+    "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
     "ParallelRank": "hardpoint.layers.parallel",
     "QKVLinear": "hardpoint.layers.linear",

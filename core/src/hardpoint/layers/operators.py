@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from hardpoint.interfaces.kernels import Activation, KernelSet
+from hardpoint.layers.experts import gated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +32,7 @@ class TorchOperators(KernelSet):
             x[..., : 2 * half] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        silu = activation is Activation.SILU
-        return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
+        return gated(x, activation)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)

@@ -123,7 +123,7 @@ class ModularModel(FamilyModel, CapturableModel):
         self._without_extents: frozenset[str] = frozenset()
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
-        checkpoint = with_standard_names(self._checkpoint(source))
+        checkpoint = with_standard_names(self._checkpoint(source), self._weights.shapes)
         reloader = WeightReloader(self._reload_rest, source)
         without: set[str] = set()
         for name, stored in self._weights.stored.items():

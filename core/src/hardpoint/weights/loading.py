@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hardpoint.interfaces.errors import CorruptWeights
 from hardpoint.weights.checkpoint import Checkpoint, RenamedCheckpoint
 from hardpoint.weights.kv_scales import is_scale
+from hardpoint.weights.stacked_experts import unstacked, unstacked_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +26,16 @@ _READERS = 4
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
 
-def with_standard_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the prefix `model.` where a bare model was saved without it."""
-    shapes = checkpoint.shapes()
-    if "model.embed_tokens.weight" not in shapes and "embed_tokens.weight" in shapes:
-        return RenamedCheckpoint(checkpoint, "model.")
-    return checkpoint
+def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """Return the checkpoint with the prefix `model.` where a bare model was saved without it, and stacked experts taken apart.
+
+    Args:
+        shapes: of the model's tensors.
+    """
+    found = checkpoint.shapes()
+    if "model.embed_tokens.weight" not in found and "embed_tokens.weight" in found:
+        checkpoint = RenamedCheckpoint(checkpoint, "model.")
+    return unstacked(checkpoint, shapes)
 
 
 def check_tensors(
@@ -121,7 +126,7 @@ def load_weights(
         only: the parameters to fill; None for all.
         begin: called once the checkpoint's tensors were compared with the model's, before the first is written.
     """
-    checkpoint = with_standard_names(checkpoint)
+    checkpoint = with_standard_names(checkpoint, weights.shapes)
     check_tensors(weights.shapes, checkpoint.shapes(), optional=weights.optional)
     wanted = [name for name in weights.stored if only is None or name in only]
     done, total = 0, len(wanted)
@@ -186,7 +191,7 @@ def update_weights(
     parts, used = weights.parts(), 0
     changed: dict[str, tuple[Tensor, int]] = {}
     try:
-        for name, values in given:
+        for name, values in unstacked_pairs(given, weights.shapes):
             known = name if name in weights.shapes else f"model.{name}"
             shape = weights.shapes.get(known)
             if shape is None:
