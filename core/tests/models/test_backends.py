@@ -51,6 +51,6 @@ def test_the_cpu_backends_fused_decoder_equals_transformers(name: str, tmp_path:
     _check(*LEAN[name], tmp_path, "fused")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "olmo2", "phi", "starcoder2-window"])
+@pytest.mark.parametrize("name", ["gpt2", "olmo", "phi", "starcoder2-window"])
 def test_the_cpu_backends_attention_serves_transformers_code(name: str, tmp_path: Path) -> None:
     _check(*FALLBACK[name], tmp_path, "transformers")
