@@ -23,6 +23,10 @@ from hardpoint.interfaces import Device
 pytestmark = pytest.mark.skipif(find_spec("hardpoint_cpu") is None, reason="the CPU backend is not installed")
 
 
+NOT_FUSED = ("olmo2", "granite")
+"""Families whose equation the CPU's native decoder does not have: it refuses them, and they run as modules."""
+
+
 def _check(kind: str, options: dict[str, Any], folder: Path, path: str) -> None:
     from hardpoint_cpu.descriptor import hardpoint_backend
 
@@ -37,7 +41,7 @@ def _check(kind: str, options: dict[str, Any], folder: Path, path: str) -> None:
         block_size=8,
         use_fused_decoder=path == "fused",
     )
-    assert model.path == path
+    assert model.path == (path if kind not in NOT_FUSED else "lean")
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=4, tolerance=3e-4)
 
 
