@@ -104,6 +104,7 @@ def load_model(
     from hardpoint.layers import TORCH_OPERATORS, ModelContext
     from hardpoint.models.fused import FusedModel
     from hardpoint.models.modular import FamilyModel, ModularModel
+    from hardpoint.quantization import packed
 
     scales = source.scales_in_use(plan.request.kv_dtype)
     loaded: FamilyModel | None = None
@@ -115,8 +116,12 @@ def load_model(
         else:
             loaded = FusedModel(description, description.whole, scales, seed, program)
     if loaded is None:
+        # A program has a layout of its own for the whole model; modules have one for each layer.
         operators = TORCH_OPERATORS if kernels is None else kernels
-        model = description.build(ModelContext(dtype.to_torch(), rank, ranks, operators, max_context=max_context))
+        context = ModelContext(
+            dtype.to_torch(), rank, ranks, operators, linear_method=packed(operators), max_context=max_context
+        )
+        model = description.build(context)
         loaded = ModularModel(
             description, model, scales, seed, attention=attention, allocator=allocator, torch_device=torch_device
         )
