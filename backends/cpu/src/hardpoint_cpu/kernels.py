@@ -28,6 +28,7 @@ from hardpoint.interfaces import (
     KernelSet,
     Policy,
     Refusal,
+    SamplingTables,
 )
 from hardpoint.interfaces.errors import HardpointError
 from hardpoint_cpu import _native
@@ -59,6 +60,7 @@ class CpuKernels(KernelSet):
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._sampler = _native.RowSampler()
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Return `x -> x @ weight.T + bias` over a packed copy of the weight; x has the weight's dtype."""
@@ -123,6 +125,33 @@ class CpuKernels(KernelSet):
         out = torch.empty(len(rows), dtype=torch.int64)
         _native.arg_max(*_matrix(rows), out.data_ptr())
         return out
+
+    def sample(self, logits: Tensor, step: Tensor, tables: SamplingTables) -> Tensor | None:
+        """Return a token for each row of logits, int64[S], and write it to the tables; see `KernelSet.sample`."""
+        rows = _logits(logits)
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        self._sampler.sample(
+            *_matrix(rows),
+            step.data_ptr(),
+            tables.parameters.data_ptr(),
+            tables.masks.data_ptr(),
+            tables.biases.data_ptr(),
+            tables.history.data_ptr(),
+            tables.last_tokens.data_ptr(),
+            tokens.data_ptr(),
+        )
+        return tokens
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return ids, log probabilities and ranks of rows of logits; see `KernelSet.logprobs`."""
+        rows = _logits(logits)
+        ids = torch.empty((len(rows), 1 + count), dtype=torch.int64)
+        values = torch.empty((len(rows), 1 + count), dtype=torch.float32)
+        ranks = torch.empty(len(rows), dtype=torch.int64)
+        self._sampler.logprobs(
+            *_matrix(rows), token_ids.data_ptr(), count, ids.data_ptr(), values.data_ptr(), ranks.data_ptr()
+        )
+        return ids, values, ranks
 
     def vendor_log_sum_exp(self, logits: Tensor) -> Tensor:
         """Return float32[rows], `log(sum(exp(row)))` of each row of float32[rows, columns]."""

@@ -58,6 +58,7 @@ from hardpoint.interfaces.kernels import (
     DecoderSpec,
     KernelSet,
 )
+from hardpoint.interfaces.sampling import Column, SampleFailure, SamplingTables
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -85,6 +86,7 @@ __all__ = [
     "BackendDescriptor",
     "Capabilities",
     "Collectives",
+    "Column",
     "Contract",
     "DType",
     "DecoderOutput",
@@ -112,6 +114,8 @@ __all__ = [
     "Pooling",
     "ProbeResult",
     "Refusal",
+    "SampleFailure",
+    "SamplingTables",
     "SequencePooling",
     "SequenceSampling",
     "SleepPlan",

@@ -92,6 +92,7 @@ class SequenceSampling:
         allowed, bias: token ids that alone may be sampled (None: all), and values added to the logits by token id.
         stop_token_ids: ids that are masked until `min_tokens` tokens are out.
         logprobs: number of best log probabilities to return beside the sampled token's; None for no log probabilities.
+        state_row: the sequence's row of the worker's state table, see `StepBatch.state_rows`; it may have been an ended sequence's before.
     """
 
     seq_id: int
@@ -109,21 +110,16 @@ class SequenceSampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
-
-    @property
-    def is_greedy(self) -> bool:
-        """Temperature zero: the token with the highest (processed) logit."""
-        return self.temperature == 0.0
+    state_row: int = -1
 
     @property
     def is_plain_argmax(self) -> bool:
-        """The token is the argmax of the unchanged logits, and nothing else is asked of them."""
+        """The token is the argmax of the unchanged logits, and nothing else is asked of them, once `min_tokens` tokens are out."""
         return (
-            self.is_greedy
+            self.temperature == 0.0
             and self.presence_penalty == 0.0
             and self.frequency_penalty == 0.0
             and self.repetition_penalty == 1.0
-            and self.min_tokens == 0
             and not self.logit_bias
             and self.allowed_token_ids is None
             and self.logprobs is None
@@ -178,8 +174,10 @@ class StepOutput:
         token_ids: int64[S], one for each of the batch's samples, in order.
         logprobs: by index in 0..S, for the samples whose sequence asked for them.
         embeddings: by sequence id, float32[hidden_size], for pooled sequences whose prompt ended in this step.
+        failed: by index in 0..S, why a sample has no token (its `token_ids` is 0). Its sequence ends with an error; the others go on.
     """
 
     token_ids: Int64Array
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)

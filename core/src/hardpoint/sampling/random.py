@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from hardpoint.interfaces.sampling import DRAW_BITS
+
 UInt64Array = npt.NDArray[np.uint64]
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -28,10 +30,10 @@ def stream_key(seed: int) -> int:
     return int(mix(np.array([seed & _MASK], dtype=np.uint64))[0])
 
 
-def uniform(keys: UInt64Array, counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return draw number `counters[i]` (from 0) of the stream `keys[i]`: float64 in [0, 1), 53 random bits."""
+def draws(keys: UInt64Array, counters: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Return draw number `counters[i]` (from 0) of the stream `keys[i]`: int64, uniform in 0..2^48 - 1."""
     state = keys + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
-    return (mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (mix(state) >> np.uint64(64 - DRAW_BITS)).astype(np.int64)
 
 
 def fork_seed(seed: int, fork: int) -> int:
