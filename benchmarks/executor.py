@@ -121,7 +121,8 @@ def measure(executors: dict[str, Executor], rounds: int, steps: int) -> dict[str
             for name, executor in executors.items():
                 for number, step in enumerate(make(steps + 20)):
                     used, start = time.thread_time(), time.perf_counter()
-                    executor.execute(step)
+                    executor.submit(step)
+                    executor.collect()
                     end = time.perf_counter()
                     if number >= 20:
                         wall[shape, name].append(end - start)

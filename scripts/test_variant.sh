@@ -55,7 +55,7 @@ case $variant in
     # a reference that the sanitizer objects to. Its runtime maps memory at any time, also where a range of addresses was given up for a moment;
     # and it does not survive a fork at a time when another thread allocates.
     LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 core/tests/kv core/tests/scheduler core/tests/executor/test_messages.py core/tests/memory \
+      "$environment/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 core/tests/scheduler core/tests/executor/test_messages.py core/tests/memory \
       backends/cpu/tests backends/{cuda,rocm,ascend}/tests/test_{allocator,driver,probe}.py tests/memory \
       -k "not processes_own_memory and not grow_nothing and not there_for_another_process and not crashes_is_broken and not daemon and not hold_until and not forked_child and not a_fork_in"
     ;;

@@ -2,8 +2,7 @@
 #include "bind.hpp"
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Native parts of the core: block manager, scheduler, steps' messages and memory.";
-  hardpoint::bind_kv(m);
+  m.doc() = "Native parts of the core: scheduler, steps' messages and memory.";
   hardpoint::bind_scheduler(m);
   hardpoint::bind_step(m);
   hardpoint::bind_memory(m);

@@ -4,7 +4,6 @@
 
 namespace hardpoint {
 
-void bind_kv(pybind11::module_& m);
 void bind_scheduler(pybind11::module_& m);
 void bind_step(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);

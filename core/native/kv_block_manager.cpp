@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <unordered_map>
-#include <unordered_set>
 
 namespace hardpoint::kv {
 namespace {
@@ -194,68 +193,34 @@ void BlockManager::free(BlockTable& table) {
   table.may_share_tail = false;
 }
 
-AllocStatus BlockManager::can_swap_out(const std::vector<const BlockTable*>& tables, const std::vector<int32_t>& keep) const {
-  std::unordered_set<BlockId> distinct;
-  for (size_t t = 0; t < tables.size(); ++t) distinct.insert(tables[t]->blocks, tables[t]->blocks + keep[t]);
-  const auto needed = static_cast<int32_t>(distinct.size());
-  if (needed > host_.size()) return AllocStatus::never;
-  return needed <= host_.num_free() ? AllocStatus::ok : AllocStatus::later;
+AllocStatus BlockManager::can_swap_out(int32_t keep) const {
+  if (keep > host_.size()) return AllocStatus::never;
+  return keep <= host_.num_free() ? AllocStatus::ok : AllocStatus::later;
 }
 
-void BlockManager::swap_out(const std::vector<BlockTable*>& tables, const std::vector<int32_t>& keep,
-                            std::vector<std::vector<BlockId>>& host_blocks, std::vector<BlockPair>& moves) {
-  std::unordered_map<BlockId, BlockId> host_of;
-  host_blocks.assign(tables.size(), {});
-  for (size_t t = 0; t < tables.size(); ++t) {
-    host_blocks[t].reserve(keep[t]);
-    for (int32_t i = 0; i < keep[t]; ++i) {
-      const auto [it, is_new] = host_of.try_emplace(tables[t]->blocks[i], kNoBlock);
-      if (is_new) {
-        it->second = host_.take_free();
-        moves.emplace_back(it->first, it->second);
-      } else {
-        host_.add_ref(it->second);
-      }
-      host_blocks[t].push_back(it->second);
-    }
+void BlockManager::swap_out(BlockTable& table, int32_t keep, std::vector<BlockId>& host_blocks, std::vector<BlockPair>& moves) {
+  host_blocks.clear();
+  host_blocks.reserve(keep);
+  for (int32_t i = 0; i < keep; ++i) {
+    host_blocks.push_back(host_.take_free());
+    moves.emplace_back(table.blocks[i], host_blocks.back());
   }
-  for (BlockTable* table : tables) free(*table);
+  free(table);
 }
 
-AllocStatus BlockManager::can_swap_in(const std::vector<const std::vector<BlockId>*>& host_blocks,
-                                      const std::vector<int32_t>& total_blocks) const {
-  std::unordered_set<BlockId> distinct;
-  int64_t needed = 0;
-  for (size_t t = 0; t < host_blocks.size(); ++t) {
-    distinct.insert(host_blocks[t]->begin(), host_blocks[t]->end());
-    needed += total_blocks[t] - static_cast<int64_t>(host_blocks[t]->size());
+void BlockManager::swap_in(BlockTable& table, std::vector<BlockId>& host_blocks, int32_t total_blocks,
+                           std::vector<BlockPair>& moves) {
+  for (const BlockId host_block : host_blocks) {
+    table.blocks[table.num_blocks++] = take_device_block();
+    moves.emplace_back(host_block, table.blocks[table.num_blocks - 1]);
   }
-  return can_take(needed + static_cast<int64_t>(distinct.size()));
-}
-
-void BlockManager::swap_in(const std::vector<BlockTable*>& tables, const std::vector<std::vector<BlockId>*>& host_blocks,
-                           const std::vector<int32_t>& total_blocks, std::vector<BlockPair>& moves) {
-  std::unordered_map<BlockId, BlockId> device_of;
-  for (size_t t = 0; t < tables.size(); ++t) {
-    BlockTable& table = *tables[t];
-    for (const BlockId host_block : *host_blocks[t]) {
-      const auto [it, is_new] = device_of.try_emplace(host_block, kNoBlock);
-      if (is_new) {
-        it->second = take_device_block();
-        moves.emplace_back(host_block, it->second);
-      } else {
-        device_.add_ref(it->second);
-      }
-      table.blocks[table.num_blocks++] = it->second;
-    }
-    while (table.num_blocks < total_blocks[t]) table.blocks[table.num_blocks++] = take_device_block();
-    // The blocks are new ones: they join the cache, or give way to equal cached ones, with the next registration.
-    table.num_registered = 0;
-    table.parent = cache_.root_node(table.root);
-    table.chain_hash = 0;
-  }
-  for (BlockTable* table : tables) table->may_share_tail = tables.size() > 1;
-  for (std::vector<BlockId>* blocks : host_blocks) free_host(*blocks);
+  while (table.num_blocks < total_blocks) table.blocks[table.num_blocks++] = take_device_block();
+  // The blocks are new ones: they join the cache, or give way to equal cached ones, with the next registration.
+  table.num_registered = 0;
+  table.parent = cache_.root_node(table.root);
+  table.chain_hash = 0;
+  table.may_share_tail = false;
+  free_host(host_blocks);
 }
 
 void BlockManager::free_host(std::vector<BlockId>& host_blocks) {

@@ -63,9 +63,6 @@ class BlockManager {
     return static_cast<int32_t>((num_tokens + config_.block_size - 1) / config_.block_size);
   }
   int32_t num_free_device() const { return device_.num_free(); }
-  int32_t num_free_host() const { return host_.num_free(); }
-  int32_t device_ref_count(BlockId block) const { return device_.ref_count(block); }
-  int32_t watermark_blocks() const { return watermark_blocks_; }
   PrefixCache& cache() { return cache_; }
   bool is_cached(BlockId block) const { return config_.enable_prefix_caching && cache_.contains(block); }
   BlockStats stats() const;
@@ -105,15 +102,12 @@ class BlockManager {
   // Blocks are freed from the last to the first, so that a chain is evicted from its end.
   void free(BlockTable& table);
 
-  // Whole requests: blocks shared between the tables stay shared. `keep` is the number of leading blocks of each table
-  // that hold computed contents; the others are given back.
-  AllocStatus can_swap_out(const std::vector<const BlockTable*>& tables, const std::vector<int32_t>& keep) const;
-  void swap_out(const std::vector<BlockTable*>& tables, const std::vector<int32_t>& keep,
-                std::vector<std::vector<BlockId>>& host_blocks, std::vector<BlockPair>& moves);
-  AllocStatus can_swap_in(const std::vector<const std::vector<BlockId>*>& host_blocks,
-                          const std::vector<int32_t>& total_blocks) const;
-  void swap_in(const std::vector<BlockTable*>& tables, const std::vector<std::vector<BlockId>*>& host_blocks,
-               const std::vector<int32_t>& total_blocks, std::vector<BlockPair>& moves);
+  // Swap moves a sequence's first `keep` blocks, which hold computed contents, to the host; the others are given back. A block
+  // that other sequences share is copied, and stays theirs.
+  AllocStatus can_swap_out(int32_t keep) const;
+  void swap_out(BlockTable& table, int32_t keep, std::vector<BlockId>& host_blocks, std::vector<BlockPair>& moves);
+  // Requires can_take(total_blocks).
+  void swap_in(BlockTable& table, std::vector<BlockId>& host_blocks, int32_t total_blocks, std::vector<BlockPair>& moves);
   void free_host(std::vector<BlockId>& host_blocks);
 
   // Nothing computed before is ever hit again. Sequences keep the blocks that they hold.

@@ -27,6 +27,9 @@ Scheduler::Scheduler(const SchedulerConfig& config)
   rows = Array<int32_t>(max_seqs);
   seq_ids = Array<int64_t>(max_seqs);
   sample_rows = Array<int32_t>(max_seqs);
+  state_rows = Array<int32_t>(max_seqs);
+  sample_state_rows = Array<int32_t>(max_seqs);
+  sample_positions = Array<int32_t>(max_seqs);
   sample_seq_ids = Array<int64_t>(max_seqs);
   block_table = Array<BlockId>(max_seqs * max_blocks_per_seq);
   step_sequences_.resize(max_seqs);
@@ -189,9 +192,12 @@ void Scheduler::emit_decode(Sequence& sequence) {
   query_start[row] = token;
   context_lens[row] = position + 1;
   rows[row] = sequence.row;
+  state_rows[row] = sequence.state_row;
   seq_ids[row] = sequence.id;
   const int32_t sample = step_.num_samples++;
   sample_rows[sample] = row;
+  sample_state_rows[sample] = sequence.state_row;
+  sample_positions[sample] = position + 1 - sequence.prompt_len;
   sample_seq_ids[sample] = sequence.id;
   step_sequences_[row] = &sequence;
 }
@@ -217,11 +223,11 @@ void Scheduler::schedule_swapped() {
     Sequence& sequence = **swapped_.begin();
     if (num_free_rows_ < 1 + sequence.forks_to_come) return;
     if (!config_.enable_chunked_prefill && sequence.remaining() > budget_) return;
-    const std::vector<int32_t> total{blocks_.blocks_for(slots_wanted(sequence.num_tokens))};
-    if (blocks_.can_swap_in({&sequence.host_blocks}, total) != AllocStatus::ok) return;
+    const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
+    if (blocks_.can_take(total) != AllocStatus::ok) return;
     swapped_.erase(swapped_.begin());
     take_row(sequence);
-    blocks_.swap_in({&sequence.table}, {&sequence.host_blocks}, total, swap_in);
+    blocks_.swap_in(sequence.table, sequence.host_blocks, total, swap_in);
     sequence.register_at = config_.blocks.block_size;
     start_running(sequence);
     if (sequence.decoding) {
@@ -305,13 +311,20 @@ void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
   seq_ids[row] = sequence.id;
   step_sequences_[row] = &sequence;
   step_.num_tokens += length;
-  if (last < sequence.num_tokens || sequence.pooling) return;
-  for (int32_t i = 0; i <= sequence.forks_to_come; ++i) {
-    if (i > 0 && find_unfinished(sequence.id + i) == nullptr) continue;
-    const int32_t sample = step_.num_samples++;
-    sample_rows[sample] = row;
-    sample_seq_ids[sample] = sequence.id + i;
+  const bool is_sampled = last == sequence.num_tokens && !sequence.pooling;
+  if (is_sampled) {
+    for (int32_t i = 0; i <= sequence.forks_to_come; ++i) {
+      Sequence* sampled = i == 0 ? &sequence : find_unfinished(sequence.id + i);
+      if (sampled == nullptr) continue;
+      if (sampled->state_row < 0) take_state_row(*sampled);
+      const int32_t sample = step_.num_samples++;
+      sample_rows[sample] = row;
+      sample_state_rows[sample] = sampled->state_row;
+      sample_positions[sample] = last - sequence.prompt_len;
+      sample_seq_ids[sample] = sampled->id;
+    }
   }
+  state_rows[row] = sequence.state_row;
 }
 
 void Scheduler::note_passed_over(const Sequence& admitted) {
@@ -351,6 +364,15 @@ void Scheduler::give_row(Sequence& sequence) {
   sequence.row = -1;
 }
 
+void Scheduler::take_state_row(Sequence& sequence) {
+  if (free_state_rows_.empty()) {
+    sequence.state_row = num_state_rows_++;
+  } else {
+    sequence.state_row = free_state_rows_.back();
+    free_state_rows_.pop_back();
+  }
+}
+
 // Preemption
 
 void Scheduler::preempt(Sequence& sequence) {
@@ -359,9 +381,7 @@ void Scheduler::preempt(Sequence& sequence) {
   preempted.push_back(sequence.id);
   if (++sequence.num_preemptions >= config_.fairness_bound) sequence.boosted = true;
   if (swap_is_better(sequence)) {
-    std::vector<std::vector<BlockId>> host_blocks;
-    blocks_.swap_out({&sequence.table}, {blocks_.blocks_for(sequence.num_computed)}, host_blocks, swap_out);
-    sequence.host_blocks = std::move(host_blocks[0]);
+    blocks_.swap_out(sequence.table, blocks_.blocks_for(sequence.num_computed), sequence.host_blocks, swap_out);
     sequence.state = SequenceState::swapped;
     swapped_.insert(&sequence);
     step_swapped_out_.push_back(&sequence);
@@ -416,7 +436,7 @@ std::vector<BlockId> Scheduler::live_blocks(bool running) const {
 bool Scheduler::swap_is_better(const Sequence& sequence) const {
   if (config_.preemption_mode == PreemptionMode::recompute || sequence.num_computed == 0) return false;
   const int32_t keep = blocks_.blocks_for(sequence.num_computed);
-  if (blocks_.can_swap_out({&sequence.table}, {keep}) != AllocStatus::ok) return false;
+  if (blocks_.can_swap_out(keep) != AllocStatus::ok) return false;
   if (config_.preemption_mode == PreemptionMode::swap) return true;
   return 2.0 * keep * config_.swap_seconds_per_block < sequence.num_computed * config_.recompute_seconds_per_token;
 }
@@ -632,6 +652,7 @@ void Scheduler::release(const std::vector<int64_t>& ids) {
     by_id_.erase(it);
     const auto forks = forks_of_.find(sequence->handle);
     if (forks != forks_of_.end() && --forks->second.num_unreleased == 0) forks_of_.erase(forks);
+    if (sequence->state_row >= 0) free_state_rows_.push_back(sequence->state_row);
     *sequence = Sequence{};
     free_sequences_.push_back(sequence);
   }
@@ -650,8 +671,10 @@ std::string Scheduler::check() const {
   std::vector<const kv::BlockTable*> tables;
   std::vector<const std::vector<BlockId>*> host_tables;
   int32_t rows_used = 0, rows_promised = 0;
-  std::set<int32_t> distinct_rows;
+  std::set<int32_t> distinct_rows, distinct_state_rows(free_state_rows_.begin(), free_state_rows_.end());
   for (const auto& [id, sequence] : by_id_) {
+    if (sequence->state_row >= 0 && !distinct_state_rows.insert(sequence->state_row).second)
+      return "a row of the worker's state has two owners";
     if (sequence->state == SequenceState::running) {
       tables.push_back(&sequence->table);
       ++rows_used;
@@ -672,6 +695,7 @@ std::string Scheduler::check() const {
   if (!std::is_sorted(running_.begin(), running_.end(), ByRank())) return "the running list is not in rank order";
   if (num_free_rows_ != config_.max_num_seqs - rows_used - rows_promised) return "free rows are miscounted";
   if (static_cast<int32_t>(free_rows_.size()) != config_.max_num_seqs - rows_used) return "a row is lost";
+  if (static_cast<int32_t>(distinct_state_rows.size()) != num_state_rows_) return "a row of the worker's state is lost";
   return blocks_.check(tables, host_tables);
 }
 

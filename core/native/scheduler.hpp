@@ -81,7 +81,8 @@ struct Sequence {
   int32_t slot_offset = 0;  // slot = position + slot_offset, while position < bookkeeping_at
   int32_t bookkeeping_at = 0;  // the first position that needs a look at the block table
   int32_t register_at = 0;     // when so many tokens are computed, a block is full and not registered
-  int32_t row = -1;
+  int32_t row = -1;        // of the block table, while it runs
+  int32_t state_row = -1;  // of the worker's per-sequence state, from its first sample to its release
   int32_t max_total = 0, min_total = 0;  // tokens, prompt included
   int32_t stop_ids[4] = {-1, -1, -1, -1};
   int32_t capacity = 0;  // of `storage`
@@ -164,7 +165,7 @@ class Scheduler {
 
   // Buffers of the step, see StepCounts for how much of them is in use.
   Array<int64_t> token_ids, positions, seq_ids, sample_seq_ids;
-  Array<int32_t> slot_mapping, query_start, context_lens, rows, sample_rows;
+  Array<int32_t> slot_mapping, query_start, context_lens, rows, sample_rows, state_rows, sample_state_rows, sample_positions;
   Array<BlockId> block_table;
   int32_t max_blocks_per_seq = 0;
   std::vector<BlockPair> swap_out, swap_in, copies;
@@ -214,6 +215,7 @@ class Scheduler {
   void start_running(Sequence& sequence);
   void take_row(Sequence& sequence);
   void give_row(Sequence& sequence);
+  void take_state_row(Sequence& sequence);
 
   void computed(Sequence& sequence, int32_t count);
   void register_blocks(Sequence& sequence);
@@ -229,6 +231,8 @@ class Scheduler {
   kv::BlockManager blocks_;
   int32_t num_free_rows_;  // rows not taken and not promised to forks
   std::vector<int32_t> free_rows_;
+  int32_t num_state_rows_ = 0;  // ever taken: the next new one
+  std::vector<int32_t> free_state_rows_;
 
   std::deque<Sequence> slab_;
   std::vector<Sequence*> free_sequences_;

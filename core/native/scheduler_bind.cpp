@@ -10,6 +10,7 @@ namespace hardpoint {
 namespace {
 
 namespace py = pybind11;
+using kv::BlockStats;
 using scheduler::BlockPair;
 using scheduler::Finished;
 using scheduler::FinishReason;
@@ -70,6 +71,14 @@ py::tuple schedule(Scheduler& self) {
 }  // namespace
 
 void bind_scheduler(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const TokenRangeError& e) {
+      PyErr_SetObject(PyExc_IndexError, py::make_tuple(e.token, e.position).ptr());
+    }
+  });
+
   py::native_enum<SequenceState>(m, "SequenceState", "enum.Enum", "Where a sequence is.")
       .value("DORMANT", SequenceState::dormant)
       .value("WAITING", SequenceState::waiting)
@@ -77,6 +86,16 @@ void bind_scheduler(py::module_& m) {
       .value("SWAPPED", SequenceState::swapped)
       .value("FINISHED", SequenceState::finished)
       .finalize();
+
+  py::class_<BlockStats>(m, "BlockStats")
+      .def_readonly("device_free", &BlockStats::device_free)
+      .def_readonly("device_used", &BlockStats::device_used)
+      .def_readonly("host_free", &BlockStats::host_free)
+      .def_readonly("host_used", &BlockStats::host_used)
+      .def_readonly("cached", &BlockStats::cached)
+      .def_readonly("queried_tokens", &BlockStats::queried_tokens)
+      .def_readonly("hit_tokens", &BlockStats::hit_tokens)
+      .def_readonly("evictions", &BlockStats::evictions);
 
   py::class_<SchedulerStats>(m, "SchedulerStats")
       .def_readonly("num_running", &SchedulerStats::num_running)
@@ -171,8 +190,9 @@ void bind_scheduler(py::module_& m) {
              return py::make_tuple(view(owner, self.token_ids, {tokens}), view(owner, self.positions, {tokens}),
                                    view(owner, self.slot_mapping, {tokens}), view(owner, self.query_start, {seqs + 1}),
                                    view(owner, self.context_lens, {seqs}), view(owner, self.rows, {seqs}),
-                                   view(owner, self.seq_ids, {seqs}), view(owner, self.sample_rows, {seqs}),
-                                   view(owner, self.sample_seq_ids, {seqs}),
+                                   view(owner, self.state_rows, {seqs}), view(owner, self.seq_ids, {seqs}),
+                                   view(owner, self.sample_rows, {seqs}), view(owner, self.sample_seq_ids, {seqs}),
+                                   view(owner, self.sample_state_rows, {seqs}), view(owner, self.sample_positions, {seqs}),
                                    view(owner, self.block_table, {seqs, self.max_blocks_per_seq}));
            })
       .def("moves",

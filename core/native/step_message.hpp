@@ -11,7 +11,8 @@
 namespace hardpoint::step {
 
 inline constexpr size_t kNumLong = 5;    // token_ids, positions, seq_ids, sample_seq_ids, preempted
-inline constexpr size_t kNumShort = 8;   // slot_mapping, query_start, context_lens, rows, sample_rows, swap_out, swap_in, copies
+// slot_mapping, query_start, context_lens, rows, sample_rows, state_rows, sample_state_rows, sample_positions, swap_out, swap_in, copies
+inline constexpr size_t kNumShort = 11;
 inline constexpr size_t kNumArrays = kNumLong + kNumShort + 2;  // and places and values of the block table
 inline constexpr size_t kNumNumbers = 4 + kNumArrays;
 inline constexpr size_t kHeaderBytes = 8 * kNumNumbers;

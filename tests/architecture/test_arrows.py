@@ -13,14 +13,13 @@ CORE = Path(__file__).parents[2] / "core" / "src" / "hardpoint"
 FACADE = "hardpoint"
 """The names that `hardpoint` itself exports."""
 
-PARTS = frozenset({"memory", "kv", "plugins", "scheduler", "sampling", "models", "worker", "executor"})
+PARTS = frozenset({"memory", "plugins", "scheduler", "sampling", "models", "worker", "executor"})
 
 ALLOWED: dict[str, frozenset[str]] = {
     "interfaces": frozenset(),
     "plugins": frozenset({"interfaces"}),
     "memory": frozenset({"interfaces", "_native"}),
-    "kv": frozenset({"interfaces", "_native"}),
-    "scheduler": frozenset({"interfaces", "kv", "_native"}),
+    "scheduler": frozenset({"interfaces", "_native"}),
     "sampling": frozenset({"interfaces", "_native"}),
     "models": frozenset({"interfaces", "memory", "_native"}),
     "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
@@ -137,7 +136,7 @@ def test_scan_sees_imports_wherever_they_stand(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nimport hardpoint.engine.llm\nif TYPE_CHECKING:\n    from hardpoint import cli\n"
         "def late():\n    from hardpoint.server.api import app\nfrom hardpoint import LLM\n"
     )
-    found = violations([file], frozenset({"kv"}), "kv", tmp_path)
+    found = violations([file], frozenset({"scheduler"}), "scheduler", tmp_path)
     assert found == [
         "module.py:2 imports hardpoint.engine.llm",
         "module.py:4 imports hardpoint.cli",

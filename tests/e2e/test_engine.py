@@ -234,7 +234,7 @@ def test_a_failing_worker_ends_its_step_and_the_engine_serves_the_next(
         raise RuntimeError("device fell off")
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "execute", fail)
+        patch.setattr(executor, "submit", fail)
         with pytest.raises(WorkerError, match="device fell off"):
             engine.step()
     assert not engine.has_unfinished_requests()

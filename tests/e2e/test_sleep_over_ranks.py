@@ -51,7 +51,10 @@ class Ranks(Executor):
     def num_ranks(self) -> int:
         return len(self.benches)
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
+        raise AssertionError("steps are made by the benches")
+
+    def collect(self) -> StepOutput:
         raise AssertionError("steps are made by the benches")
 
     def shutdown(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from ray.util import placement_group_table
 
-from core.tests.executor.test_multi_process import is_gone, order, wait_until
+from core.tests.executor.test_multi_process import is_gone, order, run_step, wait_until
 from hardpoint.executor import RankLimits
 from hardpoint.executor.ray import RayExecutor
 from hardpoint.interfaces import SleepPlan, WorkerConfig
@@ -42,11 +42,11 @@ def nothing_is_left(executor: RayExecutor, groups: int) -> bool:
     return all(map(is_gone, executor.pids)) and placed() == groups
 
 
-@pytest.mark.parametrize("call", ["execute", "begin_sleep"])
+@pytest.mark.parametrize("call", ["collect", "begin_sleep"])
 def test_a_rank_whose_process_is_killed_is_reported_in_time_and_ends_all(call: str, make: Make, step: Any) -> None:
     groups = placed()
-    executor = make(order(call, "kill", 1), order("execute", "hang", 0), ranks=2)
-    run = (lambda: executor.execute(step([1], 16))) if call == "execute" else (lambda: executor.sleep(SleepPlan()))
+    executor = make(order(call, "kill", 1), order("collect", "hang", 0), ranks=2)
+    run = (lambda: run_step(executor, step([1], 16))) if call == "collect" else (lambda: executor.sleep(SleepPlan()))
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 failed: its process has ended, or its machine \(on ") as raised:
         run()
@@ -60,9 +60,9 @@ def test_a_rank_whose_process_is_killed_is_reported_in_time_and_ends_all(call: s
 
 
 def test_a_rank_that_ends_itself_or_raises_past_every_error_is_reported(make: Make, step: Any) -> None:
-    executor = make(order("execute", "sys_exit"))
+    executor = make(order("collect", "sys_exit"))
     with pytest.raises(RankFailed, match="rank 0 failed"):
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
 
 
 def test_a_rank_that_dies_between_calls_ends_all_without_a_call(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,11 +77,11 @@ def test_a_rank_that_dies_between_calls_ends_all_without_a_call(make: Make, capl
 
 @pytest.mark.parametrize("waits", [False, True], ids=["well", "waits"])
 def test_ranks_that_do_not_fail_alike_are_ended(waits: bool, make: Make, step: Any) -> None:
-    others = (order("execute", "hang", 0),) if waits else ()
-    executor = make(order("execute", "fail", 1), *others, ranks=2, limits={"behind": 0.5})
+    others = (order("collect", "hang", 0),) if waits else ()
+    executor = make(order("collect", "fail", 1), *others, ranks=2, limits={"behind": 0.5})
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 failed: it raised DriverError") as raised:
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert time.monotonic() - start < REPORTED_WITHIN
     assert "Traceback" in raised.value.output
     assert isinstance(raised.value.__cause__, DriverError)
@@ -90,10 +90,10 @@ def test_ranks_that_do_not_fail_alike_are_ended(waits: bool, make: Make, step: A
 
 def test_a_rank_that_hangs_is_ended_and_says_where_it_stood(make: Make, step: Any) -> None:
     groups = placed()
-    executor = make(order("execute", "hang", 1), ranks=2, limits={"step": 0.5})
+    executor = make(order("collect", "hang", 1), ranks=2, limits={"step": 0.5})
     with pytest.raises(RankFailed, match=r"rank 1 failed: it has not answered 'execute' within 0\.5 s") as raised:
-        executor.execute(step([1], 16))
-    assert "in execute" in raised.value.output
+        run_step(executor, step([1], 16))
+    assert "in collect" in raised.value.output
     assert wait_until(lambda: nothing_is_left(executor, groups))
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_is_stopped_is_ended_by_the_limit_of_its_call(make: Make, st
     os.kill(executor.pids[1], signal.SIGSTOP)
     assert wait_until(lambda: "State:\tT" in Path(f"/proc/{executor.pids[1]}/status").read_text())
     with pytest.raises(RankFailed, match="rank 1 failed: it has not answered"):
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     # Ray asks its process to end before it ends it.
     assert wait_until(lambda: all(map(is_gone, executor.pids)), 20.0)
 
@@ -110,7 +110,7 @@ def test_a_rank_that_is_stopped_is_ended_by_the_limit_of_its_call(make: Make, st
 def test_a_machine_that_is_gone_is_reported_in_time(make: Make, cluster: Any, step: Any) -> None:
     """Its processes end, so that their connections do; see docs/architecture.md for a machine that falls silent."""
     node = cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE, resources={"lone": 1})
-    executor = make(order("execute", "hang"), ranks=2, ray={"resource": "lone"})
+    executor = make(order("collect", "hang"), ranks=2, ray={"resource": "lone"})
     assert len(set(executor.nodes)) == 2
     lost = executor.nodes.index(node.node_id)
     killed: list[float] = []
@@ -122,7 +122,7 @@ def test_a_machine_that_is_gone_is_reported_in_time(make: Make, cluster: Any, st
     timer = threading.Timer(0.3, kill)
     timer.start()
     with pytest.raises(RankFailed) as raised:
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert time.monotonic() - killed[0] < REPORTED_WITHIN
     assert raised.value.rank == lost
     timer.join()
@@ -159,13 +159,13 @@ def test_nothing_is_left_however_it_ends(
     orders = json.dumps([order("shutdown", "hang")] if end == "hang" else [])
     executor = RayExecutor(resolved, WorkerConfig(model=orders, tensor_parallel_size=2), RankLimits(shutdown=0.3))
     pids = executor.pids
-    executor.execute(step([1], 16))
+    run_step(executor, step([1], 16))
     assert placed() == groups + 1
     if end != "forgotten":
         executor.shutdown()
         executor.shutdown()
         with pytest.raises(EngineDead):
-            executor.execute(step([1], 16))
+            run_step(executor, step([1], 16))
     del executor
     gc.collect()
     assert wait_until(lambda: all(map(is_gone, pids)) and placed() == groups)

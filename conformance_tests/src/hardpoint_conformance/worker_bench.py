@@ -189,7 +189,7 @@ class Bench:
         parts = [(self.sequences[seq_id], count) for seq_id, count in work.items() if count]
         parts.sort(key=lambda part: not (part[0].computed and part[1] == 1))
         step = self.input_of(parts)
-        output = self.worker.execute(step)
+        output = self.compute(step)
         for sequence, count in parts:
             sequence.computed += count
         for index, seq_id in enumerate(step.batch.sample_seq_ids.tolist()):
@@ -201,6 +201,11 @@ class Bench:
         assert len(output.token_ids) == len(step.batch.sample_rows), "one token for each sample"
         _overwrite(step.batch)
         return output
+
+    def compute(self, step: StepInput) -> StepOutput:
+        """Have the worker compute a step that was built by hand; return its output."""
+        self.worker.submit(step)
+        return self.worker.collect()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = MAX_TOKENS, logprobs: int | None = None

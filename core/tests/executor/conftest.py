@@ -109,6 +109,9 @@ def make_step(
         swap_in=short(0, 2),
         copies=short(3, 2),
         preempted=long(1),
+        state_rows=short(len(rows)),
+        sample_state_rows=short(len(rows)),
+        sample_positions=short(len(rows)),
     )
     return StepInput(batch, new, (4, 5), {9: SequencePooling(Pooling.MEAN, 12)})
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -99,6 +99,7 @@ class FakeWorker(Worker):
         self._calls: Counter[str] = Counter()
         self._asleep: frozenset[str] = frozenset()
         self._table = np.zeros((0, 0), np.int32)
+        self._submitted: deque[StepInput] = deque()
         self._open: tuple[int, frozenset[str]] | None = None
         self._do("made")
 
@@ -131,9 +132,14 @@ class FakeWorker(Worker):
     def warm_up(self) -> None:
         self._do("warm_up")
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
+        self._do("submit")
+        self._submitted.append(step)
+
+    def collect(self) -> StepOutput:
         """Return for each sample the sum of its sequence's block table, so that a wrong table is seen."""
-        self._do("execute")
+        step = self._submitted.popleft()
+        self._do("collect")
         if self._config.rank != self._config.driver_rank:
             return StepOutput(np.empty(0, np.int64))
         batch = step.batch

@@ -67,7 +67,7 @@ def test_the_rank_with_the_least_room_decides_and_sizes_add_up(make_core: Make) 
 def test_a_step_that_leaves_ranks_in_step_ends_its_sequences_alone(
     order: dict[str, Any], text: str, make_core: Make
 ) -> None:
-    core = make_core({"call": "execute", **order}, tensor_parallel_size=2)
+    core = make_core({"call": "collect", **order}, tensor_parallel_size=2)
     lost = add(core)
     with pytest.raises(WorkerError, match=text) as raised:
         core.step()
@@ -82,15 +82,15 @@ def test_sequences_that_ended_before_a_failed_step_are_forgotten_with_the_next(
 ) -> None:
     core = make_core()
     seen: list[tuple[int, ...]] = []
-    execute = core.executor.execute
+    submit = core.executor.submit
 
     def failing_once(step: Any) -> Any:
         seen.append(step.finished_seq_ids)
         if len(seen) == 1:
             raise RuntimeError("before the worker looked at it")
-        return execute(step)
+        return submit(step)
 
-    monkeypatch.setattr(core.executor, "execute", failing_once)
+    monkeypatch.setattr(core.executor, "submit", failing_once)
     core.forget([41, 42])
     add(core)
     with pytest.raises(WorkerError):
@@ -103,7 +103,7 @@ def test_sequences_that_ended_before_a_failed_step_are_forgotten_with_the_next(
 
 
 def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
-    orders = {"call": "execute", "does": "kill", "rank": 1, "after": 1}
+    orders = {"call": "collect", "does": "kill", "rank": 1, "after": 1}
     core = make_core(orders, pipeline_parallel_size=2)
     add(core)
     core.step()
@@ -151,7 +151,7 @@ def test_ray_where_it_is_not_installed_is_refused_with_what_to_do(
 
 
 def test_limits_of_the_configuration_hold(make_core: Make) -> None:
-    core = make_core({"call": "execute", "does": "hang"}, executor="multi_process", rank_limits={"step": 0.5})
+    core = make_core({"call": "collect", "does": "hang"}, executor="multi_process", rank_limits={"step": 0.5})
     add(core)
     with pytest.raises(RankFailed, match=r"it has not answered 'execute' within 0\.5 s"):
         core.step()

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint.executor import MultiProcessExecutor, RankLimits
+from hardpoint.executor import Executor, MultiProcessExecutor, RankLimits
 from hardpoint.executor.link import Kind
 from hardpoint.executor.meeting import MeetingServer
-from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan, WorkerConfig
+from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan, StepInput, StepOutput, WorkerConfig
 from hardpoint.interfaces.errors import (
     ConfigError,
     DriverError,
@@ -45,6 +45,11 @@ REPORTED_WITHIN = 5.0
 
 def order(call: str, does: str, rank: int | None = None, after: int = 0) -> dict[str, Any]:
     return {"call": call, "does": does, "rank": rank, "after": after}
+
+
+def run_step(executor: Executor, step: StepInput) -> StepOutput:
+    executor.submit(step)
+    return executor.collect()
 
 
 def is_gone(pid: int) -> bool:
@@ -106,7 +111,7 @@ def test_steps_carry_what_changes_and_return_the_drivers_output(pair: MultiProce
         table[rng.integers(0, 64, 40), rng.integers(0, 32, 40)] = rng.integers(0, 1000, 40)
         rows = rng.choice(64, rng.integers(1, 20), replace=False).tolist()
         context = int(rng.integers(1, 512))
-        output = pair.execute(step(rows, context, table=table, seed=number))
+        output = run_step(pair, step(rows, context, table=table, seed=number))
         assert output.token_ids.tolist() == sums(table, rows, -(-context // 16))
 
 
@@ -114,7 +119,7 @@ def test_steps_and_answers_larger_than_the_ring_go_through(pair: MultiProcessExe
     table = np.arange(600 * 2000, dtype=np.int32).reshape(600, 2000)
     wanted = SequenceSampling(1, list(range(300_000)), 0, logprobs=400_000)
     one = step(list(range(600)), 16 * 2000, table=table, new=(wanted,))
-    output = pair.execute(one)
+    output = run_step(pair, one)
     assert output.token_ids.tolist() == sums(table, list(range(600)), 2000)
     assert output.logprobs[0].token_ids.tolist() == list(range(400_000))
     assert output.embeddings[9].tolist() == [12, 12, 12]
@@ -185,17 +190,17 @@ def test_an_interrupted_wait_leaves_the_ranks_usable(pair: MultiProcessExecutor,
         pair.sleep(SleepPlan(progress=interrupt))
     assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
     table = np.ones((64, 32), np.int32)
-    assert pair.execute(step([5], 32, table=table)).token_ids.tolist() == [2]
+    assert run_step(pair, step([5], 32, table=table)).token_ids.tolist() == [2]
 
 
 def test_a_signal_while_waiting_is_an_interrupt_and_answers_are_not_mixed_up(make: Make, step: Any) -> None:
-    executor = make(order("execute", "wait"))
+    executor = make(order("collect", "wait"))
     table = np.ones((64, 32), np.int32)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        executor.execute(step([5], 32, table=table))
-    assert executor.execute(step([5, 6], 32, table=table)).token_ids.tolist() == [2, 2]
+        run_step(executor, step([5], 32, table=table))
+    assert run_step(executor, step([5, 6], 32, table=table)).token_ids.tolist() == [2, 2]
 
 
 def test_a_forked_child_cannot_use_the_ranks(pair: MultiProcessExecutor) -> None:
@@ -240,56 +245,56 @@ def test_a_frame_that_no_rank_understands_is_a_typed_end(make: Make) -> None:
 
 
 def test_a_step_that_fails_alike_on_all_ranks_ends_no_rank(make: Make, step: Any) -> None:
-    executor = make(order("execute", "fail_weights"), ranks=2)
+    executor = make(order("collect", "fail_weights"), ranks=2)
     with pytest.raises(WeightsMissing, match="no weights") as raised:
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert raised.value.rank == 0
-    assert len(executor.execute(step([1], 16)).token_ids) == 1
+    assert len(run_step(executor, step([1], 16)).token_ids) == 1
 
 
 @pytest.mark.parametrize("sizes", [{"ranks": 2}, {"stages": 2}], ids=["tensor", "pipeline"])
 def test_a_step_whose_output_fails_on_the_driver_alone_ends_no_rank(sizes: Any, make: Make, step: Any) -> None:
     driver = sizes.get("stages", 1) - 1
-    executor = make(order("execute", "fail_output", driver), **sizes)
+    executor = make(order("collect", "fail_output", driver), **sizes)
     with pytest.raises(OutputFailed, match=f"rank {driver}: no token can be drawn: masks leave none") as raised:
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert raised.value.rank == driver
     assert "Traceback" in raised.value.__notes__[0]
     table = np.arange(64 * 32, dtype=np.int32).reshape(64, 32)
-    assert executor.execute(step([3], 16, table=table)).token_ids.tolist() == [96]
+    assert run_step(executor, step([3], 16, table=table)).token_ids.tolist() == [96]
 
 
 @pytest.mark.parametrize(
     "orders",
     [
-        [order("execute", "fail_output", 1)],
-        [order("execute", "fail_output", 0), order("execute", "fail", 1)],
-        [order("execute", "fail_output", 0), order("execute", "hang", 1)],
+        [order("collect", "fail_output", 1)],
+        [order("collect", "fail_output", 0), order("collect", "fail", 1)],
+        [order("collect", "fail_output", 0), order("collect", "hang", 1)],
     ],
     ids=["another rank", "both", "the other waits"],
 )
 def test_an_output_that_fails_otherwise_leaves_the_ranks_out_of_step(orders: Any, make: Make, step: Any) -> None:
     executor = make(*orders, ranks=2, limits={"behind": 0.5})
     with pytest.raises(RankFailed, match="it raised"):
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert all(map(is_gone, executor.pids))
 
 
 def test_an_error_of_an_unknown_class_says_which(make: Make, step: Any) -> None:
-    executor = make(order("execute", "fail_foreign"))
+    executor = make(order("collect", "fail_foreign"))
     with pytest.raises(WorkerError, match=r"rank 0 of 1.* raised .*ForeignError: whatever"):
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
 
 
 @pytest.mark.parametrize(
-    "others", [(), (order("execute", "hang", 0),), (order("execute", "fail_value", 0),)], ids=["well", "waits", "fails"]
+    "others", [(), (order("collect", "hang", 0),), (order("collect", "fail_value", 0),)], ids=["well", "waits", "fails"]
 )
 def test_ranks_that_do_not_fail_alike_are_ended(others: tuple[Any, ...], make: Make, step: Any) -> None:
     """One that waits for the failed one is freed that way, and soon."""
-    executor = make(order("execute", "fail", 1), *others, ranks=2, limits={"behind": 0.5})
+    executor = make(order("collect", "fail", 1), *others, ranks=2, limits={"behind": 0.5})
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank \d failed: it raised \w+") as raised:
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert time.monotonic() - start < REPORTED_WITHIN
     assert raised.value.rank == (0 if others and others[0]["does"] == "fail_value" else 1)
     assert "Traceback" in raised.value.output
@@ -315,7 +320,9 @@ def test_a_rank_that_dies_in_any_call_is_reported_in_time(call: str, make: Make,
     executor = make(order(call, "kill"))
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 failed: its process was ended by SIGKILL") as raised:
-        executor.execute(step([1], 16)) if call == "execute" else executor.call(call, *arguments.get(call, ()))
+        run_step(executor, step([1], 16)) if call in ("submit", "collect") else executor.call(
+            call, *arguments.get(call, ())
+        )
     assert time.monotonic() - start < REPORTED_WITHIN
     assert raised.value.rank == 0
     assert "out of memory" in str(raised.value)
@@ -326,19 +333,19 @@ def test_a_rank_that_dies_in_any_call_is_reported_in_time(call: str, make: Make,
     [
         ("exit", "its process ended with exit code 3", "the last words of this rank"),
         ("sys_exit", "its process ended with exit code 1", "sys.exit was called"),
-        ("abort", "its process was ended by SIGABRT", "in execute"),
+        ("abort", "its process was ended by SIGABRT", "in collect"),
         ("stop", "its process has been stopped", ""),
-        ("hang", r"it has not answered 'execute' within 0\.5 s", "in execute"),
+        ("hang", r"it has not answered 'execute' within 0\.5 s", "in collect"),
     ],
 )
 def test_whatever_ends_one_rank_ends_all_and_is_said(deed: str, text: str, output: str, make: Make, step: Any) -> None:
-    orders = [order("execute", deed, 1)]
+    orders = [order("collect", deed, 1)]
     if deed != "hang":
-        orders.append(order("execute", "hang", 0))
+        orders.append(order("collect", "hang", 0))
     executor = make(*orders, ranks=2, limits={"step": 0.5 if deed == "hang" else 30.0})
     start = time.monotonic()
     with pytest.raises(RankFailed, match=text) as raised:
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert time.monotonic() - start < REPORTED_WITHIN
     assert raised.value.rank == 1
     assert output in raised.value.output
@@ -389,16 +396,16 @@ def test_nothing_is_left_however_it_ends(
     assert len(held.ports - before.ports) == 1
     new_names = held.shared - before.shared  # Other programs have some, too.
     assert [name for name in new_names if is_mapped(name, (os.getpid(), *executor.pids))] == []
-    executor.execute(step([1], 16))
+    run_step(executor, step([1], 16))
     if end == "failure":
         os.kill(executor.pids[1], signal.SIGKILL)
         with pytest.raises(RankFailed):
-            executor.execute(step([1], 16))
+            run_step(executor, step([1], 16))
     if end != "forgotten":
         executor.shutdown()
         executor.shutdown()
         with pytest.raises(EngineDead):
-            executor.execute(step([1], 16))
+            run_step(executor, step([1], 16))
     del executor
     assert Belongings.now().new_since(before) == []
     assert ("ERROR" in {record.levelname for record in caplog.records}) == (end == "failure")
@@ -476,8 +483,8 @@ def test_ranks_outlive_the_thread_that_made_them(make: Make) -> None:
 
 def test_what_ranks_write_is_logged_with_their_number(make: Make, step: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hardpoint")
-    executor = make(order("execute", "exit"))
+    executor = make(order("collect", "exit"))
     with pytest.raises(RankFailed):
-        executor.execute(step([1], 16))
+        run_step(executor, step([1], 16))
     assert "rank 0: the last words of this rank" in caplog.messages
     assert any(record.levelname == "ERROR" and "rank 0 failed" in record.getMessage() for record in caplog.records)

@@ -106,7 +106,10 @@ class Ranks(Executor):
     def num_ranks(self) -> int:
         return len(self.ranks)
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
+        raise AssertionError("nothing is computed here")
+
+    def collect(self) -> StepOutput:
         raise AssertionError("nothing is computed here")
 
     def shutdown(self) -> None:

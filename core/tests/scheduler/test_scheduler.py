@@ -97,6 +97,9 @@ def test_arrays_have_the_contracts_types_and_shapes() -> None:
         "rows",
         "block_table",
         "sample_rows",
+        "state_rows",
+        "sample_state_rows",
+        "sample_positions",
         "swap_out",
         "swap_in",
         "copies",
@@ -169,6 +172,43 @@ def test_a_sequence_keeps_its_row_while_it_runs() -> None:
         batch = step(s)
         assert batch.seq_ids.tolist() == [second]
         assert batch.rows.tolist() == [row]
+
+
+def test_a_sequence_has_a_row_of_the_workers_state_from_its_first_sample_to_its_release() -> None:
+    s = scheduler(max_num_batched_tokens=8, num_device_blocks=6)
+    first = s.add_request(list(range(10)), n=2, max_tokens=20)
+    assert step(s).state_rows.tolist() == [-1]
+    batch = step(s)
+    assert (batch.state_rows.tolist(), batch.sample_state_rows.tolist()) == ([0], [0, 1])
+    assert batch.sample_positions.tolist() == [0, 0]
+    batch = step(s)
+    assert batch.state_rows.tolist() == batch.sample_state_rows.tolist() == [0, 1]
+    assert batch.sample_positions.tolist() == [1, 1]
+    later = 0
+    while s.num_preemptions(first + 1) == 0:
+        later = step(s).num_seqs
+    s.abort([first])
+    assert later
+    newcomer = s.add_request([1, 2], max_tokens=2)
+    assert step(s).state_rows.tolist() == [2], "those of ended sequences are theirs until they are released"
+    s.release([first, first + 1])
+    another = s.add_request([3, 4], max_tokens=1)
+    batch = step(s)
+    assert batch.seq_ids.tolist() == [newcomer, another]
+    assert batch.state_rows.tolist() in ([2, 0], [2, 1])
+
+
+def test_a_preempted_sequence_keeps_its_row_and_its_number_of_tokens() -> None:
+    s = scheduler(num_device_blocks=4, preemption_mode="recompute")
+    first, second = s.add_request([1] * 6, max_tokens=8), s.add_request([2] * 6, max_tokens=8)
+    seen: dict[int, list[tuple[int, int]]] = {first: [], second: []}
+    while (batch := s.schedule()) is not None:
+        rows, positions = batch.sample_state_rows.tolist(), batch.sample_positions.tolist()
+        for seq_id, row, position in zip(batch.sample_seq_ids.tolist(), rows, positions, strict=True):
+            seen[seq_id].append((row, position))
+        update(s, batch)
+    assert s.num_preemptions(second) > 0
+    assert seen == {first: [(0, i) for i in range(8)], second: [(1, i) for i in range(8)]}
 
 
 # How sequences end

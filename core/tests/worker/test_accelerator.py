@@ -126,7 +126,7 @@ def test_device_is_current_in_every_call_that_computes(module: Module, make: Cal
     batch = dummy_batch(num_tokens=4, max_len=4, block_size=32, max_seqs=1)
     unsampled = replace(batch, sample_rows=batch.sample_rows[:0], sample_seq_ids=batch.sample_seq_ids[:0])
     calls: dict[str, tuple[Any, ...]] = {"init_device": (), "load_model": (), "profile": ()}
-    calls |= {"initialize_kv": (4, 0), "warm_up": (), "execute": (StepInput(unsampled),)}
+    calls |= {"initialize_kv": (4, 0), "warm_up": (), "submit": (StepInput(unsampled),)}
     for name, arguments in calls.items():
         module.current = 5  # another engine's
         getattr(worker, name)(*arguments)

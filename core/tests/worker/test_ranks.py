@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hardpoint.interfaces import Capabilities, IntSet, Pooling, SequencePooling, SequenceSampling
-from hardpoint.interfaces.batch import StepInput
+from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed, WorkerError
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.models import Place
@@ -115,9 +115,14 @@ def step(lengths: Sequence[int], token: int, **more: Any) -> StepInput:
     return StepInput(replace(batch, token_ids=tokens.astype(np.int64)), **more)
 
 
+def run_step(worker: TorchWorker, given: StepInput) -> StepOutput:
+    worker.submit(given)
+    return worker.collect()
+
+
 def outcome(worker: TorchWorker, given: StepInput) -> Any:
     try:
-        return worker.execute(given)
+        return run_step(worker, given)
     except OutputFailed as error:
         return error
 
@@ -269,13 +274,13 @@ def test_an_output_that_fails_says_so_and_leaves_the_other_sequences_as_they_wer
     both = step([6, 6], 17, new_sequences=(bad,))
     alone = replace_samples(step([6, 6], 23, finished_seq_ids=(0,)), [1])
     with started(model) as worker:
-        expected = [worker.execute(one).token_ids.tolist() for one in (first, alone)]
+        expected = [run_step(worker, one).token_ids.tolist() for one in (first, alone)]
     with started(model) as worker:
-        assert worker.execute(first).token_ids.tolist() == expected[0]
+        assert run_step(worker, first).token_ids.tolist() == expected[0]
         with pytest.raises(OutputFailed, match="the next token cannot be drawn") as caught:
-            worker.execute(both)
+            run_step(worker, both)
         assert type(caught.value.__cause__) is WorkerError
-        assert worker.execute(alone).token_ids.tolist() == expected[1], "its draw is that of its second token"
+        assert run_step(worker, alone).token_ids.tolist() == expected[1], "its draw is that of its second token"
 
 
 def test_a_device_that_failed_is_no_failed_output(model: str) -> None:
@@ -290,7 +295,7 @@ def test_a_device_that_failed_is_no_failed_output(model: str) -> None:
         worker.works = False  # type: ignore[attr-defined]
         bad = step([6], 11, new_sequences=(SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT),))
         with pytest.raises(RuntimeError, match="illegal address") as caught:
-            worker.execute(bad)
+            run_step(worker, bad)
         assert not isinstance(caught.value, OutputFailed)
 
 

@@ -36,7 +36,7 @@ def test_a_call_before_its_time_says_which_calls_come_first(context: WorkerConte
     worker = PlainWorker(context)
     batch = dummy_batch(num_tokens=1, max_len=1, block_size=8, max_seqs=1)
     with pytest.raises(WorkerError, match="init_device, load_model"):
-        worker.execute(StepInput(batch))
+        worker.submit(StepInput(batch))
 
 
 def test_shutdown_is_legal_in_any_state_and_twice(context: WorkerContext) -> None:
@@ -60,5 +60,5 @@ def test_an_executor_calls_nothing_outside_the_contract(context: WorkerContext) 
     executor = InProcessExecutor(PlainWorker(context))
     with pytest.raises(ConfigError, match="format_disk"):
         executor.call("format_disk")
-    assert "execute" in WORKER_CALLS
+    assert "submit" in WORKER_CALLS
     executor.shutdown()

@@ -40,10 +40,10 @@ def contract_method_missing(target: Target) -> Target:
 def contract_signature_wrong(target: Target) -> Target:
     @cache
     def worker() -> Any:
-        def execute(self: Any, batch: Any, stream: Any) -> Any:
+        def submit(self: Any, batch: Any, stream: Any) -> Any:
             return None
 
-        return derived(target.descriptor.worker(), {"execute": execute})
+        return derived(target.descriptor.worker(), {"submit": submit})
 
     return described(target, worker=worker)
 

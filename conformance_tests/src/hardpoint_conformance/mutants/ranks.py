@@ -11,6 +11,7 @@ import numpy as np
 from hardpoint.interfaces import MemoryReport, ModelInfo, Policy, SleepPlan, StepInput, StepOutput, WorkerContext
 from hardpoint_conformance.mutants import Mutant
 from hardpoint_conformance.mutants.derived import Faults, Methods
+from hardpoint_conformance.mutants.worker import run_step, stepping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,23 +160,23 @@ def stage_normalises_twice(base: Any) -> Methods:
 @_WORKER.fault("Every rank returns tokens of its own.", "dist.driver.samples@1")
 def every_rank_samples(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, step)
+        output = run_step(base, self, step)
         missing = len(step.batch.sample_rows) - len(output.token_ids)
         return replace(output, token_ids=np.pad(output.token_ids, (0, missing)))
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @_WORKER.fault("The driver returns the tokens of the step before.", "dist.tokens.tensor@1", "dist.tokens.pipeline@1")
 def tokens_of_the_step_before(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, step)
+        output = run_step(base, self, step)
         before = getattr(self, "_tokens_before", output.token_ids)
         self._tokens_before = output.token_ids
         late = len(before) == len(output.token_ids) and self._config.world_size > 1
         return replace(output, token_ids=before) if late else output
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @_WORKER.fault("Rank 1 takes no updates of its weights.", "dist.weights.update@1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ from hardpoint.interfaces.errors import (
     DeviceOutOfMemory,
     HardpointError,
     MemoryAsleep,
+    MemoryBusy,
+    NothingToCollect,
     WeightsMissing,
     WorkerError,
 )
@@ -45,14 +48,45 @@ MUTANTS = _FAULTS.mutants
 fault = _FAULTS.fault
 
 
+def run_step(base: Any, worker: Any, step: StepInput) -> StepOutput:
+    """Submit a step to the correct worker, and return its output."""
+    base.submit(worker, step)
+    output: StepOutput = base.collect(worker)
+    return output
+
+
+def stepping(execute: Callable[[Any, StepInput], StepOutput]) -> Methods:
+    """Return the calls of a worker that computes steps by `execute`; where it fails, `collect` does, unless the step was refused."""
+
+    def submit(self: Any, step: StepInput) -> None:
+        outcome: StepOutput | Exception
+        try:
+            outcome = execute(self, step)
+        except (MemoryAsleep, MemoryBusy, WeightsMissing):
+            raise
+        except Exception as error:
+            outcome = error
+        vars(self).setdefault("_outcomes", deque()).append(outcome)
+
+    def collect(self: Any) -> StepOutput:
+        outcomes = vars(self).setdefault("_outcomes", deque())
+        if not outcomes:
+            raise NothingToCollect("no step was submitted")
+        outcome: StepOutput | Exception = outcomes.popleft()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return {"submit": submit, "collect": collect}
+
+
 def other_step(base: Any, change: Callable[[StepInput], StepInput]) -> Methods:
     """Execute other steps than those asked for."""
 
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, change(step))
-        return output
+        return run_step(base, self, change(step))
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 def other_batch(base: Any, change: Callable[[StepBatch], StepBatch]) -> Methods:
@@ -66,14 +100,14 @@ def other_batch(base: Any, change: Callable[[StepBatch], StepBatch]) -> Methods:
 @fault("Prompts are sampled after their last token but one.", "tokens.prefill.oracle@1")
 def row_before_last_sampled(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, step)
+        output = run_step(base, self, step)
         lengths = np.diff(step.batch.query_start)
         if len(step.batch.sample_rows) and lengths.min() > 1:
             shorter = replace(step, batch=_without_last_tokens(step.batch), new_sequences=(), finished_seq_ids=())
-            output = base.execute(self, shorter)
+            output = run_step(base, self, shorter)
         return output
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 def _without_last_tokens(batch: StepBatch) -> StepBatch:
@@ -97,10 +131,10 @@ def positions_shifted(base: Any) -> Methods:
 @fault("The tokens of a step come in reverse order.", "tokens.batch.oracle@1", "worker.execute.samples@1")
 def tokens_in_reverse(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, step)
+        output = run_step(base, self, step)
         return replace(output, token_ids=output.token_ids[::-1].copy())
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("The last position of the context is taken for the one before.", "tokens.position.last@1")
@@ -108,10 +142,9 @@ def last_position_cut_off(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         last = self._loaded.info.max_model_len - 1
         positions = np.minimum(step.batch.positions, last - 1)
-        output: StepOutput = base.execute(self, replace(step, batch=replace(step.batch, positions=positions)))
-        return output
+        return run_step(base, self, replace(step, batch=replace(step.batch, positions=positions)))
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("The model's sliding window is not asked of attention.", "tokens.window.oracle@1")
@@ -135,10 +168,9 @@ def whole_cache_checked(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         if self._kv.cache.isnan().any():
             raise WorkerError("the KV cache holds NaN")
-        output: StepOutput = base.execute(self, step)
-        return output
+        return run_step(base, self, step)
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("The KV cache is emptied when a sequence ends.", "worker.execute.abort@1")
@@ -146,10 +178,9 @@ def cache_emptied_with_a_sequence(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         if step.finished_seq_ids:
             self._kv.cache.zero_()
-        output: StepOutput = base.execute(self, step)
-        return output
+        return run_step(base, self, step)
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("KV blocks are swapped neither out nor in.", "worker.kv.swap@1")
@@ -168,12 +199,11 @@ def swap_in_before_out(base: Any) -> Methods:
                 name: getattr(batch, name)[:0] for name in ("sample_rows", "sample_seq_ids", "swap_out", "copies")
             }
             first = replace(batch, **nothing, **sequences, **samples, query_start=batch.query_start[:1], num_decodes=0)
-            base.execute(self, StepInput(first))
+            run_step(base, self, StepInput(first))
             step = replace(step, batch=replace(batch, swap_in=batch.swap_in[:0]))
-        output: StepOutput = base.execute(self, step)
-        return output
+        return run_step(base, self, step)
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("Copies of KV blocks are not made.", "worker.kv.copy@1")
@@ -186,10 +216,9 @@ def finished_sequences_kept(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         known = vars(self).setdefault("_known_sampling", {})
         first = tuple(known.setdefault(sampling.seq_id, sampling) for sampling in step.new_sequences)
-        output: StepOutput = base.execute(self, replace(step, new_sequences=first))
-        return output
+        return run_step(base, self, replace(step, new_sequences=first))
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("Every sequence is sampled greedily.", "worker.sampling.seeded@1")
@@ -220,10 +249,10 @@ def _other_sampling(base: Any, change: Callable[[SequenceSampling], SequenceSamp
 @fault("Prompts of embedding requests give the same embedding.", "worker.execute.pooling@1")
 def embeddings_alike(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, step)
+        output = run_step(base, self, step)
         return replace(output, embeddings={key: np.ones_like(one) for key, one in output.embeddings.items()})
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("A step without tokens fails.", "worker.execute.empty@1")
@@ -231,10 +260,9 @@ def empty_step_fails(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         if step.batch.num_tokens == 0:
             raise IndexError("list index out of range")
-        output: StepOutput = base.execute(self, step)
-        return output
+        return run_step(base, self, step)
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("Positions of a prefill chunk count from the chunk's first token.", "tokens.chunked.oracle@1")
@@ -250,23 +278,59 @@ def chunk_positions_restart(base: Any) -> Methods:
 @fault("A prompt with several forks gives one token.", "worker.execute.forks@1")
 def forks_sampled_once(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, step)
+        output = run_step(base, self, step)
         _, first = np.unique(step.batch.sample_rows, return_index=True)
         return replace(output, token_ids=output.token_ids[np.sort(first)])
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("Errors in a step are lost; it gives zeros.", "worker.execute.failure@1")
 def step_errors_lost(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         try:
-            output: StepOutput = base.execute(self, step)
+            output = run_step(base, self, step)
         except Exception:
             output = StepOutput(token_ids=np.zeros(len(step.batch.sample_rows), np.int64))
         return output
 
-    return {"execute": execute}
+    return stepping(execute)
+
+
+@fault("A step that is submitted too early takes the place of the one before.", "worker.steps.order@1")
+def early_step_replaces(base: Any) -> Methods:
+    def submit(self: Any, step: StepInput) -> None:
+        try:
+            base.submit(self, step)
+        except WorkerError:
+            base.collect(self)
+            base.submit(self, step)
+
+    return {"submit": submit}
+
+
+@fault("Where no step was submitted, an empty output is collected.", "worker.steps.order@1")
+def nothing_collected(base: Any) -> Methods:
+    def collect(self: Any) -> StepOutput:
+        try:
+            output: StepOutput = base.collect(self)
+        except NothingToCollect:
+            output = StepOutput(np.empty(0, np.int64))
+        return output
+
+    return {"collect": collect}
+
+
+@fault("What fails in a step is raised when it is submitted.", "worker.execute.failure@1")
+def step_fails_early(base: Any) -> Methods:
+    def submit(self: Any, step: StepInput) -> None:
+        self._output = run_step(base, self, step)
+
+    def collect(self: Any) -> StepOutput:
+        output: StepOutput = self._output
+        return output
+
+    return {"submit": submit, "collect": collect}
 
 
 # Sleep
@@ -276,12 +340,12 @@ def step_errors_lost(base: Any) -> Methods:
 def asleep_step_gives_tokens(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         try:
-            output: StepOutput = base.execute(self, step)
+            output = run_step(base, self, step)
         except MemoryAsleep:
             output = StepOutput(token_ids=np.zeros(len(step.batch.sample_rows), np.int64))
         return output
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("A wake does not restore the weights.", "tokens.sleep.level1@1")
@@ -312,12 +376,12 @@ def weights_missing_served(base: Any) -> Methods:
 def weights_missing_untyped(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         try:
-            output: StepOutput = base.execute(self, step)
+            output = run_step(base, self, step)
         except WeightsMissing as error:
             raise RuntimeError("CUDA error") from error
         return output
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("A worker's sleep gives nothing back.", "worker.sleep.books@1")
@@ -545,12 +609,12 @@ def parts_made_twice(base: Any) -> Methods:
 def early_step_untyped(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         try:
-            output: StepOutput = base.execute(self, step)
+            output = run_step(base, self, step)
         except WorkerError as error:
             raise AttributeError("'NoneType' object has no attribute 'run'") from error
         return output
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("Where the KV cache does not fit, one of a single block is taken.", "worker.kv.too-large@1")
@@ -620,11 +684,11 @@ def first_logprobs_differ(base: Any) -> Methods:
 
 def _other_logprobs(base: Any, change: Callable[[Any], Any]) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        output: StepOutput = base.execute(self, step)
+        output = run_step(base, self, step)
         changed = {row: replace(one, logprobs=change(one.logprobs)) for row, one in output.logprobs.items()}
         return replace(output, logprobs=changed)
 
-    return {"execute": execute}
+    return stepping(execute)
 
 
 @fault("After an update that broke off, the half-written weights are served.", "worker.weights.update-failure@1")

@@ -32,9 +32,11 @@ from hardpoint.interfaces.errors import (
     MemoryAsleep,
     ModelError,
     ModelNotFound,
+    NothingToCollect,
     UnknownTag,
     UnsupportedArchitecture,
     WeightsMissing,
+    WorkerError,
 )
 from hardpoint_conformance.clauses import clause, over, proves
 from hardpoint_conformance.levels import Level
@@ -119,7 +121,9 @@ def test_parts_come_from_the_context(parts: Parts, model: Model, quality: Qualit
         worker.shutdown()
 
 
-@pytest.mark.parametrize("call", ["load_model", "profile", "initialize_kv", "warm_up", "execute", "sleep", "wake"])
+@pytest.mark.parametrize(
+    "call", ["load_model", "profile", "initialize_kv", "warm_up", "submit", "collect", "sleep", "wake"]
+)
 @clause("worker.lifecycle.order@1", Level.WORKER, facts="6.3 worker")
 def test_a_call_before_its_time(target: Target, model: Model, call: str, quality: Quality) -> None:
     """A call before those that it builds on is a typed error, and the worker can still be started in the right order."""
@@ -127,7 +131,7 @@ def test_a_call_before_its_time(target: Target, model: Model, call: str, quality
     worker = target.worker(config)
     arguments: dict[str, tuple[Any, ...]] = {
         "initialize_kv": (4, 0),
-        "execute": (_one_step(target, model),),
+        "submit": (_one_step(target, model),),
         "sleep": (level_plan(1),),
     }
     try:
@@ -292,7 +296,7 @@ def test_forks_sample_the_same_row(bench: Bench, model: Model, quality: Quality)
     forks = np.asarray([parent.seq_id, 1001, 1002], np.int64)
     batch = replace(step.batch, sample_rows=np.zeros(3, np.int32), sample_seq_ids=forks)
     new = tuple(replace(sampling, seq_id=int(seq_id)) for seq_id in forks)
-    output = bench.worker.execute(replace(step, batch=batch, new_sequences=new))
+    output = bench.compute(replace(step, batch=batch, new_sequences=new))
     assert len(output.token_ids) == 3
     assert len(set(output.token_ids.tolist())) == 1
     quality.note(judge(model, [*PROMPT, int(output.token_ids[0])], len(PROMPT), bench.info.dtype).check())
@@ -331,17 +335,36 @@ def test_finished_sequences_are_forgotten(bench: Bench, model: Model, quality: Q
 
 @clause("worker.execute.failure@1", Level.WORKER, facts="6.3 failing rank")
 def test_a_failing_step_is_reported(target: Target, model: Model, quality: Quality) -> None:
-    """An error inside a step comes out of execute, and the next step works."""
+    """An error inside a step comes out of its collect, and the next step works."""
     fault = _Fault()
     with running(fault.put_into(target), model) as bench:
         sequence = bench.begin(PROMPT, 2)
         bench.run([sequence], 2)
         fault.on = True
+        bench.worker.submit(bench.input_of([(sequence, 1)]))
         with pytest.raises(Exception, match=_Fault.TEXT):
-            bench.step()
+            bench.worker.collect()
         fault.on = False
         bench.run([sequence], 5)
         check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
+@clause("worker.steps.order@1", Level.WORKER)
+def test_steps_are_collected_in_the_order_of_their_submission(
+    bench: Bench, model: Model, rng: np.random.Generator
+) -> None:
+    """As many steps as the model's info says may be in flight; one more is refused, and the outputs come in order, each once."""
+    prompts = random_prompts(rng, model, [13] * (bench.info.steps_in_flight + 2))
+    expected = [bench.generate([prompt], 1)[0].tokens[-1] for prompt in prompts]
+    steps = [bench.input_of([(bench.begin(prompt), len(prompt))]) for prompt in prompts]
+    for step in steps[:-1]:
+        bench.worker.submit(step)
+    with pytest.raises(WorkerError):
+        bench.worker.submit(steps[-1])
+    assert [bench.worker.collect().token_ids.tolist() for _ in steps[:-1]] == [[token] for token in expected[:-1]]
+    with pytest.raises(NothingToCollect):
+        bench.worker.collect()
+    assert bench.compute(steps[-1]).token_ids.tolist() == [expected[-1]]
 
 
 class _Fault:

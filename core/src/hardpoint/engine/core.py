@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -237,14 +238,20 @@ class EngineCore:
             return CoreOutput(idle=not self.scheduler.has_unfinished())
         new = self._new_sampling
         sampled = batch.sample_seq_ids.tolist()
-        first = tuple(new.pop(seq_id) for seq_id in sampled if seq_id in new) if new else ()
+        first: tuple[SequenceSampling, ...] = ()
+        if new:
+            rows = zip(sampled, batch.sample_state_rows.tolist(), strict=True)
+            first = tuple(replace(new.pop(seq_id), state_row=row) for seq_id, row in rows if seq_id in new)
         pooling = {s: self._pooling[s] for s in batch.seq_ids.tolist() if s in self._pooling} if self._pooling else {}
         forgotten, self._forgotten = tuple(self._forgotten), []
         prefill_tokens = batch.num_tokens - batch.num_decodes
         preempted = len(batch.preempted)
         try:
-            output = self.executor.execute(StepInput(batch, first, forgotten, pooling))
+            self.executor.submit(StepInput(batch, first, forgotten, pooling))
+            output = self.executor.collect()
         except BaseException as error:
+            if not isinstance(error, Exception):
+                self._drop_submitted()
             # The worker may not have come to forget them; to forget twice does no harm.
             self._forgotten[:0] = forgotten
             lost = tuple(seq_id for seq_id, _ in self.scheduler.fail_step())
@@ -263,6 +270,12 @@ class EngineCore:
             finished=finished,
             embeddings=output.embeddings,
         )
+
+    def _drop_submitted(self) -> None:
+        """Collect what an interrupt left between a step's submission and its collection."""
+        for _ in range(self.model.steps_in_flight + 1):
+            with contextlib.suppress(Exception):
+                self.executor.collect()
 
     def _count(self, seconds: float, prefill_tokens: int, sampled: int, preempted: int) -> None:
         totals = self.totals

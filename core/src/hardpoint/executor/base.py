@@ -26,8 +26,12 @@ class Executor(ABC):
         """How many workers there are."""
 
     @abstractmethod
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step on every rank and return the driver rank's output; raises whatever a worker raised."""
+    def submit(self, step: StepInput) -> None:
+        """Begin one step on every rank; see `Worker.submit`. What refuses the step on ranks elsewhere is raised by `collect`."""
+
+    @abstractmethod
+    def collect(self) -> StepOutput:
+        """Return the driver rank's output of the oldest step that was submitted; raises whatever a worker raised, NothingToCollect."""
 
     @abstractmethod
     def shutdown(self) -> None:

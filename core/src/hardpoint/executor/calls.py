@@ -2,7 +2,7 @@
 
 A call whose types cannot be sent is an error when this module is imported, so that a contract that grows cannot leave the executors
 behind. Three things are not values: a sleep plan's callback stays where it is and its calls come back; the tensors of
-`update_weights` follow one by one (`hardpoint.executor.weights`); and `execute`, which every step pays for, has a form of its own
+`update_weights` follow one by one (`hardpoint.executor.weights`); and a step (`submit` and `collect`) has a form of its own
 (`hardpoint.executor.steps`).
 """
 
@@ -26,6 +26,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 EXECUTE = "execute"
+"""A step, from `submit` to `collect`: one message there and one back."""
 
 
 class PlanMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,10 +166,10 @@ def _sent(hint: Any) -> Any:
     return None if hint == _WEIGHTS else hint
 
 
-SCHEMAS: Mapping[str, CallSchema] = {name: _schema(name) for name in sorted(WORKER_CALLS - {EXECUTE})}
-"""Every call of the contract but `execute`."""
+SCHEMAS: Mapping[str, CallSchema] = {name: _schema(name) for name in sorted(WORKER_CALLS - {"submit", "collect"})}
+"""Every call of the contract but `submit` and `collect`."""
 
-assert get_type_hints(Worker.execute)["step"] is StepInput
+assert get_type_hints(Worker.submit)["step"] is StepInput
 
 _COMMUNICATING = frozenset({"init_device", "load_model", "profile", "initialize_kv", "warm_up", EXECUTE})
 

@@ -20,9 +20,13 @@ class InProcessExecutor(Executor):
         """One."""
         return 1
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step."""
-        return self._worker.execute(step)
+    def submit(self, step: StepInput) -> None:
+        """Begin one step."""
+        self._worker.submit(step)
+
+    def collect(self) -> StepOutput:
+        """Return the output of the oldest step that was submitted."""
+        return self._worker.collect()
 
     def shutdown(self) -> None:
         """End the worker."""

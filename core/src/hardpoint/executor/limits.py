@@ -33,7 +33,7 @@ class RankLimits:
     Attributes:
         start: for a process to be there with its backend, and for `init_device`.
         load: for each of `load_model`, `profile`, `initialize_kv` and `warm_up`, and for changes of weights.
-        step: for one `execute`.
+        step: for one step.
         sleep: for each call of a sleep or wake.
         other: for questions.
         behind: how much longer other ranks may take than one that failed, in calls in which ranks wait for one another.

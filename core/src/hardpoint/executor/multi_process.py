@@ -8,7 +8,7 @@ import select
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hardpoint.executor.base import at_rank
@@ -100,13 +100,13 @@ class MultiProcessExecutor(RemoteExecutor):
         """Process ids of the ranks."""
         return self._processes.pids
 
-    def _step_on_all(self, parts: list[Buffer]) -> list[Any]:
+    def _send_step(self, parts: list[Buffer]) -> Callable[[], list[Any]]:
         call = self._next_call()
         deadline = Deadline(EXECUTE, self._limits.step)
         for rank in range(len(self._links)):
             self._send(rank, Kind.EXECUTE, call, parts, deadline)
         # The driver is the last one, more often than not: until it has answered, the others' answers wake nobody.
-        return self._gather(call, deadline, None, waits=True, driver_first=True)
+        return lambda: self._gather(call, deadline, None, waits=True, driver_first=True)
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Legal in any state and more than once."""

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,10 +98,11 @@ class RayExecutor(RemoteExecutor):
         """Ray's ids of the ranks' machines."""
         return [one.node for one in self._group.facts]
 
-    def _step_on_all(self, parts: list[Buffer]) -> list[Any]:
+    def _send_step(self, parts: list[Buffer]) -> Callable[[], list[Any]]:
         message = self._shared(b"".join(parts))
         refs = self._submit(lambda actor: actor.execute.remote(message))
-        return self._gather(refs, Deadline(EXECUTE, self._limits.step), waits=True)
+        deadline = Deadline(EXECUTE, self._limits.step)
+        return lambda: self._gather(refs, deadline, waits=True)
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Legal in any state and more than once."""

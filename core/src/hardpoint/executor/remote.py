@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hardpoint.executor.base import Executor
@@ -14,7 +15,7 @@ from hardpoint.executor.messages import Buffer
 from hardpoint.executor.rounds import results
 from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import EngineDead, ForkedProcess
+from hardpoint.interfaces.errors import EngineDead, ForkedProcess, NothingToCollect
 from hardpoint.interfaces.worker import ModelInfo, WorkerConfig
 
 
@@ -28,22 +29,33 @@ class RemoteExecutor(Executor):
         self._last_call = 0
         self._pid = os.getpid()
         self._is_shut_down = False
+        self._outcomes: deque[Callable[[], list[Any]]] = deque()
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step on every rank and return the driver rank's output.
+    def submit(self, step: StepInput) -> None:
+        """Send one step to every rank; raises RankFailed, EngineDead, ForkedProcess."""
+        self._check()
+        self._outcomes.append(self._send_step(self._steps.encode(step)))
+
+    def collect(self) -> StepOutput:
+        """Return the driver rank's output of the oldest step that was submitted.
 
         When all ranks raise the same error, or the driver alone OutputFailed, that error is raised and the ranks go on; otherwise they
         are out of step, and RankFailed is raised.
         """
         self._check()
-        outcomes = self._step_on_all(self._steps.encode(step))
+        if not self._outcomes:
+            raise NothingToCollect("there is no step whose output could be collected", hint="Submit one first")
+        outcomes = self._outcomes.popleft()()
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             raise self._failed_step(outcomes)
         return decode_output(outcomes[self._driver])
 
     @abstractmethod
-    def _step_on_all(self, parts: list[Buffer]) -> list[Any]:
-        """Have every rank run the step that a `StepEncoder` wrote; return each one's output as a message, or its exception."""
+    def _send_step(self, parts: list[Buffer]) -> Callable[[], list[Any]]:
+        """Send every rank the step that a `StepEncoder` wrote.
+
+        Returns what waits for the outcomes: each rank's output as a message, or its exception.
+        """
 
     @abstractmethod
     def _failed_step(self, outcomes: Sequence[Any]) -> BaseException:

@@ -28,7 +28,8 @@ class RankServer:
 
     def execute(self, message: Buffer) -> list[Buffer]:
         """Run the step that a `StepEncoder` wrote, and return its output as `encode_output` does."""
-        return encode_output(self._worker.execute(self._steps.decode(message)))
+        self._worker.submit(self._steps.decode(message))
+        return encode_output(self._worker.collect())
 
     def call(
         self,

@@ -100,6 +100,9 @@ class StepEncoder:
                     batch.context_lens,
                     batch.rows,
                     batch.sample_rows,
+                    batch.state_rows,
+                    batch.sample_state_rows,
+                    batch.sample_positions,
                     batch.swap_out,
                     batch.swap_in,
                     batch.copies,
@@ -127,7 +130,8 @@ class StepDecoder:
         except (ValueError, MemoryError) as error:
             raise MalformedMessage("a step is not understood", found=str(error)) from error
         token_ids, positions, seq_ids, sample_seq_ids, preempted = longs
-        slot_mapping, query_start, context_lens, rows, sample_rows, swap_out, swap_in, copies = shorts
+        slot_mapping, query_start, context_lens, rows, sample_rows = shorts[:5]
+        state_rows, sample_state_rows, sample_positions, swap_out, swap_in, copies = shorts[5:]
         batch = StepBatch(
             token_ids,
             positions,
@@ -144,6 +148,9 @@ class StepDecoder:
             swap_in,
             copies,
             preempted,
+            state_rows,
+            sample_state_rows,
+            sample_positions,
         )
         if end == len(message):
             return StepInput(batch)

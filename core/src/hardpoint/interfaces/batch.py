@@ -19,6 +19,12 @@ else:
     Int32Array = Int64Array = FloatArray = Any
 
 
+def _no_rows() -> Int32Array:
+    import numpy
+
+    return numpy.empty(0, numpy.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step's work: T tokens of R sequences, of which S rows are sampled.
@@ -44,6 +50,11 @@ class StepBatch:
         swap_in: int32[k, 2], (host block, device block).
         copies: int32[k, 2], (source, destination) device blocks.
         preempted: int64[k], sequences preempted in this step.
+        state_rows: int32[R], row of each sequence in the worker's table of per-sequence state; -1 for one that is not sampled yet. A
+            sequence has its row from the first step that samples it (its `SequenceSampling` names it), through preemption, until it
+            ended; then another one may have it. Empty in a batch that nothing samples.
+        sample_state_rows: int32[S], the row of each sample's own sequence.
+        sample_positions: int32[S], how many tokens each sample's sequence has produced before this one.
     """
 
     token_ids: Int64Array
@@ -61,6 +72,9 @@ class StepBatch:
     swap_in: Int32Array
     copies: Int32Array
     preempted: Int64Array
+    state_rows: Int32Array = field(default_factory=_no_rows)
+    sample_state_rows: Int32Array = field(default_factory=_no_rows)
+    sample_positions: Int32Array = field(default_factory=_no_rows)
 
     @property
     def num_tokens(self) -> int:

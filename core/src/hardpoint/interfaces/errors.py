@@ -289,6 +289,10 @@ class OutputFailed(WorkerError):
         return cls("the step's output could not be made", found=f"{type(cause).__name__}: {cause}")
 
 
+class NothingToCollect(WorkerError):
+    """A step's output was asked for, and no step was submitted whose output was not collected yet."""
+
+
 class GraphCaptureFailed(HardpointError, RuntimeError):
     """A decode step could not be captured into a device graph; the cause is chained."""
 

@@ -1,7 +1,7 @@
 """The contract of a worker: one rank's device, model and KV cache, driven by the engine.
 
 The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `init_device`, `load_model`,
-`profile`, `initialize_kv`, `warm_up`, then `execute` once per step, and `shutdown` at the end. `sleep`, `wake`,
+`profile`, `initialize_kv`, `warm_up`, then `submit` and `collect` once per step, and `shutdown` at the end. `sleep`, `wake`,
 `update_weights`, `reload_weights` and the questions about weights and memory come between steps. Where there are several ranks, sleep
 and wake are prepared on all of them and then committed on all, or rolled back on all.
 """
@@ -103,6 +103,7 @@ class ModelInfo:
         weight_bytes: device bytes of the weights.
         path: how the model runs ("fused", "lean" or "transformers"), for people.
         is_generative: it has a language-model head.
+        steps_in_flight: how many steps may be submitted beyond the one that is collected next; 0 where `submit` computes.
     """
 
     architecture: str
@@ -114,6 +115,7 @@ class ModelInfo:
     attention: AttentionPlan
     path: str
     is_generative: bool = True
+    steps_in_flight: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,28 @@ class Worker(Contract, contract=True):
         """Run (and capture) the steps whose first run would be slow."""
 
     @abstractmethod
-    def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing, OutputFailed.
+    def submit(self, step: StepInput) -> None:
+        """Begin one step: swap, copy, compute and sample.
 
-        All ranks are called with the same step at the same time; ranks other than `WorkerConfig.driver_rank` return an empty output.
-        A step that ends with an error may leave ranks waiting for one another. OutputFailed says that it does not: the driver raises it
-        for what fails when it needs the others no more, and its device has done all its work.
+        May return before the device has done the work, or before it has begun; the arrays of the step hold until its `collect`. All ranks
+        are called with the same steps in the same order. What fails in the step is raised by the `collect` that belongs to it.
+
+        Raises:
+            MemoryAsleep, WeightsMissing, MemoryBusy: the step is refused; nothing was done, and nothing is to be collected.
+            WorkerError: `ModelInfo.steps_in_flight` + 1 steps wait to be collected already, or the worker is not ready for steps; likewise.
+        """
+
+    @abstractmethod
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step that was submitted and not collected, and return its output.
+
+        Ranks other than `WorkerConfig.driver_rank` return an empty output. A step that ends with an error may leave ranks waiting for one
+        another. OutputFailed says that it does not: the driver raises it for what fails when it needs the others no more, and its
+        device has done all its work. Either way the step is over, and steps that were submitted after it are collected next.
+
+        Raises:
+            NothingToCollect: no step was submitted.
+            OutputFailed, and what computing the step raised.
         """
 
     @abstractmethod
@@ -206,7 +224,7 @@ class Worker(Contract, contract=True):
     def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
         """Prepare `sleep(plan)`: all of it that can fail; see `DeviceAllocator.begin_sleep`.
 
-        Until `commit` or `rollback` of the same number, `execute` and whatever writes weights or changes memory raise MemoryBusy.
+        Until `commit` or `rollback` of the same number, `submit` and whatever writes weights or changes memory raise MemoryBusy.
 
         Args:
             transaction: its number, above all that this worker was given before; a failed preparation uses its number up.
@@ -252,7 +270,7 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def missing_weights(self) -> frozenset[str]:
-        """Return the checkpoint names of weights of this rank without valid values; `execute` raises WeightsMissing while there are any.
+        """Return the checkpoint names of weights of this rank without valid values; `submit` raises WeightsMissing while there are any.
 
         A sleep that discards the weights makes all missing, and each update or reload fewer.
         """

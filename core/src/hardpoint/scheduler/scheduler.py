@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -240,7 +240,8 @@ class Scheduler:
         if shape != self._view_shape:
             self._view_shape = shape
             self._views = self._views_of(*shape)
-        token_ids, positions, slots, query_start, context_lens, rows, seq_ids, sample_rows, sample_seq_ids = self._views
+        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = self._views[:8]
+        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = self._views[8:]
         swap_out, swap_in, copies, preempted = self._core.moves() if moves else _NOTHING_MOVES
         return StepBatch(
             token_ids,
@@ -248,7 +249,7 @@ class Scheduler:
             slots,
             query_start,
             context_lens,
-            self._buffers[9],
+            self._buffers[-1],
             rows,
             seq_ids,
             num_decodes,
@@ -258,6 +259,9 @@ class Scheduler:
             swap_in,
             copies,
             preempted,
+            state_rows,
+            sample_state_rows,
+            sample_positions,
         )
 
     def update(self, token_ids: Int64Array) -> Finished:
@@ -362,25 +366,10 @@ class Scheduler:
         if broken:
             raise AssertionError(broken)
 
-    def _views_of(
-        self, num_tokens: int, num_seqs: int, num_samples: int
-    ) -> tuple[
-        Int64Array, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array, Int64Array, Int32Array, Int64Array
-    ]:
-        tokens, positions, slots, query_start, context_lens, rows, seq_ids, sample_rows, sample_seq_ids, _ = (
-            self._buffers
-        )
-        return (
-            tokens[:num_tokens],
-            positions[:num_tokens],
-            slots[:num_tokens],
-            query_start[: num_seqs + 1],
-            context_lens[:num_seqs],
-            rows[:num_seqs],
-            seq_ids[:num_seqs],
-            sample_rows[:num_samples],
-            sample_seq_ids[:num_samples],
-        )
+    def _views_of(self, num_tokens: int, num_seqs: int, num_samples: int) -> tuple[npt.NDArray[Any], ...]:
+        """Return the parts of the buffers that a step uses, in the order of `SchedulerCore.buffers`."""
+        lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
+        return tuple(buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=False))
 
 
 def _named(finished: tuple[list[int], list[int]]) -> Finished:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from hardpoint.interfaces.batch import StepInput, StepOutput
+from hardpoint.interfaces.batch import StepInput
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo
 from hardpoint.worker.profile import StepCost, logits_bytes
@@ -96,10 +96,10 @@ class AcceleratorWorker(TorchWorker, partial=True):
         self._make_current()
         super().warm_up()
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises CapabilityRefused over a simulated driver."""
+    def submit(self, step: StepInput) -> None:
+        """Begin one step; over a simulated driver, `collect` raises CapabilityRefused."""
         self._make_current()
-        return super().execute(step)
+        super().submit(step)
 
     def shutdown(self) -> None:
         """Give everything back, what torch keeps of the device's and of pinned memory included; legal in any state and more than once."""

@@ -43,7 +43,7 @@ class Steps:
         self._is_driver, self._is_alone = config.rank == config.driver_rank, config.world_size == 1
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; see `Worker.execute`."""
+        """Swap, copy, compute and sample one step; see `Worker.submit`."""
         batch, cache = step.batch, self._kv.cache
         self._follow(step)
         self._kv.move_blocks(batch)

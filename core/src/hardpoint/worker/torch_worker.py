@@ -17,6 +17,7 @@ from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
 from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_capture import DecodeCapture
+from hardpoint.worker.in_flight import StepsInFlight
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
 from hardpoint.worker.model_runner import ModelRunner
@@ -50,6 +51,7 @@ class TorchWorker(Worker, partial=True):
         self._device = context.device
         self._groups = ExitStack()
         self._transactions = Transactions()
+        self._in_flight = StepsInFlight()
         # Made by init_device
         self._allocator: DeviceAllocator | None = None
         self._attention: AttentionBackend | None = None
@@ -198,12 +200,18 @@ class TorchWorker(Worker, partial=True):
 
     # Steps
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Swap, copy, compute and sample one step; raises MemoryAsleep, WeightsMissing, OutputFailed."""
+    def submit(self, step: StepInput) -> None:
+        """Swap, copy, compute and sample one step, and keep its outcome; raises MemoryBusy, MemoryAsleep, WeightsMissing."""
         self._transactions.check_none("compute a step")
         need(self._sleep).check_awake()
         need(self._weights).check_valid()
-        return need(self._steps).execute(step)
+        self._in_flight.check_room()
+        steps = need(self._steps)
+        self._in_flight.add(lambda: steps.execute(step))
+
+    def collect(self) -> StepOutput:
+        """Return the output of the oldest step that was submitted; see `Worker.collect`."""
+        return self._in_flight.collect()
 
     # Sleep
 

@@ -1,0 +1,253 @@
+"""Behaviours of the block manager and its prefix cache, as the scheduler's requests see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint.scheduler import Scheduler, SchedulerConfig
+
+NEW = 63
+"""A token that no prompt here contains."""
+
+
+def scheduler(device: int = 16, **options: Any) -> Scheduler:
+    defaults: dict[str, Any] = {
+        "block_size": 4,
+        "num_device_blocks": device,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "watermark": 0.0,
+    }
+    return Scheduler(SchedulerConfig(**{**defaults, **options}))
+
+
+def step(s: Scheduler, token: int = NEW) -> Any:
+    batch = s.schedule()
+    assert batch is not None
+    s.update(np.full(len(batch.sample_rows), token, np.int64))
+    s.check()
+    return batch
+
+
+def run(s: Scheduler, tokens: list[int], **options: Any) -> int:
+    """Serve one request alone, for one new token, and return how many tokens of its prompt were cached."""
+    handle = s.add_request(tokens, **{"max_tokens": 1, **options})
+    while s.finish_reason(handle) is None:
+        step(s)
+    return s.num_cached_tokens(handle)
+
+
+# Pools
+
+
+def test_sequences_take_the_blocks_that_their_tokens_need() -> None:
+    s = scheduler()
+    s.add_request(list(range(8)), max_tokens=9)
+    used = []
+    for _ in range(6):
+        step(s)
+        used.append(s.block_stats.device_used)
+    assert used == [2, 3, 3, 3, 3, 4]
+    assert s.block_stats.device_free == 16 - 4
+
+
+def test_the_watermark_is_kept_free_unless_all_blocks_are_free() -> None:
+    s = scheduler(10, watermark=0.2, enable_prefix_caching=False)
+    first = s.add_request([1, 2, 3], max_tokens=2)
+    fits, waits = s.add_request([4] * 28, max_tokens=1), s.add_request([5] * 4, max_tokens=1)
+    assert step(s).seq_ids.tolist() == [first, fits]
+    assert step(s).seq_ids.tolist() == [first, waits]
+    whole = s.add_request([6] * 40, max_tokens=1, pooling=True)
+    assert step(s).seq_ids.tolist() == [whole]
+
+
+def test_the_watermark_does_not_hold_back_growth() -> None:
+    s = scheduler(2, watermark=0.9)
+    s.add_request([1, 2, 3, 4], max_tokens=4)
+    step(s)
+    step(s)
+    assert s.block_stats.device_free == 0
+
+
+# Forks
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
+    s = scheduler()
+    s.add_request(list(range(8)), n=2, max_tokens=3)
+    step(s)
+    batch = step(s)
+    assert len(batch.copies) == 0
+    tables = batch.block_table[batch.rows].tolist()
+    assert tables[0][:2] == tables[1][:2]
+    assert tables[0][2] != tables[1][2]
+
+
+def test_the_last_owner_of_a_shared_block_writes_in_place() -> None:
+    s = scheduler()
+    s.add_request(list(range(6)), n=2, max_tokens=3)
+    before = step(s).block_table[0][:2].tolist()
+    batch = step(s)
+    ((source, destination),) = batch.copies.tolist()
+    assert source == before[1]
+    assert sorted(batch.block_table[batch.rows][:, 1].tolist()) == sorted([source, destination])
+
+
+# The prefix cache
+
+
+def test_a_hit_needs_equal_tokens_and_an_equal_prefix() -> None:
+    s = scheduler()
+    assert run(s, [1, 1, 1, 1, 2, 2, 2, 2, 3]) == 0
+    assert run(s, [1, 1, 1, 1, 2, 2, 2, 2, 4]) == 8
+    assert run(s, [1, 1, 1, 9, 2, 2, 2, 2, 4]) == 0
+    assert run(s, [2, 2, 2, 2, 1]) == 0
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    s = scheduler()
+    assert run(s, list(range(8))) == 0
+    assert run(s, list(range(8))) == 4
+
+
+def test_blocks_computed_twice_are_kept_once() -> None:
+    s = scheduler()
+    for _ in range(2):
+        s.add_request(list(range(8)), max_tokens=2)
+    assert step(s).num_tokens == 16
+    assert s.block_stats.device_used == 2
+
+
+def test_only_computed_blocks_are_hit() -> None:
+    s = scheduler(long_prefill_token_threshold=6)
+    s.add_request(list(range(16)), max_tokens=1)
+    step(s)
+    second = s.add_request(list(range(16)), max_tokens=1)
+    step(s)
+    assert s.num_cached_tokens(second) == 4
+
+
+def test_a_salt_that_was_forgotten_hits_nothing_old() -> None:
+    s = scheduler(4)
+    run(s, list(range(9)), salt="a")
+    run(s, list(range(40, 56)), pooling=True)
+    assert run(s, list(range(9)), salt="a") == 0
+
+
+@pytest.mark.parametrize("hash_bits", [0, 1, 4])
+def test_colliding_hashes_never_hit_falsely(hash_bits: int) -> None:
+    s = scheduler(512, hash_bits=hash_bits)
+    prefixes = set()
+    for prompt in ([a, b, a, b, b, b, a, a, c] for a in range(8) for b in range(8) for c in range(2)):
+        known = [n for n in (4, 8) if tuple(prompt[:n]) in prefixes]
+        assert run(s, prompt) == max(known, default=0)
+        prefixes |= {tuple(prompt[:4]), tuple(prompt[:8])}
+
+
+def test_freed_blocks_stay_cached_until_they_are_needed() -> None:
+    s = scheduler(4)
+    run(s, list(range(9)))
+    assert (s.block_stats.device_free, s.block_stats.cached) == (4, 2)
+    assert run(s, list(range(9))) == 8
+    assert s.block_stats.evictions == 0
+
+
+def test_eviction_takes_the_least_recently_used_and_tails_before_heads() -> None:
+    s = scheduler(6)
+    run(s, [1] * 12, pooling=True)
+    run(s, [2] * 12, pooling=True)
+    run(s, [3] * 5)
+    assert s.block_stats.evictions == 2
+    assert run(s, [1] * 13) == 4
+    assert s.block_stats.evictions == 4
+    assert run(s, [2] * 13) == 4
+
+
+def test_a_hit_makes_blocks_recently_used() -> None:
+    s = scheduler(5)
+    run(s, [1] * 8, pooling=True)
+    run(s, [2] * 8, pooling=True)
+    assert run(s, [1] * 9) == 8
+    run(s, [4] * 12, pooling=True)
+    assert run(s, [1] * 9) == 8
+
+
+def test_without_prefix_caching_nothing_is_reused() -> None:
+    s = scheduler(enable_prefix_caching=False)
+    run(s, list(range(9)))
+    assert run(s, list(range(9))) == 0
+    assert s.block_stats.cached == 0
+
+
+def test_statistics_count_tokens_of_lookups_and_hits() -> None:
+    s = scheduler()
+    run(s, list(range(9)))
+    run(s, list(range(9)))
+    run(s, list(range(9)), skip_prefix_cache=True)
+    assert s.block_stats.queried_tokens == 18
+    assert s.block_stats.hit_tokens == 8
+
+
+# Against a model
+
+
+@dataclass
+class PlainCache:
+    """The prefix cache of requests that are served one after another, written plainly."""
+
+    block_size: int
+    num_blocks: int
+    cached: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """Salt and tokens up to the end of each cached block, the next one to be evicted first."""
+    evictions: int = 0
+
+    def serve(self, prompt: list[int], output: list[int], salt: str, skips: bool) -> int:
+        size, tokens = self.block_size, prompt + output[:-1]  # the last token is sampled and not computed
+        keys = [(salt, tuple(tokens[:end])) for end in range(size, len(tokens) + 1, size)]
+        hits = 0
+        if not skips:
+            while hits < (len(prompt) - 1) // size and keys[hits] in self.cached:
+                hits += 1
+        self.cached = [key for key in self.cached if key not in keys[:hits]]
+        held = registered = hits
+        for computed in range(len(prompt), len(tokens) + 1):
+            while held * size < computed:
+                held += 1
+                if held + len(self.cached) > self.num_blocks:
+                    self.cached.pop(0)
+                    self.evictions += 1
+            for key in keys[registered : computed // size]:
+                if key in self.cached:  # computed again: the cached block is taken, and the new one given back
+                    self.cached.remove(key)
+            registered = computed // size
+        self.cached += reversed(keys)
+        return hits * size
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_hits_and_evictions_are_those_of_a_plain_cache(data: st.DataObject) -> None:
+    block_size, num_blocks = data.draw(st.integers(1, 4)), data.draw(st.integers(4, 14))
+    longest = min(block_size * num_blocks - 1, 16)
+    s = scheduler(
+        num_blocks, block_size=block_size, max_num_seqs=1, hash_bits=data.draw(st.sampled_from([0, 1, 3, 64]))
+    )
+    model = PlainCache(block_size, num_blocks)
+    for _ in range(data.draw(st.integers(1, 20))):
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest))
+        output = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))[: block_size * num_blocks - len(prompt)]
+        salt, skips = data.draw(st.sampled_from(["", "", "a"])), data.draw(st.booleans())
+        handle = s.add_request(prompt, max_tokens=len(output), salt=salt, skip_prefix_cache=skips)
+        for token in output:
+            step(s, token)
+        assert s.finish_reason(handle) is not None
+        assert s.num_cached_tokens(handle) == model.serve(prompt, output, salt, skips)
+        assert s.block_stats.evictions == model.evictions
+        assert s.block_stats.cached == len(model.cached)
