@@ -448,8 +448,9 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
     throw std::invalid_argument("the step has " + std::to_string(step_pending_ ? step_.num_samples : 0) +
                                 " samples, and got " + std::to_string(count) + " tokens");
   uint64_t all = 0;
-  for (int64_t i = 0; i < count; ++i) all |= static_cast<uint64_t>(sampled[i]);
-  if (all > static_cast<uint64_t>(kNever)) throw std::invalid_argument("a sampled token is negative or does not fit int32");
+  // -1 stands for a token that there is not.
+  for (int64_t i = 0; i < count; ++i) all |= sampled[i] == -1 ? 0 : static_cast<uint64_t>(sampled[i]);
+  if (all > static_cast<uint64_t>(kNever)) throw std::invalid_argument("a sampled token is below -1 or does not fit int32");
 
   finished_.ids.clear();
   finished_.reasons.clear();
@@ -497,6 +498,7 @@ void Scheduler::register_blocks(Sequence& sequence) {
 }
 
 void Scheduler::accept(Sequence& sequence, int32_t token) {
+  if (token < 0) return end(sequence, FinishReason::error);
   if (sequence.num_tokens == sequence.capacity)
     reserve_tokens(sequence, std::min<int64_t>(sequence.max_total, 2 * static_cast<int64_t>(sequence.capacity)));
   sequence.tokens[sequence.num_tokens++] = token;

@@ -185,10 +185,10 @@ class StepOutput:
     """What the worker returns for one step.
 
     Attributes:
-        token_ids: int64[S], one for each of the batch's samples, in order.
+        token_ids: int64[S], one for each of the batch's samples, in order; -1 for a sample that has none.
         logprobs: by index in 0..S, for the samples whose sequence asked for them.
         embeddings: by sequence id, float32[hidden_size], for pooled sequences whose prompt ended in this step.
-        failed: by index in 0..S, why a sample has no token (its `token_ids` is 0). Its sequence ends with an error; the others go on.
+        failed: by index in 0..S, why a sample has no token. Its sequence ends with an error; the others go on.
     """
 
     token_ids: Int64Array

@@ -30,8 +30,8 @@ class Column(IntEnum):
     """Columns of `SamplingTables.parameters`.
 
     INVERSE_TEMPERATURE, LOG_MIN_P, REPETITION, FREQUENCY and PRESENCE hold the bits of a float32. INVERSE_TEMPERATURE is 0 for greedy
-    sampling, LOG_MIN_P is the logarithm of min_p (minus infinity for none), TOP_P is scaled by `TOP_P_BITS`, TOP_K is the size of the vocabulary
-    for none. The last four name rows of the other tables, -1 for none; the mask of STOP_MASK counts before MIN_TOKENS tokens are out.
+    sampling, LOG_MIN_P is the logarithm of min_p (minus infinity for none), TOP_P is scaled by `TOP_P_BITS`, TOP_K is the size of the
+    vocabulary for none. The last four name rows of the other tables, -1 for none; STOP_MASK counts before MIN_TOKENS tokens are out.
     """
 
     INVERSE_TEMPERATURE = 0
@@ -68,8 +68,8 @@ class SamplingTables:
         last_tokens: int64[rows], the token that each row was given last; written by the sampler, 0 where it failed.
         masks: int32[masks, ceil(vocab_size / 32)]; bit i of word w is whether token 32 w + i may be sampled.
         biases: float32[biases, vocab_size], added to the logits.
-        history: int32[histories, vocab_size], for penalties: 2 * (how often the token was generated) + (1 if it is in the prompt); the sampler
-            counts the tokens that it gives.
+        history: int32[histories, vocab_size], for penalties: 2 * (how often the token was generated) + (1 if it is in the prompt); the
+            sampler counts the tokens that it gives.
     """
 
     parameters: Tensor

@@ -4,6 +4,6 @@ Nothing here knows requests, blocks or schedules; the sampler sees rows of a tab
 """
 
 from hardpoint.sampling.params import PoolingParams, RequestOutputKind, SamplingParams
-from hardpoint.sampling.sampler import Sampler
+from hardpoint.sampling.sampler import Sampled, SampledTokens, Sampler
 
-__all__ = ["PoolingParams", "RequestOutputKind", "Sampler", "SamplingParams"]
+__all__ = ["PoolingParams", "RequestOutputKind", "Sampled", "SampledTokens", "Sampler", "SamplingParams"]

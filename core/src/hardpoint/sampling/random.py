@@ -13,21 +13,25 @@ from hardpoint.interfaces.sampling import DRAW_BITS
 UInt64Array = npt.NDArray[np.uint64]
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
 
 def mix(values: UInt64Array) -> UInt64Array:
     """Return SplitMix64's finaliser of each value: a bijection in which every input bit moves every output bit."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     return values ^ (values >> np.uint64(31))
 
 
 def stream_key(seed: int) -> int:
     """Return the 64-bit key of a seed's stream; neighbouring seeds have unrelated keys. Any integer is a seed (modulo 2^64)."""
-    return int(mix(np.array([seed & _MASK], dtype=np.uint64))[0])
+    # As `mix`, without numpy, which takes much longer for one number.
+    value = seed & _MASK
+    value = (value ^ value >> 30) * _MIX_1 & _MASK
+    value = (value ^ value >> 27) * _MIX_2 & _MASK
+    return value ^ value >> 31
 
 
 def draws(keys: UInt64Array, counters: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

@@ -41,7 +41,7 @@ class Sampled:
     """What one step gave, on the host.
 
     Attributes:
-        token_ids: int64[S]; 0 for a row that failed.
+        token_ids: int64[S]; -1 for a row that failed.
         logprobs: by index in 0..S, for the rows that asked for them.
         failed: by index in 0..S, why the row has no token.
     """
@@ -89,7 +89,10 @@ class SampledTokens:
                 if row not in failed:
                     end = wanted + 1
                     logprobs[row] = TokenLogprobs(ids[i, :end].copy(), values[i, :end].copy(), ranks[i])
-        return Sampled(np.maximum(outcomes, 0), logprobs, failed)
+        if failed:
+            outcomes = outcomes.copy()
+            outcomes[list(failed)] = -1
+        return Sampled(outcomes, logprobs, failed)
 
 
 class Sampler:
@@ -135,19 +138,6 @@ class Sampler:
         """
         self._table.write(sequences)
 
-    def all_plain_argmax(self, rows: Int32Array, positions: Int32Array) -> bool:
-        """Whether each row's next token is the argmax of its unchanged logits, and nothing else is asked of them.
-
-        Such a step needs no logits: the model may return tokens (`DecoderOutput.ARGMAX`).
-
-        Args:
-            rows: int32[S].
-            positions: int32[S], how many tokens the rows' sequences have.
-        """
-        host = self._table.host[rows]
-        plain_rows = host["greedy"] & ~host["edited"] & (host["logprobs"] < 0) & (positions >= host["min_tokens"])
-        return bool(plain_rows.all())
-
     def take(self, token_ids: Tensor, rows: Int32Array) -> SampledTokens:
         """Return tokens that the model chose itself, and note them as the rows' last: int64[S] on the device."""
         if self._on_host:
@@ -156,7 +146,7 @@ class Sampler:
             self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
         return self._collectable(token_ids, ())
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def sample(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> SampledTokens:
         """Sample one token per row, and count it to the row's history.
 
@@ -171,7 +161,10 @@ class Sampler:
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(self._table.host):
             raise ValueError(f"rows {rows.tolist()} are not all in 0..{len(self._table.host) - 1}")
         host = self._table.host[rows]
-        step = np.stack((rows, positions, draws(host["key"], positions))).astype(np.int64, copy=False)
+        step = np.zeros((3, len(rows)), np.int64)
+        step[0], step[1] = rows, positions
+        if not host["greedy"].all():
+            step[2] = draws(host["key"], positions)
         on_device = self._upload(step)
         tables = self._table.tables
         tokens = None if self._kernels is None else self._kernels.sample(logits, on_device, tables)
@@ -180,7 +173,9 @@ class Sampler:
             plain.record(tokens, on_device[0], tables, penalised=bool(host["penalised"].any()))
         return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]))
 
-    def _sample_plainly(self, logits: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]) -> Tensor:
+    def _sample_plainly(
+        self, logits: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]
+    ) -> Tensor:
         tables = self._table.tables
         tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         edited = host["edited"] | (step[1] < host["min_tokens"])
@@ -229,7 +224,9 @@ class Sampler:
         """Begin to copy a tensor to the host; complete once `mark` was waited for."""
         if self._on_host:
             return tensor
-        return self._empty_host(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+        host = self._empty_host(tensor.shape, tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        return host
 
     def _event(self) -> Callable[[], None]:
         if self._on_host:

@@ -36,9 +36,9 @@ _HOST = np.dtype(
 )
 """What the host knows of a row.
 
-key: of the sequence's random stream. logprobs: how many of the best are wanted, -1 for no log probabilities. greedy: nothing is drawn. ranked:
-top_k or top_p needs an order. edited: the logits are changed at every token. penalised: the row has a history. min_tokens: stop tokens are masked
-before so many tokens.
+key: of the sequence's random stream. logprobs: how many of the best are wanted, -1 for no log probabilities. greedy: nothing is
+drawn. ranked: top_k or top_p needs an order. edited: the logits are changed at every token. penalised: the row has a history.
+min_tokens: stop tokens are masked before so many tokens.
 """
 
 
@@ -82,8 +82,10 @@ class SamplingTable:
         for row in rows.tolist():
             self._release(row)
         masks, biases, histories = _Uploads(), _Uploads(), _Uploads()
-        for row, sampling in zip(rows.tolist(), sequences, strict=True):
-            self._set(row, sampling, masks, biases, histories)
+        # A number that float32 does not hold is infinity, and its row fails.
+        with np.errstate(over="ignore"):
+            for row, sampling in zip(rows.tolist(), sequences, strict=True):
+                self._set(row, sampling, masks, biases, histories)
         self._fill(masks, biases, histories)
         words = self._records[rows].view(np.int32).reshape(len(rows), len(Column))
         self._parameters.index_copy_(0, self._upload(rows), self._upload(words))
@@ -172,9 +174,7 @@ class _Uploads:
         self.values: list[npt.NDArray[np.generic]] = []
         self.places: list[npt.NDArray[np.int64]] = []
 
-    def add(
-        self, slot: int, values: npt.NDArray[np.generic], places: npt.NDArray[np.int64] | None = None
-    ) -> None:
+    def add(self, slot: int, values: npt.NDArray[np.generic], places: npt.NDArray[np.int64] | None = None) -> None:
         self.slots.append(slot)
         self.values.append(values)
         if places is not None:

@@ -265,13 +265,13 @@ class Scheduler:
         )
 
     def update(self, token_ids: Int64Array) -> Finished:
-        """Take the sampled tokens of the last batch, in the order of its samples.
+        """Take the sampled tokens of the last batch, in the order of its samples; a sequence whose token is -1 ends with ERROR.
 
         Returns:
             (sequence id, reason) of the sequences that ended in this step; they hold no blocks any more.
 
         Raises:
-            InvalidRequest: not one token for each sample, or a negative one; nothing was changed.
+            InvalidRequest: not one token for each sample, or one below -1; nothing was changed.
         """
         try:
             finished = self._core.update(token_ids)

@@ -145,7 +145,7 @@ class TorchWorker(Worker, partial=True):
             check_computes=self._check_computes,
             synchronize=synchronize,
         )
-        sampler = Sampler(loaded.info.vocab_size, self._kernels)
+        sampler = Sampler(loaded.info.vocab_size, device, self._kernels, empty_host)
         self._steps = Steps(self._config, self._runner, self._kv, sampler, synchronize)
         self._sleep = SleepCycle(allocator, weights, self._kv, synchronize)
 
