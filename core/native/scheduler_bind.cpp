@@ -24,11 +24,35 @@ using scheduler::Sequence;
 using scheduler::SequenceState;
 using scheduler::StepCounts;
 
-PreemptionMode preemption_mode_from(const std::string& name) {
-  if (name == "swap") return PreemptionMode::swap;
-  if (name == "recompute") return PreemptionMode::recompute;
-  if (name == "auto") return PreemptionMode::automatic;
-  throw py::value_error("preemption mode is one of auto, swap, recompute, not " + name);
+// Take a setting of hardpoint.scheduler.SchedulerConfig, which has checked it; None leaves the default.
+template <class T>
+void take(const py::object& settings, const char* name, T& value) {
+  const py::object given = settings.attr(name);
+  if (!given.is_none()) value = given.cast<T>();
+}
+
+SchedulerConfig config_from(const py::object& settings) {
+  SchedulerConfig config;
+  take(settings, "block_size", config.blocks.block_size);
+  take(settings, "num_device_blocks", config.blocks.num_device_blocks);
+  take(settings, "num_host_blocks", config.blocks.num_host_blocks);
+  take(settings, "watermark", config.blocks.watermark);
+  take(settings, "enable_prefix_caching", config.blocks.enable_prefix_caching);
+  take(settings, "hash_bits", config.blocks.hash_bits);
+  take(settings, "max_num_seqs", config.max_num_seqs);
+  take(settings, "max_num_batched_tokens", config.max_num_batched_tokens);
+  take(settings, "max_model_len", config.max_model_len);
+  take(settings, "enable_chunked_prefill", config.enable_chunked_prefill);
+  take(settings, "long_prefill_token_threshold", config.long_prefill_token_threshold);
+  take(settings, "num_lookahead_slots", config.num_lookahead_slots);
+  take(settings, "swap_seconds_per_block", config.swap_seconds_per_block);
+  take(settings, "recompute_seconds_per_token", config.recompute_seconds_per_token);
+  take(settings, "fairness_bound", config.fairness_bound);
+  const auto mode = settings.attr("preemption_mode").cast<std::string>();
+  if (mode == "swap") config.preemption_mode = PreemptionMode::swap;
+  if (mode == "recompute") config.preemption_mode = PreemptionMode::recompute;
+  if (settings.attr("scheduling_policy").cast<std::string>() == "priority") config.policy = Policy::priority;
+  return config;
 }
 
 // An array over a buffer of the scheduler, which it keeps alive.
@@ -106,37 +130,8 @@ void bind_scheduler(py::module_& m) {
       .def_readonly("preemptions_by_recompute", &SchedulerStats::preemptions_by_recompute);
 
   py::class_<Scheduler>(m, "SchedulerCore")
-      .def(py::init([](int32_t block_size, int32_t num_device_blocks, int32_t num_host_blocks, double watermark,
-                       bool enable_prefix_caching, int32_t max_num_seqs, int32_t max_num_batched_tokens,
-                       int32_t max_model_len, bool enable_chunked_prefill, int32_t long_prefill_token_threshold,
-                       int32_t num_lookahead_slots, const std::string& preemption_mode, double swap_seconds_per_block,
-                       double recompute_seconds_per_token, bool by_priority, int32_t fairness_bound, int hash_bits) {
-             SchedulerConfig config;
-             config.blocks.block_size = block_size;
-             config.blocks.num_device_blocks = num_device_blocks;
-             config.blocks.num_host_blocks = num_host_blocks;
-             config.blocks.watermark = watermark;
-             config.blocks.enable_prefix_caching = enable_prefix_caching;
-             config.blocks.hash_bits = hash_bits;
-             config.max_num_seqs = max_num_seqs;
-             config.max_num_batched_tokens = max_num_batched_tokens;
-             config.max_model_len = max_model_len;
-             config.enable_chunked_prefill = enable_chunked_prefill;
-             config.long_prefill_token_threshold = long_prefill_token_threshold;
-             config.num_lookahead_slots = num_lookahead_slots;
-             config.preemption_mode = preemption_mode_from(preemption_mode);
-             config.swap_seconds_per_block = swap_seconds_per_block;
-             config.recompute_seconds_per_token = recompute_seconds_per_token;
-             config.policy = by_priority ? Policy::priority : Policy::fcfs;
-             config.fairness_bound = fairness_bound;
-             return std::make_unique<Scheduler>(config);
-           }),
-           py::kw_only(), py::arg("block_size"), py::arg("num_device_blocks"), py::arg("num_host_blocks"),
-           py::arg("watermark"), py::arg("enable_prefix_caching"), py::arg("max_num_seqs"),
-           py::arg("max_num_batched_tokens"), py::arg("max_model_len"), py::arg("enable_chunked_prefill"),
-           py::arg("long_prefill_token_threshold"), py::arg("num_lookahead_slots"), py::arg("preemption_mode"),
-           py::arg("swap_seconds_per_block"), py::arg("recompute_seconds_per_token"), py::arg("by_priority"),
-           py::arg("fairness_bound"), py::arg("hash_bits"))
+      .def(py::init([](const py::object& given) { return std::make_unique<Scheduler>(config_from(given)); }),
+           py::arg("config"))
       .def("add_request",
            [](Scheduler& self, py::object prompt, int64_t token_limit, int32_t n, int64_t max_tokens, int64_t min_tokens,
               std::vector<int32_t> stop_token_ids, int32_t priority, int64_t arrival, std::string salt,

@@ -13,21 +13,22 @@ CORE = Path(__file__).parents[2] / "core" / "src" / "hardpoint"
 FACADE = "hardpoint"
 """The names that `hardpoint` itself exports."""
 
-PARTS = frozenset({"memory", "plugins", "scheduler", "sampling", "models", "worker", "executor"})
+PARTS = frozenset({"validation", "memory", "plugins", "scheduler", "sampling", "models", "worker", "executor"})
 
 ALLOWED: dict[str, frozenset[str]] = {
     "interfaces": frozenset(),
+    "validation": frozenset({"interfaces"}),
     "plugins": frozenset({"interfaces"}),
     "memory": frozenset({"interfaces", "_native"}),
-    "scheduler": frozenset({"interfaces", "_native"}),
-    "sampling": frozenset({"interfaces", "_native"}),
-    "models": frozenset({"interfaces", "memory", "_native"}),
+    "scheduler": frozenset({"interfaces", "validation", "_native"}),
+    "sampling": frozenset({"interfaces", "validation", "_native"}),
+    "models": frozenset({"interfaces", "validation", "memory", "_native"}),
     "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
-    "executor": frozenset({"interfaces", "plugins", "worker", "_native"}),
+    "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "engine", "sampling"}),
-    "cli": frozenset({FACADE, "interfaces", "engine", "plugins", "sampling", "models"}),
+    "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models"}),
     FACADE: PARTS | {"interfaces", "engine"},
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from hardpoint.interfaces.errors import (
     InvalidRequest,
     InvalidSamplingParams,
     KVCacheTooSmall,
+    ModelError,
     ModelNotFound,
     PromptTooLong,
     RequestNeverFits,
@@ -68,6 +70,36 @@ def test_token_ids_are_a_prompt_in_every_form(llm: LLM, form: str) -> None:
     (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4))
     assert output.prompt_token_ids == ids
     assert "Paris" in output.outputs[0].text
+
+
+def test_a_generator_of_prompts_loses_none(llm: LLM) -> None:
+    prompts = ["The capital of France is", "Once upon a time"]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    outputs = llm.generate((prompt for prompt in prompts), params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.outputs[0].text for output in outputs] == [o.outputs[0].text for o in llm.generate(prompts, params)]
+
+
+def test_a_conversation_in_text_parts_is_answered_as_one_in_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    plain = llm.chat([{"role": "user", "content": "What is 2+2?"}], params)
+    parts = llm.chat([{"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}]}], params)
+    assert parts[0].prompt == plain[0].prompt
+    with pytest.raises(InvalidRequest, match="image_url"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], params)
+
+
+def test_without_parameters_the_publishers_are_used(make_engine: Any, tmp_path: Path) -> None:
+    recommended = tmp_path / "generation_config.json"
+    recommended.write_text('{"temperature": 0.0, "max_new_tokens": 3}')
+    with make_engine(generation_config=str(tmp_path), num_device_blocks=8, max_model_len=64) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+        (completion,) = llm.generate("The capital of France is")[0].outputs
+        assert len(completion.token_ids) == 3
+        assert len(llm.generate("One two", SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids) == 5
+    recommended.write_text('{"temperature": NaN}')
+    with pytest.raises(ModelError, match=r"temperature must be a number.*nan.*generation_config='vllm'"):
+        make_engine(generation_config=str(tmp_path)).__enter__()
 
 
 def test_a_conversation_is_written_by_the_models_template_and_ends_at_end_of_text(llm: LLM) -> None:

@@ -52,27 +52,7 @@ class SchedulerStats:
     def preemptions_by_recompute(self) -> int: ...
 
 class SchedulerCore:
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        watermark: float,
-        enable_prefix_caching: bool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        enable_chunked_prefill: bool,
-        long_prefill_token_threshold: int,
-        num_lookahead_slots: int,
-        preemption_mode: str,
-        swap_seconds_per_block: float,
-        recompute_seconds_per_token: float,
-        by_priority: bool,
-        fairness_bound: int,
-        hash_bits: int,
-    ) -> None: ...
+    def __init__(self, config: Any) -> None: ...
     def add_request(
         self,
         prompt: TokenIds,

@@ -56,7 +56,7 @@ def test_tables_name_the_backend_and_its_simulation(hp: Any) -> None:
     assert "time to first token" in out
 
 
-@pytest.mark.parametrize("length", ["x", "0", "9:3", "3:", "-1"])
+@pytest.mark.parametrize("length", ["x", "0", "9:3", "3:", "-1", "1:9999999999"])
 def test_lengths_that_are_none_are_usage_errors(hp: Any, llms: Any, length: str) -> None:
     result = hp("bench", "throughput", "-m", "demo", f"--input-len={length}")
     assert result.code == 2

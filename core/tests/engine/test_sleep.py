@@ -224,8 +224,8 @@ class Engine:
         self.diary: list[str] = []
         self.drained = 0
 
-    def sleep(self, *arguments: Any, **options: Any) -> Any:
-        return self.life.sleep(SleepRequest.parse(*arguments, **options), self._drain)
+    def sleep(self, level: Any = 1, mode: Any = "abort", **options: Any) -> Any:
+        return self.life.sleep(SleepRequest(level=level, mode=mode, **options), self._drain)
 
     def wake(self, *tags: str) -> Any:
         return self.life.wake(frozenset(tags) if tags else None)
@@ -346,10 +346,18 @@ def test_tags_without_memory_are_not_asked_to_sleep() -> None:
     ("arguments", "error", "text"),
     [
         pytest.param({"level": 3}, SleepRefused, "0, 1, 2", id="level"),
-        pytest.param({"level": "1"}, SleepRefused, "level '1'", id="level-type"),
-        pytest.param({"mode": "now"}, SleepRefused, "abort, wait, keep", id="mode"),
-        pytest.param({"tier": "tape"}, SleepRefused, "host, disk, source", id="tier"),
-        pytest.param({"kv": "half"}, SleepRefused, "discard, preserve", id="kv"),
+        pytest.param({"level": "1"}, SleepRefused, "level='1'", id="level-type"),
+        pytest.param({"level": True}, SleepRefused, "level=True", id="level-flag"),
+        pytest.param({"levle": 1}, SleepRefused, "Did you mean 'level'", id="unknown-name"),
+        pytest.param({"tags": 5}, SleepRefused, "tags=5", id="tags-type"),
+        pytest.param({"tags": ["weights", 5]}, SleepRefused, r"tags\[1\] must be a text", id="tag-type"),
+        pytest.param({"verify": 1}, SleepRefused, "True or False", id="verify"),
+        pytest.param({"drain_timeout": "1"}, SleepRefused, "drain_timeout", id="drain-timeout"),
+        pytest.param({"drain_timeout": float("nan")}, SleepRefused, "drain_timeout", id="drain-timeout-nan"),
+        pytest.param({"progress": "bar"}, SleepRefused, "a function", id="progress"),
+        pytest.param({"mode": "now"}, SleepRefused, "'abort', 'wait', 'keep'", id="mode"),
+        pytest.param({"tier": "tape"}, SleepRefused, "'host', 'disk', 'source'", id="tier"),
+        pytest.param({"kv": "half"}, SleepRefused, "'discard', 'preserve'", id="kv"),
         pytest.param({"tags": []}, SleepRefused, "empty", id="no-tags"),
         pytest.param({"level": 0, "tags": "kv_cache"}, SleepRefused, "level 0", id="level-0-with-tags"),
         pytest.param({"level": 0, "tier": "disk"}, SleepRefused, "level 0", id="level-0-with-tier"),
@@ -559,7 +567,7 @@ def test_a_drain_that_fails_leaves_the_engine_running() -> None:
         raise DrainTimeout("too slow")
 
     with pytest.raises(DrainTimeout):
-        engine.life.sleep(SleepRequest.parse(mode="wait"), late)
+        engine.life.sleep(SleepRequest.parse({"mode": "wait"}), late)
     assert engine.life.state is EngineState.RUNNING
     assert engine.workers.calls == []
 

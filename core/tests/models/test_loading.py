@@ -25,7 +25,7 @@ from tiny_models import (
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
-from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelNotFound, UnsupportedArchitecture
+from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import open_model
 
 PROMPT = [3, 17, 90, 4, 55]
@@ -110,6 +110,31 @@ def test_source_describes_the_model(llama: Path) -> None:
     assert source.generation_defaults == {"temperature": 0.6, "top_p": 0.9}
     assert source.is_generative
     assert [layer.num_heads for layer in source.attention_layers()] == [6, 6, 6]
+
+
+def test_generation_config_may_be_left_out_or_come_from_elsewhere(llama: Path, tmp_path: Path) -> None:
+    own = {"temperature": 0.6, "max_new_tokens": 99, "top_k": None, "do_sample": True, "eos_token_id": 5}
+    (llama / "generation_config.json").write_text(json.dumps(own))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text(json.dumps({"top_k": 7, "eos_token_id": 3}))
+
+    def opened(setting: str) -> tuple[dict[str, Any], int]:
+        source = open_model(str(llama), generation_config=setting)
+        return source.generation_defaults, source.eos_token_ids[0]
+
+    assert opened("auto") == ({"temperature": 0.6, "max_tokens": 99}, 5)
+    assert opened("vllm") == ({}, 5)
+    assert opened(str(tmp_path / "other")) == ({"top_k": 7}, 3)
+    assert opened(str(tmp_path / "other" / "generation_config.json")) == ({"top_k": 7}, 3)
+    with pytest.raises(ConfigError, match="generation_config='nowhere'"):
+        opened("nowhere")
+
+
+@pytest.mark.parametrize("eos", [2**31, -1, "2", [2, None], [[2]], True, 2.5, {"id": 2}])
+def test_end_of_text_tokens_that_cannot_be_are_a_model_error(llama: Path, eos: Any) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelError, match="eos_token_id"):
+        _ = open_model(str(llama)).eos_token_ids
 
 
 def test_a_bare_model_gives_hidden_states(tmp_path: Path) -> None:

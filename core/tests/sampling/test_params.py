@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import pickle
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
@@ -51,7 +54,26 @@ def test_defaults_are_vllms() -> None:
         ({"prompt_logprobs": 1}, ["prompt_logprobs", "not supported"]),
         ({"bad_words": ["no"]}, ["bad_words", "not supported", "logit_bias"]),
         ({"stop": ["x", ""]}, ["stop", "empty"]),
-        ({"stop": [1]}, ["stop", "texts"]),
+        ({"stop": [1]}, ["stop[0]", "text", "1"]),
+        ({"stop": 1}, ["stop", "a text", "a list", "None"]),
+        ({"bad_words": "no"}, ["bad_words", "a list", "'no'"]),
+        ({"stop_token_ids": [5, 2**31]}, ["stop_token_ids[1]", "2147483648", "at most 2147483647"]),
+        ({"stop_token_ids": 5}, ["stop_token_ids", "a list"]),
+        ({"logit_bias": [(1, 2.0)]}, ["logit_bias", "a mapping"]),
+        ({"logit_bias": {"1": 2.0}}, ["a key of logit_bias", "an integer", "'1'"]),
+        ({"logit_bias": {1: "2"}}, ["logit_bias[1]", "a number", "'2'"]),
+        ({"skip_special_tokens": None}, ["skip_special_tokens", "True or False"]),
+        ({"detokenize": 1}, ["detokenize", "True or False"]),
+        ({"ignore_eos": "yes"}, ["ignore_eos", "True or False"]),
+        ({"max_tokens": 2**70}, ["max_tokens", "at most 2147483647"]),
+        ({"top_k": 2**70}, ["top_k", "at most 2147483647"]),
+        ({"temperature": 1e308}, ["temperature", "1e+308", "at most 3.4"]),
+        ({"temperature": 10**400}, ["temperature", "a number"]),
+        ({"repetition_penalty": 1e-45}, ["repetition_penalty", "1e-45", "at least 1.18e-38"]),
+        ({"repetition_penalty": 1e39}, ["repetition_penalty", "at most 3.4"]),
+        ({"top_p": 1e-46}, ["top_p", "1e-46", "at least 1.18e-38"]),
+        ({"seed": "5"}, ["seed", "an integer", "'5'"]),
+        ({"temprature": 1.0}, ["'temprature'", "not a sampling parameter", "Did you mean 'temperature'?"]),
         ({"stop": "x", "detokenize": False}, ["stop", "detokenize", "stop_token_ids"]),
         ({"stop_token_ids": [-1]}, ["stop_token_ids", "-1"]),
         ({"allowed_token_ids": []}, ["allowed_token_ids", "at least one"]),
@@ -81,10 +103,33 @@ def test_illegal_values_are_refused_with_name_value_and_range(values: dict[str, 
         {"stop": "\n", "stop_token_ids": None, "logit_bias": None, "bad_words": None},
         {"seed": -7},
         {"seed": 2**70},
+        {
+            "stop_token_ids": np.array([5, 6]),
+            "temperature": np.float32(0.5),
+            "top_k": np.int64(5),
+            "ignore_eos": np.True_,
+        },
+        {"allowed_token_ids": range(3), "logit_bias": MappingProxyType({np.int32(3): 1})},
+        {"output_kind": 2},
     ],
 )
 def test_legal_edges_are_accepted(values: dict[str, Any]) -> None:
     SamplingParams(**values)
+
+
+def test_values_are_kept_as_pythons_own() -> None:
+    params = SamplingParams(
+        temperature=1, stop_token_ids=np.array([5, 6]), stop=["a"], logit_bias=None, top_k=np.int64(5)
+    )
+    assert (params.temperature, params.stop_token_ids, params.stop, params.logit_bias, params.top_k) == (
+        1.0,
+        (5, 6),
+        ("a",),
+        {},
+        5,
+    )
+    assert [type(value) for value in (params.temperature, params.stop_token_ids, params.top_k)] == [float, tuple, int]
+    assert pickle.loads(pickle.dumps(params)) == params
 
 
 def test_one_stop_text_may_be_given_as_a_string() -> None:

@@ -469,7 +469,7 @@ def test_swap_falls_back_to_recompute_when_the_host_pool_is_full() -> None:
 
 
 def test_the_lowest_priority_is_preempted() -> None:
-    s = scheduler(num_device_blocks=4, max_model_len=16, policy="priority", preemption_mode="recompute")
+    s = scheduler(num_device_blocks=4, max_model_len=16, scheduling_policy="priority", preemption_mode="recompute")
     low = s.add_request([1] * 7, max_tokens=9, priority=5)
     high = s.add_request([2] * 7, max_tokens=9, priority=0)
     finished = finish_all(s)
@@ -599,14 +599,14 @@ def test_a_request_that_did_not_fit_is_admitted_when_others_have_computed_its_pr
 
 
 def test_priority_serves_lower_numbers_first() -> None:
-    s = scheduler(max_num_seqs=1, policy="priority")
+    s = scheduler(max_num_seqs=1, scheduling_policy="priority")
     handles = [s.add_request([1], max_tokens=1, priority=p) for p in (2, 0, 1)]
     assert list(finish_all(s)) == [handles[1], handles[2], handles[0]]
 
 
 def test_a_request_is_passed_over_no_more_than_the_bound() -> None:
     bound = 4
-    s = scheduler(max_num_seqs=1, policy="priority", fairness_bound=bound)
+    s = scheduler(max_num_seqs=1, scheduling_policy="priority", fairness_bound=bound)
     poor = s.add_request([1], max_tokens=1, priority=100)
     order: list[int] = []
     for _ in range(20):
@@ -796,7 +796,7 @@ def test_prompts_of_the_wrong_type_are_type_errors(prompt: Any) -> None:
         {"max_model_len": 1},
         {"watermark": 1.0},
         {"preemption_mode": "both"},
-        {"policy": "random"},
+        {"scheduling_policy": "random"},
         {"fairness_bound": 0},
         {"num_lookahead_slots": -1},
         {"enable_chunked_prefill": False},

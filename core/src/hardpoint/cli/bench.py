@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hardpoint.cli.options import EngineOptions, takes
 from hardpoint.cli.session import describe
+from hardpoint.validation import INT32_MAX
 
 if TYPE_CHECKING:
     from hardpoint.engine.llm import LLM
@@ -45,8 +46,8 @@ class LengthRange:
             result = cls(int(low), int(high if colon else low))
         except ValueError as error:
             raise typer.BadParameter(f"{text!r} is neither a number nor a range like 32:256") from error
-        if not 1 <= result.low <= result.high:
-            raise typer.BadParameter(f"{text!r} is not a rising range of at least 1")
+        if not 1 <= result.low <= result.high <= INT32_MAX:
+            raise typer.BadParameter(f"{text!r} is not a rising range of at least 1, at most {INT32_MAX}")
         return result
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
@@ -58,7 +59,7 @@ class LengthRange:
 
 
 _Temperature = Annotated[float, typer.Option(help="0 takes the most probable token.")]
-_Seed = Annotated[int, typer.Option(help="Of lengths, prompts and sampling.")]
+_Seed = Annotated[int, typer.Option(min=0, help="Of lengths, prompts and sampling.")]
 _IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos/--stop-at-eos", help="Generate the whole output length, or stop at end of text.")
 ]

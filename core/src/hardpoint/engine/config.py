@@ -13,6 +13,8 @@ from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.scheduler import SchedulerSettings
+from hardpoint.validation import GiB, Int64, NonNegativeInt, PositiveInt, Seconds, Share, did_you_mean, shown
 
 # Names under which scripts written for other engines pass the same settings.
 _ALIASES = {
@@ -22,15 +24,14 @@ _ALIASES = {
     "distributed_executor_backend": "executor",
 }
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-_EXECUTORS = ("auto", "in_process", "multi_process", "ray")
 _EXECUTOR_ALIASES = {None: "auto", "uni": "in_process", "mp": "multi_process"}
 _TIERS = (SleepTier.HOST, SleepTier.DISK, SleepTier.SOURCE)
 _IGNORED = frozenset({"disable_log_stats", "use_tqdm_on_load"})
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """Settings of one engine; each is checked when the object is made.
+class EngineConfig(SchedulerSettings):
+    """Settings of one engine, with those of its scheduler; each is checked when the object is made.
 
     Attributes:
         model: "demo", a folder with a model, or a GGUF file.
@@ -38,20 +39,15 @@ class EngineConfig:
         device: index of the device within the backend.
         require_accelerator: refuse to run on the host's processor.
         tokenizer: path of another tokenizer; None for the model's own.
+        generation_config: sampling parameters where a request gives none: "auto" for what the model's publisher recommends in
+            generation_config.json, "vllm" for the engine's defaults, or a folder or file with another such file.
         dtype: "auto" for the model's own, or "float32", "bfloat16", "float16" ("half" and "float" are understood).
         kv_dtype: "auto" for `dtype`, or another that the backend claims, for example "float8_e4m3fn" ("fp8" is understood).
         max_model_len: longest context in tokens; None for the model's own.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV block; None lets the backend choose.
         memory_utilization: share of the device's memory for this engine; None for the backend's default.
         num_device_blocks: KV blocks on the device; None to measure what fits.
         swap_space: GiB of host memory for preempted requests.
-        enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
-        enable_chunked_prefill: let long prompts share steps with decodes.
-        long_prefill_token_threshold: most tokens of one prompt in one step; None for the whole budget.
-        preemption_mode: "swap", "recompute", or "auto" for what costs less.
-        scheduling_policy: "fcfs", or "priority" (lower values first).
         enforce_eager: no captured graphs.
         enable_sleep_mode: require a backend that can sleep, and make ready for it while the model loads.
         sleep_tier: where a sleep of level 1 puts the weights: "host", "disk", "source" (read again from the checkpoint); None for
@@ -73,87 +69,57 @@ class EngineConfig:
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
+    _called = "a setting of the engine"
+
     model: str
     backend: str | None = None
-    device: int = 0
+    device: NonNegativeInt = 0
     require_accelerator: bool = False
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
+    generation_config: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    block_size: int | None = None
-    memory_utilization: float | None = None
-    num_device_blocks: int | None = None
-    swap_space: float = 4.0
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int | None = None
-    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    max_model_len: PositiveInt | None = None
+    block_size: PositiveInt | None = None
+    memory_utilization: Share | None = None
+    num_device_blocks: PositiveInt | None = None
+    swap_space: GiB = 4.0
     enforce_eager: bool = False
     enable_sleep_mode: bool = False
     sleep_tier: Literal["host", "disk", "source"] | None = None
-    sleep_host_budget: float | None = None
+    sleep_host_budget: GiB | None = None
     sleep_disk_directory: str | None = None
-    sleep_disk_budget: float | None = None
+    sleep_disk_budget: GiB | None = None
     sleeping_requests: Literal["reject", "queue"] = "reject"
-    max_queued_while_asleep: int = 1024
-    load_format: str = "auto"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    max_queued_while_asleep: PositiveInt = 1024
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
     executor: Literal["auto", "in_process", "multi_process", "ray"] = "auto"
     rank_limits: RankLimits | Mapping[str, float] | None = None
     ray: RaySettings | Mapping[str, Any] | None = None
-    communication_timeout: float = 60.0
-    threads: int | None = None
+    communication_timeout: Seconds = 60.0
+    threads: PositiveInt | None = None
     use_fused_decoder: bool = True
-    seed: int = 0
+    seed: Int64 = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks"):
-            _check_positive(name, getattr(self, name))
-        for name in ("long_prefill_token_threshold", "threads", "max_queued_while_asleep"):
-            _check_positive(name, getattr(self, name))
+        for name in ("dtype", "kv_dtype"):
+            value = getattr(self, name)  # perhaps torch's
+            object.__setattr__(self, name, value if isinstance(value, str) else shown(value).removeprefix("torch."))
+        self._check_types()
         self._check_ranks()
-        utilization = self.memory_utilization
-        if utilization is not None and not 0.0 < utilization <= 1.0:
-            raise ConfigError(
-                f"memory_utilization={utilization} is not possible", hint="Give a share above 0, at most 1"
-            )
-        if self.swap_space < 0:
-            raise ConfigError(f"swap_space={self.swap_space} is negative", hint="Give GiB of host memory, 0 for none")
-        for name in ("sleep_host_budget", "sleep_disk_budget"):
-            budget = getattr(self, name)
-            if budget is not None and budget < 0:
-                raise ConfigError(f"{name}={budget} is negative", hint="Give GiB, or leave it out for what is free")
-        if self.sleep_tier is not None:
-            _check_choice("sleep_tier", self.sleep_tier, tuple(tier.value for tier in SleepTier))
-        _check_choice("sleeping_requests", self.sleeping_requests, ("reject", "queue"))
-        _check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "dummy"))
-        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
-        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _parse_dtype("dtype", self.dtype)
         _parse_dtype("kv_dtype", self.kv_dtype)
 
     def _check_ranks(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            _check_positive(name, getattr(self, name))
-        _check_choice("executor", self.executor, _EXECUTORS)
-        RankLimits.parse(self.rank_limits)
-        RaySettings.parse(self.ray)
         if self.ray is not None and self.executor != "ray":
             raise ConfigError(
                 "there are settings for Ray, and the ranks do not run on it",
                 found=f"executor='{self.executor}'",
                 hint="Give executor='ray', or leave the settings out",
-            )
-        if not self.communication_timeout > 0:
-            raise ConfigError(
-                f"communication_timeout={self.communication_timeout} is not possible", hint="Give seconds above 0"
             )
         if self.executor == "in_process" and self.num_ranks > 1:
             raise ConfigError(
@@ -170,23 +136,18 @@ class EngineConfig:
     @classmethod
     def from_arguments(cls, model: str, arguments: Mapping[str, Any]) -> EngineConfig:
         """Make a config of keyword arguments, also under the names that other engines use for them."""
-        known = {f.name for f in fields(cls)}
         settings: dict[str, Any] = {}
         for name, value in arguments.items():
             target = _ALIASES.get(name, name)
             if target in settings:
                 raise ConfigError(f"'{target}' is given twice, once as '{name}'", hint="Give it once")
-            if target in ("dtype", "kv_dtype"):
-                settings[target] = str(value).removeprefix("torch.")
-            elif target == "executor":
-                settings[target] = _EXECUTOR_ALIASES.get(value, value)
-            elif target in known:
+            if name not in _IGNORED:
                 settings[target] = value
-            elif name not in _IGNORED:
-                raise ConfigError(
-                    f"'{name}' is not a setting of the engine", hint=f"Settings: {', '.join(sorted(known))}"
-                )
-        return cls(model=str(model), **settings)
+        cls._check_names(settings, _ALIASES)
+        executor = settings.get("executor", "auto")
+        if executor is None or isinstance(executor, str):
+            settings["executor"] = _EXECUTOR_ALIASES.get(executor, executor)
+        return cls(model=model, **settings)
 
     @property
     def queue_while_asleep(self) -> int:
@@ -217,42 +178,19 @@ class EngineConfig:
         Args:
             prepare_sleep: the sleep that the worker makes ready for.
         """
-        return WorkerConfig(
-            model=self.model,
-            dtype=_parse_dtype("dtype", self.dtype),
-            kv_dtype=_parse_dtype("kv_dtype", self.kv_dtype),
-            load_format=self.load_format,
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            block_size=self.block_size,
-            memory_utilization=self.memory_utilization,
-            swap_space=_gib(self.swap_space) or 0,
-            enforce_eager=self.enforce_eager,
-            use_fused_decoder=self.use_fused_decoder,
-            trust_remote_code=self.trust_remote_code,
-            threads=self.threads,
-            world_size=self.num_ranks,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            communication_timeout=self.communication_timeout,
-            seed=self.seed,
-            prepare_sleep=prepare_sleep,
-        )
+        shared = {f.name: getattr(self, f.name) for f in fields(WorkerConfig) if hasattr(self, f.name)}
+        own = {
+            "dtype": _parse_dtype("dtype", self.dtype),
+            "kv_dtype": _parse_dtype("kv_dtype", self.kv_dtype),
+            "swap_space": _gib(self.swap_space),
+            "world_size": self.num_ranks,
+            "prepare_sleep": prepare_sleep,
+        }
+        return WorkerConfig(**shared | own)
 
 
 def _gib(size: float | None) -> int | None:
     return None if size is None else int(size * (1 << 30))
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name}={value} is not possible", hint="Give a positive number")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} is not possible", hint=f"Choose one of {', '.join(choices)}")
 
 
 def _parse_dtype(name: str, text: str) -> DType | None:
@@ -261,5 +199,5 @@ def _parse_dtype(name: str, text: str) -> DType | None:
     try:
         return DType.of(_DTYPE_ALIASES.get(text, text))
     except ValueError:
-        choices = ", ".join(["auto", *(dtype.value for dtype in DType)])
-        raise ConfigError(f"{name}={text!r} is not an element type", hint=f"Choose one of {choices}") from None
+        known = ["auto", *(dtype.value for dtype in DType), *_DTYPE_ALIASES]
+        raise ConfigError(f"{name}={shown(text)} is not an element type", hint=did_you_mean(text, known)) from None

@@ -149,18 +149,12 @@ class EngineCore:
         call("warm_up")
         config = self.config
         self.scheduler = Scheduler(
-            SchedulerConfig(
+            SchedulerConfig.complete(
+                config,
                 block_size=spec.block_size,
                 num_device_blocks=num_blocks,
                 num_host_blocks=num_host,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=model.max_model_len,
-                enable_prefix_caching=config.enable_prefix_caching,
-                enable_chunked_prefill=config.enable_chunked_prefill,
-                long_prefill_token_threshold=config.long_prefill_token_threshold or 0,
-                preemption_mode=config.preemption_mode,
-                policy=config.scheduling_policy,
                 vocab_size=model.vocab_size,
                 swap_seconds_per_block=max(profile.seconds_per_swapped_block for profile in profiles),
                 recompute_seconds_per_token=max(profile.seconds_per_token for profile in profiles),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import numpy as np
+from msgspec import Meta
 
-from hardpoint.interfaces.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong, TokenOutOfRange
+from hardpoint.interfaces.errors import (
+    ConfigError,
+    EmptyPrompt,
+    InvalidRequest,
+    PromptTooLong,
+    TokenOutOfRange,
+)
+from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.validation import INT32_MAX, Validated, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +25,31 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps prefix caches apart)."""
 
 Message: TypeAlias = Mapping[str, Any]
-"""One message of a conversation: `role` and `content`."""
+"""One message of a conversation: `role` and `content`, a text or a list of parts `{"type": "text", "text": ...}`, and whatever
+else the model's chat template knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PromptKeys(Validated):
+    """A prompt given as a mapping."""
+
+    _error = InvalidRequest
+    _called = "a key of a prompt"
+
+    prompt: str | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextPart(Validated):
+    """A part of a message's content, as in OpenAI's interface."""
+
+    _error = InvalidRequest
+    _called = "a key of a text part"
+
+    type: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +83,7 @@ class PromptProcessor:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids; raises InvalidRequest when the engine has no tokenizer."""
+        _check_unicode("the prompt", text)
         ids: list[int] = self._need_tokenizer().encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -63,9 +96,10 @@ class PromptProcessor:
             )
         if not messages:
             raise EmptyPrompt("the conversation has no messages", hint="Give at least one message")
+        written = [_with_plain_content(message) for message in messages]
         try:
             text = tokenizer.apply_chat_template(
-                list(messages), chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+                written, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:
             raise InvalidRequest(
@@ -86,14 +120,18 @@ class PromptProcessor:
     def _parse(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
         if isinstance(prompt, str):
             return prompt, None, None
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if (text is None) == (ids is None):
-                raise InvalidRequest(
-                    "a prompt mapping needs either 'prompt' or 'prompt_token_ids'", found=f"keys {sorted(prompt)}"
-                )
-            return text, None if ids is None else _token_list(ids), prompt.get("cache_salt")
-        return None, _token_list(prompt), None
+        if not isinstance(prompt, Mapping):
+            prompt = {"prompt_token_ids": prompt}
+        keys = _PromptKeys.parse(prompt)
+        if (keys.prompt is None) == (keys.prompt_token_ids is None):
+            raise InvalidRequest(
+                "a prompt has either a text or token ids",
+                found=f"keys {sorted(prompt)}",
+                hint="Give 'prompt' or 'prompt_token_ids'",
+            )
+        if keys.cache_salt is not None:
+            _check_unicode("cache_salt", keys.cache_salt)
+        return keys.prompt, None if keys.prompt_token_ids is None else list(keys.prompt_token_ids), keys.cache_salt
 
     def _check(self, token_ids: list[int], reserve: int) -> None:
         if not token_ids:
@@ -104,33 +142,113 @@ class PromptProcessor:
                 found=f"the context is {self._max_model_len} tokens, of which {reserve} must stay free for output",
                 hint="Shorten the prompt, or raise max_model_len if the model allows it",
             )
-        ids = np.asarray(token_ids)
-        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
-        if len(outside):
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            place = next(i for i, token in enumerate(token_ids) if not 0 <= token < self._vocab_size)
             raise TokenOutOfRange(
-                f"token id {token_ids[outside[0]]} at position {outside[0]} is not in the vocabulary",
+                f"token id {shown(token_ids[place])} at position {place} is not in the vocabulary",
                 found=f"ids are 0 to {self._vocab_size - 1}",
             )
 
 
-def _token_list(ids: Any) -> list[int]:
-    if isinstance(ids, (bytes, str)) or not hasattr(ids, "__len__"):
-        raise InvalidRequest("token ids must be a sequence of integers", found=type(ids).__name__)
-    tokens = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    for token in tokens:
-        if type(token) is not int and (isinstance(token, (bool, float)) or not hasattr(token, "__index__")):
-            raise InvalidRequest("token ids must be integers", found=f"{token!r}")
-    return [int(token) for token in tokens]
+@dataclass(frozen=True, slots=True)
+class RequestArguments(Validated):
+    """What names and ranks a request; raises InvalidRequest."""
+
+    _error = InvalidRequest
+
+    request_id: str
+    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
 
 
-def pair_with_params(count: int, params: Any, default: Any) -> list[Any]:
-    """Return one parameter object per prompt: the same for all, or a list of the same length; raises ConfigError."""
-    if params is None:
+def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams]) -> None:
+    """Raise InvalidRequest unless `params` is of the kind that a request needs."""
+    if not isinstance(params, kind):
+        raise InvalidRequest(f"the request's parameters must be {kind.__name__}", found=shown(params))
+
+
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; a text, a mapping, or token ids (not prompts of them) are one prompt."""
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [prompts]
+    many = _as_list(prompts, "prompts must be a text, token ids, a mapping, or several of these")
+    return many if not many or isinstance(many[0], (str, Mapping)) or hasattr(type(many[0]), "__len__") else [many]
+
+
+def as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:
+    """Return a list of conversations; a list of messages is one."""
+    accepted = "messages must be a list of mappings with 'role' and 'content', or several such lists"
+    many: list[Any] = _as_list(messages, accepted)
+    conversations = [many] if not many or isinstance(many[0], Mapping) else [_as_list(one, accepted) for one in many]
+    if not all(isinstance(message, Mapping) for conversation in conversations for message in conversation):
+        raise InvalidRequest(accepted, found=shown(messages))
+    return conversations
+
+
+def pair_with_params(count: int, given: Any, default: Any) -> list[Any]:
+    """Return one parameter object, of the class of `default`, per prompt.
+
+    Args:
+        given: for all prompts, or one for each; None for `default`.
+
+    Raises:
+        ConfigError: there are more or fewer than prompts.
+        InvalidRequest: something else than parameters was given.
+    """
+    kind = type(default)
+    if given is None:
         return [default] * count
-    if isinstance(params, Sequence):
-        if len(params) != count:
-            raise ConfigError(
-                f"{len(params)} sampling parameters for {count} prompts", hint="Give one, or one per prompt"
+    if isinstance(given, kind):
+        return [given] * count
+    wanted = (
+        f"sampling parameters must be {kind.__name__}, one or a list"
+        if kind is not int
+        else "priorities must be integers"
+    )
+    many = _as_list(given, wanted)
+    if len(many) != count:
+        raise ConfigError(f"{len(many)} sampling parameters for {count} prompts", hint="Give one, or one per prompt")
+    for one in many:
+        if not isinstance(one, kind):
+            raise InvalidRequest(wanted, found=shown(one))
+    return many
+
+
+def _as_list(given: Any, wanted: str) -> list[Any]:
+    """Return what was given one by one, read once, so that generators lose nothing; raises InvalidRequest."""
+    if hasattr(type(given), "tolist"):  # numpy's and torch's
+        try:
+            given = given.tolist()
+        except Exception as error:  # a tensor without data, for example
+            raise InvalidRequest(wanted, found=f"{type(given).__name__}: {error}") from error
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
+        raise InvalidRequest(wanted, found=shown(given))
+    return list(given)
+
+
+def _with_plain_content(message: Message) -> Message:
+    """Return a message whose content is a text: of a list of parts, the texts, one line each, as vLLM joins them."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    texts = []
+    for part in _as_list(content, "the content of a message must be a text or a list of parts"):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise InvalidRequest(
+                "content parts other than text are not supported",
+                found=f"a part of the type {shown(kind)}" if kind is not None else shown(part),
+                hint="Give parts {'type': 'text', 'text': ...}",
             )
-        return list(params)
-    return [params] * count
+        texts.append(_TextPart.parse(part).text)
+    return {**message, "content": "\n".join(texts)}
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} is not valid Unicode",
+            found=f"a lone surrogate, {text[error.start]!r}, at position {error.start}",
+            hint="Decode bytes with errors='replace'",
+        ) from None

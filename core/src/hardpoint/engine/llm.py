@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineInfo
-from hardpoint.engine.inputs import Message, Prompt, pair_with_params
+from hardpoint.engine.inputs import Message, Prompt, as_conversations, as_prompts, pair_with_params
 from hardpoint.engine.llm_engine import EngineStats, LLMEngine
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.progress import StepProgress
@@ -53,9 +53,13 @@ class LLM:
         """Return the model's tokenizer."""
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
+        return self.engine.default_sampling_params
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -67,7 +71,7 @@ class LLM:
 
         Args:
             prompts: one or several texts, token id lists, or mappings with `prompt` or `prompt_token_ids`.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each; None for `get_default_sampling_params`.
             use_tqdm: show a progress bar with prefill and decode tokens per second, where stderr is a terminal.
             priority: one value per prompt, lower first; only with scheduling_policy="priority".
 
@@ -76,14 +80,14 @@ class LLM:
             WorkerError: the worker failed; requests that were not in the failing step are aborted too.
             EngineAsleep, WeightsMissing: the engine sleeps, or has no weights; nothing was run.
         """
-        many = _as_prompts(prompts)
-        params = pair_with_params(len(many), sampling_params, SamplingParams())
+        many = as_prompts(prompts)
+        params = pair_with_params(len(many), sampling_params, self.engine.default_sampling_params)
         tokenized = [self.engine.process(prompt) for prompt in many]
         return self._run(tokenized, params, use_tqdm, priority)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -91,23 +95,23 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, as the model's chat template writes them."""
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        params = pair_with_params(len(conversations), sampling_params, SamplingParams())
+        conversations = as_conversations(messages)
+        params = pair_with_params(len(conversations), sampling_params, self.engine.default_sampling_params)
         tokenized = [
-            self.engine.process_chat(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
+            self.engine.process_chat(conversation, chat_template, add_generation_prompt)
             for conversation in conversations
         ]
         return self._run(tokenized, params, use_tqdm, None)
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Return one embedding per prompt, pooled from the final hidden states."""
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         tokenized = [self.engine.process(prompt, reserve=0) for prompt in many]
         ids = [self._next_id() for _ in tokenized]
         try:
@@ -203,13 +207,3 @@ class LLM:
 
     def _next_id(self) -> str:
         return f"offline-{next(self._request_ids)}"
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a text, a mapping, or a list of token ids is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    first = next(iter(prompts), None)
-    if first is None or isinstance(first, (str, Mapping, Sequence)) or hasattr(first, "__len__"):
-        return list(prompts)  # type: ignore[arg-type]  # a list of prompts: its first item is one
-    return [prompts]  # type: ignore[list-item]  # token ids

@@ -15,7 +15,7 @@ import numpy as np
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import CoreOutput, EngineCore, StepTotals
 from hardpoint.engine.detokenizer import Detokenizer
-from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, TokenizedPrompt
+from hardpoint.engine.inputs import Message, Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.request import RequestState, SequenceState
 from hardpoint.engine.sleep import (
@@ -26,11 +26,18 @@ from hardpoint.engine.sleep import (
     SleepRequest,
     SleepStatus,
     SleepTotals,
+    Tags,
     WakeReport,
-    parse_tags,
 )
 from hardpoint.interfaces.batch import FloatArray, Pooling, SequencePooling
-from hardpoint.interfaces.errors import DrainTimeout, EngineDead, InvalidRequest, InvalidSamplingParams, WorkerError
+from hardpoint.interfaces.errors import (
+    DrainTimeout,
+    EngineDead,
+    InvalidRequest,
+    InvalidSamplingParams,
+    ModelError,
+    WorkerError,
+)
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -83,7 +90,13 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         start = time.perf_counter()
         self.config = config
-        source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
+        source = open_model(
+            config.model,
+            load_format=config.load_format,
+            trust_remote_code=config.trust_remote_code,
+            generation_config=config.generation_config,
+        )
+        self.default_sampling_params = _recommended_params(source)
         with ThreadPoolExecutor(1) as background:
             # Beside the weights, which are read and converted outside the interpreter lock.
             tokenizer = background.submit(_load_tokenizer, config, source)
@@ -131,6 +144,8 @@ class LLMEngine:
             InvalidRequest: the prompt or a parameter is not possible, or the request could never fit; nothing was queued.
             EngineAsleep, WeightsMissing: the engine sleeps, or has no weights, and queues no (more) requests.
         """
+        RequestArguments(request_id, priority)
+        check_params(params, SamplingParams)
         self._check_new(request_id)
         if not self._core.model.is_generative:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
@@ -177,9 +192,11 @@ class LLMEngine:
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None
     ) -> None:
         """Queue an embedding request; raises InvalidRequest, EngineAsleep, WeightsMissing."""
+        RequestArguments(request_id)
+        params = PoolingParams() if params is None else params
+        check_params(params, PoolingParams)
         self._check_new(request_id)
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
-        params = params or PoolingParams()
         seq_id = self._core.scheduler.add_request(tokens.token_ids, pooling=True, skip_prefix_cache=True)
         self._note_queued(request_id)
         request = _Embedding(request_id, seq_id, tokens, params)
@@ -319,10 +336,21 @@ class LLMEngine:
             HostBudgetExceeded, DriverError, ParticipantError, WorkerError and others: it failed, and the engine runs on as before.
         """
         self._check_alive()
-        request = SleepRequest.parse(level, mode, tags, tier, kv, verify=verify, progress=progress)
+        request = SleepRequest.parse(
+            {
+                "level": level,
+                "mode": mode,
+                "tags": tags,
+                "tier": tier,
+                "kv": kv,
+                "verify": verify,
+                "drain_timeout": drain_timeout,
+                "progress": progress,
+            }
+        )
         if self._core.life.state is EngineState.RUNNING:
             self._queued.clear()
-        report = self._core.life.sleep(request, partial(self._drain, drain_timeout))
+        report = self._core.life.sleep(request, partial(self._drain, request.drain_timeout))
         aborted = len(self._requests) if request.mode is SleepMode.ABORT else 0
         if aborted:
             self._finish_all()
@@ -339,7 +367,7 @@ class LLMEngine:
             DeviceOutOfMemory, DriverError, BackupCorrupt, ParticipantError and others: the engine is asleep still; try again.
         """
         self._check_alive()
-        return self._core.life.wake(parse_tags(tags))
+        return self._core.life.wake(Tags.parse({"tags": tags}).tags)
 
     def is_sleeping(self) -> bool:
         """Whether the engine is paused, or any of its memory is asleep."""
@@ -498,6 +526,17 @@ class LLMEngine:
         self._core.life.check_admission(queued, self.config.queue_while_asleep)
         if request_id in self._requests:
             raise InvalidRequest(f"the request id '{request_id}' is in use", hint="Give each request an id of its own")
+
+
+def _recommended_params(source: ModelSource) -> SamplingParams:
+    try:
+        return SamplingParams(**source.generation_defaults)
+    except InvalidSamplingParams as error:
+        raise ModelError(
+            "the model's recommended sampling parameters are not possible",
+            found=str(error),
+            hint="Correct its generation_config.json, or give generation_config='vllm' to leave it out",
+        ) from error
 
 
 def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:

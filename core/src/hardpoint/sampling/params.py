@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from typing import Any, NoReturn, Self
+from enum import IntEnum
+from typing import Annotated, Any, NoReturn, Self
+
+from msgspec import Meta
 
 from hardpoint.interfaces.batch import Pooling, SequenceSampling
-from hardpoint.interfaces.errors import InvalidSamplingParams
+from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
+from hardpoint.validation import (
+    INT32_MAX,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    Validated,
+    shown,
+)
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: divided by them, logits leave the range in which float32 tells neighbours apart."""
 
-MAX_LOGIT_BIAS = 100.0
+_TopK = Annotated[int, Meta(ge=0, le=INT32_MAX, description="0 or -1 keeps all tokens")]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class RequestOutputKind(Enum):
+class RequestOutputKind(IntEnum):
     """What each output of a running request carries.
 
     CUMULATIVE: everything since the start. DELTA: what is new since the last output. FINAL_ONLY: one output, at the end.
@@ -30,20 +43,26 @@ class RequestOutputKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingParams:
+class PoolingParams(Validated):
     """How an embedding is made.
 
     Attributes:
         pooling: of the hidden states; None for the model's own way.
         normalize: scale the embedding to length 1.
+
+    Raises:
+        InvalidRequest: a value does not fit.
     """
+
+    _error = InvalidRequest
+    _called = "a pooling parameter"
 
     pooling: Pooling | None = None
     normalize: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Validated):
     """How the tokens of one request are sampled and returned; checked when it is made.
 
     The processors work in this order, which is vLLM's: `allowed_token_ids`; `min_tokens` masks the stop tokens; `logit_bias`;
@@ -84,102 +103,84 @@ class SamplingParams:
         InvalidSamplingParams: a value is out of range or contradicts another.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    _error = InvalidSamplingParams
+    _called = "a sampling parameter"
+
+    n: PositiveInt = 1
+    best_of: PositiveInt | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    temperature: NonNegativeFloat = 1.0
+    top_p: Share = 1.0
+    top_k: _TopK = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
+    stop_token_ids: Sequence[NonNegativeInt] | None = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
+    max_tokens: PositiveInt | None = 16
+    min_tokens: NonNegativeInt = 0
+    logprobs: NonNegativeInt | None = None
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] | None = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[NonNegativeInt, _Bias] | None = field(default_factory=dict)
+    allowed_token_ids: Sequence[NonNegativeInt] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self._set("stop", (self.stop,) if isinstance(self.stop, str) else _texts("stop", self.stop))
-        self._set("bad_words", _texts("bad_words", self.bad_words))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        if isinstance(self.top_k, int) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        self._check_types()
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
         if self.allowed_token_ids is not None:
-            self._set("allowed_token_ids", tuple(sorted(set(_token_ids("allowed_token_ids", self.allowed_token_ids)))))
-        self._set("logit_bias", _biases(self.logit_bias or {}))
-        if self.top_k == -1:
-            self._set("top_k", 0)
-        self._check_ranges()
+            object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))
         self._check_combinations()
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_ranges(self) -> None:
-        _check_int("n", self.n, 1)
-        if self.best_of is not None:
-            _check_int("best_of", self.best_of, 1)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _check_float("temperature", self.temperature, 0.0, math.inf)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, 0, hint="0 or -1 keeps all tokens.")
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, None)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0)
-        if not isinstance(self.output_kind, RequestOutputKind):
-            _refuse("output_kind must be a RequestOutputKind", repr(self.output_kind))
 
     def _check_combinations(self) -> None:
         if self.best_of is not None:
             if self.n > self.best_of:
-                _refuse("n must be at most best_of", f"n={self.n}, best_of={self.best_of}")
+                _contradiction("n must be at most best_of", f"n={self.n}, best_of={self.best_of}")
             if self.best_of > self.n and self.is_greedy:
-                _refuse(
+                _contradiction(
                     "best_of above n needs a temperature above 0",
                     f"best_of={self.best_of}, n={self.n}, temperature={self.temperature}",
                     "Greedy completions of one prompt are all the same.",
                 )
             if self.best_of > self.n and self.output_kind is RequestOutputKind.DELTA:
-                _refuse(
+                _contradiction(
                     "best_of above n cannot be streamed", "output_kind=DELTA", "The best are known only at the end."
                 )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse(
+            _contradiction(
                 "min_tokens must be at most max_tokens", f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens}"
             )
         if "" in self.stop_texts:
-            _refuse("stop texts must not be empty", repr(self.stop))
+            _contradiction("stop texts must not be empty", shown(self.stop))
         if self.stop_texts and not self.detokenize:
-            _refuse(
+            _contradiction(
                 "stop texts need detokenize=True",
                 f"stop={list(self.stop_texts)}, detokenize=False",
                 "Use stop_token_ids, which need no text.",
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _refuse("allowed_token_ids must name at least one token", "an empty list", "None allows all tokens.")
+            _contradiction("allowed_token_ids must name at least one token", "an empty list", "None allows all tokens.")
         if self.prompt_logprobs is not None:
-            _refuse("prompt_logprobs is not supported and must be None", repr(self.prompt_logprobs))
+            _contradiction("prompt_logprobs is not supported and must be None", shown(self.prompt_logprobs))
         if self.bad_words:
-            _refuse(
+            _contradiction(
                 "bad_words is not supported and must be empty",
-                repr(list(self.bad_words)),
+                shown(list(self.bad_words)),
                 "Single tokens are forbidden with logit_bias={token_id: -100}.",
             )
 
@@ -221,9 +222,9 @@ class SamplingParams:
         ):
             outside = sorted(token_id for token_id in token_ids or () if token_id >= vocab_size)
             if outside:
-                _refuse(f"{name} must name tokens in 0..{vocab_size - 1}", repr(outside))
+                _contradiction(f"{name} must name tokens in 0..{vocab_size - 1}", repr(outside))
         if self.logprobs is not None and self.logprobs > vocab_size:
-            _refuse(f"logprobs must be at most the vocabulary's size, {vocab_size}", repr(self.logprobs))
+            _contradiction(f"logprobs must be at most the vocabulary's size, {vocab_size}", repr(self.logprobs))
 
     def all_stop_token_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end a completion: `stop_token_ids`, and the model's end-of-text ids unless ignored."""
@@ -251,7 +252,7 @@ class SamplingParams:
         stop_token_ids = self.all_stop_token_ids(eos_ids)
         allowed = None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
         if allowed is not None and self.min_tokens and stop_token_ids.issuperset(allowed):
-            _refuse(
+            _contradiction(
                 "allowed_token_ids must hold a token that may be sampled before min_tokens",
                 f"allowed_token_ids={list(allowed)} are all stop tokens, min_tokens={self.min_tokens}",
             )
@@ -275,46 +276,5 @@ class SamplingParams:
         )
 
 
-def _refuse(problem: str, found: str, hint: str | None = None) -> NoReturn:
+def _contradiction(problem: str, found: str, hint: str | None = None) -> NoReturn:
     raise InvalidSamplingParams(problem, found=found, hint=hint)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_int(name: str, value: object, low: int | None, hint: str | None = None) -> None:
-    legal = "an integer" if low is None else f"an integer of at least {low}"
-    if not _is_int(value) or (low is not None and value < low):  # type: ignore[operator]
-        _refuse(f"{name} must be {legal}", repr(value), hint)
-
-
-def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    end = f"{high:g}]" if math.isfinite(high) else "infinity)"
-    legal = f"{name} must be a number in {'(' if open_low else '['}{low:g}, {end}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse(legal, repr(value))
-    if value < low or value > high or (open_low and value == low):
-        _refuse(legal, repr(value))
-
-
-def _texts(name: str, values: Sequence[str] | str | None) -> tuple[str, ...]:
-    texts = (values,) if isinstance(values, str) else tuple(values or ())
-    if not all(isinstance(text, str) for text in texts):
-        _refuse(f"{name} must be texts", repr(values))
-    return texts
-
-
-def _token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    token_ids = tuple(values)
-    if not all(_is_int(token_id) and token_id >= 0 for token_id in token_ids):
-        _refuse(f"{name} must be token ids of at least 0", repr(values))
-    return token_ids
-
-
-def _biases(values: Mapping[int, float]) -> dict[int, float]:
-    biases = dict(values)
-    _token_ids("logit_bias", tuple(biases))
-    for token_id, bias in biases.items():
-        _check_float(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-    return biases

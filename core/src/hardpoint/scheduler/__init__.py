@@ -5,7 +5,7 @@ The block manager under it (block tables, reference counts, prefix cache, host p
 or moved on the device is in the step. All of it is native code without torch, and deterministic given its inputs.
 """
 
-from hardpoint.scheduler.config import SchedulerConfig
+from hardpoint.scheduler.config import SchedulerConfig, SchedulerSettings
 from hardpoint.scheduler.scheduler import FinishReason, Scheduler, SequenceState
 
-__all__ = ["FinishReason", "Scheduler", "SchedulerConfig", "SequenceState"]
+__all__ = ["FinishReason", "Scheduler", "SchedulerConfig", "SchedulerSettings", "SequenceState"]

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Self
+
+from msgspec import Meta
 
 from hardpoint.interfaces.errors import ConfigError
+from hardpoint.validation import INT32_MAX, NonNegativeFloat, NonNegativeInt, PositiveInt, Validated
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """What the scheduler may use, and how it decides.
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(Validated):
+    """What a user decides about scheduling.
+
+    Attributes:
+        max_num_seqs: most sequences running at once; forks count from the admission of their prompt.
+        max_num_batched_tokens: token budget of a step; at least `max_num_seqs`, so that every running sequence can decode.
+        enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
+        enable_chunked_prefill: a prompt may be computed in several steps, which decodes share. Without it the budget must hold the
+            longest prompt.
+        long_prefill_token_threshold: longest chunk of one prompt in a step, so that several prompts and all decodes share a
+            step; None or 0 for no limit but the budget.
+        preemption_mode: "swap" wherever the host pool has room, "recompute", or "auto": whichever costs less time.
+        scheduling_policy: "fcfs" by arrival, "priority" by priority (lower first), then arrival.
+    """
+
+    max_num_seqs: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt = 2048
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: NonNegativeInt | None = None
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(SchedulerSettings):
+    """The settings, with what the model and the device add to them.
 
     Attributes:
         block_size: tokens per KV block.
         num_device_blocks, num_host_blocks: sizes of the block pools.
-        max_num_seqs: most sequences running at once; forks count from the admission of their prompt.
-        max_num_batched_tokens: token budget of a step; at least `max_num_seqs`, so that every running sequence can decode.
         max_model_len: most tokens of a sequence, prompt included.
-        enable_prefix_caching: reuse computed blocks of equal prefixes.
-        enable_chunked_prefill: a prompt may be computed in several steps. Without it the budget must hold the longest prompt.
-        long_prefill_token_threshold: longest chunk of one prompt in a step, so that several prompts and all decodes share a
-            step; 0 for no limit but the budget.
         watermark: share of the device blocks that admission leaves free.
-        preemption_mode: "swap" wherever the host pool has room, "recompute", or "auto": whichever costs less time.
-        swap_seconds_per_block, recompute_seconds_per_token: the costs that "auto" compares (a swap moves a block twice);
-            with both unknown (0) it recomputes.
-        policy: "fcfs" by arrival, "priority" by priority (lower first), then arrival.
+        swap_seconds_per_block, recompute_seconds_per_token: the costs that the preemption mode "auto" compares (a swap moves a block
+            twice); with both unknown (0) it recomputes.
         num_lookahead_slots: slots kept ready behind each decoding sequence.
-        fairness_bound: a waiting request that was passed over so many times by later ones, or a sequence that was preempted
-            so many times, goes before all others that were not.
+        fairness_bound: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
+            this many times, goes before all others that were not.
         vocab_size: token ids are checked against it; 0 checks only that they fit int32.
         hash_bits: bits of the prefix hash in use. A hit is verified in full, so fewer only cost time; for tests.
 
@@ -37,48 +57,27 @@ class SchedulerConfig:
         ConfigError: a value is impossible, or contradicts another.
     """
 
-    block_size: int
-    num_device_blocks: int
-    num_host_blocks: int = 0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 2048
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    watermark: float = 0.01
-    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
-    swap_seconds_per_block: float = 0.0
-    recompute_seconds_per_token: float = 0.0
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    num_lookahead_slots: int = 0
-    fairness_bound: int = 8
-    vocab_size: int = 0
-    hash_bits: int = 64
+    block_size: PositiveInt
+    num_device_blocks: PositiveInt
+    num_host_blocks: NonNegativeInt = 0
+    max_model_len: Annotated[int, Meta(ge=2, le=INT32_MAX, description="It holds a prompt token and a new one")] = 2048
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+    swap_seconds_per_block: NonNegativeFloat = 0.0
+    recompute_seconds_per_token: NonNegativeFloat = 0.0
+    num_lookahead_slots: NonNegativeInt = 0
+    fairness_bound: PositiveInt = 8
+    vocab_size: NonNegativeInt = 0
+    hash_bits: Annotated[int, Meta(ge=0, le=64)] = 64
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_device_blocks", "max_num_seqs", "max_num_batched_tokens", "fairness_bound"):
-            self._require(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in (
-            "num_host_blocks",
-            "long_prefill_token_threshold",
-            "num_lookahead_slots",
-            "vocab_size",
-            "swap_seconds_per_block",
-            "recompute_seconds_per_token",
-        ):
-            self._require(getattr(self, name) >= 0, name, "must not be negative")
-        self._require(self.max_model_len >= 2, "max_model_len", "must hold a prompt token and a new one")
-        self._require(0.0 <= self.watermark < 1.0, "watermark", "is a share of the device blocks, in [0, 1)")
-        self._require(0 <= self.hash_bits <= 64, "hash_bits", "is between 0 and 64")
-        self._require(
-            self.preemption_mode in ("auto", "swap", "recompute"), "preemption_mode", "is auto, swap or recompute"
-        )
-        self._require(self.policy in ("fcfs", "priority"), "policy", "is fcfs or priority")
+        self._check_types()
         for name in ("num_device_blocks", "num_host_blocks"):
-            self._require(
-                getattr(self, name) * self.block_size < 1 << 31, name, "must not have more slots than int32 can number"
-            )
+            if getattr(self, name) * self.block_size >= 1 << 31:
+                raise ConfigError(
+                    f"{name} has more slots than int32 can number",
+                    found=f"{name}={getattr(self, name)} of {self.block_size} slots",
+                    hint="Set num_device_blocks, or a smaller memory_utilization or swap_space",
+                )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "the token budget must let every running sequence decode",
@@ -91,15 +90,16 @@ class SchedulerConfig:
                 found=f"max_num_batched_tokens={self.max_num_batched_tokens} with max_model_len={self.max_model_len}",
                 hint="Raise max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill",
             )
-        if not self.enable_chunked_prefill and self.long_prefill_token_threshold > 0:
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError(
                 "long_prefill_token_threshold needs enable_chunked_prefill",
                 found=f"long_prefill_token_threshold={self.long_prefill_token_threshold}",
             )
 
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"{name} {rule}", found=repr(getattr(self, name)))
+    @classmethod
+    def complete(cls, settings: SchedulerSettings, **measured: Any) -> Self:
+        """Return the settings with what the model and the device add; raises ConfigError where they contradict each other."""
+        return cls(**{f.name: getattr(settings, f.name) for f in fields(SchedulerSettings)}, **measured)
 
     @property
     def max_seq_tokens(self) -> int:

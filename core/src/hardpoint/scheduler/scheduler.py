@@ -59,7 +59,7 @@ class Scheduler:
     ended is kept until `release`.
 
     Each step serves, in this order and each by rank, decodes, prompts begun before, swapped sequences, and waiting requests.
-    Rank is priority (policy "priority"), then arrival. When blocks run out, the running sequence of lowest rank is preempted;
+    Rank is priority (scheduling_policy "priority"), then arrival. When blocks run out, the running sequence of lowest rank is preempted;
     the step then admits nothing. No request starves: the running sequence of highest rank always makes progress, the queue
     is served strictly by rank, and `fairness_bound` limits how often one can be passed over or preempted before it outranks
     the rest. Blocks for all known tokens of a sequence are taken at admission, so a prefill that has begun never waits for
@@ -72,25 +72,7 @@ class Scheduler:
         self.config = config
         self._token_limit = config.vocab_size or _TOKEN_LIMIT
         self._num_added = 0
-        self._core = SchedulerCore(
-            block_size=config.block_size,
-            num_device_blocks=config.num_device_blocks,
-            num_host_blocks=config.num_host_blocks,
-            watermark=config.watermark,
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            num_lookahead_slots=config.num_lookahead_slots,
-            preemption_mode=config.preemption_mode,
-            swap_seconds_per_block=config.swap_seconds_per_block,
-            recompute_seconds_per_token=config.recompute_seconds_per_token,
-            by_priority=config.policy == "priority",
-            fairness_bound=config.fairness_bound,
-            hash_bits=config.hash_bits,
-        )
+        self._core = SchedulerCore(config)
         self._buffers = self._core.buffers()
         self._view_shape = (-1, -1, -1)
         self._views = self._views_of(0, 0, 0)
@@ -122,7 +104,7 @@ class Scheduler:
                 when the context, or the whole KV cache, could not hold one token more, whatever `max_tokens` says.
             min_tokens: new tokens before a stop or end-of-text token counts (it is appended all the same).
             stop_token_ids, eos_token_ids: tokens that end a sequence; the latter not with `ignore_eos`.
-            priority: lower is served earlier (policy "priority").
+            priority: lower is served earlier (scheduling_policy "priority").
             arrival: place in the order of arrival; by default, after all requests so far.
             salt: requests share cached prefixes only within one salt (an adapter's name, a tenant's).
             skip_prefix_cache: compute the whole prompt (for its log probabilities).

@@ -6,7 +6,7 @@ Memory itself is slept and woken by the workers' allocators; requests and their 
 from hardpoint.engine.sleep.life_cycle import LifeCycle, SleepSettings
 from hardpoint.engine.sleep.participants import SleepParticipant
 from hardpoint.engine.sleep.report import EngineState, SleepReport, SleepStatus, SleepTotals, WakeReport
-from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest, parse_tags
+from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest, Tags
 
 __all__ = [
     "EngineState",
@@ -19,6 +19,6 @@ __all__ = [
     "SleepSettings",
     "SleepStatus",
     "SleepTotals",
+    "Tags",
     "WakeReport",
-    "parse_tags",
 ]

@@ -1,0 +1,34 @@
+"""Declared types: dataclasses whose fields are checked against their annotations, with one typed error for what does not fit.
+
+Settings, sampling parameters and prompts derive from `Validated`; what a field accepts is written in its annotation, and nowhere else.
+"""
+
+from hardpoint.validation.declared import (
+    INT32_MAX,
+    GiB,
+    Int64,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Share,
+    Validated,
+    did_you_mean,
+    shown,
+)
+
+__all__ = [
+    "INT32_MAX",
+    "GiB",
+    "Int64",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Seconds",
+    "Share",
+    "Validated",
+    "did_you_mean",
+    "shown",
+]
