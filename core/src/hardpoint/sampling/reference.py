@@ -10,10 +10,8 @@ import numpy.typing as npt
 
 from hardpoint.interfaces.batch import FloatArray, SequenceSampling, TokenLogprobs
 from hardpoint.interfaces.sampling import DRAW_BITS, TOP_P_BITS, WEIGHT_BITS, SampleFailure
+from hardpoint.sampling.params import GREEDY_BELOW
 from hardpoint.sampling.random import draws, stream_key
-
-MIN_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy: divided by them, logits leave the range in which float32 tells neighbours apart."""
 
 MAX_TEMPERATURE = 1e30
 """A higher temperature counts as this one, which makes all tokens alike that are not masked."""
@@ -31,7 +29,7 @@ def sample_row(logits: FloatArray, sampling: SequenceSampling, output: Sequence[
         return SampleFailure.NOT_FINITE
     if processed.max() == -np.inf:
         return SampleFailure.NO_TOKEN
-    if sampling.temperature < MIN_TEMPERATURE:
+    if sampling.temperature < GREEDY_BELOW:
         return int(canonical_order(processed)[0])
     weights = kept_weights(processed, sampling)
     key = np.array([stream_key(sampling.seed)], np.uint64)

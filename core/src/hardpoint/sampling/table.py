@@ -12,8 +12,9 @@ import torch
 
 from hardpoint.interfaces.batch import Int32Array, SequenceSampling
 from hardpoint.interfaces.sampling import TOP_P_BITS, Column, SamplingTables
+from hardpoint.sampling.params import GREEDY_BELOW
 from hardpoint.sampling.random import stream_key
-from hardpoint.sampling.reference import MAX_TEMPERATURE, MIN_TEMPERATURE
+from hardpoint.sampling.reference import MAX_TEMPERATURE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +121,7 @@ class SamplingTable:
         self, row: int, sampling: SequenceSampling, masks: _Uploads, biases: _Uploads, histories: _Uploads
     ) -> None:
         vocab_size = self._vocab_size
-        record, greedy = self._records[row], sampling.temperature < MIN_TEMPERATURE
+        record, greedy = self._records[row], sampling.temperature < GREEDY_BELOW
         penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         record["inverse_temperature"] = 0.0 if greedy else 1 / min(sampling.temperature, MAX_TEMPERATURE)
         record["top_p"] = int(sampling.top_p * 2**TOP_P_BITS)
