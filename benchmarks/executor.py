@@ -65,7 +65,7 @@ def on_ray(resolved: Resolved, site: Path) -> Executor:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     settings = {"address": "local", "amount": 0.5}
     executor = RayExecutor(resolved, WorkerConfig(model="", tensor_parallel_size=2), None, settings)
-    executor.call("load_model")
+    executor.call("load")
     return executor
 
 
@@ -219,7 +219,7 @@ def main() -> None:
                 several = WorkerConfig(model="", tensor_parallel_size=ranks)
                 name = "1 rank" if ranks == 1 else f"{ranks} ranks"
                 executors[name] = MultiProcessExecutor(resolved, several)
-                executors[name].call("load_model")
+                executors[name].call("load")
             if find_spec("ray"):
                 executors[RAY] = on_ray(resolved, Path(site))
             else:

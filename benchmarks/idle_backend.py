@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,17 @@ from hardpoint.interfaces import (
     Device,
     DType,
     KVCacheSpec,
+    MemoryChange,
     MemoryProfile,
     MemoryReport,
     MemoryStats,
     ModelInfo,
     ProbeResult,
-    SleepPlan,
     StepInput,
     StepOutput,
+    WeightWrite,
     Worker,
+    WorkerStatus,
 )
 
 _TOKENS = np.zeros(4096, np.int64)
@@ -40,12 +42,12 @@ class IdleWorker(Worker):
     def collect(self) -> StepOutput:
         return StepOutput(_TOKENS[: self._num_samples])
 
-    def load_model(self) -> ModelInfo:
+    def load(self) -> ModelInfo:
         request = AttentionRequest((), DType.FLOAT32, DType.FLOAT32, 16, 8192)
         plan = AttentionPlan(request, KVCacheSpec(1, 16, 1, 8, DType.FLOAT32))
         return ModelInfo("Idle", DType.FLOAT32, 50_000, 8192, 1, 0, plan, "idle")
 
-    def init_device(self) -> None: ...
+    def start(self) -> None: ...
 
     def profile(self) -> MemoryProfile:
         return MemoryProfile(0, 0, 0, 0, 1.0)
@@ -54,34 +56,20 @@ class IdleWorker(Worker):
 
     def warm_up(self) -> None: ...
 
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        return MemoryReport(0, 0, 0, {}, 0, 0)
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        return MemoryReport(0, 0, 0, {}, 0, 0)
-
-    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None: ...
-
-    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None: ...
+    def begin(self, transaction: int, change: MemoryChange) -> None: ...
 
     def commit(self, transaction: int) -> MemoryReport:
         return MemoryReport(0, 0, 0, {}, 0, 0)
 
     def rollback(self, transaction: int) -> None: ...
 
-    def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
+    def write_weights(
+        self, write: WeightWrite, weights: Iterable[tuple[str, Any]] = (), model: str | None = None
+    ) -> int:
         return 0
 
-    def reload_weights(self, model: str | None = None) -> int:
-        return 0
-
-    def missing_weights(self) -> frozenset[str]:
-        return frozenset()
-
-    def declare_weights_valid(self) -> None: ...
-
-    def memory_stats(self) -> MemoryStats:
-        return MemoryStats({}, 0)
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(MemoryStats({}, 0))
 
     def shutdown(self) -> None: ...
 

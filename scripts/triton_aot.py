@@ -1,12 +1,13 @@
-"""Compile the kernels of attention and of rows for targets without a device, and fail where one spills: `make aot`.
+"""Compile the kernels of attention, of rows and of experts for targets without a device, and fail where one spills: `make aot`.
 
     python scripts/triton_aot.py [--jobs N] [--target sm_90] [--cache FOLDER] [--shows-spills]
 
 Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives it, for the element
-types, head dimensions and features below, and those of `hardpoint.triton.row_kernels` for common widths. Prints registers, shared memory
-and spilled bytes, and ends with status 1 if a kernel spills registers to memory or needs more shared memory than a program may have on
-the target. Figures come from the code itself: for NVIDIA's from the cubin (cuobjdump --dump-resource-usage; a frame on the stack is where
-ptxas spills to), for AMD's from the metadata of the assembly (`.vgpr_spill_count`, `.sgpr_spill_count`, `.private_segment_fixed_size`).
+types, head dimensions and features below, and those of `hardpoint.triton.row_kernels` and `.expert_kernels` for common widths.
+Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel spills registers to memory or needs more shared
+memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from the cubin (cuobjdump
+--dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata of the assembly (`.vgpr_spill_count`,
+`.sgpr_spill_count`, `.private_segment_fixed_size`).
 What was compiled before is kept, by the hash of the kernels' source, the arguments and Triton's version.
 `--shows-spills` compiles kernels that must spill instead, and ends with status 1 unless that is reported.
 
@@ -32,13 +33,22 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from hardpoint.interfaces import Activation, AttentionLayer, AttentionRequest, DType
+from hardpoint.interfaces import Activation, AttentionLayer, AttentionRequest, DType, ExpertsRequest
+from hardpoint.triton.experts import (
+    down_constants,
+    expert_tiles,
+    gate_up_constants,
+    route_constants,
+    sort_constants,
+    sum_constants,
+)
 from hardpoint.triton.launch import KernelConstants
 from hardpoint.triton.operators import activation_constants, norm_constants, rotary_constants
 from hardpoint.triton.tiles import COPY_WORDS, Target
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [ROOT / "core" / "src" / "hardpoint" / "triton" / f"{name}.py" for name in ("kernels", "row_kernels")]
+_KERNELS = ROOT / "core" / "src" / "hardpoint" / "triton"
+SOURCES = [_KERNELS / f"{name}.py" for name in ("kernels", "row_kernels", "expert_kernels")]
 BLOCK_SIZE = 32
 
 
@@ -72,8 +82,9 @@ MACHINES = {
 USUAL = ("sm_80", "sm_90", "gfx90a", "gfx942")
 """Compiled where no target is named; the others have the tiles of one of these, and are for looking at."""
 TYPES = {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT8_E4M3: "fp8e4nv"}
-INTS = {"header", "contexts", "starts", "items", "tables", "slots", "pairs"}
-SINGLES = {"partial", "partial_state", "sinks", "slopes"}
+INTS = {"header", "contexts", "starts", "items", "tables", "slots", "pairs"} | {"chosen", "sorted_rows", "tile_experts"}
+SINGLES = {"partial", "partial_state", "sinks", "slopes", "shares"}
+EXPERT_TENSORS = {"logits", "gate_up", "down", "bias", "inner", "parts"}
 FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor", "eps"}
 ALIGNED = {"q_stride", "out_stride", "k_stride", "v_stride", "block_stride", "x_stride", "residual_stride"}
 
@@ -147,7 +158,7 @@ def requests() -> Iterator[tuple[str, AttentionRequest]]:
 
 def jobs(machines: Sequence[str]) -> Iterator[Job]:
     """Yield everything that is compiled."""
-    from hardpoint.triton import kernels, row_kernels
+    from hardpoint.triton import expert_kernels, kernels, row_kernels
 
     seen = set()
     for name in machines:
@@ -171,6 +182,8 @@ def jobs(machines: Sequence[str]) -> Iterator[Job]:
                     yield job
         for kernel, what, values in row_operators():
             yield _job(name, kernel, f"bf16 {what}", getattr(row_kernels, kernel), values, {"q": "bf16"})
+        for dtype, kernel, what, values in expert_operators():
+            yield _job(name, kernel, f"{dtype} {what}", getattr(expert_kernels, kernel), values, {"q": dtype})
         yield _job(name, "copy_blocks", "any", kernels.copy_blocks, {"WORDS": COPY_WORDS, "num_warps": 4}, {})
 
 
@@ -183,6 +196,26 @@ def row_operators() -> Iterator[tuple[str, str, dict[str, int]]]:
         yield "rotary", f"{heads} heads of {dim}", rotary_constants(heads, 8, dim // 2)
     for activation in Activation:
         yield "gated_activation", f"{activation} of 3072", activation_constants(3072, activation)
+
+
+def expert_operators() -> Iterator[tuple[str, str, str, dict[str, int]]]:
+    """Yield the kernels of experts: (dtype, kernel, of what, compile-time arguments)."""
+    shapes = {
+        "8 experts of 14336": ExpertsRequest(8, 2, 4096, 14336, Activation.SILU, DType.BFLOAT16, True),
+        "128 experts of 768": ExpertsRequest(128, 8, 2048, 768, Activation.SILU, DType.BFLOAT16, True),
+        "32 experts of 2880": ExpertsRequest(32, 4, 2880, 2880, Activation.CLAMPED_SWIGLU, DType.BFLOAT16, True),
+        "60 experts of 1408, float32": ExpertsRequest(60, 4, 2048, 1408, Activation.SILU, DType.FLOAT32, False),
+    }
+    for what, request in shapes.items():
+        dtype, itemsize, experts = TYPES[request.dtype], request.dtype.itemsize, request.num_experts
+        biased = request.activation is Activation.CLAMPED_SWIGLU
+        yield dtype, "route", what, route_constants(request)
+        yield dtype, "sum_rows", what, sum_constants(request)
+        for tiles in dict.fromkeys(expert_tiles(rows, experts, itemsize) for rows in (1, 1 << 20)):
+            size = f"{what}, tiles of {tiles.block_m} rows"
+            yield dtype, "sort_rows", size, sort_constants(experts, tiles.block_m)
+            yield dtype, "expert_gate_up", size, gate_up_constants(request, tiles, biased)
+            yield dtype, "expert_down", size, down_constants(request, tiles, biased)
 
 
 def spilling_jobs() -> list[Job]:
@@ -219,7 +252,7 @@ def _type(argument: str, types: dict[str, str]) -> str:
         return "*fp32"
     if argument == "positions":
         return "*i64"
-    if argument in ("q", "out", "k", "v", "x", "residual", "weight"):
+    if argument in ("q", "out", "k", "v", "x", "residual", "weight") or argument in EXPERT_TENSORS:
         return f"*{types['q']}"
     return "*i64" if argument in ("source", "destination") else "i32"
 
@@ -233,9 +266,9 @@ def compiled(job: Job, folder: Path) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hardpoint.triton import kernels, row_kernels
+    from hardpoint.triton import expert_kernels, kernels, row_kernels
 
-    module = row_kernels if hasattr(row_kernels, job.kernel) else kernels
+    module = next(m for m in (row_kernels, expert_kernels, kernels) if hasattr(m, job.kernel))
     function, machine, began = getattr(module, job.kernel), MACHINES[job.machine], time.perf_counter()
     signature = {name: job.types.get(name, "constexpr") for name in function.arg_names}
     # What Triton knows of arguments at run time: where tensors and rows begin is a multiple of 16.

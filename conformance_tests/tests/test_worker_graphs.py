@@ -30,7 +30,7 @@ from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, 
 from hardpoint.interfaces.errors import CapabilityRefused, GraphCaptureFailed, WorkerError
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
-from hardpoint_conformance.worker_bench import Bench, config_for, running
+from hardpoint_conformance.worker_bench import Bench, config_for, running, sleep, wake
 
 
 class OldTokens(TorchFunctionMode):
@@ -263,11 +263,11 @@ def test_a_way_that_cannot_be_captured_is_said(model: Model, caplog: pytest.LogC
 def test_graphs_memory_sleeps_and_what_they_hold_is_reported(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hardpoint"), serving(model) as bench:
         assert "captured decode steps of 1, 2, 4, 8 sequences" in caplog.text
-        assert bench.worker.memory_stats().tags[GRAPHS].mapped > 0
-        report = bench.worker.sleep(SleepPlan())
+        assert bench.worker.status().memory.tags[GRAPHS].mapped > 0
+        report = sleep(bench.worker, SleepPlan())
         assert report.residual[GRAPHS] == 400  # what the recorder says of four graphs
-        assert bench.worker.memory_stats().tags[GRAPHS].mapped == 0
-        bench.worker.wake()
+        assert bench.worker.status().memory.tags[GRAPHS].mapped == 0
+        wake(bench.worker)
 
 
 def test_a_cache_of_another_size_is_captured_anew(model: Model) -> None:

@@ -14,25 +14,28 @@ constexpr int32_t kStepsBetweenTrials = 16;
 
 }  // namespace
 
+Plan::Plan(size_t max_tokens, size_t max_seqs)
+    : token_ids(max_tokens),
+      positions(max_tokens),
+      seq_ids(max_seqs),
+      sample_seq_ids(max_seqs),
+      slot_mapping(max_tokens),
+      query_start(max_seqs + 1),
+      context_lens(max_seqs),
+      rows(max_seqs),
+      state_rows(max_seqs),
+      sample_rows(max_seqs),
+      sample_state_rows(max_seqs),
+      sample_positions(max_seqs),
+      sequences(max_seqs) {}
+
 Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(config), blocks_(config.blocks), num_free_rows_(config.max_num_seqs) {
   const auto max_seqs = static_cast<size_t>(config.max_num_seqs);
-  const auto max_tokens = static_cast<size_t>(config.max_num_batched_tokens);
   max_blocks_per_seq = blocks_.blocks_for(static_cast<int64_t>(config.max_model_len) + config.num_lookahead_slots);
-  token_ids = Array<int64_t>(max_tokens);
-  positions = Array<int64_t>(max_tokens);
-  slot_mapping = Array<int32_t>(max_tokens);
-  query_start = Array<int32_t>(max_seqs + 1);
-  context_lens = Array<int32_t>(max_seqs);
-  rows = Array<int32_t>(max_seqs);
-  seq_ids = Array<int64_t>(max_seqs);
-  sample_rows = Array<int32_t>(max_seqs);
-  state_rows = Array<int32_t>(max_seqs);
-  sample_state_rows = Array<int32_t>(max_seqs);
-  sample_positions = Array<int32_t>(max_seqs);
-  sample_seq_ids = Array<int64_t>(max_seqs);
   block_table = Array<BlockId>(max_seqs * max_blocks_per_seq);
-  step_sequences_.resize(max_seqs);
+  for (int32_t i = 0; i <= config.steps_in_flight; ++i)
+    plans_.emplace_back(static_cast<size_t>(config.max_num_batched_tokens), max_seqs);
   running_.reserve(max_seqs);
   for (int32_t row = config.max_num_seqs - 1; row >= 0; --row) free_rows_.push_back(row);
 }
@@ -89,6 +92,7 @@ int64_t Scheduler::add_request(Request request) {
     sequence->arrival = request.arrival;
     sequence->skip_prefix_cache = request.skip_prefix_cache;
     sequence->pooling = request.pooling;
+    sequence->plan_ahead = request.plan_ahead;
     sequence->state = SequenceState::dormant;
     set_stop_ids(*sequence, request.stop_token_ids);
     sequence->table.root = blocks_.cache().acquire_root(request.salt);
@@ -118,9 +122,12 @@ void Scheduler::dequeue(Sequence& sequence) {
 
 // Planning a step
 
-StepCounts Scheduler::schedule() {
-  if (step_pending_) throw std::logic_error("the last step has had neither update() nor fail_step()");
-  step_ = StepCounts{};
+const Plan* Scheduler::schedule() {
+  if (static_cast<size_t>(num_in_flight_) == plans_.size())
+    throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
+  Plan& plan = plans_[(oldest_ + num_in_flight_) % plans_.size()];
+  plan_ = &plan;
+  plan.counts = StepCounts{};
   budget_ = config_.max_num_batched_tokens;
   may_admit_ = true;
   has_prefills_ = false;
@@ -129,22 +136,25 @@ StepCounts Scheduler::schedule() {
   copies.clear();
   preempted.clear();
   planned_.clear();
-  step_swapped_out_.clear();
+  plan.swapped_out.clear();
 
   schedule_decodes();
-  budget_ -= step_.num_tokens;
+  budget_ -= plan.counts.num_seqs;
   if (has_prefills_) schedule_prefills();
   if (may_admit_ && !swapped_.empty()) schedule_swapped();
   if (may_admit_ && swapped_.empty() && !waiting_.empty()) schedule_waiting();
 
-  step_.num_decodes = step_.num_seqs;
+  complete_decodes();
   for (const Chunk& chunk : planned_) emit_chunk(*chunk.sequence, chunk.length);
-  query_start[step_.num_seqs] = step_.num_tokens;
-  step_pending_ = step_.num_seqs > 0;
-  return step_;
+  plan.query_start[plan.counts.num_seqs] = plan.counts.num_tokens;
+  // Where all others wait for their tokens, a sequence may be swapped out in a step that computes nothing.
+  if (plan.counts.num_seqs == 0 && swap_out.empty()) return nullptr;
+  ++num_in_flight_;
+  return &plan;
 }
 
 void Scheduler::schedule_decodes() {
+  int32_t row = 0;
   // Preemption shortens running_ from its end, which this loop has not reached yet.
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& sequence = *running_[i];
@@ -152,22 +162,29 @@ void Scheduler::schedule_decodes() {
       has_prefills_ = true;
       continue;
     }
-    if (sequence.num_computed >= sequence.bookkeeping_at && !prepare_decode(sequence)) return;
-    emit_decode(sequence);
+    if (sequence.waits_for_token()) continue;
+    if (sequence.num_computed >= sequence.bookkeeping_at) {
+      const Readiness readiness = prepare_decode(sequence);
+      if (readiness == Readiness::preempted) break;
+      if (readiness == Readiness::complete) continue;
+    }
+    emit_decode(sequence, row++);
   }
+  plan_->counts.num_seqs = row;
 }
 
-bool Scheduler::prepare_decode(Sequence& sequence) {
+Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
   const int64_t position = sequence.num_computed;
+  if (position + 1 >= sequence.max_total) return Readiness::complete;  // its last token is in flight
   const int32_t total = blocks_.blocks_for(slots_wanted(position + 1));
   while (blocks_.growth(sequence.table, position, total) > blocks_.num_free_device()) {
     Sequence& victim = *running_.back();
     preempt(victim);
-    if (&victim == &sequence) return false;
+    if (&victim == &sequence) return Readiness::preempted;
   }
   blocks_.grow(sequence.table, position, total, copies);
   locate(sequence, position);
-  return true;
+  return Readiness::ready;
 }
 
 int64_t Scheduler::slots_wanted(int64_t num_tokens) const {
@@ -179,27 +196,35 @@ void Scheduler::locate(Sequence& sequence, int64_t position) {
   const int32_t size = config_.blocks.block_size;
   const auto index = static_cast<int32_t>(position / size);
   sequence.slot_offset = (sequence.table.blocks[index] - index) * size;
-  sequence.bookkeeping_at = std::min((index + 1) * size, sequence.table.num_blocks * size - config_.num_lookahead_slots);
+  sequence.bookkeeping_at = std::min({(index + 1) * size, sequence.table.num_blocks * size - config_.num_lookahead_slots,
+                                      sequence.max_total - 1});
 }
 
-void Scheduler::emit_decode(Sequence& sequence) {
-  const int32_t position = sequence.num_computed;
-  const int32_t row = step_.num_seqs++;
-  const int32_t token = step_.num_tokens++;
-  token_ids[token] = sequence.tokens[position];
-  positions[token] = position;
-  slot_mapping[token] = position + sequence.slot_offset;
-  query_start[row] = token;
-  context_lens[row] = position + 1;
-  rows[row] = sequence.row;
-  state_rows[row] = sequence.state_row;
-  seq_ids[row] = sequence.id;
-  const int32_t sample = step_.num_samples++;
-  sample_rows[sample] = row;
-  sample_state_rows[sample] = sequence.state_row;
-  sample_positions[sample] = position + 1 - sequence.prompt_len;
-  sample_seq_ids[sample] = sequence.id;
-  step_sequences_[row] = &sequence;
+void Scheduler::emit_decode(Sequence& sequence, int32_t row) {
+  Plan& plan = *plan_;
+  const int32_t position = sequence.num_computed++;
+  plan.token_ids[row] = position < sequence.num_tokens ? sequence.tokens[position] : -1;
+  plan.positions[row] = position;
+  plan.slot_mapping[row] = position + sequence.slot_offset;
+  plan.rows[row] = sequence.row;
+  plan.state_rows[row] = sequence.state_row;
+  plan.sample_positions[row] = position + 1 - sequence.prompt_len;
+  plan.seq_ids[row] = sequence.id;
+  plan.sequences[row] = &sequence;
+  ++sequence.in_flight;
+}
+
+// What follows from the rows that emit_decode() wrote: each has one token and one sample.
+void Scheduler::complete_decodes() {
+  Plan& plan = *plan_;
+  StepCounts& counts = plan.counts;
+  const int32_t count = counts.num_seqs;
+  counts.num_decodes = counts.num_tokens = counts.num_samples = count;
+  for (int32_t row = 0; row < count; ++row) plan.query_start[row] = row;
+  for (int32_t row = 0; row < count; ++row) plan.sample_rows[row] = row;
+  for (int32_t row = 0; row < count; ++row) plan.context_lens[row] = static_cast<int32_t>(plan.positions[row]) + 1;
+  std::copy_n(plan.state_rows.data(), count, plan.sample_state_rows.data());
+  std::copy_n(plan.seq_ids.data(), count, plan.sample_seq_ids.data());
 }
 
 int32_t Scheduler::chunk_of(const Sequence& sequence) const {
@@ -213,6 +238,7 @@ void Scheduler::schedule_prefills() {
     if (budget_ == 0) return;
     if (sequence->decoding) continue;
     const int32_t length = chunk_of(*sequence);
+    if (length == 0) continue;  // the end of a pooled prompt is in flight
     planned_.push_back({sequence, length});
     budget_ -= length;
   }
@@ -221,6 +247,7 @@ void Scheduler::schedule_prefills() {
 void Scheduler::schedule_swapped() {
   while (!swapped_.empty() && budget_ > 0) {
     Sequence& sequence = **swapped_.begin();
+    if (sequence.in_flight > 0) return;
     if (num_free_rows_ < 1 + sequence.forks_to_come) return;
     if (!config_.enable_chunked_prefill && sequence.remaining() > budget_) return;
     const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
@@ -232,7 +259,7 @@ void Scheduler::schedule_swapped() {
     start_running(sequence);
     if (sequence.decoding) {
       locate(sequence, sequence.num_computed);
-      emit_decode(sequence);
+      emit_decode(sequence, plan_->counts.num_seqs++);
       --budget_;
     } else {
       const int32_t length = chunk_of(sequence);
@@ -245,6 +272,7 @@ void Scheduler::schedule_swapped() {
 void Scheduler::schedule_waiting() {
   while (!waiting_.empty() && budget_ > 0) {
     Sequence& sequence = **waiting_.begin();
+    if (sequence.in_flight > 0) return;
     if (num_free_rows_ < 1 + sequence.forks_to_come) return;
     if (&sequence == blocked_ && blocks_.num_free_device() <= blocked_free_ && ++blocked_steps_ < kStepsBetweenTrials) return;
     if (admit(sequence) != AllocStatus::ok) return;
@@ -288,13 +316,14 @@ AllocStatus Scheduler::admit(Sequence& sequence) {
 }
 
 void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
+  Plan& plan = *plan_;
   const int32_t size = config_.blocks.block_size;
   const int32_t first = sequence.num_computed, last = first + length;
-  const int32_t row = step_.num_seqs++;
+  const int32_t row = plan.counts.num_seqs++;
   const int32_t* tokens = sequence.tokens + first;
-  int64_t* ids = token_ids.data() + step_.num_tokens;
-  int64_t* at = positions.data() + step_.num_tokens;
-  int32_t* slots = slot_mapping.data() + step_.num_tokens;
+  int64_t* ids = plan.token_ids.data() + plan.counts.num_tokens;
+  int64_t* at = plan.positions.data() + plan.counts.num_tokens;
+  int32_t* slots = plan.slot_mapping.data() + plan.counts.num_tokens;
   for (int32_t i = 0; i < length; ++i) {
     ids[i] = static_cast<uint32_t>(tokens[i]);
     at[i] = static_cast<uint32_t>(first + i);
@@ -305,26 +334,28 @@ void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
     const int32_t block_end = std::min((index + 1) * size, last);
     for (; position < block_end; ++position) slots[position - first] = position + offset;
   }
-  query_start[row] = step_.num_tokens;
-  context_lens[row] = last;
-  rows[row] = sequence.row;
-  seq_ids[row] = sequence.id;
-  step_sequences_[row] = &sequence;
-  step_.num_tokens += length;
-  const bool is_sampled = last == sequence.num_tokens && !sequence.pooling;
-  if (is_sampled) {
+  plan.query_start[row] = plan.counts.num_tokens;
+  plan.context_lens[row] = last;
+  plan.rows[row] = sequence.row;
+  plan.seq_ids[row] = sequence.id;
+  plan.sequences[row] = &sequence;
+  plan.counts.num_tokens += length;
+  sequence.num_computed = last;
+  ++sequence.in_flight;
+  if (last == sequence.num_tokens && !sequence.pooling) {
+    sequence.decoding = true;
     for (int32_t i = 0; i <= sequence.forks_to_come; ++i) {
       Sequence* sampled = i == 0 ? &sequence : find_unfinished(sequence.id + i);
       if (sampled == nullptr) continue;
       if (sampled->state_row < 0) take_state_row(*sampled);
-      const int32_t sample = step_.num_samples++;
-      sample_rows[sample] = row;
-      sample_state_rows[sample] = sampled->state_row;
-      sample_positions[sample] = last - sequence.prompt_len;
-      sample_seq_ids[sample] = sampled->id;
+      const int32_t sample = plan.counts.num_samples++;
+      plan.sample_rows[sample] = row;
+      plan.sample_state_rows[sample] = sampled->state_row;
+      plan.sample_positions[sample] = last - sequence.prompt_len;
+      plan.sample_seq_ids[sample] = sampled->id;
     }
   }
-  state_rows[row] = sequence.state_row;
+  plan.state_rows[row] = sequence.state_row;
 }
 
 void Scheduler::note_passed_over(const Sequence& admitted) {
@@ -384,7 +415,8 @@ void Scheduler::preempt(Sequence& sequence) {
     blocks_.swap_out(sequence.table, blocks_.blocks_for(sequence.num_computed), sequence.host_blocks, swap_out);
     sequence.state = SequenceState::swapped;
     swapped_.insert(&sequence);
-    step_swapped_out_.push_back(&sequence);
+    plan_->swapped_out.emplace_back(&sequence, sequence.id);
+    ++sequence.in_flight;
     ++stats_.preemptions_by_swap;
   } else {
     blocks_.free(sequence.table);
@@ -401,7 +433,8 @@ void Scheduler::restart(Sequence& sequence) {
 }
 
 void Scheduler::recompute_all(bool swapped) {
-  if (step_pending_) throw std::logic_error("the last step has had neither update() nor fail_step()");
+  if (num_in_flight_ > 0)
+    throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
   blocks_.reset_prefix_cache();
   blocked_ = nullptr;
   for (Sequence* sequence : running_) {
@@ -444,9 +477,9 @@ bool Scheduler::swap_is_better(const Sequence& sequence) const {
 // Results of a step
 
 const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
-  if (count != step_.num_samples || (!step_pending_ && count != 0))
-    throw std::invalid_argument("the step has " + std::to_string(step_pending_ ? step_.num_samples : 0) +
-                                " samples, and got " + std::to_string(count) + " tokens");
+  const int64_t expected = num_in_flight_ > 0 ? plans_[oldest_].counts.num_samples : 0;
+  if (count != expected)
+    throw std::invalid_argument("the step has " + std::to_string(expected) + " samples, and got " + std::to_string(count) + " tokens");
   uint64_t all = 0;
   // -1 stands for a token that there is not.
   for (int64_t i = 0; i < count; ++i) all |= sampled[i] == -1 ? 0 : static_cast<uint64_t>(sampled[i]);
@@ -454,56 +487,69 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
 
   finished_.ids.clear();
   finished_.reasons.clear();
-  if (!step_pending_) return finished_;
-  step_pending_ = false;
-  for (int32_t row = 0; row < step_.num_decodes; ++row) {
-    Sequence* sequence = step_sequences_[row];
-    if (sequence == nullptr) continue;
-    computed(*sequence, 1);
+  if (num_in_flight_ == 0) return finished_;
+  const Plan& plan = take_oldest();
+  for (const auto& [sequence, id] : plan.swapped_out)
+    if (sequence->id == id) --sequence->in_flight;
+  const StepCounts& step = plan.counts;
+  for (int32_t row = 0; row < step.num_decodes; ++row) {
+    Sequence* sequence = plan.sequences[row];
+    if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
+    --sequence->in_flight;
+    computed(*sequence, sequence->num_tokens);
     accept(*sequence, static_cast<int32_t>(sampled[row]));
   }
-  int32_t sample = step_.num_decodes;
-  for (int32_t row = step_.num_decodes; row < step_.num_seqs; ++row) {
+  int32_t sample = step.num_decodes;
+  for (int32_t row = step.num_decodes; row < step.num_seqs; ++row) {
     const int32_t first = sample;
-    while (sample < step_.num_samples && sample_rows[sample] == row) ++sample;
-    Sequence* sequence = step_sequences_[row];
-    if (sequence == nullptr) continue;
-    computed(*sequence, query_start[row + 1] - query_start[row]);
-    if (sequence->remaining() > 0) continue;
-    if (sequence->pooling) {
+    while (sample < step.num_samples && plan.sample_rows[sample] == row) ++sample;
+    Sequence* sequence = plan.sequences[row];
+    if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
+    --sequence->in_flight;
+    computed(*sequence, plan.context_lens[row]);
+    if (sequence->pooling && plan.context_lens[row] == sequence->prompt_len) {
       end(*sequence, FinishReason::pooled);
+      report(*sequence, FinishReason::pooled);
       continue;
     }
-    if (sequence->forks_to_come > 0) fork(*sequence);
+    if (sample > first && sequence->forks_to_come > 0) fork(*sequence);
     for (int32_t i = first; i < sample; ++i) {
-      Sequence* sampled_for = find_unfinished(sample_seq_ids[i]);
-      if (sampled_for == nullptr) continue;
-      sampled_for->decoding = true;
-      accept(*sampled_for, static_cast<int32_t>(sampled[i]));
+      Sequence* sampled_for = find_unfinished(plan.sample_seq_ids[i]);
+      if (sampled_for != nullptr) accept(*sampled_for, static_cast<int32_t>(sampled[i]));
     }
   }
   if (has_ended_) sweep_running();
   return finished_;
 }
 
-void Scheduler::computed(Sequence& sequence, int32_t count) {
-  sequence.num_computed += count;
-  if (sequence.num_computed >= sequence.register_at) register_blocks(sequence);
+Plan& Scheduler::take_oldest() {
+  Plan& plan = plans_[oldest_];
+  oldest_ = (oldest_ + 1) % plans_.size();
+  --num_in_flight_;
+  return plan;
 }
 
-void Scheduler::register_blocks(Sequence& sequence) {
+// The first `num_computed` tokens were computed, in the sequence's own blocks unless it was preempted since.
+void Scheduler::computed(Sequence& sequence, int32_t num_computed) {
+  if (num_computed < sequence.register_at || sequence.state != SequenceState::running) return;
   const int32_t size = config_.blocks.block_size;
-  blocks_.register_computed(sequence.table, sequence.tokens, sequence.num_computed);
-  sequence.register_at = config_.blocks.enable_prefix_caching ? (sequence.num_computed / size + 1) * size : kNever;
+  blocks_.register_computed(sequence.table, sequence.tokens, num_computed);
+  sequence.register_at = config_.blocks.enable_prefix_caching ? (num_computed / size + 1) * size : kNever;
 }
 
 void Scheduler::accept(Sequence& sequence, int32_t token) {
-  if (token < 0) return end(sequence, FinishReason::error);
+  if (token < 0) {
+    end(sequence, FinishReason::error);
+    report(sequence, FinishReason::error);
+    return;
+  }
   if (sequence.num_tokens == sequence.capacity)
     reserve_tokens(sequence, std::min<int64_t>(sequence.max_total, 2 * static_cast<int64_t>(sequence.capacity)));
   sequence.tokens[sequence.num_tokens++] = token;
   const FinishReason reason = stop_reason(sequence, token);
-  if (reason != FinishReason::none) end(sequence, reason);
+  if (reason == FinishReason::none) return;
+  end(sequence, reason);
+  report(sequence, reason);
 }
 
 FinishReason Scheduler::stop_reason(const Sequence& sequence, int32_t token) const {
@@ -518,36 +564,62 @@ FinishReason Scheduler::stop_reason(const Sequence& sequence, int32_t token) con
 }
 
 void Scheduler::fork(Sequence& parent) {
+  const bool shares_blocks = parent.state == SequenceState::running;
   const int32_t forks = parent.forks_to_come;
   parent.forks_to_come = 0;
-  num_free_rows_ += forks;
+  if (shares_blocks) num_free_rows_ += forks;
   for (int32_t i = 1; i <= forks; ++i) {
     Sequence* unfinished = find_unfinished(parent.id + i);
     if (unfinished == nullptr) continue;
     Sequence& child = *unfinished;
-    take_row(child);
-    blocks_.fork(parent.table, child.table, parent.num_computed);
     reserve_tokens(child, parent.capacity);
     std::copy(parent.tokens, parent.tokens + parent.num_tokens, child.tokens);
     child.num_tokens = parent.num_tokens;
-    child.num_computed = parent.num_computed;
-    child.register_at = parent.register_at;
-    child.bookkeeping_at = 0;
     child.num_cached = parent.num_cached;
     child.num_preemptions = parent.num_preemptions;
     child.boosted = parent.boosted;
+    if (!shares_blocks) {  // the parent was preempted while its prompt was in flight
+      restart(child);
+      continue;
+    }
+    take_row(child);
+    blocks_.fork(parent.table, child.table, parent.num_computed);
+    child.num_computed = parent.num_computed;
+    child.register_at = parent.register_at;
+    child.bookkeeping_at = 0;
+    child.decoding = true;
     start_running(child);
   }
   parent.bookkeeping_at = 0;
 }
 
+// Takes a sequence out of the queue or pool that has it, and its blocks and rows from it. It stays in running_ until sweep_running().
 void Scheduler::end(Sequence& sequence, FinishReason reason) {
-  blocks_.free(sequence.table);
-  give_row(sequence);
+  switch (sequence.state) {
+    case SequenceState::finished:
+      return;
+    case SequenceState::dormant:
+      break;
+    case SequenceState::waiting:
+      dequeue(sequence);
+      break;
+    case SequenceState::swapped:
+      swapped_.erase(&sequence);
+      blocks_.free_host(sequence.host_blocks);
+      break;
+    case SequenceState::running:
+      blocks_.free(sequence.table);
+      give_row(sequence);
+      has_ended_ = true;
+      break;
+  }
+  sequence.forks_to_come = 0;
   sequence.state = SequenceState::finished;
   sequence.finish_reason = reason;
   sequence.decoding = false;
-  has_ended_ = true;
+}
+
+void Scheduler::report(Sequence& sequence, FinishReason reason) {
   finished_.ids.push_back(sequence.id);
   finished_.reasons.push_back(static_cast<int64_t>(reason));
 }
@@ -562,63 +634,32 @@ void Scheduler::sweep_running() {
 const Finished& Scheduler::fail_step() {
   finished_.ids.clear();
   finished_.reasons.clear();
-  if (!step_pending_) return finished_;
-  step_pending_ = false;
-  for (int32_t row = 0; row < step_.num_seqs; ++row) {
-    Sequence* sequence = step_sequences_[row];
-    if (sequence == nullptr) continue;
+  if (num_in_flight_ == 0) return finished_;
+  const Plan& plan = take_oldest();
+  for (int32_t row = 0; row < plan.counts.num_seqs; ++row) {
+    Sequence* sequence = plan.sequences[row];
+    if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
     const int64_t last = sequence->id + sequence->forks_to_come;
     for (int64_t id = sequence->id; id <= last; ++id) {
       Sequence* affected = find_unfinished(id);
       if (affected == nullptr) continue;
-      drop(*affected, FinishReason::error);
-      finished_.ids.push_back(id);
-      finished_.reasons.push_back(static_cast<int64_t>(FinishReason::error));
+      end(*affected, FinishReason::error);
+      report(*affected, FinishReason::error);
     }
   }
-  for (Sequence* sequence : step_swapped_out_) {
-    if (sequence == nullptr || sequence->state != SequenceState::swapped) continue;
+  for (const auto& [sequence, id] : plan.swapped_out) {
+    if (sequence->id != id) continue;
+    --sequence->in_flight;
+    if (sequence->state != SequenceState::swapped) continue;
     swapped_.erase(sequence);
     blocks_.free_host(sequence->host_blocks);
     restart(*sequence);
   }
+  sweep_running();
   return finished_;
 }
 
 // Ending from outside
-
-void Scheduler::drop(Sequence& sequence, FinishReason reason) {
-  switch (sequence.state) {
-    case SequenceState::finished:
-      return;
-    case SequenceState::dormant:
-      break;
-    case SequenceState::waiting:
-      dequeue(sequence);
-      break;
-    case SequenceState::swapped:
-      swapped_.erase(&sequence);
-      blocks_.free_host(sequence.host_blocks);
-      break;
-    case SequenceState::running:
-      running_.erase(std::find(running_.begin(), running_.end(), &sequence));
-      drop_from_step(&sequence);
-      blocks_.free(sequence.table);
-      give_row(sequence);
-      break;
-  }
-  sequence.forks_to_come = 0;
-  sequence.state = SequenceState::finished;
-  sequence.finish_reason = reason;
-  sequence.decoding = false;
-}
-
-void Scheduler::drop_from_step(const Sequence* sequence) {
-  if (!step_pending_) return;
-  const auto end = step_sequences_.begin() + step_.num_seqs;
-  const auto it = std::find(step_sequences_.begin(), end, sequence);
-  if (it != end) *it = nullptr;
-}
 
 void Scheduler::abort(const std::vector<int64_t>& handles) {
   for (const int64_t handle : handles) {
@@ -626,9 +667,10 @@ void Scheduler::abort(const std::vector<int64_t>& handles) {
     const int32_t n = forks == forks_of_.end() ? 1 : forks->second.n;
     for (int32_t i = 0; i < n; ++i) {
       const auto it = by_id_.find(handle + i);
-      if (it != by_id_.end()) drop(*it->second, FinishReason::abort);
+      if (it != by_id_.end()) end(*it->second, FinishReason::abort);
     }
   }
+  if (has_ended_) sweep_running();
 }
 
 bool Scheduler::finish(int64_t id, FinishReason reason) {
@@ -636,7 +678,8 @@ bool Scheduler::finish(int64_t id, FinishReason reason) {
   if (sequence == nullptr) return false;
   if (sequence->forks_to_come > 0)
     throw std::invalid_argument("a sequence that carries the prompt of its forks can only be aborted with its request");
-  drop(*sequence, reason);
+  end(*sequence, reason);
+  if (has_ended_) sweep_running();
   return true;
 }
 

@@ -8,6 +8,12 @@
 // waiting ones are admitted, strictly in rank. The victim of a preemption is the running sequence of lowest rank, so the first
 // one always makes progress; one that was preempted, or passed over in the queue, `fairness_bound` times is boosted above all
 // that are not. Hence nothing starves.
+//
+// Steps in flight. Steps are planned before the tokens of earlier ones are known: schedule() may be called up to
+// `steps_in_flight` times more than update(), which books the oldest step. A token that a step in flight is sampling is -1 in the
+// plan. What ends a sequence by its value is seen when it is booked; what later steps computed for it is dropped. Blocks and rows
+// are free at once, even those that steps in flight use: the worker runs steps in the order of their plans, so a later step
+// writes to them only after earlier ones are done. A preempted sequence waits until no step in flight has it.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -41,6 +47,7 @@ struct SchedulerConfig {
   bool enable_chunked_prefill = true;
   int32_t long_prefill_token_threshold = 0;  // longest chunk of one prompt in a step; 0: no limit but the budget
   int32_t num_lookahead_slots = 0;
+  int32_t steps_in_flight = 0;  // steps that may be planned beyond the oldest one that was not booked
   PreemptionMode preemption_mode = PreemptionMode::automatic;
   double swap_seconds_per_block = 0;
   double recompute_seconds_per_token = 0;
@@ -59,6 +66,7 @@ struct Request {
   std::string salt;
   bool skip_prefix_cache = false;
   bool pooling = false;
+  bool plan_ahead = true;  // false: each step is planned only when the token before is booked
 };
 
 enum class SequenceState : uint8_t {
@@ -72,22 +80,28 @@ enum class SequenceState : uint8_t {
 // Boosted first, then by priority, arrival and id.
 using Rank = std::tuple<bool, int32_t, int64_t, int64_t>;
 
-struct Sequence {
+struct alignas(kCacheLine) Sequence {
   // Read or written in every decode step.
-  int64_t id = 0;
+  int64_t id = -1;
   int32_t* tokens = nullptr;  // of `storage`
   int32_t num_tokens = 0;
-  int32_t num_computed = 0;
-  int32_t slot_offset = 0;  // slot = position + slot_offset, while position < bookkeeping_at
-  int32_t bookkeeping_at = 0;  // the first position that needs a look at the block table
+  int32_t num_computed = 0;    // by steps that were planned, in flight or done
+  int32_t slot_offset = 0;     // slot = position + slot_offset, while position < bookkeeping_at
+  int32_t bookkeeping_at = 0;  // the first position that needs a look at the block table, or whose token would be one too many
   int32_t register_at = 0;     // when so many tokens are computed, a block is full and not registered
-  int32_t row = -1;        // of the block table, while it runs
-  int32_t state_row = -1;  // of the worker's per-sequence state, from its first sample to its release
-  int32_t max_total = 0, min_total = 0;  // tokens, prompt included
-  int32_t stop_ids[4] = {-1, -1, -1, -1};
-  int32_t capacity = 0;  // of `storage`
+  int32_t row = -1;            // of the block table, while it runs
+  int32_t state_row = -1;      // of the worker's per-sequence state, from its first sample to its release
+  int32_t prompt_len = 0;
+  int32_t max_total = 0;      // tokens, prompt included
+  int32_t forks_to_come = 0;  // dormant sequences id + 1 ... that this one carries the prompt for
+  int32_t capacity = 0;       // of `storage`
   SequenceState state = SequenceState::finished;
-  bool decoding = false;  // all tokens but the last, sampled one are computed
+  bool decoding = false;  // all tokens but the last, sampled one are computed; that one may be in flight
+  bool plan_ahead = true;
+  uint8_t in_flight = 0;  // steps that compute it or swap it out, and are not booked
+
+  int32_t min_total = 0;
+  int32_t stop_ids[4] = {-1, -1, -1, -1};
   bool many_stop_ids = false;
   FinishReason finish_reason = FinishReason::none;
   kv::BlockTable table;
@@ -95,10 +109,8 @@ struct Sequence {
   std::vector<int32_t> storage;
   std::vector<int32_t> more_stop_ids;  // sorted; all of them when there are more than four
   std::vector<BlockId> host_blocks;
-  int32_t prompt_len = 0;
   int32_t num_cached = -1;  // prompt tokens found in the prefix cache at the first admission
   int64_t handle = 0;         // id of the request's first sequence
-  int32_t forks_to_come = 0;  // dormant sequences id + 1 ... that this one carries the prompt for
   int32_t priority = 0;
   int64_t arrival = 0;
   int32_t num_preemptions = 0, num_passed_over = 0;
@@ -108,10 +120,24 @@ struct Sequence {
 
   Rank rank() const { return {!boosted, priority, arrival, id}; }
   int32_t remaining() const { return num_tokens - num_computed; }
+  // It is not planned before its sampled token is known: forks share its blocks from then on.
+  bool waits_for_token() const { return in_flight != 0 && (!plan_ahead || forks_to_come > 0); }
 };
 
 struct StepCounts {
   int32_t num_tokens = 0, num_seqs = 0, num_decodes = 0, num_samples = 0;
+};
+
+// One step, planned and not booked.
+struct Plan {
+  StepCounts counts;
+  Array<int64_t> token_ids, positions, seq_ids, sample_seq_ids;
+  Array<int32_t> slot_mapping, query_start, context_lens, rows, state_rows, sample_rows, sample_state_rows, sample_positions;
+  // Of each row. One whose id differs from the row's was released since.
+  std::vector<Sequence*> sequences;
+  std::vector<std::pair<Sequence*, int64_t>> swapped_out;  // with their ids
+
+  Plan(size_t max_tokens, size_t max_seqs);
 };
 
 struct Finished {
@@ -131,13 +157,13 @@ class Scheduler {
   // Id of the request's first sequence; the others follow it, in fork order. The caller has checked the request.
   int64_t add_request(Request request);
 
-  // Plans a step into the buffers below, which hold until the next call. Every schedule() is answered by one update() or
-  // fail_step(); std::logic_error otherwise.
-  StepCounts schedule();
-  // `sampled`: a token for each sample of the step. The sequences that ended, in step order. Tokens of sequences that were
-  // aborted or finished meanwhile are ignored. std::invalid_argument, with nothing changed, on a wrong count or token.
+  // Plans a step; the plan holds until it is booked, the moves below until the next call. Null when nothing can run now. Every
+  // plan is answered by one update() or fail_step(); std::logic_error when more than `steps_in_flight` + 1 are not.
+  const Plan* schedule();
+  // Books the oldest step. `sampled`: a token for each of its samples, -1 where there is none, which ends its sequence with `error`. The sequences that ended, in step order. Tokens of sequences
+  // that ended meanwhile are ignored. std::invalid_argument, with nothing changed, on a wrong count or token.
   const Finished& update(const int64_t* sampled, int64_t count);
-  // The step was not done, or only in part: sequences in it end with `error`, since what their blocks hold is unknown;
+  // The oldest step was not done, or only in part: sequences in it end with `error`, since what their blocks hold is unknown;
   // those swapped out in it are recomputed.
   const Finished& fail_step();
 
@@ -146,7 +172,7 @@ class Scheduler {
   // Ends one sequence; false when it is not alive.
   bool finish(int64_t id, FinishReason reason);
   // What the device's blocks hold is lost: running sequences give them back and wait to be computed again from their tokens,
-  // and the prefix cache forgets everything. `swapped`: what is on the host is lost too. std::logic_error during a step.
+  // and the prefix cache forgets everything. `swapped`: what is on the host is lost too. std::logic_error with a step in flight.
   void recompute_all(bool swapped);
   // Blocks whose contents count, in rising order: cached ones, and those of running sequences' computed tokens if asked for.
   std::vector<BlockId> live_blocks(bool running) const;
@@ -157,17 +183,18 @@ class Scheduler {
   const Sequence& sequence(int64_t id) const { return *by_id_.at(id); }
   bool contains(int64_t id) const { return by_id_.count(id) != 0; }
   const SchedulerConfig& config() const { return config_; }
+  int32_t num_in_flight() const { return num_in_flight_; }
+  std::vector<Plan>& plans() { return plans_; }
   SchedulerStats stats() const;
   kv::BlockStats block_stats() const { return blocks_.stats(); }
   void reset_prefix_cache() { blocks_.reset_prefix_cache(); }
   // The first invariant that does not hold, or an empty string. Slow; for tests.
   std::string check() const;
 
-  // Buffers of the step, see StepCounts for how much of them is in use.
-  Array<int64_t> token_ids, positions, seq_ids, sample_seq_ids;
-  Array<int32_t> slot_mapping, query_start, context_lens, rows, sample_rows, state_rows, sample_state_rows, sample_positions;
+  // One for all steps: a worker reads it before the next schedule().
   Array<BlockId> block_table;
   int32_t max_blocks_per_seq = 0;
+  // Moves of the step that was planned last.
   std::vector<BlockPair> swap_out, swap_in, copies;
   std::vector<int64_t> preempted;
 
@@ -198,10 +225,12 @@ class Scheduler {
   void schedule_prefills();
   void schedule_swapped();
   void schedule_waiting();
-  bool prepare_decode(Sequence& sequence);
+  enum class Readiness { ready, complete, preempted };
+  Readiness prepare_decode(Sequence& sequence);
   int32_t chunk_of(const Sequence& sequence) const;
   AllocStatus admit(Sequence& sequence);
-  void emit_decode(Sequence& sequence);
+  void emit_decode(Sequence& sequence, int32_t row);
+  void complete_decodes();
   void emit_chunk(Sequence& sequence, int32_t length);
   int64_t slots_wanted(int64_t num_tokens) const;
   void locate(Sequence& sequence, int64_t position);
@@ -217,14 +246,13 @@ class Scheduler {
   void give_row(Sequence& sequence);
   void take_state_row(Sequence& sequence);
 
-  void computed(Sequence& sequence, int32_t count);
-  void register_blocks(Sequence& sequence);
+  Plan& take_oldest();
+  void computed(Sequence& sequence, int32_t num_computed);
   void accept(Sequence& sequence, int32_t token);
   void fork(Sequence& parent);
   FinishReason stop_reason(const Sequence& sequence, int32_t token) const;
   void end(Sequence& sequence, FinishReason reason);
-  void drop(Sequence& sequence, FinishReason reason);
-  void drop_from_step(const Sequence* sequence);
+  void report(Sequence& sequence, FinishReason reason);
   void sweep_running();
 
   SchedulerConfig config_;
@@ -247,15 +275,15 @@ class Scheduler {
   int32_t blocked_free_ = 0;
   int32_t blocked_steps_ = 0;
 
-  bool step_pending_ = false;
+  std::vector<Plan> plans_;  // a ring
+  size_t oldest_ = 0;
+  int32_t num_in_flight_ = 0;
+  Plan* plan_ = nullptr;  // the one that is being made
   bool may_admit_ = true;  // nothing was preempted in this step
   bool has_prefills_ = false;
   bool has_ended_ = false;  // running_ holds sequences that are no longer running
   int32_t budget_ = 0;
-  StepCounts step_;
-  std::vector<Chunk> planned_;            // prefill chunks of this step, emitted after the decodes
-  std::vector<Sequence*> step_sequences_;  // of each row; null when it ended since
-  std::vector<Sequence*> step_swapped_out_;
+  std::vector<Chunk> planned_;  // prefill chunks of this step, emitted after the decodes
   Finished finished_;
   SchedulerStats stats_;
 };

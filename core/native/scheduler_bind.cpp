@@ -14,6 +14,7 @@ using kv::BlockStats;
 using scheduler::BlockPair;
 using scheduler::Finished;
 using scheduler::FinishReason;
+using scheduler::Plan;
 using scheduler::Policy;
 using scheduler::PreemptionMode;
 using scheduler::Request;
@@ -45,6 +46,7 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "enable_chunked_prefill", config.enable_chunked_prefill);
   take(settings, "long_prefill_token_threshold", config.long_prefill_token_threshold);
   take(settings, "num_lookahead_slots", config.num_lookahead_slots);
+  take(settings, "steps_in_flight", config.steps_in_flight);
   take(settings, "swap_seconds_per_block", config.swap_seconds_per_block);
   take(settings, "recompute_seconds_per_token", config.recompute_seconds_per_token);
   take(settings, "fairness_bound", config.fairness_bound);
@@ -86,10 +88,29 @@ py::array_t<int32_t> copy_tokens(const Sequence& sequence, int32_t from) {
   return py::array_t<int32_t>(sequence.num_tokens - first, sequence.tokens + first);
 }
 
-py::tuple schedule(Scheduler& self) {
-  const StepCounts step = self.schedule();
+// ((tokens, sequences, decodes, samples), whether anything moves, which of the plans), or None.
+py::object schedule(Scheduler& self) {
+  const Plan* plan = self.schedule();
+  if (plan == nullptr) return py::none();
+  const StepCounts& step = plan->counts;
   const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.preempted.empty());
-  return py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples, moves);
+  return py::make_tuple(py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples), moves,
+                        plan - self.plans().data());
+}
+
+// The arrays of each plan.
+py::list buffers(const py::object& owner) {
+  auto& self = owner.cast<Scheduler&>();
+  const py::ssize_t seqs = self.config().max_num_seqs, tokens = self.config().max_num_batched_tokens;
+  py::list plans;
+  for (Plan& plan : self.plans())
+    plans.append(py::make_tuple(view(owner, plan.token_ids, {tokens}), view(owner, plan.positions, {tokens}),
+                                view(owner, plan.slot_mapping, {tokens}), view(owner, plan.query_start, {seqs + 1}),
+                                view(owner, plan.context_lens, {seqs}), view(owner, plan.rows, {seqs}),
+                                view(owner, plan.state_rows, {seqs}), view(owner, plan.seq_ids, {seqs}),
+                                view(owner, plan.sample_rows, {seqs}), view(owner, plan.sample_seq_ids, {seqs}),
+                                view(owner, plan.sample_state_rows, {seqs}), view(owner, plan.sample_positions, {seqs})));
+  return plans;
 }
 
 }  // namespace
@@ -135,7 +156,7 @@ void bind_scheduler(py::module_& m) {
       .def("add_request",
            [](Scheduler& self, py::object prompt, int64_t token_limit, int32_t n, int64_t max_tokens, int64_t min_tokens,
               std::vector<int32_t> stop_token_ids, int32_t priority, int64_t arrival, std::string salt,
-              bool skip_prefix_cache, bool pooling) {
+              bool skip_prefix_cache, bool pooling, bool plan_ahead) {
              Request request;
              request.prompt = token_ids_from(prompt, token_limit, std::min(max_tokens, scheduler::kReservedOutput));
              request.n = n;
@@ -147,6 +168,7 @@ void bind_scheduler(py::module_& m) {
              request.salt = std::move(salt);
              request.skip_prefix_cache = skip_prefix_cache;
              request.pooling = pooling;
+             request.plan_ahead = plan_ahead;
              return self.add_request(std::move(request));
            })
       .def("schedule", &schedule)
@@ -178,18 +200,13 @@ void bind_scheduler(py::module_& m) {
              const Sequence& sequence = sequence_of(self, id);
              return copy_tokens(sequence, sequence.prompt_len);
            })
-      .def("buffers",
+      .def("buffers", &buffers)
+      .def("block_table",
            [](const py::object& owner) {
              auto& self = owner.cast<Scheduler&>();
-             const py::ssize_t seqs = self.config().max_num_seqs, tokens = self.config().max_num_batched_tokens;
-             return py::make_tuple(view(owner, self.token_ids, {tokens}), view(owner, self.positions, {tokens}),
-                                   view(owner, self.slot_mapping, {tokens}), view(owner, self.query_start, {seqs + 1}),
-                                   view(owner, self.context_lens, {seqs}), view(owner, self.rows, {seqs}),
-                                   view(owner, self.state_rows, {seqs}), view(owner, self.seq_ids, {seqs}),
-                                   view(owner, self.sample_rows, {seqs}), view(owner, self.sample_seq_ids, {seqs}),
-                                   view(owner, self.sample_state_rows, {seqs}), view(owner, self.sample_positions, {seqs}),
-                                   view(owner, self.block_table, {seqs, self.max_blocks_per_seq}));
+             return view(owner, self.block_table, {self.config().max_num_seqs, self.max_blocks_per_seq});
            })
+      .def("num_in_flight", &Scheduler::num_in_flight)
       .def("moves",
            [](const Scheduler& self) {
              return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies),

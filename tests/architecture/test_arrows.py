@@ -13,7 +13,9 @@ CORE = Path(__file__).parents[2] / "core" / "src" / "hardpoint"
 FACADE = "hardpoint"
 """The names that `hardpoint` itself exports."""
 
-PARTS = frozenset({"validation", "memory", "plugins", "scheduler", "sampling", "models", "worker", "executor"})
+PARTS = frozenset(
+    {"validation", "memory", "plugins", "scheduler", "sampling", "layers", "weights", "models", "worker", "executor"}
+)
 
 ALLOWED: dict[str, frozenset[str]] = {
     "interfaces": frozenset(),
@@ -22,8 +24,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "memory": frozenset({"interfaces", "_native"}),
     "scheduler": frozenset({"interfaces", "validation", "_native"}),
     "sampling": frozenset({"interfaces", "validation", "_native"}),
-    "models": frozenset({"interfaces", "validation", "memory", "_native"}),
-    "worker": frozenset({"interfaces", "memory", "models", "sampling"}),
+    "quantization": frozenset({"interfaces"}),
+    "layers": frozenset({"interfaces", "quantization"}),
+    "weights": frozenset({"interfaces", "layers"}),
+    "models": frozenset({"interfaces", "validation", "layers", "quantization", "weights"}),
+    "worker": frozenset({"interfaces", "memory", "layers", "models", "sampling"}),
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces"}),
     "engine": PARTS | {"interfaces"},
@@ -33,8 +38,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""
 
-FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker"})
-"""What a backend may import of the core."""
+FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker", "layers", "models", "quantization"})
+"""What a backend may import of the core; layers and models are what a fused program recognises."""
 
 FOR_SUITE = FOR_BACKENDS | {"plugins"}
 """What the conformance suite may import of the core."""

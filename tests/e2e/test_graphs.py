@@ -111,7 +111,7 @@ def test_kv_cache_leaves_room_for_the_graphs_that_follow_it(
         eager = llm.info.num_device_blocks
     with engine(monkeypatch, budgeted(), **sizes) as llm:
         block = llm.info.kv_bytes // llm.info.num_device_blocks
-        (held,) = llm.engine._core.executor.call("memory_stats")
+        (held,) = llm.engine._core.executor.call("status")
         taken = held.tags[GRAPHS].allocated
         assert taken > Hungry.first + (graphs - 1) * Hungry.other
         assert abs((eager - llm.info.num_device_blocks) * block - taken) < block

@@ -102,14 +102,14 @@ def _pids(llm: LLM) -> list[int]:
 def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
     """A budget that suffices for the smaller of two ranks alone puts none to sleep."""
     executor = llm.engine._core.executor
-    before = executor.call("memory_stats")
+    before = executor.call("status")
     sizes = [stats.tags[WEIGHTS].allocated + stats.tags[BUFFERS].allocated for stats in before]
     assert sizes[0] > sizes[1], "rank 0 has two of the three KV heads"
     plan = SleepPlan(tags=frozenset({WEIGHTS, BUFFERS}), host_budget=sum(sizes) // 2)
     with pytest.raises(HostBudgetExceeded, match="rank 0") as caught:
         executor.sleep(plan)
     assert caught.value.rank == 0
-    after = executor.call("memory_stats")
+    after = executor.call("status")
     assert [(stats.tags, stats.asleep) for stats in after] == [(stats.tags, frozenset()) for stats in before]
 
 

@@ -157,7 +157,7 @@ def test_number_of_ranks(backend: Resolved, model: Callable[..., str]) -> None:
     )
     worker = HostWorker(WorkerContext(backend.descriptor, backend.device, config))
     with pytest.raises(CapabilityRefused) as caught:
-        worker.init_device()
+        worker.start()
     supported = claims_of(backend).tensor_parallel
     assert f"64 tensor-parallel ranks are not supported (supported: {supported})" in str(caught.value)
     assert 1 in supported

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from hardpoint.executor import Executor
-from hardpoint.interfaces import Device, SleepPlan, StepInput, StepOutput
+from hardpoint.interfaces import Device, MemoryReport, SleepPlan, StepInput, StepOutput, WakePlan
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HardpointError, RanksDiverged
 from hardpoint.memory import VirtualAllocator
 from hardpoint_conformance.interposed import InterposedDriver
@@ -60,6 +60,12 @@ class Ranks(Executor):
     def shutdown(self) -> None:
         pass
 
+    def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
+        return self.change(plan)
+
+    def wake(self, tags: Iterable[str] | None = None) -> list[MemoryReport]:
+        return self.change(WakePlan(None if tags is None else frozenset(tags)))
+
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         outcomes: list[Any] = []
         for bench in self.benches:
@@ -77,7 +83,7 @@ class Ranks(Executor):
 
     @property
     def asleep(self) -> set[frozenset[str]]:
-        return {stats.asleep for stats in self.call("memory_stats")}
+        return {status.memory.asleep for status in self.call("status")}
 
     def all_serve(self) -> bool:
         """Compute two further tokens on every rank from the keys and values that it has; whether they are those of one that never slept."""
@@ -180,7 +186,7 @@ def test_a_rank_that_cannot_roll_back_is_named_and_woken_with_the_others(ranks: 
     assert caught.value.ranks == (0,)
     assert isinstance(caught.value.__context__, DriverError)
     assert ranks.driver(0).disarm()
-    assert ranks.asleep == {frozenset(), ranks.benches[0].worker.memory_stats().asleep}
+    assert ranks.asleep == {frozenset(), ranks.benches[0].worker.status().memory.asleep}
     ranks.wake()
     assert ranks.all_serve()
 

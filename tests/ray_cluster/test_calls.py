@@ -63,6 +63,6 @@ def test_ranks_are_processes_on_the_nodes_with_a_device_of_the_node_and_a_share_
     pair: RayExecutor,
 ) -> None:
     first, second = pair.pids
-    paths = [model.path for model in pair.call("load_model")]
+    paths = [model.path for model in pair.call("load")]
     assert paths == [f"pid {first} rank 0 device 0 3", f"pid {second} rank 1 device 0 3"]
     assert len(set(pair.nodes)) == 2

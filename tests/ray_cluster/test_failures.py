@@ -42,11 +42,11 @@ def nothing_is_left(executor: RayExecutor, groups: int) -> bool:
     return all(map(is_gone, executor.pids)) and placed() == groups
 
 
-@pytest.mark.parametrize("call", ["collect", "begin_sleep"])
+@pytest.mark.parametrize("call", ["collect", "begin"])
 def test_a_rank_whose_process_is_killed_is_reported_in_time_and_ends_all(call: str, make: Make, step: Any) -> None:
     groups = placed()
     executor = make(order(call, "kill", 1), order("collect", "hang", 0), ranks=2)
-    run = (lambda: run_step(executor, step([1], 16))) if call == "collect" else (lambda: executor.sleep(SleepPlan()))
+    run = (lambda: run_step(executor, step([1], 16))) if call == "collect" else (lambda: executor.change(SleepPlan()))
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 failed: its process has ended, or its machine \(on ") as raised:
         run()
@@ -56,7 +56,7 @@ def test_a_rank_whose_process_is_killed_is_reported_in_time_and_ends_all(call: s
     executor.shutdown()
     assert wait_until(lambda: nothing_is_left(executor, groups))
     # In the same process, an engine can be made again.
-    assert make(ranks=2).call("missing_weights") == [{"of rank 0"}, {"of rank 1"}]
+    assert [status.missing_weights for status in make(ranks=2).call("status")] == [{"of rank 0"}, {"of rank 1"}]
 
 
 def test_a_rank_that_ends_itself_or_raises_past_every_error_is_reported(make: Make, step: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_rank_that_dies_between_calls_ends_all_without_a_call(make: Make, capl
     assert wait_until(lambda: any("rank 0 failed" in message for message in caplog.messages))
     for _ in range(2):
         with pytest.raises(RankFailed, match="rank 0"):
-            executor.call("memory_stats")
+            executor.call("status")
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["well", "waits"])

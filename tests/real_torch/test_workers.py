@@ -21,12 +21,14 @@ from hardpoint.interfaces import (
     SleepPlan,
     SleepTier,
     StepInput,
+    WeightWrite,
     WorkerConfig,
     WorkerContext,
 )
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint_conformance.tiny_model import Model, Shape, tiny_model
+from hardpoint_conformance.worker_bench import sleep, wake
 
 MIB = 1 << 20
 BLOCKS = 256
@@ -62,8 +64,8 @@ def started(machine: Any, model: Model) -> Iterator[tuple[Any, dict[str, torch.T
     worker = descriptor.worker()(WorkerContext(descriptor, machine.devices[1], config))
     broken_before = len(machine.broken_rules())
     used_before, pinned_before = machine.used(1), machine.simulator.stats().host_bytes
-    worker.init_device()
-    worker.load_model()
+    worker.start()
+    worker.load()
     worker.initialize_kv(BLOCKS, 2)
     yield worker, held
     held.clear()
@@ -88,7 +90,7 @@ def test_weights_and_cache_lie_in_the_devices_memory(started: Any, machine: Any,
     assert {tensor.device for tensor in held.values()} == {cache.device}
     embedding = held["embed"].cpu().float()
     assert torch.equal(embedding, model.weights["model.embed_tokens.weight"].to(torch.bfloat16).float())
-    books = worker.memory_stats().tags
+    books = worker.status().memory.tags
     block_size = machine.descriptor.capabilities(machine.devices[1]).attention.default_block_size
     assert books[KV_CACHE].allocated == cache.nbytes == BLOCKS * 2 * 2 * block_size * 2 * 64 * 2
     assert books[WEIGHTS].allocated == sum(
@@ -112,11 +114,11 @@ def test_sleep_gives_the_memory_back_and_wake_restores_bytes_and_addresses(
     worker, held = started
     before, places = content(held), addresses(held)
     policies = {WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}
-    report = worker.sleep(SleepPlan(policies=policies, tier=tier, disk_directory=str(tmp_path)))
+    report = sleep(worker, SleepPlan(policies=policies, tier=tier, disk_directory=str(tmp_path)))
     assert report.unmapped >= sum(tensor.nbytes for tensor in held.values())
     assert machine.used(1) < 2 * MIB
-    worker.wake([WEIGHTS])
-    worker.wake()
+    wake(worker, [WEIGHTS])
+    wake(worker)
     assert addresses(held) == places
     after = content(held)
     assert after.keys() == before.keys()
@@ -127,9 +129,9 @@ def test_weights_are_updated_in_place(started: Any, model: Model) -> None:
     worker, held = started
     places = addresses(held)
     new = torch.full_like(model.weights["model.norm.weight"], 0.5)
-    assert worker.update_weights([("model.norm.weight", new)]) == 1
+    assert worker.write_weights(WeightWrite.UPDATE, [("model.norm.weight", new)]) == 1
     assert held["final_norm"].cpu().float().unique().tolist() == [0.5]
-    assert worker.reload_weights() == len(model.weights)
+    assert worker.write_weights(WeightWrite.RELOAD) == len(model.weights)
     assert torch.equal(held["final_norm"].cpu().float(), model.weights["model.norm.weight"].to(torch.bfloat16).float())
     assert addresses(held) == places
 

@@ -25,6 +25,7 @@ from hardpoint_ascend.capabilities import GRAPHS_VARIABLE
 from hardpoint_ascend.graphs import AscendGraphRunner
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
+from hardpoint_conformance.worker_bench import sleep, wake
 
 from . import simulated_graphs as simulated
 from .reference_backend import descriptor
@@ -119,12 +120,12 @@ def test_what_would_hang_a_device_is_found(
 
 def test_graphs_memory_sleeps_under_its_tag(target: Target, model: Model) -> None:
     with serving(model, target) as bench:
-        held = bench.worker.memory_stats().tags[GRAPHS]
+        held = bench.worker.status().memory.tags[GRAPHS]
         assert held.mapped > 0
-        bench.worker.sleep(SleepPlan())
-        assert bench.worker.memory_stats().tags[GRAPHS].mapped == 0
-        bench.worker.wake()
-        assert bench.worker.memory_stats().tags[GRAPHS] == held
+        sleep(bench.worker, SleepPlan())
+        assert bench.worker.status().memory.tags[GRAPHS].mapped == 0
+        wake(bench.worker)
+        assert bench.worker.status().memory.tags[GRAPHS] == held
 
 
 @contextmanager

@@ -31,7 +31,17 @@ HP_INLINE vf gelu_tanh(vf x) {
 
 HP_INLINE vf soft_cap(vf x, float cap) { return cap > 0 ? cap * tanh(x / cap) : x; }
 
-HP_INLINE vf gated(vf gate, vf up, Epilogue kind) { return (kind == Epilogue::SiluMul ? silu(gate) : gelu_tanh(gate)) * up; }
+// GPT-OSS's model code: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up within 7 of zero. A NaN stays one.
+HP_INLINE vf clamped_swiglu(vf gate, vf up) {
+  gate = min(splat(7.0f), gate);
+  up = max(splat(-7.0f), min(splat(7.0f), up));
+  return (up + 1.0f) * gate / (1.0f + exp(-1.702f * gate));
+}
+
+HP_INLINE vf gated(vf gate, vf up, Epilogue kind) {
+  if (kind == Epilogue::ClampedSwiGluMul) return clamped_swiglu(gate, up);
+  return (kind == Epilogue::SiluMul ? silu(gate) : gelu_tanh(gate)) * up;
+}
 
 }  // namespace HP_ISA
 }  // namespace hp

@@ -105,8 +105,6 @@ void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const 
   if (rope_tables_.empty()) throw std::invalid_argument("the decoder has no rotary tables yet");
   if (batch.num_tokens > config_.max_tokens)
     throw std::invalid_argument("a step of " + text(batch.num_tokens) + " tokens exceeds the decoder's " + text(config_.max_tokens));
-  if (step.output != DecoderOutput::Hidden && step.num_rows > config_.max_rows)
-    throw std::invalid_argument(text(step.num_rows) + " rows of logits exceed the decoder's " + text(config_.max_rows));
   int64_t positions = rope_tables_[0].max_positions;
   for (const RopeTable& table : rope_tables_) positions = std::min(positions, table.max_positions);
   for (int64_t t = 0; t < batch.num_tokens; ++t) {
@@ -204,24 +202,27 @@ void Decoder::feed_forward(const DecoderLayer& layer, int64_t m) const {
   add_branch(call(layer.down, scratch_.activated, config_.intermediate, m), layer.mlp_out_norm);
 }
 
-void Decoder::write_output(const DecoderStep& step, bool compacted) const {
+void Decoder::write_hidden(const DecoderStep& step, bool compacted) const {
   const int64_t hidden = config_.hidden, size = itemsize(config_.dtype);
   const NormedRows rows{&op_kernels(),   scratch_.residual, compacted ? nullptr : step.rows, config_.final_norm, hidden,
                         config_.norm_eps, config_.dtype};
-  if (step.output == DecoderOutput::Hidden) {
-    for_tokens(step.num_rows, [&](int64_t i) { NormedRows::fill(&rows, i, static_cast<char*>(step.out) + i * hidden * size); });
-    return;
-  }
-  LinearCall head = call(config_.head, scratch_.normed, hidden, step.num_rows);
+  for_tokens(step.num_rows, [&](int64_t i) { NormedRows::fill(&rows, i, static_cast<char*>(step.out) + i * hidden * size); });
+}
+
+void Decoder::head(const void* hidden, int64_t rows, DecoderOutput output, void* out) const {
+  if (!scratch_.residual) throw std::invalid_argument("the decoder has no scratch memory yet");
+  if (rows > config_.max_rows) throw std::invalid_argument(text(rows) + " rows of logits exceed the decoder's " + text(config_.max_rows));
+  if (rows == 0) return;
+  LinearCall head = call(config_.head, hidden, config_.hidden, rows);
   head.soft_cap = config_.logit_soft_cap;
-  if (step.output == DecoderOutput::ArgMax) {
+  if (output == DecoderOutput::ArgMax) {
     head.epilogue = Epilogue::ArgMax;
-    head.arg_max = static_cast<int64_t*>(step.out);
+    head.arg_max = static_cast<int64_t*>(out);
   } else {
-    head.out = step.out;
+    head.out = out;
     head.out_stride = config_.vocab;
   }
-  linear(head, rows.producer());
+  linear(head);
 }
 
 void Decoder::run(const DecoderStep& step, PreparedBatch& prepared) {
@@ -245,7 +246,7 @@ void Decoder::run(const DecoderStep& step, PreparedBatch& prepared) {
     add_branch(o, layer.attention_out_norm);
     feed_forward(layer, m);
   }
-  if (step.num_rows > 0) write_output(step, compact);
+  if (step.num_rows > 0) write_hidden(step, compact);
 }
 
 }  // namespace hp

@@ -59,17 +59,15 @@ struct DecoderConfig {
 enum class DecoderOutput : int {
   Logits = 0,  // float [rows, vocab]
   ArgMax = 1,  // int64_t [rows]
-  Hidden = 2,  // after the final norm, the model's dtype [rows, hidden]
 };
 
 struct DecoderStep {
   const int64_t* token_ids = nullptr;  // [tokens]
   const int64_t* positions = nullptr;  // [tokens]
   char* kv_cache = nullptr;            // [layers, 2, blocks, kv_heads, block_size, head_dim]
-  const int32_t* rows = nullptr;       // [num_rows] tokens whose output is wanted
+  const int32_t* rows = nullptr;       // [num_rows] tokens whose hidden states are wanted
   int64_t num_rows = 0;
-  DecoderOutput output = DecoderOutput::Logits;
-  void* out = nullptr;
+  void* out = nullptr;  // [num_rows, hidden] in the model's dtype, after the final norm
 };
 
 class Decoder {
@@ -86,6 +84,9 @@ class Decoder {
   // Throws std::invalid_argument or std::out_of_range for a step beyond the configured sizes or a token, position or row that
   // does not exist, before any work. One step at a time.
   void run(const DecoderStep& step, PreparedBatch& prepared);
+
+  // Logits, or the tokens of the highest ones, of hidden states [rows, hidden] that `run` gave.
+  void head(const void* hidden, int64_t rows, DecoderOutput output, void* out) const;
 
  private:
   struct Scratch {
@@ -106,7 +107,7 @@ class Decoder {
   void attend(const DecoderLayer& layer, int64_t index, const DecoderStep& step, PreparedBatch& prepared) const;
   int64_t keep_rows(const DecoderLayer& layer, const DecoderStep& step) const;
   void feed_forward(const DecoderLayer& layer, int64_t m) const;
-  void write_output(const DecoderStep& step, bool compacted) const;
+  void write_hidden(const DecoderStep& step, bool compacted) const;
 
   DecoderConfig config_;
   std::vector<RopeTable> rope_tables_;

@@ -20,8 +20,6 @@ constexpr int64_t kAlignment = 64;
 
 int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
-bool is_gated(Epilogue e) { return e == Epilogue::SiluMul || e == Epilogue::GeluTanhMul; }
-
 // x in fp32 or padded to whole pairs; one row set per thread for a producer; running maxima per thread.
 int64_t row_bytes(int64_t k, DType dtype) { return aligned(k_padded(k, dtype) * 4); }
 int64_t thread_rows_bytes(int64_t m, int64_t k, DType dtype) { return std::min(m, kFewRows) * row_bytes(k, dtype); }

@@ -47,12 +47,17 @@ void pack_weight(const void* src, int64_t src_stride, int64_t rows, int64_t k, D
 void unpack_weight(const void* tiles, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* dst, int64_t dst_stride);
 
 enum class Epilogue {
-  Store,        // out = y
-  AddResidual,  // out (fp32) += y
-  SiluMul,      // out[:, j] = silu(gate_j) * up_j; out has n / 2 columns
-  GeluTanhMul,  // the same with the tanh form of GELU
-  ArgMax,       // arg_max[row] = lowest column of the greatest y; nothing else is stored
+  Store,             // out = y
+  AddResidual,       // out (fp32) += y
+  SiluMul,           // out[:, j] = silu(gate_j) * up_j; out has n / 2 columns
+  GeluTanhMul,       // the same with the tanh form of GELU
+  ArgMax,            // arg_max[row] = lowest column of the greatest y; nothing else is stored
+  ClampedSwiGluMul,  // as SiluMul, with the clamped form of GPT-OSS
 };
+
+static inline bool is_gated(Epilogue e) {
+  return e == Epilogue::SiluMul || e == Epilogue::GeluTanhMul || e == Epilogue::ClampedSwiGluMul;
+}
 
 // Scratch that the caller lends for the length of a call: at least linear_workspace_bytes(...) bytes, 64-byte aligned.
 struct Workspace {

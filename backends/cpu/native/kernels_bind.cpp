@@ -35,7 +35,7 @@ PackedWeight weight(const WeightTuple& w) {
   return {at<void>(std::get<0>(w)), std::get<1>(w), std::get<2>(w), static_cast<DType>(std::get<3>(w))};
 }
 
-// A layer's tensors by their names in hardpoint.interfaces.DecoderSpec; absent ones are null.
+// A layer's tensors by their names in hardpoint_cpu.decoder.DecoderSpec; absent ones are null.
 DecoderLayer decoder_layer(const AttentionLayer& attention, int rope_table, const std::map<std::string, WeightTuple>& weights,
                            const std::map<std::string, Address>& vectors) {
   const auto vector = [&](const char* name) {
@@ -158,10 +158,15 @@ void bind_decoder(py::module_& m) {
       .def(
           "run",
           [](Decoder& d, PreparedBatch& prepared, Address token_ids, Address positions, Address kv_cache, Address rows,
-             int64_t num_rows, int output, Address out) {
-            d.run({at<int64_t>(token_ids), at<int64_t>(positions), at<char>(kv_cache), at<int32_t>(rows), num_rows,
-                   static_cast<DecoderOutput>(output), at<void>(out)},
+             int64_t num_rows, Address out) {
+            d.run({at<int64_t>(token_ids), at<int64_t>(positions), at<char>(kv_cache), at<int32_t>(rows), num_rows, at<void>(out)},
                   prepared);
+          },
+          unlocked)
+      .def(
+          "head",
+          [](const Decoder& d, Address hidden, int64_t rows, int output, Address out) {
+            d.head(at<void>(hidden), rows, static_cast<DecoderOutput>(output), at<void>(out));
           },
           unlocked);
 }

@@ -37,6 +37,11 @@ struct OpKernels {
   void (*soft_cap)(float* x, int64_t n, float cap);
   int64_t (*arg_max)(const float* x, int64_t n);
   float (*log_sum_exp)(const float* x, int64_t n);
+  // The k greatest of x, in order, and their softmax; see route(). Overwrites x.
+  void (*top_k_softmax)(float* x, int64_t n, int64_t k, bool renormalise, int32_t* chosen, float* weights);
+  // out = the sum of weights[i] * rows[places[i]], in ascending i, of rows [*, n].
+  void (*weighted_sum)(const float* rows, int64_t stride, const int64_t* places, const float* weights, int64_t count, int64_t n,
+                       void* out, DType out_dtype);
 };
 
 // The kernels of the active instruction set.

@@ -16,18 +16,15 @@ from hardpoint.interfaces import (
     AttentionLayer,
     AttentionPlan,
     AttentionRequest,
-    DecoderOutput,
-    DecoderRequest,
-    DecoderSpec,
     DType,
-    Refusal,
+    FuseRequest,
     StepBatch,
 )
 from hardpoint_cpu import _native
 from hardpoint_cpu.allocator import CpuAllocator
 from hardpoint_cpu.attention import CpuAttention
+from hardpoint_cpu.decoder import CpuDecoder, DecoderSpec, RopeTables, refusals
 from hardpoint_cpu.descriptor import hardpoint_backend
-from hardpoint_cpu.kernels import CpuDecoder, CpuKernels
 
 MAX_CONTEXT = 96
 BLOCK_SIZE = 8
@@ -136,6 +133,14 @@ def reference_logits(spec: DecoderSpec, weights: dict[str, Tensor], tokens: Tens
     return cap(hidden @ w["embed" if spec.tied else "head"].T, spec.logit_soft_cap), hidden
 
 
+def decoder(
+    spec: DecoderSpec, request: FuseRequest, allocator: CpuAllocator, tables: RopeTables | None = None
+) -> CpuDecoder:
+    """Return a decoder whose parameters are named as in its specification."""
+    names = {name: name for name in spec.weight_shapes()}
+    return CpuDecoder(spec, request, allocator, rotary_tables(spec) if tables is None else tables, names)
+
+
 @dataclass
 class Runner:
     """A decoder with its cache, and sequences that grow step by step."""
@@ -145,6 +150,7 @@ class Runner:
     weights: dict[str, Tensor]
     max_tokens: int = 128
     max_samples: int = 64
+    tables: RopeTables | None = None
     context: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,13 +162,11 @@ class Runner:
         )
         assert isinstance(plan, AttentionPlan)
         self.plan = plan
-        request = DecoderRequest(self.spec, self.dtype, plan, self.max_tokens, self.max_samples, MAX_CONTEXT)
-        program = CpuKernels(device).plan_decoder(request, self.allocator)
-        assert isinstance(program, CpuDecoder)
-        self.program = program
+        request = FuseRequest(self.dtype, plan, self.max_tokens, self.max_samples, MAX_CONTEXT)
+        assert not refusals(self.spec, request)
+        self.program = decoder(self.spec, request, self.allocator, self.tables)
         for name, tensor in self.weights.items():
-            program.load_weight(name, tensor)
-        program.set_rope_tables(rotary_tables(self.spec))
+            self.program.load_weight(name, tensor)
         self.blocks_per_seq = MAX_CONTEXT // BLOCK_SIZE
         self.cache = self.allocator.empty(plan.kv_cache.shape(16 * self.blocks_per_seq), self.dtype, KV_CACHE)
         self.cache.fill_(float("nan"))
@@ -170,7 +174,7 @@ class Runner:
     def step(
         self,
         new_tokens: dict[int, list[int]],
-        output: DecoderOutput = DecoderOutput.LOGITS,
+        output: str = "logits",
         rows: list[int] | None = None,
     ) -> Tensor:
         """Append tokens to sequences, run, and return the output of `rows` (by default the last token of each sequence)."""
@@ -206,7 +210,8 @@ class Runner:
             preempted=np.empty(0, np.int64),
         )
         wanted = torch.tensor(query_start[1:] - 1 if rows is None else rows, dtype=torch.int32)
-        return self.program.run(batch, self.attention.prepare(self.plan, batch), self.cache, wanted, output).clone()
+        hidden = self.program.run(batch, self.attention.prepare(self.plan, batch), self.cache, wanted)
+        return (hidden if output == "hidden" else getattr(self.program, output)(hidden)).clone()
 
 
 def tokens_of(seed: int, n: int) -> list[int]:
@@ -235,7 +240,7 @@ def test_prefill_and_decode_agree_with_float64(family: str, dtype: DType) -> Non
         assert (logits[0] - expected[position]).abs().max() < bound
 
     again = Runner(spec, dtype, weights)
-    states = again.step({0: tokens}, DecoderOutput.HIDDEN, rows=list(range(30)))
+    states = again.step({0: tokens}, "hidden", rows=list(range(30)))
     assert states.dtype is dtype.to_torch()
     assert (states.double() - hidden).abs().max() < 2 * bound
 
@@ -293,7 +298,7 @@ def test_argmax_output_is_the_argmax_of_the_logits(family: str, count: int) -> N
     tokens = tokens_of(4, 30)
     rows = list(range(30 - count, 30))
     logits = Runner(spec, DType.BFLOAT16, weights).step({0: tokens}, rows=rows)
-    chosen = Runner(spec, DType.BFLOAT16, weights).step({0: tokens}, DecoderOutput.ARGMAX, rows=rows)
+    chosen = Runner(spec, DType.BFLOAT16, weights).step({0: tokens}, "argmax", rows=rows)
     assert chosen.dtype is torch.int64
     assert chosen.tolist() == logits.argmax(-1).tolist()
 
@@ -326,9 +331,7 @@ def test_packed_weights_take_the_bytes_of_the_plain_ones() -> None:
     allocator = CpuAllocator(device)
     plan = CpuAttention(device).plan(AttentionRequest(spec.attention, DType.BFLOAT16, DType.BFLOAT16, 8, MAX_CONTEXT))
     assert isinstance(plan, AttentionPlan)
-    request = DecoderRequest(spec, DType.BFLOAT16, plan, 16, 4, MAX_CONTEXT)
-    program = CpuKernels(device).plan_decoder(request, allocator)
-    assert isinstance(program, CpuDecoder)
+    program = decoder(spec, FuseRequest(DType.BFLOAT16, plan, 16, 4, MAX_CONTEXT), allocator)
     shapes = spec.weight_shapes().values()
     plain = sum(2 * s[0] * s[1] if len(s) == 2 else 4 * s[0] for s in shapes)
     stats = allocator.stats().tags
@@ -346,7 +349,7 @@ def test_packed_weights_take_the_bytes_of_the_plain_ones() -> None:
         (lambda r: r.step({0: [1]}, rows=[0] * 65), "65 rows"),
         (lambda r: r.program.load_weight("layers.9.qkv", torch.zeros(1)), "layers.9.qkv"),
         (lambda r: r.program.load_weight("embed", torch.zeros(VOCAB, 41)), "embed"),
-        (lambda r: r.program.set_rope_tables(()), "rotary"),
+        (lambda r: Runner(LLAMA, DType.FLOAT32, {}, tables=()), "rotary"),
     ],
 )
 def test_a_wrong_step_or_weight_is_refused_with_its_reason(change: Callable[[Runner], object], message: str) -> None:
@@ -360,9 +363,6 @@ def test_a_decoder_that_cannot_be_run_is_refused_with_every_reason() -> None:
     spec = replace(LLAMA, attention=(replace(LAYER, alibi=True),) * 3, rotary_dim=18)
     plan = CpuAttention(device).plan(AttentionRequest(spec.attention, DType.FLOAT32, DType.FLOAT32, 8, MAX_CONTEXT))
     assert isinstance(plan, AttentionPlan)
-    request = DecoderRequest(spec, DType.FLOAT8_E4M3, plan, 16, 4, MAX_CONTEXT)
-    refusal = CpuKernels(device).plan_decoder(request, CpuAllocator(device))
-    assert isinstance(refusal, Refusal)
-    text = "; ".join(refusal.reasons)
+    text = "; ".join(refusals(spec, FuseRequest(DType.FLOAT8_E4M3, plan, 16, 4, MAX_CONTEXT)))
     for part in ("float8_e4m3fn", "ALiBi", "rotary dimension 18", "KV cache of float32"):
         assert part in text

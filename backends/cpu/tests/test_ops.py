@@ -99,16 +99,22 @@ def test_rotary_turns_pairs_by_their_angles_inside_a_fused_row(
 def test_gated_activation(kernels: CpuKernels, n: int, activation: Activation, dtype: torch.dtype) -> None:
     x = random(2, 5, 2 * n, dtype=dtype) * 3
     gate, up = x.double().chunk(2, -1)
-    silu = activation is Activation.SILU
-    act = torch.nn.functional.silu(gate) if silu else torch.nn.functional.gelu(gate, approximate="tanh")
-    assert_rounded(kernels.gated_activation(x, activation), act * up)
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate = gate.clamp(max=7)
+        exact = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+    else:
+        silu = activation is Activation.SILU
+        exact = (torch.nn.functional.silu(gate) if silu else torch.nn.functional.gelu(gate, approximate="tanh")) * up
+    assert_rounded(kernels.gated_activation(x, activation), exact)
 
 
 @pytest.mark.parametrize("activation", list(Activation))
 def test_activation_of_extreme_values_is_its_limit(kernels: CpuKernels, activation: Activation) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e30])
     out = kernels.gated_activation(torch.cat((gate, torch.ones(8))), activation)
-    assert torch.allclose(out, gate.clamp(min=0), atol=1e-30)
+    limit = 2 * gate.clamp(0, 7) if activation is Activation.CLAMPED_SWIGLU else gate.clamp(min=0)
+    # 1.702 * 7 is not yet beyond float32.
+    assert torch.allclose(out, limit, atol=1e-30, rtol=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 5, 16, 49, 1000])
@@ -135,21 +141,6 @@ def test_soft_cap(kernels: CpuKernels) -> None:
     assert ((logits - exact).abs() <= 2.0**-21 * exact.abs()).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_takes_any_leading_shape_and_a_bias(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    weight, bias, x = (
-        random(37, 21, dtype=dtype),
-        random(37, dtype=dtype, seed=1),
-        random(2, 5, 21, dtype=dtype, seed=2),
-    )
-    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    bound = 2.0**-18 * (x.double().abs() @ weight.double().abs().T + 1) + torch.finfo(dtype).eps * exact.abs()
-    out = kernels.linear(weight, bias)(x)
-    assert out.dtype is dtype
-    assert ((out.double() - exact).abs() <= bound).all()
-    assert kernels.linear(weight, None)(x[:0]).shape == (0, 5, 37)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -160,9 +151,6 @@ def test_linear_takes_any_leading_shape_and_a_bias(kernels: CpuKernels, dtype: t
         (lambda k: k.add_rms_norm(random(2, 4, 8), random(2, 5, 8)[:, :4], random(8), 1e-5), "in place"),
         (lambda k: k.gated_activation(random(4, 7), Activation.SILU), "even"),
         (lambda k: k.argmax(random(4, 7).half()), "float32"),
-        (lambda k: k.linear(random(4, 7), random(5)), "bias"),
-        (lambda k: k.linear(random(4, 7), None)(random(2, 6)), "x is"),
-        (lambda k: k.linear(random(4, 7), None)(random(2, 7).half()), "float16"),
         (
             lambda k: k.rotary(random(2, 1, 8), random(2, 1, 8), torch.tensor([0, 9]), random(9, 4), random(9, 4)),
             "positions",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from hardpoint.interfaces import (
     Capabilities,
     DeviceAllocator,
     DType,
+    MemoryChange,
+    MemoryReport,
     ModelInfo,
     Policy,
     Pooling,
@@ -30,6 +33,7 @@ from hardpoint.interfaces import (
     StepInput,
     StepOutput,
     TokenLogprobs,
+    WakePlan,
     Worker,
     WorkerConfig,
 )
@@ -112,6 +116,26 @@ def level_plan(level: int, tier: SleepTier = SleepTier.HOST, directory: str | No
     return SleepPlan(policies=policies, tier=tier, disk_directory=directory, **parts)
 
 
+_numbers = itertools.count(1000)
+"""Of transactions whose number does not matter: above those that tests give, and growing for every worker of the process."""
+
+
+def sleep(worker: Worker, plan: SleepPlan, number: int | None = None) -> MemoryReport:
+    """Put a worker to sleep."""
+    return _changed(worker, plan, number)
+
+
+def wake(worker: Worker, tags: Iterable[str] | None = None, number: int | None = None) -> MemoryReport:
+    """Wake a worker; None for all tags."""
+    return _changed(worker, WakePlan(None if tags is None else frozenset(tags)), number)
+
+
+def _changed(worker: Worker, change: MemoryChange, number: int | None) -> MemoryReport:
+    number = next(_numbers) if number is None else number
+    worker.begin(number, change)
+    return worker.commit(number)
+
+
 class Bench:
     """A worker with a model and a KV cache of `blocks` blocks, by default enough, and the sequences that it serves.
 
@@ -121,8 +145,8 @@ class Bench:
 
     def __init__(self, worker: Worker, config: WorkerConfig, blocks: int | None = None, swapped: int = 0) -> None:
         self.worker, self.config = worker, config
-        worker.init_device()
-        self.info: ModelInfo = worker.load_model()
+        worker.start()
+        self.info: ModelInfo = worker.load()
         self.profile = worker.profile()
         self.block_size = self.info.attention.block_size
         blocks = blocks or max(_LEAST_BLOCKS, _TOKENS // self.block_size)
@@ -270,8 +294,8 @@ class Bench:
 
     def sleep_and_wake(self, plan: SleepPlan) -> None:
         """Sleep as planned, wake everything, and have discarded keys and values computed again."""
-        self.worker.sleep(plan)
-        self.worker.wake()
+        sleep(self.worker, plan)
+        wake(self.worker)
         if plan.live_blocks is None:
             self.forget_kv()
 
@@ -315,14 +339,14 @@ def refused_load(
     before: list[int] = []
 
     def load() -> None:
-        worker.init_device()
-        before.append(worker.memory_stats().peak_allocated)
-        worker.load_model()
+        worker.start()
+        before.append(worker.status().memory.peak_allocated)
+        worker.load()
 
     try:
         with pytest.raises(errors) as caught:
             load()
-        assert all(worker.memory_stats().peak_allocated == peak for peak in before), (
+        assert all(worker.status().memory.peak_allocated == peak for peak in before), (
             "memory was taken before the refusal"
         )
     finally:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hardpoint.interfaces import WORKER_CALLS, Worker, WorkerConfig
+from hardpoint.interfaces import WORKER_CALLS, WeightWrite, Worker, WorkerConfig
 from hardpoint_conformance.ranks import free_port, process_context
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model
@@ -153,7 +153,7 @@ def _serve(name: str, device: int, rank: int, pipe: Connection) -> None:
                 worker = replace(target, device=devices[(device + rank) % len(devices)]).worker(*arguments)
             elif call == "update_weights_from":
                 assert worker is not None
-                value = worker.update_weights(_tensors(*arguments))
+                value = worker.write_weights(WeightWrite.UPDATE, _tensors(*arguments))
             else:
                 value = getattr(worker, call)(*arguments)
             pipe.send((False, value))

@@ -10,15 +10,15 @@ import pytest
 
 from hardpoint.cli import models as command
 from hardpoint.interfaces.errors import ModelNotFound
-from hardpoint.models import LEAN_ARCHITECTURES
+from hardpoint.models import ARCHITECTURES
 
 
 def test_lean_architectures_formats_and_the_installed_demo_are_listed(hp: Any) -> None:
     report = json.loads(hp("models", "--json").out)
-    assert report["lean_architectures"] == list(LEAN_ARCHITECTURES)
+    assert report["lean_architectures"] == list(ARCHITECTURES)
     assert set(report["formats"]) == {"safetensors", "gguf", "dummy"}
     text = hp("models").out
-    assert all(architecture in text for architecture in LEAN_ARCHITECTURES)
+    assert all(architecture in text for architecture in ARCHITECTURES)
 
 
 def test_the_demo_is_found_or_said_to_be_missing(hp: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from hardpoint.interfaces import (
     StepOutput,
     TagStats,
 )
+from hardpoint.interfaces.allocator import MemoryChange
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
     ConfigError,
@@ -47,6 +48,7 @@ from hardpoint.interfaces.errors import (
     WeightsMissing,
     WorkerError,
 )
+from hardpoint.interfaces.worker import WeightWrite, WorkerStatus
 from hardpoint.scheduler import Scheduler, SchedulerConfig, SequenceState
 
 SIZES = {WEIGHTS: 1000, BUFFERS: 10, KV_CACHE: 400, DEFAULT: 50}
@@ -62,14 +64,12 @@ class Rank:
         self.open: dict[int, Callable[[], MemoryReport]] = {}
         self.missing: frozenset[str] = frozenset()
 
-    def memory_stats(self) -> MemoryStats:
+    def status(self) -> WorkerStatus:
         tags = {tag: TagStats(size, 0 if tag in self.asleep else size, 0, 1) for tag, size in SIZES.items()}
-        return MemoryStats({**tags, "empty": TagStats(0, 0, 0, 0)}, 2000, frozenset(self.asleep))
+        memory = MemoryStats({**tags, "empty": TagStats(0, 0, 0, 0)}, 2000, frozenset(self.asleep))
+        return WorkerStatus(memory, self.missing)
 
-    def missing_weights(self) -> frozenset[str]:
-        return self.missing
-
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
+    def _sleep(self, plan: SleepPlan) -> MemoryReport:
         assert plan.tags is not None
         new = plan.tags - self.asleep.keys()
         for tag in plan.tags:
@@ -79,16 +79,18 @@ class Rank:
         preserved = sum(SIZES[tag] for tag in new if self.asleep[tag] is Policy.PRESERVE)
         return self._report(preserved, sum(SIZES[tag] for tag in new))
 
-    def wake(self, tags: list[str]) -> MemoryReport:
+    def _wake(self, tags: Iterable[str]) -> MemoryReport:
+        tags = sorted(tags)
         woken = {tag: self.asleep.pop(tag) for tag in tags}
         preserved = sum(SIZES[tag] for tag, policy in woken.items() if policy is Policy.PRESERVE)
         return self._report(preserved, sum(SIZES[tag] for tag in woken))
 
-    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
-        self.open[transaction] = lambda: self.sleep(plan)
-
-    def begin_wake(self, transaction: int, tags: list[str]) -> None:
-        self.open[transaction] = lambda: self.wake(tags)
+    def begin(self, transaction: int, change: MemoryChange) -> None:
+        if isinstance(change, SleepPlan):
+            self.open[transaction] = lambda: self._sleep(change)
+        else:
+            assert change.tags is not None
+            self.open[transaction] = lambda: self._wake(change.tags or frozenset())
 
     def commit(self, transaction: int) -> MemoryReport:
         return self._ended(transaction)()
@@ -101,23 +103,14 @@ class Rank:
             raise InvalidTransaction("nothing is open")
         return self.open.pop(transaction)
 
-    def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
+    def write_weights(self, write: WeightWrite, weights: Iterable[tuple[str, Any]], model: str | None) -> int:
         self._check_awake()
         names = [name for name, _ in weights]
         if not NAMES.issuperset(names):
             self.missing = NAMES
             raise CorruptWeights("no such tensor")
-        self.missing -= set(names)
-        return len(names)
-
-    def reload_weights(self, model: str | None) -> int:
-        self._check_awake()
-        self.missing = frozenset()
-        return len(NAMES)
-
-    def declare_weights_valid(self) -> None:
-        self._check_awake()
-        self.missing = frozenset()
+        self.missing -= set(names) if write is WeightWrite.UPDATE else NAMES
+        return {WeightWrite.UPDATE: len(names), WeightWrite.RELOAD: len(NAMES), WeightWrite.DECLARE: 0}[write]
 
     def _check_awake(self) -> None:
         if WEIGHTS in self.asleep:
@@ -164,10 +157,12 @@ class Ranks(Executor):
         return len(self.ranks)
 
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
-        if name not in ("memory_stats", "missing_weights"):
+        if name == "begin":
+            name = "sleep" if isinstance(args[1], SleepPlan) else "wake"
+        if name not in ("status", "commit", "rollback"):
             self.calls.append(name)
         if name == "sleep":
-            self.plans.append(args[0])
+            self.plans.append(args[1])
         return [self._outcome(index, name, args) for index in range(len(self.ranks))]
 
     def _outcome(self, index: int, name: str, args: tuple[Any, ...]) -> Any:
@@ -175,7 +170,7 @@ class Ranks(Executor):
         if error is not None:
             return error
         try:
-            return getattr(self.ranks[index], name)(*args)
+            return getattr(self.ranks[index], "begin" if name in ("sleep", "wake") else name)(*args)
         except HardpointError as raised:
             return raised
 
@@ -413,7 +408,7 @@ def test_discarded_weights_are_never_served() -> None:
 
 @pytest.mark.parametrize(
     ("call", "arguments"),
-    [("reload_weights", (None,)), ("update_weights", ([("a", 0), ("b", 0), ("c", 0)],)), ("declare_weights_valid", ())],
+    [(WeightWrite.RELOAD, ()), (WeightWrite.UPDATE, ([("a", 0), ("b", 0), ("c", 0)],)), (WeightWrite.DECLARE, ())],
 )
 def test_weights_are_valid_after(call: str, arguments: tuple[Any, ...]) -> None:
     engine = Engine()
@@ -430,19 +425,19 @@ def test_weights_are_missing_until_updates_have_covered_all() -> None:
     engine = Engine()
     engine.sleep(2)
     engine.wake()
-    assert engine.life.change_weights("update_weights", [("a", 0), ("b", 0)]) == 2
+    assert engine.life.change_weights(WeightWrite.UPDATE, [("a", 0), ("b", 0)]) == 2
     assert engine.life.status().missing_weights == 1
     assert engine.life.state is EngineState.WEIGHTS_MISSING
-    assert engine.life.change_weights("update_weights", [("c", 0)]) == 1
+    assert engine.life.change_weights(WeightWrite.UPDATE, [("c", 0)]) == 1
     assert engine.life.state is EngineState.RUNNING
 
 
 def test_an_update_that_breaks_off_leaves_the_weights_missing() -> None:
     engine = Engine()
     with pytest.raises(CorruptWeights):
-        engine.life.change_weights("update_weights", [("a", 0), ("nonsense", 0)])
+        engine.life.change_weights(WeightWrite.UPDATE, [("a", 0), ("nonsense", 0)])
     assert engine.life.state is EngineState.WEIGHTS_MISSING
-    engine.life.change_weights("reload_weights", None)
+    engine.life.change_weights(WeightWrite.RELOAD)
     assert engine.life.state is EngineState.RUNNING
 
 
@@ -483,7 +478,7 @@ def test_a_change_of_weights_makes_everything_computed_before_void() -> None:
     second = engine.run([2] * 7, 9)
     while engine.scheduler.state(second) is not SequenceState.SWAPPED:
         engine.step()
-    engine.life.change_weights("update_weights", [("a", 0)])
+    engine.life.change_weights(WeightWrite.UPDATE, [("a", 0)])
     assert [engine.scheduler.state(s) for s in (first, second)] == [SequenceState.WAITING] * 2
     assert engine.scheduler.block_stats.cached == 0
 
@@ -682,9 +677,9 @@ def test_a_participant_that_cannot_be_undone_is_waited_for(caplog: pytest.LogCap
 def test_workers_that_do_not_say_what_is_asleep_are_a_failed_engine_until_they_do() -> None:
     engine = Engine()
     engine.workers.fail["sleep"] = DriverError("unmap", 1, "stuck")
-    original = engine.workers.ranks[0].memory_stats
+    original = engine.workers.ranks[0].status
     sleeps = engine.workers.calls
-    engine.workers.ranks[0].memory_stats = lambda: original() if not sleeps else (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
+    engine.workers.ranks[0].status = lambda: original() if not sleeps else (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
     with pytest.raises(DriverError):
         engine.sleep()
     assert engine.life.state is EngineState.FAILED
@@ -694,8 +689,32 @@ def test_workers_that_do_not_say_what_is_asleep_are_a_failed_engine_until_they_d
             check()
     with pytest.raises(OSError, match="gone"):
         engine.wake()
-    engine.workers.ranks[0].memory_stats = original  # type: ignore[method-assign]
+    engine.workers.ranks[0].status = original  # type: ignore[method-assign]
     assert engine.wake().state is EngineState.RUNNING
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake"])
+def test_an_interrupt_while_the_books_are_read_leaves_nothing_that_a_wake_does_not_mend(call: str) -> None:
+    engine = Engine()
+    if call == "wake":
+        engine.sleep()
+    rank = engine.workers.ranks[0]
+    original, was_asleep = rank.status, bool(rank.asleep)
+
+    def interrupted() -> WorkerStatus:
+        if bool(rank.asleep) is was_asleep:
+            return original()
+        rank.status = original  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    rank.status = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.sleep() if call == "sleep" else engine.wake()
+    with pytest.raises(EngineDead, match="interrupted"):
+        engine.life.check_step()
+    assert engine.wake().state is EngineState.RUNNING
+    assert not rank.asleep
+    engine.life.check_step()
 
 
 @pytest.mark.parametrize(
@@ -703,7 +722,7 @@ def test_workers_that_do_not_say_what_is_asleep_are_a_failed_engine_until_they_d
     [
         lambda engine: engine.sleep(),
         lambda engine: engine.wake(),
-        lambda engine: engine.life.change_weights("reload_weights", None),
+        lambda engine: engine.life.change_weights(WeightWrite.RELOAD),
     ],
 )
 def test_memory_is_not_changed_from_within_a_sleep(again: Callable[[Engine], object]) -> None:
@@ -795,7 +814,7 @@ def test_what_one_rank_retains_and_where_are_in_the_report() -> None:
 def test_a_rank_that_cannot_sleep_leaves_the_engine_as_it_was(rank: int) -> None:
     engine = Engine(ranks=2)
     engine.witness("one")
-    engine.workers.fail["begin_sleep", rank] = DriverError("unmap", 1, "stuck")
+    engine.workers.fail["sleep", rank] = DriverError("unmap", 1, "stuck")
     with pytest.raises(DriverError, match=f"rank {rank}"):
         engine.sleep()
     assert engine.life.state is EngineState.RUNNING
@@ -803,7 +822,7 @@ def test_a_rank_that_cannot_sleep_leaves_the_engine_as_it_was(rank: int) -> None
     assert all(not one.asleep and not one.open for one in engine.workers.ranks)
     engine.workers.fail.clear()
     assert engine.sleep().changed
-    engine.workers.fail["begin_wake", rank] = DriverError("map", 1, "stuck")
+    engine.workers.fail["wake", rank] = DriverError("map", 1, "stuck")
     with pytest.raises(DriverError, match=f"rank {rank}"):
         engine.wake()
     assert engine.life.state is EngineState.SLEEPING
@@ -822,7 +841,7 @@ def test_ranks_that_came_apart_serve_nothing_until_a_wake_brings_them_together()
     status = engine.life.status()
     assert (status.state, status.asleep) == (EngineState.FAILED, set(SIZES))
     assert "rank 1" in (status.failure or "")
-    for call in (engine.life.check_step, engine.sleep, lambda: engine.life.change_weights("reload_weights", None)):
+    for call in (engine.life.check_step, engine.sleep, lambda: engine.life.change_weights(WeightWrite.RELOAD)):
         with pytest.raises(EngineDead, match="rank 1"):
             call()
     with pytest.raises(RanksDiverged):
@@ -838,7 +857,7 @@ def test_ranks_that_came_apart_serve_nothing_until_a_wake_brings_them_together()
 
 def test_ranks_that_came_apart_in_a_rollback_are_known_to_be_awake_again() -> None:
     engine = Engine(ranks=2)
-    engine.workers.fail["begin_sleep", 0] = DriverError("unmap", 1, "stuck")
+    engine.workers.fail["sleep", 0] = DriverError("unmap", 1, "stuck")
     engine.workers.fail["rollback", 1] = WorkerError("the message was lost")
     with pytest.raises(RanksDiverged, match="roll back"):
         engine.sleep()

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from hardpoint.interfaces import (
     DType,
     IntSet,
     KVCacheSpec,
+    MemoryChange,
     MemoryProfile,
     MemoryReport,
     MemoryStats,
@@ -41,8 +42,10 @@ from hardpoint.interfaces import (
     StepOutput,
     TagStats,
     TokenLogprobs,
+    WeightWrite,
     Worker,
     WorkerContext,
+    WorkerStatus,
 )
 from hardpoint.interfaces.errors import (
     DriverError,
@@ -110,11 +113,11 @@ class FakeWorker(Worker):
             if is_mine and self._calls[call] == order.get("after", 0) + 1:
                 DEEDS[order["does"]]()
 
-    def init_device(self) -> None:
-        self._do("init_device")
+    def start(self) -> None:
+        self._do("start")
 
-    def load_model(self) -> ModelInfo:
-        self._do("load_model")
+    def load(self) -> ModelInfo:
+        self._do("load")
         layer = AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5, sliding_window=128)
         request = AttentionRequest((layer,) * 2, DType.FLOAT32, DType.BFLOAT16, None, 128)
         plan = AttentionPlan(request, KVCacheSpec(2, BLOCK_SIZE, 2, 8, DType.FLOAT32), notes=("fake",))
@@ -154,43 +157,23 @@ class FakeWorker(Worker):
         embeddings = {seq: np.full(3, p.prompt_len, np.float32) for seq, p in step.pooling.items()}
         return StepOutput(tokens, logprobs, embeddings)
 
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        if plan.progress is not None:
-            for done in (0, 50, 100):
-                plan.progress(done, 100)
-        self._do("sleep")
-        if plan.host_budget == 0:
-            raise HostBudgetExceeded("no host memory", found="0 bytes allowed")
-        self._asleep = plan.tags or frozenset({"weights", "kv_cache"})
-        return self._report(plan.tier)
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        self._do("wake")
-        self._asleep = frozenset() if tags is None else self._asleep - set(tags)
-        return self._report(SleepTier.HOST)
-
-    def _report(self, tier: SleepTier) -> MemoryReport:
-        seconds = {"total": 0.5}
-        return MemoryReport(1, 2, 3, seconds, 4, 5, tiers={tier: 6}, still_asleep=self._asleep)
-
-    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
-        self._do("begin_sleep")
-        if plan.progress is not None:
-            plan.progress(1, 2)
+    def begin(self, transaction: int, change: MemoryChange) -> None:
+        if isinstance(change, SleepPlan) and change.progress is not None:
+            change.progress(1, 2)
+        self._do("begin")
         before = self._asleep
-        self.sleep(replace(plan, progress=None))
-        self._open = transaction, before
-
-    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
-        self._do("begin_wake")
-        before = self._asleep
-        self.wake(tags)
+        if isinstance(change, SleepPlan):
+            if change.host_budget == 0:
+                raise HostBudgetExceeded("no host memory", found="0 bytes allowed")
+            self._asleep = change.tags or frozenset({"weights", "kv_cache"})
+        else:
+            self._asleep = frozenset() if change.tags is None else self._asleep - change.tags
         self._open = transaction, before
 
     def commit(self, transaction: int) -> MemoryReport:
         self._do("commit")
         self._take(transaction)
-        return self._report(SleepTier.HOST)
+        return MemoryReport(1, 2, 3, {"total": 0.5}, 4, 5, tiers={SleepTier.HOST: 6}, still_asleep=self._asleep)
 
     def rollback(self, transaction: int) -> None:
         self._do("rollback")
@@ -202,29 +185,21 @@ class FakeWorker(Worker):
         (_, before), self._open = self._open, None
         return before
 
-    def update_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
-        """Return a sum over the bytes of all tensors; an order for "tensor" is followed after each one."""
-        self._do("update_weights")
-        total = 0
+    def write_weights(
+        self, write: WeightWrite, weights: Iterable[tuple[str, Any]] = (), model: str | None = None
+    ) -> int:
+        """Return a sum over the bytes of all tensors and the model's name; an order for "tensor" is followed after each one."""
+        self._do("write_weights")
+        total = 0 if model is None else len(model)
         for name, tensor in weights:
             self._do("tensor")
             total += len(name) + int(tensor.to("cpu").float().sum())
         return total
 
-    def reload_weights(self, model: str | None = None) -> int:
-        self._do("reload_weights")
-        return 0 if model is None else len(model)
-
-    def missing_weights(self) -> frozenset[str]:
-        self._do("missing_weights")
-        return frozenset({f"of rank {self._config.rank}"})
-
-    def declare_weights_valid(self) -> None:
-        self._do("declare_weights_valid")
-
-    def memory_stats(self) -> MemoryStats:
-        self._do("memory_stats")
-        return MemoryStats({"weights": TagStats(1, 2, 3, 4)}, 9, self._asleep)
+    def status(self) -> WorkerStatus:
+        self._do("status")
+        memory = MemoryStats({"weights": TagStats(1, 2, 3, 4)}, 9, self._asleep)
+        return WorkerStatus(memory, frozenset({f"of rank {self._config.rank}"}))
 
     def shutdown(self) -> None:
         self._do("shutdown")

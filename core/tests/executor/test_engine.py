@@ -122,7 +122,7 @@ def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
     core.shutdown()
 
 
-@pytest.mark.parametrize("call", ["load_model", "profile", "initialize_kv", "warm_up"])
+@pytest.mark.parametrize("call", ["load", "profile", "initialize_kv", "warm_up"])
 def test_ranks_that_cannot_start_leave_nothing(call: str, make_core: Make) -> None:
     before = Belongings.now()
     with pytest.raises(Exception, match="fakeMalloc") as raised:

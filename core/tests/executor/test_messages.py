@@ -49,7 +49,10 @@ from hardpoint.interfaces import (
     StepOutput,
     TagStats,
     TokenLogprobs,
+    WakePlan,
+    WeightWrite,
     WorkerConfig,
+    WorkerStatus,
     errors,
 )
 from hardpoint.interfaces.errors import (
@@ -101,22 +104,22 @@ PLAN = SleepPlan(
 EXAMPLES: dict[Any, Any] = {
     int: 7,
     type(None): None,
-    frozenset[str]: frozenset({"a", "b"}),
     ModelInfo: MODEL,
     MemoryProfile: MemoryProfile(1, 2, 3, 4, 0.5, 6, 0.7, 0.8),
     MemoryReport: REPORT,
-    MemoryStats: MemoryStats({"t": TagStats(1, 2, 3, 4, 5)}, 6, frozenset({"t"})),
+    WorkerStatus: WorkerStatus(MemoryStats({"t": TagStats(1, 2, 3, 4, 5)}, 6, frozenset({"t"})), frozenset({"a", "b"})),
 }
 ARGUMENTS: dict[str, list[tuple[Any, ...]]] = {
     "initialize_kv": [(5, 6)],
-    "sleep": [(PLAN,), (SleepPlan(),)],
-    "begin_sleep": [(3, PLAN)],
-    "wake": [(), (None,), (["a", "b"],)],
-    "begin_wake": [(4,), (4, ["a"])],
+    "begin": [(3, PLAN), (3, SleepPlan()), (4, WakePlan()), (4, WakePlan(frozenset({"a", "b"})))],
     "commit": [(4,)],
     "rollback": [(4,)],
-    "reload_weights": [(), ("elsewhere",)],
-    "update_weights": [(iter(()),)],
+    "write_weights": [
+        (WeightWrite.RELOAD,),
+        (WeightWrite.RELOAD, (), "elsewhere"),
+        (WeightWrite.UPDATE, iter(())),
+        (WeightWrite.DECLARE,),
+    ],
 }
 
 
@@ -148,7 +151,8 @@ def test_a_plan_keeps_all_its_fields_but_callback_and_tensors() -> None:
     }
     seen: list[Any] = []
     plan = replace(PLAN, progress=lambda *_: None)
-    (sent,) = SCHEMAS["sleep"].decode(joined(SCHEMAS["sleep"].encode((plan,))), lambda *a: seen.append(a))
+    message = joined(SCHEMAS["begin"].encode((1, plan)))
+    (_, sent) = SCHEMAS["begin"].decode(message, lambda *a: seen.append(a))
     sent.progress(1, 2)
     assert seen == [(1, 2)]
     assert replace(sent, progress=None) == PLAN
@@ -428,7 +432,7 @@ def test_limits_cover_calls_of_the_contract() -> None:
 
     assert set(limits._KINDS) <= WORKER_CALLS | {EXECUTE}
     assert RankLimits(step=1.5).of("execute") == 1.5
-    assert RankLimits.parse({"sleep": 2}).of("begin_wake") == 2
+    assert RankLimits.parse({"sleep": 2}).of("begin") == 2
     with pytest.raises(ConfigError, match="'nap' is not a time limit"):
         RankLimits.parse({"nap": 2})
     with pytest.raises(ConfigError, match=r"rank_limits\.step"):

@@ -24,7 +24,16 @@ import torch
 from hardpoint.executor import Executor, MultiProcessExecutor, RankLimits
 from hardpoint.executor.link import Kind
 from hardpoint.executor.meeting import MeetingServer
-from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan, StepInput, StepOutput, WorkerConfig
+from hardpoint.interfaces import (
+    WORKER_CALLS,
+    SequenceSampling,
+    SleepPlan,
+    StepInput,
+    StepOutput,
+    WakePlan,
+    WeightWrite,
+    WorkerConfig,
+)
 from hardpoint.interfaces.errors import (
     ConfigError,
     DriverError,
@@ -87,25 +96,25 @@ def pair(fake: ModuleType) -> Iterator[MultiProcessExecutor]:
 
 
 def test_ranks_are_processes_with_a_device_and_a_share_of_the_threads_each(pair: MultiProcessExecutor) -> None:
-    models = pair.call("load_model")
+    models = pair.call("load")
     first, second = pair.pids
     assert [model.path for model in models] == [f"pid {first} rank 0 device 1 3", f"pid {second} rank 1 device 2 3"]
     assert os.getpid() not in pair.pids
 
 
 def test_every_question_is_answered_by_every_rank(pair: MultiProcessExecutor) -> None:
-    assert pair.call("init_device") == [None, None]
+    assert pair.call("start") == [None, None]
     assert [profile.utilization for profile in pair.call("profile")] == [0.5, 0.4]
     assert pair.call("initialize_kv", 3, 4) == [None, None]
-    assert pair.call("missing_weights") == [frozenset({"of rank 0"}), frozenset({"of rank 1"})]
-    assert pair.call("reload_weights", "four") == [4, 4]
-    assert pair.call("reload_weights") == [0, 0]
+    assert [status.missing_weights for status in pair.call("status")] == [{"of rank 0"}, {"of rank 1"}]
+    assert pair.call("write_weights", WeightWrite.RELOAD, (), "four") == [4, 4]
+    assert pair.call("write_weights", WeightWrite.RELOAD) == [0, 0]
     with pytest.raises(ConfigError, match="no_such"):
         pair.call("no_such")
 
 
 def test_steps_carry_what_changes_and_return_the_drivers_output(pair: MultiProcessExecutor, step: Any) -> None:
-    pair.call("load_model")
+    pair.call("load")
     rng, table = np.random.default_rng(0), np.zeros((64, 32), np.int32)
     for number in range(20):
         table[rng.integers(0, 64, 40), rng.integers(0, 32, 40)] = rng.integers(0, 1000, 40)
@@ -127,20 +136,20 @@ def test_steps_and_answers_larger_than_the_ring_go_through(pair: MultiProcessExe
 
 def test_a_call_that_fails_on_all_ranks_raises_the_first_ranks_error_and_they_go_on(pair: MultiProcessExecutor) -> None:
     with pytest.raises(HostBudgetExceeded, match=r"rank 0: no host memory: 0 bytes allowed") as raised:
-        pair.call("sleep", SleepPlan(host_budget=0))
+        pair.call("begin", 1, SleepPlan(host_budget=0))
     assert raised.value.rank == 0
     assert raised.value.found == "0 bytes allowed"
     assert "fake_ranks.py" in raised.value.__notes__[0]
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
 
 
 def test_sleep_is_prepared_and_committed_with_progress_of_the_first_rank(pair: MultiProcessExecutor) -> None:
     seen: list[tuple[int, int]] = []
     plan = SleepPlan(tags=frozenset({"weights"}), progress=lambda done, total: seen.append((done, total)))
-    assert [report.still_asleep for report in pair.sleep(plan)] == [frozenset({"weights"})] * 2
+    assert [report.still_asleep for report in pair.change(plan)] == [frozenset({"weights"})] * 2
     assert seen == [(1, 2)]
-    pair.wake(["weights"])
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+    pair.change(WakePlan(frozenset({"weights"})))
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
 
 
 def test_a_callback_that_raises_fails_the_sleep_and_all_ranks_are_rolled_back(pair: MultiProcessExecutor) -> None:
@@ -148,8 +157,8 @@ def test_a_callback_that_raises_fails_the_sleep_and_all_ranks_are_rolled_back(pa
         raise ZeroDivisionError("not now")
 
     with pytest.raises(ZeroDivisionError, match="not now"):
-        pair.sleep(SleepPlan(progress=callback))
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+        pair.change(SleepPlan(progress=callback))
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
 
 
 def test_tensors_of_an_update_reach_every_rank(pair: MultiProcessExecutor) -> None:
@@ -161,8 +170,8 @@ def test_tensors_of_an_update_reach_every_rank(pair: MultiProcessExecutor) -> No
         ("none", torch.empty(0)),
     ]
     expected = sum(len(name) + int(tensor.sum()) for name, tensor in weights)
-    assert pair.call("update_weights", iter(weights)) == [expected] * 2
-    assert pair.call("update_weights", ()) == [0, 0]
+    assert pair.call("write_weights", WeightWrite.UPDATE, iter(weights)) == [expected] * 2
+    assert pair.call("write_weights", WeightWrite.UPDATE, ()) == [0, 0]
 
 
 def test_an_iterator_that_raises_is_raised_in_the_ranks_too_and_raised_here_as_itself(
@@ -175,9 +184,9 @@ def test_an_iterator_that_raises_is_raised_in_the_ranks_too_and_raised_here_as_i
         raise mine
 
     with pytest.raises(LookupError) as raised:
-        pair.call("update_weights", weights())
+        pair.call("write_weights", WeightWrite.UPDATE, weights())
     assert raised.value is mine
-    assert pair.call("missing_weights")[1] == {"of rank 1"}
+    assert pair.call("status")[1].missing_weights == {"of rank 1"}
 
 
 def test_an_interrupted_wait_leaves_the_ranks_usable(pair: MultiProcessExecutor, step: Any, fake: ModuleType) -> None:
@@ -187,8 +196,8 @@ def test_an_interrupted_wait_leaves_the_ranks_usable(pair: MultiProcessExecutor,
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pair.sleep(SleepPlan(progress=interrupt))
-    assert [stats.asleep for stats in pair.call("memory_stats")] == [frozenset()] * 2
+        pair.change(SleepPlan(progress=interrupt))
+    assert [status.memory.asleep for status in pair.call("status")] == [frozenset()] * 2
     table = np.ones((64, 32), np.int32)
     assert run_step(pair, step([5], 32, table=table)).token_ids.tolist() == [2]
 
@@ -210,12 +219,12 @@ def test_a_forked_child_cannot_use_the_ranks(pair: MultiProcessExecutor) -> None
             pair.shutdown()
             pair._finalizer()  # As at the child's exit.
             pair._is_shut_down = False
-            pair.call("memory_stats")
+            pair.call("status")
         except ForkedProcess:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert len(pair.call("memory_stats")) == 2
+    assert len(pair.call("status")) == 2
 
 
 def test_a_rank_that_refuses_a_tensor_ends_the_update_on_all(make: Make) -> None:
@@ -227,17 +236,17 @@ def test_a_rank_that_refuses_a_tensor_ends_the_update_on_all(make: Make) -> None
             asked.append(number)
             yield "w", torch.ones(50_000)
 
-    outcomes = executor._call_all("update_weights", (weights(),))
+    outcomes = executor._call_all("write_weights", (WeightWrite.UPDATE, weights()))
     assert [type(outcome) for outcome in outcomes] == [DriverError] * 2
     assert len(asked) < 200
-    assert executor.call("update_weights", [("w", torch.ones(3))]) == [4, 4]
+    assert executor.call("write_weights", WeightWrite.UPDATE, [("w", torch.ones(3))]) == [4, 4]
 
 
 def test_a_frame_that_no_rank_understands_is_a_typed_end(make: Make) -> None:
     executor = make()
     executor._links[0].send(Kind.GO_ON, 1, [b"?"], lambda fd: None)
     with pytest.raises(RankFailed, match="exit code 1") as raised:
-        executor.call("memory_stats")
+        executor.call("status")
     assert "MalformedMessage" in raised.value.output
 
 
@@ -300,7 +309,7 @@ def test_ranks_that_do_not_fail_alike_are_ended(others: tuple[Any, ...], make: M
     assert "Traceback" in raised.value.output
     assert all(map(is_gone, executor.pids))
     with pytest.raises(RankFailed, match="it raised"):
-        executor.call("memory_stats")
+        executor.call("status")
 
 
 # Death
@@ -310,12 +319,10 @@ def test_ranks_that_do_not_fail_alike_are_ended(others: tuple[Any, ...], make: M
 def test_a_rank_that_dies_in_any_call_is_reported_in_time(call: str, make: Make, step: Any) -> None:
     arguments: dict[str, tuple[Any, ...]] = {
         "initialize_kv": (1, 1),
-        "sleep": (SleepPlan(),),
-        "begin_sleep": (1, SleepPlan()),
-        "begin_wake": (1,),
+        "begin": (1, SleepPlan()),
         "commit": (1,),
         "rollback": (1,),
-        "update_weights": ([("a", torch.ones(1 << 20))] * 5,),
+        "write_weights": (WeightWrite.UPDATE, [("a", torch.ones(1 << 20))] * 5),
     }
     executor = make(order(call, "kill"))
     start = time.monotonic()
@@ -357,7 +364,7 @@ def test_a_rank_that_dies_between_calls_is_noticed_by_the_next(make: Make) -> No
     os.kill(executor.pids[0], signal.SIGKILL)
     assert wait_until(lambda: all(map(is_gone, executor.pids)))
     with pytest.raises(RankFailed, match="rank 0"):
-        executor.call("memory_stats")
+        executor.call("status")
 
 
 @pytest.mark.parametrize(
@@ -448,10 +455,10 @@ PROGRAM = """
     from hardpoint.interfaces import WorkerConfig
     from hardpoint.plugins import Resolved
     descriptor = fake.hardpoint_backend()
-    orders = json.dumps([{{"call": "init_device", "does": "hang"}}])
+    orders = json.dumps([{{"call": "start", "does": "hang"}}])
     executor = MultiProcessExecutor(Resolved(descriptor, descriptor.probe().devices[0]), WorkerConfig(model=orders))
     print(*executor.pids, flush=True)
-    executor.call("init_device")
+    executor.call("start")
 """
 
 
@@ -478,7 +485,7 @@ def test_ranks_outlive_the_thread_that_made_them(make: Make) -> None:
     thread.start()
     thread.join()
     time.sleep(0.3)
-    assert made[0].call("missing_weights") == [{"of rank 0"}]
+    assert [status.missing_weights for status in made[0].call("status")] == [{"of rank 0"}]
 
 
 def test_what_ranks_write_is_logged_with_their_number(make: Make, step: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 
 from hardpoint.executor import Executor, InProcessExecutor
-from hardpoint.interfaces.allocator import MemoryReport, MemoryTransaction, SleepPlan
+from hardpoint.interfaces.allocator import (
+    MemoryChange,
+    MemoryReport,
+    MemoryStats,
+    MemoryTransaction,
+    SleepPlan,
+    WakePlan,
+)
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import (
     ConfigError,
@@ -24,7 +31,8 @@ from hardpoint.interfaces.errors import (
     RanksDiverged,
     WorkerError,
 )
-from hardpoint.worker.transactions import MemoryChange, Transactions
+from hardpoint.interfaces.worker import WorkerStatus
+from hardpoint.worker.transactions import PreparedChange, Transactions
 
 
 class Fault(Enum):
@@ -70,14 +78,11 @@ class Rank:
             raise WorkerError("the answer was lost")
         return result
 
-    def _fails(self) -> MemoryTransaction:
+    def _fails(self) -> PreparedChange:
         raise DriverError("unmap", 1, "stuck")
 
-    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
-        self.transactions.begin(transaction, lambda: self._change(True))
-
-    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
-        self.transactions.begin(transaction, lambda: self._change(False))
+    def begin(self, transaction: int, change: MemoryChange) -> None:
+        self.transactions.begin(transaction, lambda: PreparedChange(Change(self, isinstance(change, SleepPlan))))
 
     def commit(self, transaction: int) -> MemoryReport:
         return self.transactions.commit(transaction)
@@ -85,14 +90,8 @@ class Rank:
     def rollback(self, transaction: int) -> None:
         self.transactions.rollback(transaction)
 
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        return self._change(True).commit()
-
-    def _change(self, asleep: bool) -> MemoryTransaction:
-        return MemoryChange(Change(self, asleep), lambda: None, lambda: None)
-
-    def missing_weights(self) -> frozenset[str]:
-        return frozenset()
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(MemoryStats({}, 0))
 
 
 class Ranks(Executor):
@@ -114,6 +113,12 @@ class Ranks(Executor):
 
     def shutdown(self) -> None:
         pass
+
+    def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
+        return self.change(plan)
+
+    def wake(self, tags: Iterable[str] | None = None) -> list[MemoryReport]:
+        return self.change(WakePlan(None if tags is None else frozenset(tags)))
 
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         outcomes: list[Any] = []
@@ -147,38 +152,32 @@ class Ranks(Executor):
 PLAN = SleepPlan()
 
 
-def test_one_rank_is_called_plainly() -> None:
-    ranks = Ranks(1)
-    (report,) = ranks.sleep(PLAN)
-    assert report.preserved == 1
-    assert ranks.ranks[0].calls == ["sleep"]
-
-
-def test_all_ranks_prepare_and_then_all_commit() -> None:
-    ranks = Ranks(3)
-    assert len(ranks.sleep(PLAN)) == 3
+@pytest.mark.parametrize("count", [1, 3])
+def test_all_ranks_prepare_and_then_all_commit(count: int) -> None:
+    ranks = Ranks(count)
+    assert [report.preserved for report in ranks.sleep(PLAN)] == [1] * count
     assert ranks.asleep == {True}
     ranks.wake(["weights"])
     assert ranks.asleep == {False}
-    assert all(rank.calls == ["begin_sleep", "commit", "begin_wake", "commit"] for rank in ranks.ranks)
+    assert all(rank.calls == ["begin", "commit", "begin", "commit"] for rank in ranks.ranks)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_rank_that_cannot_prepare_rolls_back_all(failing: int) -> None:
     ranks = Ranks(3)
-    ranks.ranks[failing].faults["begin_sleep"] = Fault.BEFORE
+    ranks.ranks[failing].faults["begin"] = Fault.BEFORE
     with pytest.raises(DriverError, match=f"rank {failing}: ") as caught:
         ranks.sleep(PLAN)
     assert caught.value.rank == failing
     assert (ranks.asleep, ranks.is_free()) == ({False}, True)
-    assert all(rank.calls == ["begin_sleep", "rollback"] for rank in ranks.ranks), "all are asked, whoever fails"
+    assert all(rank.calls == ["begin", "rollback"] for rank in ranks.ranks), "all are asked, whoever fails"
     ranks.sleep(PLAN)
     assert ranks.asleep == {True}
 
 
 def test_a_rank_that_does_not_roll_back_is_named_and_settled_later() -> None:
     ranks = Ranks(3)
-    ranks.ranks[0].faults["begin_sleep"] = Fault.BEFORE
+    ranks.ranks[0].faults["begin"] = Fault.BEFORE
     ranks.ranks[2].faults["rollback"] = Fault.BEFORE
     with pytest.raises(RanksDiverged, match="roll back a sleep on every rank: rank 2: WorkerError") as caught:
         ranks.sleep(PLAN)
@@ -200,7 +199,7 @@ def test_a_rank_that_does_not_commit_is_named_and_settled_later() -> None:
     assert (ranks.asleep, ranks.is_free()) == ({False}, True)
 
 
-@pytest.mark.parametrize("call", ["begin_sleep", "rollback", "commit"])
+@pytest.mark.parametrize("call", ["begin", "rollback", "commit"])
 def test_a_rank_that_is_gone_is_an_engine_that_is_dead(call: str) -> None:
     ranks = Ranks(2)
 
@@ -209,22 +208,18 @@ def test_a_rank_that_is_gone_is_an_engine_that_is_dead(call: str) -> None:
 
     setattr(ranks.ranks[1], call, gone)
     if call == "rollback":
-        ranks.ranks[0].faults["begin_sleep"] = Fault.BEFORE
+        ranks.ranks[0].faults["begin"] = Fault.BEFORE
     with pytest.raises(EngineDead, match="was killed") as caught:
         ranks.sleep(PLAN)
     assert caught.value.rank == 1
 
 
-faults = st.dictionaries(
-    st.sampled_from(["begin_sleep", "begin_wake", "commit", "rollback"]), st.sampled_from(Fault), max_size=2
-)
-interrupts = st.none() | st.tuples(
-    st.sampled_from(["begin_sleep", "begin_wake", "commit", "rollback"]), st.integers(0, 3)
-)
+faults = st.dictionaries(st.sampled_from(["begin", "commit", "rollback"]), st.sampled_from(Fault), max_size=2)
+interrupts = st.none() | st.tuples(st.sampled_from(["begin", "commit", "rollback"]), st.integers(0, 3))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(2, 3), st.lists(st.tuples(st.booleans(), st.lists(faults, max_size=3), interrupts), max_size=8))
+@given(st.integers(1, 3), st.lists(st.tuples(st.booleans(), st.lists(faults, max_size=3), interrupts), max_size=8))
 def test_whatever_happens_ranks_end_in_one_state(
     count: int, operations: list[tuple[bool, list[dict[str, Fault]], tuple[str, int] | None]]
 ) -> None:
@@ -264,12 +259,12 @@ def test_whatever_happens_ranks_end_in_one_state(
 
 def test_a_call_reaches_every_rank_and_names_the_one_that_failed() -> None:
     ranks = Ranks(3)
-    assert ranks.call("missing_weights") == [frozenset()] * 3
-    ranks.ranks[1].faults["missing_weights"] = ranks.ranks[2].faults["missing_weights"] = Fault.LOST
+    assert ranks.call("status") == [WorkerStatus(MemoryStats({}, 0))] * 3
+    ranks.ranks[1].faults["status"] = ranks.ranks[2].faults["status"] = Fault.LOST
     with pytest.raises(WorkerError, match=r"^rank 1: the answer was lost") as caught:
-        ranks.call("missing_weights")
+        ranks.call("status")
     assert caught.value.rank == 1
-    assert [rank.calls for rank in ranks.ranks] == [["missing_weights"] * 2] * 3
+    assert [rank.calls for rank in ranks.ranks] == [["status"] * 2] * 3
     with pytest.raises(ConfigError, match="not a call of the worker contract"):
         ranks.call("vendor_trick")
 
@@ -277,11 +272,11 @@ def test_a_call_reaches_every_rank_and_names_the_one_that_failed() -> None:
 @pytest.mark.parametrize("error", [DriverError("copy", 1, "stuck"), LookupError("nobody")])
 def test_a_single_rank_raises_what_its_worker_raises(error: Exception) -> None:
     class Failing:
-        def missing_weights(self) -> frozenset[str]:
+        def status(self) -> WorkerStatus:
             raise error
 
     with pytest.raises(type(error)) as caught:
-        InProcessExecutor(Failing()).call("missing_weights")  # type: ignore[arg-type]
+        InProcessExecutor(Failing()).call("status")  # type: ignore[arg-type]
     assert caught.value is error
     assert getattr(error, "rank", None) is None
 

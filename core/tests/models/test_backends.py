@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import FALLBACK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
+from tiny_models import (
+    FALLBACK,
+    LEAN,
+    MIXTURES,
+    Runner,
+    assert_equals_transformers,
+    open_and_load,
+    save_tiny,
+    tiny_config,
+)
 
 from hardpoint.interfaces import Device
 
@@ -32,12 +41,16 @@ def _check(kind: str, options: dict[str, Any], folder: Path, path: str) -> None:
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=4, tolerance=3e-4)
 
 
-@pytest.mark.parametrize("path", ["fused", "lean"])
 @pytest.mark.parametrize("name", LEAN)
-def test_the_cpu_backends_kernels_equal_transformers(name: str, path: str, tmp_path: Path) -> None:
-    _check(*LEAN[name], tmp_path, path)
+def test_the_cpu_backends_operators_equal_transformers(name: str, tmp_path: Path) -> None:
+    _check(*LEAN[name], tmp_path, "lean")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "olmo2", "phi", "starcoder2-window", "mixtral"])
+@pytest.mark.parametrize("name", [name for name in LEAN if name not in MIXTURES])
+def test_the_cpu_backends_fused_decoder_equals_transformers(name: str, tmp_path: Path) -> None:
+    _check(*LEAN[name], tmp_path, "fused")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "olmo2", "phi", "starcoder2-window"])
 def test_the_cpu_backends_attention_serves_transformers_code(name: str, tmp_path: Path) -> None:
     _check(*FALLBACK[name], tmp_path, "transformers")

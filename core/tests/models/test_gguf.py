@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import load_tokenizer, open_model
-from hardpoint.models.gguf_file import read_gguf
+from hardpoint.weights.gguf_file import read_gguf
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -157,7 +157,7 @@ def test_stored_frequency_divisors_are_applied(tmp_path: Path) -> None:
         lambda w: w.add_tensor("rope_freqs.weight", divisors),
     )
     plain, divided = (
-        open_model(str(tmp_path / name)).lean_model(DType.FLOAT32).ropes[0].frequencies(64)[0]
+        open_model(str(tmp_path / name)).describe(DType.FLOAT32).whole.model.rotary[0].rope.frequencies(64)[0]
         for name in ("a.gguf", "b.gguf")
     )
     torch.testing.assert_close(divided * torch.from_numpy(divisors), plain)
@@ -170,7 +170,8 @@ def test_linear_and_yarn_scaling_are_read(tmp_path: Path) -> None:
         writer.add_rope_scaling_orig_ctx_len(16)
 
     _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F32, scaled)
-    (rope,) = open_model(str(tmp_path / "model.gguf")).lean_model(DType.FLOAT32).ropes
+    (rotary,) = open_model(str(tmp_path / "model.gguf")).describe(DType.FLOAT32).whole.model.rotary
+    rope = rotary.rope
     assert (rope.kind, rope.parameters["factor"]) == ("yarn", 4.0)
     assert rope.parameters["original_max_position_embeddings"] == 16
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import torch
 from reference import PlainAllocator
 from safetensors.torch import load_file
 from tiny_models import BLOCK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hardpoint.interfaces import (
     Activation,
-    DecoderOutput,
     DecoderProgram,
-    DecoderRequest,
     DeviceAllocator,
     DType,
+    FuseRequest,
     KernelSet,
     Refusal,
     StepBatch,
@@ -34,10 +32,7 @@ class TorchKernels(KernelSet):
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
-        self.requests: list[DecoderRequest] = []
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return lambda x: functional.linear(x, weight, bias)
+        self.requests: list[FuseRequest] = []
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self._count("rms_norm")
@@ -69,7 +64,7 @@ class TorchKernels(KernelSet):
         self._count("argmax")
         return logits.argmax(dim=-1)
 
-    def plan_decoder(self, request: DecoderRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
+    def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
         self.requests.append(request)
         return Refusal(("not today",))
 
@@ -80,12 +75,11 @@ class TorchKernels(KernelSet):
 class RecordingProgram(DecoderProgram):
     """Holds weights as the contract says and returns a constant."""
 
-    def __init__(self, request: DecoderRequest) -> None:
-        dtype = request.dtype.to_torch()
+    def __init__(self, model: nn.Module, request: FuseRequest) -> None:
         self.weights = {
-            name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in request.spec.weight_shapes().items()
+            name: torch.full(parameter.shape, float("nan"), dtype=request.dtype.to_torch())
+            for name, parameter in model.named_parameters()
         }
-        self.tables: tuple[tuple[Tensor, Tensor], ...] = ()
         self.loads: list[str] = []
 
     def load_weight(self, name: str, tensor: Tensor) -> None:
@@ -97,26 +91,29 @@ class RecordingProgram(DecoderProgram):
     def read_weight(self, name: str) -> Tensor:
         return self.weights[name].clone()
 
-    def set_rope_tables(self, tables: tuple[tuple[Tensor, Tensor], ...]) -> None:
-        self.tables = tables
-
     def scratch_bytes(self) -> int:
         return 1234
 
-    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
-        return torch.full((len(rows),), 7)
+    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        return torch.full((len(rows), 3), 7.0)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        return hidden[:, 0].long()
 
 
 class FusingKernels(TorchKernels):
     """Offers a recording program."""
 
-    def plan_decoder(self, request: DecoderRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
+    def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
         self.requests.append(request)
-        self.program = RecordingProgram(request)
+        self.program = RecordingProgram(model, request)
         return self.program
 
 
-def test_a_fused_decoder_gets_every_weight_fused_and_the_rotary_tables(tmp_path: Path) -> None:
+def test_a_fused_decoder_gets_every_weight_merged(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, tiny_config("llama"))
     kernels = FusingKernels()
     _, model, plan, attention = open_and_load(tmp_path, kernels=kernels)
@@ -124,16 +121,15 @@ def test_a_fused_decoder_gets_every_weight_fused_and_the_rotary_tables(tmp_path:
     (request,) = kernels.requests
     assert (request.max_num_tokens, request.max_num_samples, request.max_context) == (64, 8, 64)
     program, stored = kernels.program, reference.state_dict()
-    assert program.loads == list(request.spec.weight_shapes())
+    assert program.loads == list(program.weights)
     layer = "model.layers.2.self_attn"
     expected = torch.cat([stored[f"{layer}.{part}_proj.weight"] for part in "qkv"])
-    assert torch.equal(program.weights["layers.2.qkv"], expected)
+    assert torch.equal(program.weights[f"{layer}.qkv_proj.weight"], expected)
     gate_up = [stored[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(program.weights["layers.0.gate_up"], torch.cat(gate_up))
-    assert torch.equal(program.weights["head"], stored["lm_head.weight"])
-    assert [table.shape for pair in program.tables for table in pair] == [(64, 8), (64, 8)]
+    assert torch.equal(program.weights["model.layers.0.mlp.gate_up_proj.weight"], torch.cat(gate_up))
+    assert torch.equal(program.weights["lm_head.weight"], stored["lm_head.weight"])
     assert model.weight_bytes == sum(weight.nbytes for weight in program.weights.values())
-    assert Runner(model, plan, attention).step([(0, [1, 2])], DecoderOutput.ARGMAX).tolist() == [7]
+    assert Runner(model, plan, attention).step([(0, [1, 2])], "argmax").tolist() == [7]
 
 
 def test_norms_stored_as_differences_reach_a_fused_decoder_whole(tmp_path: Path) -> None:
@@ -141,20 +137,20 @@ def test_norms_stored_as_differences_reach_a_fused_decoder_whole(tmp_path: Path)
     kernels = FusingKernels()
     open_and_load(tmp_path, kernels=kernels)
     stored = reference.state_dict()["model.layers.1.input_layernorm.weight"]
-    torch.testing.assert_close(kernels.program.weights["layers.1.input_norm"], stored + 1)
+    torch.testing.assert_close(kernels.program.weights["model.layers.1.input_layernorm.weight"], stored + 1)
 
 
 def test_an_update_of_one_part_keeps_the_rest_of_a_fused_weight(tmp_path: Path) -> None:
     save_tiny(tmp_path, tiny_config("llama"))
     kernels = FusingKernels()
     _, model, _, _ = open_and_load(tmp_path, kernels=kernels)
-    before = kernels.program.read_weight("layers.1.qkv")
+    before = kernels.program.read_weight("model.layers.1.self_attn.qkv_proj.weight")
     kernels.program.loads.clear()
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.self_attn.k_proj.weight"
     assert model.update_weights([(name, tensors[name] + 1)]) == 1
-    after = kernels.program.weights["layers.1.qkv"]
-    assert kernels.program.loads == ["layers.1.qkv"]
+    after = kernels.program.weights["model.layers.1.self_attn.qkv_proj.weight"]
+    assert kernels.program.loads == ["model.layers.1.self_attn.qkv_proj.weight"]
     assert torch.equal(after[96:128], before[96:128] + 1)
     assert torch.equal(after[:96], before[:96])
     assert torch.equal(after[128:], before[128:])
@@ -197,7 +193,7 @@ def test_dummy_weights_reach_every_way_of_running_alike(tmp_path: Path) -> None:
     open_and_load(tmp_path, kernels=kernels, load_format="dummy", seed=9)
     _, lean, _, _ = open_and_load(tmp_path, load_format="dummy", seed=9)
     for name, weight in kernels.program.weights.items():
-        assert torch.equal(weight, lean._weights.weight(name)), name
+        assert torch.equal(weight, lean._model.get_parameter(name)), name
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:

@@ -17,7 +17,7 @@ from tiny_models import FIRST, SECOND, Runner, decode_two, open_and_load, save_t
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
-from hardpoint.models import Place, RunnableModel, attention_layers, open_model
+from hardpoint.models import ParallelRank, RunnableModel, attention_layers, open_model
 
 FP8 = DType.FLOAT8_E4M3
 SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -31,10 +31,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALONE = Place()
+ALONE = ParallelRank()
 
 
-def layers(folder: Path, place: Place = ALONE, kv_dtype: DType | None = FP8) -> list[tuple[float, float]]:
+def layers(folder: Path, place: ParallelRank = ALONE, kv_dtype: DType | None = FP8) -> list[tuple[float, float]]:
     """Return the scales that a rank's layers are planned with."""
     found = attention_layers(open_model(str(folder)), DType.BFLOAT16, place, kv_dtype)
     return [(layer.k_scale, layer.v_scale) for layer in found]
@@ -103,7 +103,7 @@ def test_a_cache_in_the_model_dtype_takes_no_scales(plain: Path, tmp_path: Path)
 def test_without_scales_they_are_one_and_a_line_says_so(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hardpoint"):
         assert layers(plain) == [(1.0, 1.0)] * 3
-        assert len(layers(plain, Place(tensor_rank=1, tensor_size=2))) == 3
+        assert len(layers(plain, ParallelRank(tensor_rank=1, tensor_size=2))) == 3
     assert [record.getMessage() for record in caplog.records] == [
         f"the KV cache is float8_e4m3fn, and {plain} has no scales for it: they are 1.0"
     ]
@@ -112,13 +112,13 @@ def test_without_scales_they_are_one_and_a_line_says_so(plain: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (Place(tensor_rank=1, tensor_size=2), SCALES),
-        (Place(stage=0, stages=2), SCALES[:2]),
-        (Place(tensor_rank=1, tensor_size=2, stage=1, stages=2), SCALES[2:]),
+        (ParallelRank(tensor_rank=1, tensor_size=2), SCALES),
+        (ParallelRank(stage=0, stages=2), SCALES[:2]),
+        (ParallelRank(tensor_rank=1, tensor_size=2, stage=1, stages=2), SCALES[2:]),
     ],
 )
 def test_ranks_get_the_scales_of_their_own_layers(
-    place: Place, expected: tuple[tuple[float, float], ...], plain: Path, tmp_path: Path
+    place: ParallelRank, expected: tuple[tuple[float, float], ...], plain: Path, tmp_path: Path
 ) -> None:
     assert layers(scale_checkpoint(plain, tmp_path / "scaled"), place) == list(expected)
 

@@ -140,15 +140,13 @@ def test_end_of_text_tokens_that_cannot_be_are_a_model_error(llama: Path, eos: A
 def test_a_bare_model_gives_hidden_states(tmp_path: Path) -> None:
     from transformers import AutoModel
 
-    from hardpoint.interfaces import DecoderOutput
-
     config = tiny_config("qwen3")
     torch.manual_seed(0)
     reference = AutoModel.from_config(config, attn_implementation="eager").eval()
     reference.save_pretrained(tmp_path)
     source, model, plan, attention = open_and_load(tmp_path)
     assert (source.architecture, source.is_generative, model.path) == ("Qwen3Model", False, "lean")
-    hidden = Runner(model, plan, attention).step([(0, PROMPT)], DecoderOutput.HIDDEN)
+    hidden = Runner(model, plan, attention).step([(0, PROMPT)], "hidden")
     with torch.no_grad():
         expected = reference(input_ids=torch.tensor([PROMPT])).last_hidden_state[0, -1:]
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-4)

@@ -13,8 +13,8 @@ from kv_scale_models import scale_checkpoint
 from thread_ranks import run_ranks
 from tiny_models import FIRST, LEAN, SECOND, Runner, decode_two, open_and_load, save_tiny, tiny_config
 
-from hardpoint.interfaces import DecoderOutput, DType
-from hardpoint.models import Place, Ranks
+from hardpoint.interfaces import DType
+from hardpoint.models import ParallelRank, Ranks
 
 SHAPES = {
     # The vocabulary is no multiple of anything, and three KV heads are no multiple of two ranks.
@@ -31,7 +31,7 @@ SHAPES = {
 STEPS = 5
 
 
-def forced(runner: Runner, first: list[int], second: list[int], output: DecoderOutput) -> Iterator[torch.Tensor]:
+def forced(runner: Runner, first: list[int], second: list[int], output: str) -> Iterator[torch.Tensor]:
     """Run a chunked prompt, then another one beside its decodes, with given tokens in place of the sampled ones."""
     half = len(FIRST) // 2
     yield runner.step([(0, FIRST[:half])], output)
@@ -54,12 +54,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def results(
-    folder: Path, tensor: int, stages: int, first: list[int], second: list[int], output: DecoderOutput, **options: Any
+    folder: Path, tensor: int, stages: int, first: list[int], second: list[int], output: str, **options: Any
 ) -> list[list[torch.Tensor]]:
     """Return what each rank of the last stage gave in each step."""
 
-    def work(place: Place, ranks: Ranks) -> list[torch.Tensor]:
-        _, model, plan, attention = open_and_load(folder, place=place, ranks=ranks, **options)
+    def work(place: ParallelRank, ranks: Ranks) -> list[torch.Tensor]:
+        _, model, plan, attention = open_and_load(folder, rank=place, ranks=ranks, **options)
         assert model.path == "lean"
         given = list(forced(Runner(model, plan, attention), first, second, output))
         if not place.is_last:
@@ -76,8 +76,8 @@ def test_ranks_give_the_logits_of_one(tiny: Any, name: str, tensor: int, stages:
     _, model, plan, attention = open_and_load(folder)
     (first, _), (second, _) = decode_two(Runner(model, plan, attention), FIRST, SECOND, STEPS)
     _, model, plan, attention = open_and_load(folder)
-    expected = list(forced(Runner(model, plan, attention), first, second, DecoderOutput.LOGITS))
-    for found in results(folder, tensor, stages, first, second, DecoderOutput.LOGITS):
+    expected = list(forced(Runner(model, plan, attention), first, second, "logits"))
+    for found in results(folder, tensor, stages, first, second, "logits"):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * max(1.0, float(other.abs().max())))
 
@@ -93,7 +93,7 @@ def test_ranks_compute_with_the_kv_scales_of_their_layers(tiny: Any, tmp_path: P
             stages,
             [5] * 4,
             [9] * 4,
-            DecoderOutput.LOGITS,
+            "logits",
             dtype=DType.BFLOAT16,
             kv_dtype=DType.FLOAT8_E4M3,
         )
@@ -103,8 +103,8 @@ def test_ranks_compute_with_the_kv_scales_of_their_layers(tiny: Any, tmp_path: P
         assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("output", [DecoderOutput.ARGMAX, DecoderOutput.HIDDEN])
-def test_ranks_give_the_tokens_and_hidden_states_of_one(tiny: Any, output: DecoderOutput) -> None:
+@pytest.mark.parametrize("output", ["argmax", "hidden"])
+def test_ranks_give_the_tokens_and_hidden_states_of_one(tiny: Any, output: str) -> None:
     folder = tiny("llama", "uneven")
     _, model, plan, attention = open_and_load(folder)
     expected = list(forced(Runner(model, plan, attention), [5] * 4, [9] * 4, output))
@@ -119,8 +119,8 @@ def test_ranks_give_the_tokens_and_hidden_states_of_one(tiny: Any, output: Decod
 def test_more_ranks_than_kv_heads_repeat_them(tiny: Any, name: str, shape: str, tensor: int) -> None:
     folder = tiny(name, shape)
     _, model, plan, attention = open_and_load(folder)
-    expected = list(forced(Runner(model, plan, attention), [5] * 3, [9] * 3, DecoderOutput.LOGITS))
-    for found in results(folder, tensor, 1, [5] * 3, [9] * 3, DecoderOutput.LOGITS):
+    expected = list(forced(Runner(model, plan, attention), [5] * 3, [9] * 3, "logits"))
+    for found in results(folder, tensor, 1, [5] * 3, [9] * 3, "logits"):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * max(1.0, float(other.abs().max())))
 
@@ -129,7 +129,7 @@ def test_dummy_weights_are_those_of_one_rank(tiny: Any) -> None:
     folder = tiny("phi3", "uneven")
     options: dict[str, Any] = {"load_format": "dummy", "seed": 7, "dtype": DType.FLOAT32}
     _, model, plan, attention = open_and_load(folder, **options)
-    expected = list(forced(Runner(model, plan, attention), [5] * 3, [9] * 3, DecoderOutput.LOGITS))
-    for found in results(folder, 2, 2, [5] * 3, [9] * 3, DecoderOutput.LOGITS, **options):
+    expected = list(forced(Runner(model, plan, attention), [5] * 3, [9] * 3, "logits"))
+    for found in results(folder, 2, 2, [5] * 3, [9] * 3, "logits", **options):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)

@@ -16,7 +16,7 @@ from thread_ranks import run_ranks
 from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
 
 from hardpoint.interfaces.errors import CorruptWeights
-from hardpoint.models import Place, Ranks, open_model
+from hardpoint.models import ParallelRank, Ranks, open_model
 
 KINDS = ["llama-attention-bias", "llama-tied", "phi3", "gemma2"]
 TENSOR, STAGES = 2, 2
@@ -27,9 +27,9 @@ Work = Callable[[Any, NotingAllocator, Any], None]
 def logits_of_ranks(folder: Path, work: Work = lambda model, allocator, source: None, **options: Any) -> torch.Tensor:
     """Load a model on all ranks, have each do `work`, and return the driver's logits of a prompt."""
 
-    def rank(place: Place, ranks: Ranks) -> torch.Tensor:
+    def rank(place: ParallelRank, ranks: Ranks) -> torch.Tensor:
         allocator = NotingAllocator()
-        source, model, plan, attention = open_and_load(folder, place=place, ranks=ranks, allocator=allocator, **options)
+        source, model, plan, attention = open_and_load(folder, rank=place, ranks=ranks, allocator=allocator, **options)
         work(model, allocator, source)
         return Runner(model, plan, attention).step([(0, PROMPT)])
 
@@ -62,7 +62,7 @@ def test_updates_with_whole_tensors_give_the_other_model(two: tuple[Path, Path])
 
     def update(model: Any, allocator: NotingAllocator, source: Any) -> None:
         written: set[str] = set()
-        assert model.update_weights(weights.items(), written) == len(model._model.checkpoint_shapes())
+        assert model.update_weights(weights.items(), written) == len(weights)
         assert written == model.weight_names()
         assert written < set(weights)
 
@@ -74,7 +74,7 @@ def test_a_reload_gives_the_other_model(two: tuple[Path, Path]) -> None:
     def reload(model: Any, allocator: NotingAllocator, source: Any) -> None:
         written: set[str] = set()
         other = open_model(str(two[1]))
-        assert model.reload(other, written) == len(other.lean_model(other.dtype).checkpoint_shapes())
+        assert model.reload(other, written) == len(other.describe(other.dtype).checkpoint_shapes)
         assert written == model.weight_names()
 
     assert_close(logits_of_ranks(two[0], reload), logits_of_one(two[1]))
@@ -88,10 +88,10 @@ def test_lost_weights_are_read_again_from_their_source(two: tuple[Path, Path]) -
         model.declare_sources(allocator, source)
         assert sum(tensor.nbytes for tensor, _ in allocator.sources) == model.weight_bytes
         by_extents = {tensor.data_ptr() for tensor, declared in allocator.sources if not callable(declared)}
-        weight = model._weights.weight
-        assert weight("layers.0.qkv").data_ptr() in by_extents
-        assert weight("layers.0.gate_up").data_ptr() in by_extents
-        assert weight("layers.0.o").data_ptr() not in by_extents
+        layer = next(iter(model._model.model.layers.values()))
+        assert layer.self_attn.qkv_proj.weight.data_ptr() in by_extents
+        assert layer.mlp.gate_up_proj.weight.data_ptr() in by_extents
+        assert layer.self_attn.o_proj.weight.data_ptr() not in by_extents
         allocator.vendor_lose_and_restore()
 
     assert torch.equal(logits_of_ranks(two[0], restore), logits_of_ranks(two[0]))

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_config
+from tiny_models import describe, tiny_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hardpoint.interfaces.attention import Refusal
-from hardpoint.interfaces.dtypes import DType
-from hardpoint.models.families import lean_model
-from hardpoint.models.rope import Rope, rope_from_config
+from hardpoint.layers.rope import Rope, rope_from_config
 
 THETA = {"rope_theta": 5e5}
 ORIGINAL = {"original_max_position_embeddings": 2048}
@@ -45,16 +43,21 @@ def _config(parameters: dict[str, Any]) -> Any:
 
 
 def _rope(config: Any, divisors: list[float] | None = None) -> Rope:
-    rope = rope_from_config(config, config.rope_parameters, 64, divisors)
+    rope = rope_from_config(config.rope_parameters, 64, config.max_position_embeddings, divisors)
     assert isinstance(rope, Rope)
     return rope
 
 
+def _ropes(architecture: str, config: Any) -> list[Rope]:
+    """Return the tables of a model, in the order of their first use."""
+    described = describe(architecture, config)
+    assert not isinstance(described, Refusal), described
+    return [module.rope for module in described.whole.model.rotary]
+
+
 def _table(config: Any, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    model = lean_model("LlamaForCausalLM", config, DType.FLOAT32)
-    assert not isinstance(model, Refusal)
-    ((cos, sin),) = model.rope_tables(max_context)
-    return cos, sin
+    (rope,) = _ropes("LlamaForCausalLM", config)
+    return rope.table(max_context)
 
 
 def _expected(frequencies: torch.Tensor, factor: float, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,18 +90,18 @@ def test_default_table_equals_transformers() -> None:
 
 def test_layer_types_with_their_own_parameters_get_their_own_tables() -> None:
     config = tiny_config("gemma3_text", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-    model = lean_model("Gemma3ForCausalLM", config, DType.FLOAT32)
-    assert not isinstance(model, Refusal)
-    assert model.spec.rope_tables == (0, 1, 0)
-    assert [rope.theta for rope in model.ropes] == [10_000.0, 1_000_000.0]
+    described = describe("Gemma3ForCausalLM", config)
+    assert not isinstance(described, Refusal)
+    first, second = described.whole.model.rotary
+    assert [layer.self_attn.rotary for layer in described.whole.model.layers.values()] == [first, second, first]
+    assert [table.rope.theta for table in (first, second)] == [10_000.0, 1_000_000.0]
 
 
 def test_partial_rotary_table_has_half_the_rotated_width() -> None:
     rope = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}
-    model = lean_model("Phi3ForCausalLM", tiny_config("phi3", head_dim=16, rope_parameters=rope), DType.FLOAT32)
-    assert not isinstance(model, Refusal)
-    assert model.spec.rotary_dim == 4
-    assert model.rope_tables(10)[0][0].shape == (10, 2)
+    (found,) = _ropes("Phi3ForCausalLM", tiny_config("phi3", head_dim=16, rope_parameters=rope))
+    assert found.rotary_dim == 4
+    assert found.table(10)[0].shape == (10, 2)
 
 
 def test_frequency_divisors_of_a_gguf_file_divide() -> None:
@@ -110,6 +113,6 @@ def test_frequency_divisors_of_a_gguf_file_divide() -> None:
 def test_unknown_variant_is_refused_by_name() -> None:
     config = _config({"rope_type": "default"})
     config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1e4}
-    refusal = lean_model("LlamaForCausalLM", config, DType.FLOAT32)
+    refusal = describe("LlamaForCausalLM", config)
     assert isinstance(refusal, Refusal)
     assert "spiral" in refusal.reasons[0]

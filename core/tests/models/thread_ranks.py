@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hardpoint.interfaces import Collectives
-from hardpoint.models import Place, Ranks
+from hardpoint.models import ParallelRank, Ranks
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class ThreadCollectives(Collectives):
         self._meeting.barrier.abort()
 
 
-def run_ranks(tensor_size: int, stages: int, work: Callable[[Place, Ranks], T]) -> list[T]:
+def run_ranks(tensor_size: int, stages: int, work: Callable[[ParallelRank, Ranks], T]) -> list[T]:
     """Run `work` for every rank, each in a thread; return what each gave, in the order of ranks."""
     tensor = [Meeting(tensor_size) for _ in range(stages)]
     pipeline = [Meeting(stages) for _ in range(tensor_size)]
@@ -88,7 +88,7 @@ def run_ranks(tensor_size: int, stages: int, work: Callable[[Place, Ranks], T]) 
             ThreadCollectives(pipeline[place], stage) if stages > 1 else None,
         )
         try:
-            return work(Place(place, tensor_size, stage, stages), ranks)
+            return work(ParallelRank(place, tensor_size, stage, stages), ranks)
         except BaseException:
             for meeting in (*tensor, *pipeline):
                 meeting.barrier.abort()

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
-from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DecoderOutput, DType
-from hardpoint.models import ModelSource, Place, RunnableModel, attention_layers, load_model, open_model
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DType, Refusal
+from hardpoint.models import ModelSource, ParallelRank, RunnableModel, attention_layers, load_model, open_model
+from hardpoint.models.config import ModelConfig
+from hardpoint.models.description import ModelDescription
+from hardpoint.models.registry import family_of
 
 BLOCK = 4
 VOCAB = 128
@@ -30,6 +33,16 @@ SHAPE: dict[str, Any] = {
 PARTIAL_ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
 SOFT_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -38,11 +51,35 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen2-moe-window": (
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-window": (
+        "qwen3_moe",
+        {**EXPERTS, "use_sliding_window": True, "sliding_window": 6, "decoder_sparse_step": 2},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS_ROPE},
+    ),
     "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING}),
 }
+MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss")) or "-moe" in name]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
     "gpt2-scaled-by-layer": (
@@ -58,11 +95,6 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {}),
     "granite": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
     "smollm3-no-rope-layers": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []},
-    ),
 }
 
 
@@ -77,6 +109,13 @@ def tiny_config(kind: str, **options: Any) -> Any:
 _WITHOUT_HEAD_DIM = frozenset(
     {"gpt2", "olmo", "olmo2", "phi", "stablelm", "gpt_neox", "starcoder2", "cohere", "granite", "smollm3"}
 )
+
+
+def describe(architecture: str, config: Any, dtype: DType = DType.FLOAT32) -> ModelDescription | Refusal:
+    """Return how the core runs a configuration of transformers."""
+    family = family_of(architecture)
+    assert family is not None
+    return ModelDescription.of(ModelConfig(architecture, family.complete(config.to_dict())), dtype)
 
 
 def save_tiny(folder: Path, config: Any, seed: int = 0, **save_options: Any) -> Any:
@@ -107,7 +146,7 @@ def open_and_load(
     open_options = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
     source = open_model(str(model), load_format=options.get("load_format", "auto"), **open_options)
     attention = attention or ReferenceAttention()
-    layers = attention_layers(source, dtype, options.get("place", Place()), kv_dtype)
+    layers = attention_layers(source, dtype, options.get("rank", ParallelRank()), kv_dtype)
     plan = attention.plan(AttentionRequest(layers, dtype, kv_dtype or dtype, block_size, max_context))
     assert isinstance(plan, AttentionPlan), plan
     settings: dict[str, Any] = {
@@ -134,10 +173,8 @@ class Runner:
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
 
-    def step(
-        self, work: Sequence[tuple[int, Sequence[int]]], output: DecoderOutput = DecoderOutput.LOGITS
-    ) -> torch.Tensor:
-        """Run new tokens of several sequences, by id, and return each one's output at its last token."""
+    def step(self, work: Sequence[tuple[int, Sequence[int]]], output: str = "logits") -> torch.Tensor:
+        """Run new tokens of several sequences, by id, and return each one's "hidden" state, "logits" or "argmax" at its last token."""
         for sequence, tokens in work:
             table = self._tables.setdefault(sequence, [])
             length = self._lengths.get(sequence, 0) + len(tokens)
@@ -151,7 +188,9 @@ class Runner:
             self.plan.block_size,
         )
         metadata = self.attention.prepare(self.plan, batch)
-        result = self._model.run(batch, metadata, self._cache, last_rows(batch), output)
+        result = self._model.run(batch, metadata, self._cache, last_rows(batch))
+        if output != "hidden":
+            result = getattr(self._model, output)(result)
         for sequence, tokens in work:
             self._lengths[sequence] = self._lengths.get(sequence, 0) + len(tokens)
         # A program may use the same memory for its next result.

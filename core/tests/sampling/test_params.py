@@ -62,6 +62,7 @@ def test_defaults_are_vllms() -> None:
         ({"logit_bias": [(1, 2.0)]}, ["logit_bias", "a mapping"]),
         ({"logit_bias": {"1": 2.0}}, ["a key of logit_bias", "an integer", "'1'"]),
         ({"logit_bias": {1: "2"}}, ["logit_bias[1]", "a number", "'2'"]),
+        ({"logit_bias": {10**5000: 1.0}}, ["a key of logit_bias", "at most 2147483647"]),
         ({"skip_special_tokens": None}, ["skip_special_tokens", "True or False"]),
         ({"detokenize": 1}, ["detokenize", "True or False"]),
         ({"ignore_eos": "yes"}, ["ignore_eos", "True or False"]),

@@ -730,7 +730,52 @@ def test_a_step_must_be_answered_before_the_next() -> None:
         s.schedule()
 
 
-@pytest.mark.parametrize("tokens", [[], [1, 2], [-1], [1 << 31]])
+def test_a_sample_without_a_token_ends_its_sequence_alone() -> None:
+    s = scheduler()
+    lost, other = s.add_request([1, 2]), s.add_request([3, 4])
+    batch = s.schedule()
+    assert batch is not None
+    assert update(s, batch, [-1, 5]) == {lost: FinishReason.ERROR}
+    assert step(s).seq_ids.tolist() == [other]
+    assert s.output_token_ids(lost).tolist() == []
+
+
+def test_a_token_in_flight_is_a_placeholder_and_a_surplus_token_is_dropped() -> None:
+    s = scheduler(steps_in_flight=1)
+    ends, goes_on = s.add_request([1, 2], max_tokens=9, stop_token_ids=[7]), s.add_request([3, 4], max_tokens=3)
+    first, second = s.schedule(), s.schedule()
+    assert first is not None
+    assert second is not None
+    assert (second.token_ids.tolist(), second.positions.tolist()) == ([-1, -1], [2, 2])
+    assert (second.state_rows.tolist(), second.sample_positions.tolist()) == ([0, 1], [1, 1])
+    with pytest.raises(RuntimeError, match="2 steps"):
+        s.schedule()
+    assert update(s, first, [7, 5]) == {ends: FinishReason.STOP}
+    assert s.block_stats.device_used == 1
+    third = s.schedule()
+    assert third is not None
+    assert third.seq_ids.tolist() == [goes_on]
+    assert update(s, second, [8, 6]) == {}
+    assert s.output_token_ids(ends).tolist() == [7]
+    assert s.schedule() is None, "the last token that max_tokens allows is in flight"
+    assert update(s, third, [7]) == {goes_on: FinishReason.LENGTH}
+    assert s.num_in_flight == 0
+
+
+def test_a_request_that_needs_its_token_first_does_not_hold_the_others() -> None:
+    s = scheduler(steps_in_flight=1)
+    waits, runs = s.add_request([1, 2], plan_ahead=False), s.add_request([3, 4])
+    first, second = s.schedule(), s.schedule()
+    assert first is not None
+    assert second is not None
+    assert (first.seq_ids.tolist(), second.seq_ids.tolist()) == ([waits, runs], [runs])
+    update(s, first, [5, 6])
+    third = s.schedule()
+    assert third is not None
+    assert (third.seq_ids.tolist(), third.token_ids.tolist()) == ([waits, runs], [5, -1])
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2], [-2], [1 << 31]])
 def test_a_wrong_update_is_refused_and_changes_nothing(tokens: list[int]) -> None:
     s = scheduler()
     handle = s.add_request([1, 2], max_tokens=1)

@@ -1,13 +1,16 @@
 """Whatever the load, every step finds each sequence's own keys and values in its slots, and every sequence gets its tokens.
 
 `SimulatedWorker` stands for a model: it keeps, for every slot, which history was written there, carries out the swap and copy
-lists, and checks on each step that all slots of each scheduled sequence hold exactly its own history. `Driver` feeds tokens
-back, predicts when each sequence has to end, and checks the rules of a step (budget, order of rows, samples).
+lists, and checks on each step that all slots of each scheduled sequence hold exactly its own history. It samples each token when
+the step is planned, and `Driver` gives it back up to `steps_in_flight` steps later, predicts when each sequence has to end, and
+checks the rules of a step (budget, order of rows, samples).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,12 +38,19 @@ class Expected:
     salt: str
     generation: int
     pooling: bool
+    plan_ahead: bool = True
     output: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
+    sampled: list[int] = field(default_factory=list)
+    """On the device: the output, and tokens of steps in flight."""
 
     @property
     def history(self) -> list[int]:
         return self.prompt + self.output
+
+    @property
+    def device_history(self) -> list[int]:
+        return self.prompt + self.sampled
 
 
 class SimulatedWorker:
@@ -51,6 +61,7 @@ class SimulatedWorker:
         self.device: dict[int, tuple[int, int]] = {}
         self.host: dict[int, tuple[int, int]] = {}
         self.generation = 0
+        self.last_tokens: dict[int, int] = {}
         self._ids: dict[tuple[object, int], int] = {}
 
     def histories(self, tokens: list[int], salt: str) -> list[int]:
@@ -77,12 +88,17 @@ class SimulatedWorker:
         written: set[int] = set()
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
-            ids = self.histories(expected.history, expected.salt)
+            ids = self.histories(expected.device_history, expected.salt)
             span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
             positions = batch.positions[span].tolist()
             assert positions == list(range(positions[0], positions[0] + len(positions)))
             assert int(batch.context_lens[r]) == positions[-1] + 1
-            assert batch.token_ids[span].tolist() == expected.history[positions[0] : positions[-1] + 1]
+            known = expected.history[positions[0] : positions[-1] + 1]
+            if known:
+                assert batch.token_ids[span].tolist() == known
+            else:
+                assert (batch.token_ids[span].tolist(), r < batch.num_decodes) == ([-1], True)
+                assert self.last_tokens[int(batch.state_rows[r])] == expected.device_history[positions[0]]
             table = batch.block_table[int(batch.rows[r])]
             slots = [
                 int(table[p // self.block_size]) * self.block_size + p % self.block_size
@@ -96,13 +112,20 @@ class SimulatedWorker:
         # In a second pass, as an attention that reads after all writes of a step would.
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
-            ids = self.histories(expected.history, expected.salt)
+            ids = self.histories(expected.device_history, expected.salt)
             table = batch.block_table[int(batch.rows[r])]
             for position in range(int(batch.context_lens[r])):
                 slot = int(table[position // self.block_size]) * self.block_size + position % self.block_size
                 held, generation = self.device[slot]
                 assert held == ids[position], f"sequence {seq_id} reads another history at position {position}"
                 assert generation >= expected.generation, "a cached block survived reset_prefix_cache"
+
+
+@dataclass
+class InFlight:
+    batch: StepBatch
+    tokens: list[int]
+    arrays: dict[str, list[int]]
 
 
 class Driver:
@@ -115,7 +138,8 @@ class Driver:
         self.sequences: dict[int, Expected] = {}
         self.groups: dict[int, int] = {}
         self.forked: set[int] = set()
-        self.batch: StepBatch | None = None
+        self.sampled_groups: set[int] = set()
+        self.in_flight: deque[InFlight] = deque()
         self.trace: list[Any] = []
         self.max_seqs_seen = 0
 
@@ -133,6 +157,7 @@ class Driver:
                 salt=options.get("salt", ""),
                 generation=self.worker.generation,
                 pooling=options.get("pooling", False),
+                plan_ahead=options.get("plan_ahead", True),
             )
         return handle
 
@@ -140,15 +165,15 @@ class Driver:
         return [i for i, s in self.sequences.items() if s.reason is None]
 
     def sample(self, seq_id: int) -> int:
-        history = self.sequences[seq_id].history
+        history = self.sequences[seq_id].device_history
         return (sum(history[-3:]) * 7 + len(history) * 3 + seq_id) % VOCABULARY
 
     def plan(self) -> StepBatch | None:
         """Schedule and execute a step; its results are due."""
         running = {i for i in self.unfinished() if self.scheduler.state(i) is SequenceState.RUNNING}
-        self.batch = batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule()
         if batch is None:
-            assert not self.scheduler.has_unfinished(), "nothing runs although requests are left"
+            assert self.in_flight or not self.scheduler.has_unfinished(), "nothing runs although requests are left"
             return None
         self.check_rules(batch)
         if len(batch.preempted):
@@ -156,11 +181,25 @@ class Driver:
         self.worker.execute(batch, self.sequences)
         fields = ("token_ids", "positions", "slot_mapping", "rows", "seq_ids", "sample_seq_ids", "copies", "preempted")
         self.trace.append([getattr(batch, name).tolist() for name in fields])
+        tokens = []
+        for seq_id, row, position in zip(
+            batch.sample_seq_ids.tolist(),
+            batch.sample_state_rows.tolist(),
+            batch.sample_positions.tolist(),
+            strict=True,
+        ):
+            tokens.append(self.sample(seq_id))
+            sequence = self.sequences[seq_id]
+            assert position == len(sequence.sampled)
+            sequence.sampled.append(tokens[-1])
+            self.worker.last_tokens[row] = tokens[-1]
+        arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "block_table"}
+        self.in_flight.append(InFlight(batch, tokens, {k: v.tolist() for k, v in arrays.items() if k != "num_decodes"}))
         return batch
 
     def check_rules(self, batch: StepBatch) -> None:
         config = self.config
-        assert 1 <= batch.num_tokens <= config.max_num_batched_tokens
+        assert (0 if self.in_flight and len(batch.swap_out) else 1) <= batch.num_tokens <= config.max_num_batched_tokens
         assert batch.num_seqs <= config.max_num_seqs
         assert len(set(batch.seq_ids.tolist())) == batch.num_seqs
         assert len(set(batch.rows.tolist())) == batch.num_seqs
@@ -176,21 +215,32 @@ class Driver:
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             sequence = self.sequences[seq_id]
             assert sequence.reason is None
-            if int(batch.context_lens[r]) < len(sequence.history) or sequence.pooling:
+            if not sequence.plan_ahead and r < batch.num_decodes:
+                assert all(seq_id not in step.arrays["seq_ids"] for step in self.in_flight)
+            if int(batch.context_lens[r]) < len(sequence.device_history) or sequence.pooling:
                 continue
-            n = self.groups[seq_id] if seq_id in self.groups and seq_id not in self.forked else 1
+            assert len(sequence.sampled) < sequence.max_tokens, "a token is planned that is known to be one too many"
+            assert len(sequence.device_history) < config.max_seq_tokens
+            n = self.groups[seq_id] if seq_id in self.groups and seq_id not in self.sampled_groups else 1
+            self.sampled_groups.add(seq_id)
             expected_samples += [(r, seq_id + i) for i in range(n) if self.sequences[seq_id + i].reason is None]
         assert list(zip(batch.sample_rows.tolist(), batch.sample_seq_ids.tolist(), strict=True)) == expected_samples
         running = self.scheduler.stats.num_running
         assert running <= config.max_num_seqs
         self.max_seqs_seen = max(self.max_seqs_seen, running)
 
+    def take_oldest(self) -> InFlight:
+        step = self.in_flight.popleft()
+        for name, values in step.arrays.items():
+            assert getattr(step.batch, name).tolist() == values, f"{name} changed while the step was in flight"
+        return step
+
     def finish_plan(self) -> None:
-        """Give the step's tokens back and check which sequences end."""
-        batch, self.batch = self.batch, None
-        if batch is None:
+        """Give the oldest step's tokens back and check which sequences end."""
+        if not self.in_flight:
             return
-        tokens = [self.sample(seq_id) for seq_id in batch.sample_seq_ids.tolist()]
+        step = self.take_oldest()
+        batch, tokens = step.batch, step.tokens
         expected: dict[int, FinishReason] = {}
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             sequence = self.sequences[seq_id]
@@ -211,15 +261,17 @@ class Driver:
         assert dict(self.scheduler.update(np.array(tokens, np.int64))) == expected
 
     def step(self) -> bool:
-        if self.plan() is None:
+        """Plan as many steps as may be in flight, and book the oldest."""
+        while len(self.in_flight) <= self.config.steps_in_flight and self.plan() is not None:
+            self.scheduler.check()
+        if not self.in_flight:
             return False
         self.finish_plan()
         self.scheduler.check()
         return True
 
     def fail(self) -> None:
-        batch, self.batch = self.batch, None
-        assert batch is not None
+        batch = self.take_oldest().batch
         affected = {
             seq_id + i
             for seq_id in batch.seq_ids.tolist()
@@ -251,8 +303,8 @@ class Driver:
         assert stats.device_free == self.config.num_device_blocks
         return steps
 
-    def outputs(self) -> list[list[int]]:
-        return [s.output for _, s in sorted(self.sequences.items())]
+    def outputs(self) -> list[tuple[list[int], FinishReason | None]]:
+        return [(s.output, s.reason) for _, s in sorted(self.sequences.items())]
 
 
 @st.composite
@@ -277,6 +329,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         recompute_seconds_per_token=draw(st.sampled_from([0.1, 1.0])),
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
         num_lookahead_slots=draw(st.sampled_from([0, 0, 3])),
+        steps_in_flight=draw(st.sampled_from([0, 1, 2])),
         fairness_bound=draw(st.sampled_from([1, 2, 8])),
         hash_bits=draw(st.sampled_from([0, 3, 64])),
     )
@@ -299,6 +352,7 @@ def request_options(draw: st.DrawFn) -> dict[str, Any]:
         "priority": draw(st.integers(0, 2)),
         "salt": draw(st.sampled_from(["", "", "a"])),
         "skip_prefix_cache": draw(st.sampled_from([False, False, True])),
+        "plan_ahead": draw(st.sampled_from([True, True, False])),
     }
 
 
@@ -311,7 +365,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.released: set[int] = set()
 
     def is_idle(self) -> bool:
-        return self.driver is not None and self.driver.batch is None
+        return self.driver is not None and not self.driver.in_flight
+
+    def may_plan(self) -> bool:
+        return self.driver is not None and len(self.driver.in_flight) <= self.driver.config.steps_in_flight
 
     @rule(prompt=PROMPTS, options=request_options())
     def add(self, prompt: list[int], options: dict[str, Any]) -> None:
@@ -325,20 +382,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver
         self.driver.add(prompt[: self.driver.config.max_seq_tokens], pooling=True)
 
-    @precondition(is_idle)
     @rule(times=st.integers(1, 15))
     def step(self, times: int) -> None:
         assert self.driver
         for _ in range(times):
             self.driver.step()
 
-    @precondition(is_idle)
+    @precondition(may_plan)
     @rule()
     def plan(self) -> None:
         assert self.driver
         self.driver.plan()
 
-    @precondition(lambda self: self.driver is not None and self.driver.batch is not None)
+    @precondition(lambda self: self.driver is not None and self.driver.in_flight)
     @rule(fails=st.sampled_from([False, False, False, True]))
     def finish_plan(self, fails: bool) -> None:
         assert self.driver
@@ -366,7 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         assert self.driver
         self.driver.scheduler.reset_prefix_cache()
-        if self.driver.batch is None:
+        if not self.driver.in_flight:
             self.driver.worker.generation += 1
 
     @precondition(is_idle)
@@ -387,7 +443,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = set(self.driver.scheduler.live_blocks(running=True).tolist())
         worker.device = {slot: held for slot, held in worker.device.items() if slot // size in live}
 
-    @precondition(is_idle)
     @rule()
     def release(self) -> None:
         assert self.driver
@@ -408,7 +463,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.driver is None:
             return
-        if self.driver.batch is not None:
+        while self.driver.in_flight:
             self.driver.finish_plan()
         for seq_id in self.released:
             del self.driver.sequences[seq_id]
@@ -432,7 +487,9 @@ def random_load(driver: Driver, seed: int, num_requests: int = 25) -> Driver:
                 n=rng.choice([1, 1, 1, 2, 3]),
                 max_tokens=rng.randrange(1, 15),
                 priority=rng.randrange(3),
+                min_tokens=rng.randrange(2),
                 stop_token_ids=rng.choice([[], [3]]),
+                plan_ahead=rng.random() < 0.8,
             )
         if not driver.step() and not left:
             break
@@ -470,6 +527,10 @@ TIGHT = {"num_device_blocks": 12, "max_num_seqs": 6}
         variant(enable_chunked_prefill=False),
         variant(scheduling_policy="priority"),
         variant(num_lookahead_slots=5),
+        *[variant(steps_in_flight=depth) for depth in (1, 2)],
+        *[variant(**TIGHT, steps_in_flight=depth, preemption_mode="recompute") for depth in (1, 2)],
+        *[variant(**TIGHT, steps_in_flight=depth, preemption_mode="swap", num_host_blocks=100) for depth in (1, 2)],
+        *[variant(**TIGHT, steps_in_flight=depth, scheduling_policy="priority", num_host_blocks=8) for depth in (1, 2)],
         variant(**TIGHT, preemption_mode="recompute"),
         variant(**TIGHT, preemption_mode="swap", num_host_blocks=100),
         variant(**TIGHT, preemption_mode="auto", num_host_blocks=8),

@@ -39,4 +39,4 @@ def test_heads_are_rotated_in_tiles_of_16_at_most(q_heads: int, k_heads: int) ->
 @pytest.mark.parametrize(("width", "block"), [(8, 8), (100, 128), (3072, 1024)])
 def test_activations_are_cut_into_blocks(width: int, block: int) -> None:
     constants: dict[str, Any] = activation_constants(width, Activation.SILU)
-    assert (constants["N"], constants["BLOCK"], constants["SILU"]) == (width, block, True)
+    assert (constants["N"], constants["BLOCK"], constants["ACTIVATION"]) == (width, block, 0)

@@ -118,14 +118,14 @@ def test_device_that_torch_does_not_see_is_refused(module: Module, make: Callabl
     with pytest.raises(
         BackendUnavailable, match=r"sees 0 such devices: The driver is too old \(found version 12040\)\."
     ):
-        make().init_device()
+        make().start()
 
 
 def test_device_is_current_in_every_call_that_computes(module: Module, make: Callable[..., HostWorker]) -> None:
     worker = make()
     batch = dummy_batch(num_tokens=4, max_len=4, block_size=32, max_seqs=1)
     unsampled = replace(batch, sample_rows=batch.sample_rows[:0], sample_seq_ids=batch.sample_seq_ids[:0])
-    calls: dict[str, tuple[Any, ...]] = {"init_device": (), "load_model": (), "profile": ()}
+    calls: dict[str, tuple[Any, ...]] = {"start": (), "load": (), "profile": ()}
     calls |= {"initialize_kv": (4, 0), "warm_up": (), "submit": (StepInput(unsampled),)}
     for name, arguments in calls.items():
         module.current = 5  # another engine's
@@ -142,7 +142,7 @@ def test_profile_adds_torchs_peak_and_what_others_took(
     module: Module, make: Callable[..., HostWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make()
-    worker.init_device()
+    worker.start()
     free = [1000 * MIB]
     monkeypatch.setattr(worker._allocator, "memory_info", lambda: MemoryInfo(free[0], 2000 * MIB))
 
@@ -160,8 +160,8 @@ def test_time_of_a_token_is_that_of_a_step_whose_kernels_are_there(
     module: Module, make: Callable[..., HostWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make()
-    worker.init_device()
-    worker.load_model()
+    worker.start()
+    worker.load()
     runner = worker._runner
     assert runner is not None
     forward, steps = runner.forward, list[int]()
@@ -181,8 +181,8 @@ def test_simulated_device_is_sized_and_refuses_to_compute(
     module: Module, make: Callable[..., HostWorker], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make(simulated=True)
-    worker.init_device()
-    info = worker.load_model()
+    worker.start()
+    info = worker.load()
     with caplog.at_level(logging.WARNING, "hardpoint"):
         profile = worker.profile()
     assert "the largest step is not run" in caplog.text

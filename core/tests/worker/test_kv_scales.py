@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from core.tests.kv_scale_models import SCALES, scale_checkpoint
-from hardpoint.interfaces import KV_CACHE, WEIGHTS, DType, Policy, SleepPlan
+from hardpoint.interfaces import KV_CACHE, WEIGHTS, DType, Policy, SleepPlan, WeightWrite
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Shape, tiny_model
-from hardpoint_conformance.worker_bench import Bench, running
+from hardpoint_conformance.worker_bench import Bench, running, sleep, wake
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]]
 PLAIN = tiny_model(Shape(head_dim=16, layers=3))
@@ -76,10 +76,10 @@ def test_scales_hold_in_every_step_and_over_every_sleep(start: Start, scaled: Pa
         for weights in (Policy.PRESERVE, Policy.DISCARD):
             bench.sleep_and_wake(SleepPlan(policies={WEIGHTS: weights, KV_CACHE: Policy.DISCARD}))
             if weights is Policy.DISCARD:
-                bench.worker.reload_weights()
+                bench.worker.write_weights(WeightWrite.RELOAD)
             assert answers(bench) == expected
-        bench.worker.sleep(SleepPlan(tags=frozenset({KV_CACHE}), policies={KV_CACHE: Policy.DISCARD}))
-        bench.worker.wake((KV_CACHE,))
+        sleep(bench.worker, SleepPlan(tags=frozenset({KV_CACHE}), policies={KV_CACHE: Policy.DISCARD}))
+        wake(bench.worker, (KV_CACHE,))
         assert answers(bench) == expected
 
 

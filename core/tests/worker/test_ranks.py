@@ -18,7 +18,7 @@ from hardpoint.interfaces import Capabilities, IntSet, Pooling, SequencePooling,
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
-from hardpoint.models import Place
+from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
 from hardpoint.sampling import Sampler
 from hardpoint.worker import TorchWorker
@@ -70,7 +70,7 @@ def test_what_the_backend_does_not_claim_is_refused_with_all_reasons() -> None:
 
 def test_a_configuration_says_where_its_rank_is() -> None:
     config = WorkerConfig("demo", rank=4, world_size=6, tensor_parallel_size=3, pipeline_parallel_size=2)
-    assert place_of(config) == Place(1, 3, 1, 2)
+    assert place_of(config) == ParallelRank(1, 3, 1, 2)
     assert config.driver_rank == 3
 
 
@@ -169,8 +169,8 @@ def serve(model: str, tensor: int, stages: int, steps: Callable[[], Sequence[Ste
         )
         worker = PlainWorker(WorkerContext(resolved.descriptor, resolved.device, config))
         try:
-            worker.init_device()
-            info = worker.load_model()
+            worker.start()
+            info = worker.load()
             assert info.num_layers == 4
             assert info.attention.kv_cache.num_layers == 4 // stages
             assert worker.profile().kv_bytes > 0
@@ -278,8 +278,8 @@ def started(model: str, worker: type[TorchWorker] = PlainWorker) -> Iterator[Tor
     )
     one = worker(WorkerContext(resolved.descriptor, resolved.device, config))
     try:
-        one.init_device()
-        one.load_model()
+        one.start()
+        one.load()
         one.initialize_kv(16, 0)
         yield one
     finally:

@@ -35,22 +35,22 @@ def context() -> WorkerContext:
 def test_a_call_before_its_time_says_which_calls_come_first(context: WorkerContext) -> None:
     worker = PlainWorker(context)
     batch = dummy_batch(num_tokens=1, max_len=1, block_size=8, max_seqs=1)
-    with pytest.raises(WorkerError, match="init_device, load_model"):
+    with pytest.raises(WorkerError, match="start, load"):
         worker.submit(StepInput(batch))
 
 
 def test_shutdown_is_legal_in_any_state_and_twice(context: WorkerContext) -> None:
     worker = PlainWorker(context)
     worker.shutdown()
-    worker.init_device()
+    worker.start()
     worker.shutdown()
     worker.shutdown()
 
 
 def test_no_host_memory_for_swapping_names_the_setting(context: WorkerContext) -> None:
     worker = NoHostMemory(context)
-    worker.init_device()
-    worker.load_model()
+    worker.start()
+    worker.load()
     with pytest.raises(HostBudgetExceeded, match="swap_space"):
         worker.initialize_kv(4, 2)
     worker.shutdown()

@@ -263,7 +263,8 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
         break;
       }
       case Epilogue::SiluMul:
-      case Epilogue::GeluTanhMul: {
+      case Epilogue::GeluTanhMul:
+      case Epilogue::ClampedSwiGluMul: {
         float products[kGroupColumns / 2];
         gate(y, tiles, call.epilogue, products);
         const int64_t left = call.out_columns - first / 2;

@@ -153,9 +153,7 @@ int64_t arg_max(const float* x, int64_t n) {
   return 0;
 }
 
-float log_sum_exp(const float* x, int64_t n) {
-  const float top = row_max(x, n);
-  if (top == -__builtin_inff() || top == __builtin_inff()) return top;
+float sum_exp(const float* x, int64_t n, float top) {
   vf sum{};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) sum += exp(load(x + i) - top);
@@ -165,14 +163,60 @@ float log_sum_exp(const float* x, int64_t n) {
     for (int64_t j = n - i; j < kLanes; ++j) last[j] = 0;
     sum += load(last);
   }
-  return top + __builtin_logf(hsum(sum));
+  return hsum(sum);
+}
+
+float log_sum_exp(const float* x, int64_t n) {
+  const float top = row_max(x, n);
+  if (top == -__builtin_inff() || top == __builtin_inff()) return top;
+  return top + __builtin_logf(sum_exp(x, n, top));
+}
+
+void top_k_softmax(float* x, int64_t n, int64_t k, bool renormalise, int32_t* chosen, float* weights) {
+  const float top = row_max(x, n);
+  float total = renormalise ? 0 : sum_exp(x, n, top);
+  for (int64_t j = 0; j < k; ++j) {
+    const float best = row_max(x, n);
+    int64_t found = 0;
+    while (found < n && x[found] != best) ++found;
+    weights[j] = best;
+    if (found == n) {
+      // Only NaNs are left: those of the row, and the marks of what was chosen.
+      weights[j] = __builtin_nanf("");
+      for (found = 0; found < n; ++found) {
+        bool taken = false;
+        for (int64_t i = 0; i < j; ++i) taken = taken || chosen[i] == found;
+        if (!taken) break;
+      }
+    }
+    chosen[j] = static_cast<int32_t>(found);
+    x[found] = __builtin_nanf("");
+  }
+  for (int64_t j = 0; j < k; ++j) {
+    float value[kLanes];
+    store(value, exp(splat(weights[j] - top)));
+    weights[j] = value[0];
+    if (renormalise) total += value[0];
+  }
+  for (int64_t j = 0; j < k; ++j) weights[j] /= total;
+}
+
+void weighted_sum(const float* rows, int64_t stride, const int64_t* places, const float* weights, int64_t count, int64_t n, void* out,
+                  DType out_dtype) {
+  with_type(out_dtype, [&](auto to) {
+    for_vectors(n, [&](int64_t i, int width) {
+      vf sum{};
+      for (int64_t j = 0; j < count; ++j) sum = fma(splat(weights[j]), load_some(F32{}, rows + places[j] * stride + i, width), sum);
+      store_some(to, typed(to, out) + i, sum, width);
+    });
+  });
 }
 
 }  // namespace
 
 const OpKernels& op_kernels_here() {
-  static constexpr OpKernels kernels = {rms_norm,     accumulate_rms_norm, add,     rotate,
-                                        gate,         soft_cap_row,        arg_max, log_sum_exp};
+  static constexpr OpKernels kernels = {rms_norm,     accumulate_rms_norm, add,     rotate,       gate,
+                                        soft_cap_row, arg_max,             log_sum_exp, top_k_softmax, weighted_sum};
   return kernels;
 }
 

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hardpoint.interfaces import MemoryReport, ModelInfo, Policy, SleepPlan, StepInput, StepOutput, WorkerContext
+from hardpoint.interfaces import (
+    MemoryChange,
+    MemoryReport,
+    ModelInfo,
+    Policy,
+    SleepPlan,
+    StepInput,
+    StepOutput,
+    WeightWrite,
+    WorkerContext,
+)
 from hardpoint_conformance.mutants import Mutant
 from hardpoint_conformance.mutants.derived import Faults, Methods
-from hardpoint_conformance.mutants.worker import run_step, stepping
+from hardpoint_conformance.mutants.worker import other_change, other_write, run_step, stepping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,13 +104,13 @@ def joined_alone(base: Any) -> Methods:
 def _after_loading(base: Any, change: Callable[[Any], None]) -> Methods:
     """Change a worker that has just loaded its share."""
 
-    def load_model(self: Any) -> ModelInfo:
-        info: ModelInfo = base.load_model(self)
+    def load(self: Any) -> ModelInfo:
+        info: ModelInfo = base.load(self)
         if self._config.world_size > 1:
             change(self)
         return info
 
-    return {"load_model": load_model}
+    return {"load": load}
 
 
 @_WORKER.fault("Rank 1 has the columns of the attention's output of other heads.", "dist.tokens.tensor@1")
@@ -181,25 +191,28 @@ def tokens_of_the_step_before(base: Any) -> Methods:
 
 @_WORKER.fault("Rank 1 takes no updates of its weights.", "dist.weights.update@1")
 def updates_on_the_driver_alone(base: Any) -> Methods:
-    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+    def write(self: Any, weights: Iterable[tuple[str, Tensor]], _: str | None) -> int:
         if self._config.rank == 1:
             return sum(1 for _ in weights)
-        count: int = base.update_weights(self, weights)
+        count: int = base.write_weights(self, WeightWrite.UPDATE, weights)
         return count
 
-    return {"update_weights": update_weights}
+    return other_write(base, WeightWrite.UPDATE, write)
 
 
 @_WORKER.fault("Rank 1 loses its weights in a sleep of level 1.", "dist.sleep.tokens@1")
 def rank_forgets_in_its_sleep(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        if self._config.rank == 1:
-            plan = replace(plan, policies=dict.fromkeys(plan.policies, Policy.DISCARD))
-        report: MemoryReport = base.sleep(self, plan)
+    def forgetting(self: Any, change: MemoryChange) -> MemoryChange:
+        if self._config.rank == 1 and isinstance(change, SleepPlan):
+            return replace(change, policies=dict.fromkeys(change.policies, Policy.DISCARD))
+        return change
+
+    def commit(self: Any, transaction: int) -> MemoryReport:
+        report: MemoryReport = base.commit(self, transaction)
         self._weights.ledger.declare_valid()
         return report
 
-    return {"sleep": sleep}
+    return {**other_change(base, forgetting), "commit": commit}
 
 
 @_WORKER.fault("Rank 1 commits what is rolled back.", "dist.sleep.rollback@1")

@@ -13,6 +13,7 @@ from hardpoint.interfaces import (
     Capabilities,
     Device,
     DType,
+    MemoryChange,
     MemoryReport,
     MemoryTransaction,
     Policy,
@@ -22,6 +23,7 @@ from hardpoint.interfaces.errors import DriverError, InvalidTransaction, MemoryB
 from hardpoint.memory import PoolBooks, TensorAllocator, VirtualPool
 from hardpoint_conformance.mutants import Mutant
 from hardpoint_conformance.mutants.derived import Faults, Methods, derived
+from hardpoint_conformance.mutants.worker import forgetting_blocks, other_sleep
 from hardpoint_conformance.target import Target
 
 if TYPE_CHECKING:
@@ -284,12 +286,9 @@ class DriverErrorsUntyped(VirtualPool):
 # Workers
 
 
-@worker_fault("A sleep in two phases forgets the live KV blocks.", "worker.transaction.commit@1")
+@worker_fault("A prepared sleep forgets the live KV blocks.", "worker.transaction.commit@1")
 def begun_sleep_forgets_blocks(base: Any) -> Methods:
-    def begin_sleep(self: Any, transaction: int, plan: SleepPlan) -> None:
-        base.begin_sleep(self, transaction, replace(plan, live_blocks=None if plan.live_blocks is None else ()))
-
-    return {"begin_sleep": begin_sleep}
+    return other_sleep(base, forgetting_blocks)
 
 
 @worker_fault("A worker's rollback makes it so.", "worker.transaction.rollback@1")
@@ -302,38 +301,38 @@ def worker_rollback_commits(base: Any) -> Methods:
 
 @worker_fault("Whatever number is given, the open transaction is committed.", "worker.transaction.numbers@1")
 def any_number_commits(base: Any) -> Methods:
-    def begin_sleep(self: Any, transaction: int, plan: SleepPlan) -> None:
-        base.begin_sleep(self, transaction, plan)
+    def begin(self: Any, transaction: int, change: MemoryChange) -> None:
+        base.begin(self, transaction, change)
         vars(self)["_number"] = transaction
 
     def commit(self: Any, transaction: int) -> MemoryReport:
         report: MemoryReport = base.commit(self, vars(self).pop("_number", transaction))
         return report
 
-    return {"begin_sleep": begin_sleep, "commit": commit}
+    return {"begin": begin, "commit": commit}
 
 
 @worker_fault("A number that was used begins another transaction.", "worker.transaction.numbers@1")
 def numbers_used_again(base: Any) -> Methods:
-    def begin_wake(self: Any, transaction: int, tags: Sequence[str] | None = None) -> None:
+    def begin(self: Any, transaction: int, change: MemoryChange) -> None:
         try:
-            base.begin_wake(self, transaction, tags)
+            base.begin(self, transaction, change)
         except InvalidTransaction:
             self._transactions._last = transaction - 1
-            base.begin_wake(self, transaction, tags)
+            base.begin(self, transaction, change)
 
-    return {"begin_wake": begin_wake}
+    return {"begin": begin}
 
 
 @worker_fault("Steps and writes go on while a transaction is open.", "worker.transaction.open@1")
 def open_does_not_refuse(base: Any) -> Methods:
-    def begin_sleep(self: Any, transaction: int, plan: SleepPlan) -> None:
-        vars(self)["_asked"] = transaction, plan
+    def begin(self: Any, transaction: int, change: MemoryChange) -> None:
+        vars(self)["_asked"] = transaction, change
 
     def commit(self: Any, transaction: int) -> MemoryReport:
         asked = vars(self).pop("_asked", None)
         if asked is not None:
-            base.begin_sleep(self, *asked)
+            base.begin(self, *asked)
         report: MemoryReport = base.commit(self, transaction)
         return report
 
@@ -341,7 +340,7 @@ def open_does_not_refuse(base: Any) -> Methods:
         if vars(self).pop("_asked", None) is None:
             base.rollback(self, transaction)
 
-    return {"begin_sleep": begin_sleep, "commit": commit, "rollback": rollback}
+    return {"begin": begin, "commit": commit, "rollback": rollback}
 
 
 @worker_fault(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from hardpoint.interfaces import (
     AttentionPlan,
     AttentionRequest,
     DType,
+    MemoryChange,
     MemoryProfile,
     MemoryReport,
     ModelInfo,
@@ -26,6 +27,8 @@ from hardpoint.interfaces import (
     StepBatch,
     StepInput,
     StepOutput,
+    WakePlan,
+    WeightWrite,
     WorkerContext,
 )
 from hardpoint.interfaces.errors import (
@@ -78,6 +81,49 @@ def stepping(execute: Callable[[Any, StepInput], StepOutput]) -> Methods:
         return outcome
 
     return {"submit": submit, "collect": collect}
+
+
+def other_change(base: Any, other: Callable[[Any, MemoryChange], MemoryChange]) -> Methods:
+    """Prepare other sleeps and wakes than those asked for."""
+
+    def begin(self: Any, transaction: int, change: MemoryChange) -> None:
+        base.begin(self, transaction, other(self, change))
+
+    return {"begin": begin}
+
+
+def other_sleep(base: Any, other: Callable[[SleepPlan], SleepPlan]) -> Methods:
+    """Prepare other sleeps than those asked for."""
+    return other_change(base, lambda _, change: other(change) if isinstance(change, SleepPlan) else change)
+
+
+def other_end(base: Any, kind: type[MemoryChange], ended: Callable[[Any, MemoryReport], MemoryReport]) -> Methods:
+    """Commit sleeps, or wakes, with something else after it."""
+
+    def begin(self: Any, transaction: int, change: MemoryChange) -> None:
+        base.begin(self, transaction, change)
+        self._begun = change
+
+    def commit(self: Any, transaction: int) -> MemoryReport:
+        report: MemoryReport = base.commit(self, transaction)
+        return ended(self, report) if isinstance(self._begun, kind) else report
+
+    return {"begin": begin, "commit": commit}
+
+
+def other_write(base: Any, write: WeightWrite, instead: Callable[..., int]) -> Methods:
+    """Write weights otherwise, where they come from `write`; `instead` is given the worker and the call's other arguments."""
+
+    faulty = write
+
+    def write_weights(
+        self: Any, write: WeightWrite, weights: Iterable[tuple[str, Tensor]] = (), model: str | None = None
+    ) -> int:
+        wrong = write is faulty
+        count: int = instead(self, weights, model) if wrong else base.write_weights(self, write, weights, model)
+        return count
+
+    return {"write_weights": write_weights}
 
 
 def other_step(base: Any, change: Callable[[StepInput], StepInput]) -> Methods:
@@ -149,8 +195,8 @@ def last_position_cut_off(base: Any) -> Methods:
 
 @fault("The model's sliding window is not asked of attention.", "tokens.window.oracle@1")
 def window_not_asked(base: Any) -> Methods:
-    def init_device(self: Any) -> None:
-        base.init_device(self)
+    def start(self: Any) -> None:
+        base.start(self)
         plan = self._attention.plan
 
         def without(request: AttentionRequest) -> AttentionPlan | Refusal:
@@ -160,7 +206,7 @@ def window_not_asked(base: Any) -> Methods:
 
         self._attention.plan = without
 
-    return {"init_device": init_device}
+    return {"start": start}
 
 
 @fault("A step fails where any block of the cache holds a NaN.", "worker.kv.poison@1")
@@ -349,11 +395,8 @@ def asleep_step_gives_tokens(base: Any) -> Methods:
 
 @fault("A wake does not restore the weights.", "tokens.sleep.level1@1")
 def weights_not_restored(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        report: MemoryReport = base.sleep(self, replace(plan, policies={**plan.policies, WEIGHTS: Policy.DISCARD}))
-        return report
-
-    return {"sleep": sleep, **weights_missing_served(base)}
+    discarding = other_sleep(base, lambda plan: replace(plan, policies={**plan.policies, WEIGHTS: Policy.DISCARD}))
+    return {**weights_missing_served(base), **discarding}
 
 
 @fault(
@@ -362,13 +405,14 @@ def weights_not_restored(base: Any) -> Methods:
     "worker.sleep.level2-return@1",
 )
 def weights_missing_served(base: Any) -> Methods:
-    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
-        report: MemoryReport = base.wake(self, tags)
-        if self.missing_weights() and WEIGHTS not in self.memory_stats().asleep:
-            self.declare_weights_valid()
+    def commit(self: Any, transaction: int) -> MemoryReport:
+        report: MemoryReport = base.commit(self, transaction)
+        status = self.status()
+        if status.missing_weights and WEIGHTS not in status.memory.asleep:
+            self.write_weights(WeightWrite.DECLARE)
         return report
 
-    return {"wake": wake}
+    return {"commit": commit}
 
 
 @fault("Steps with missing weights are refused with an error of no type.", "worker.sleep.level2-missing@1")
@@ -385,58 +429,56 @@ def weights_missing_untyped(base: Any) -> Methods:
 
 @fault("A worker's sleep gives nothing back.", "worker.sleep.books@1")
 def worker_never_sleeps(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+    def begin(self: Any, transaction: int, change: MemoryChange) -> None:
+        pass
+
+    def commit(self: Any, transaction: int) -> MemoryReport:
         return MemoryReport(preserved=0, discarded=0, skipped=0, seconds={"total": 0.0}, free_before=0, free_after=0)
 
-    return {"sleep": sleep, "wake": sleep_for_wake}
-
-
-def sleep_for_wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
-    """Wake what never slept."""
-    return MemoryReport(preserved=0, discarded=0, skipped=0, seconds={"total": 0.0}, free_before=0, free_after=0)
+    return {"begin": begin, "commit": commit}
 
 
 @fault("A second sleep reports what the first one did.", "worker.sleep.repeated@1")
 def second_sleep_reports_first(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        report: MemoryReport = base.sleep(self, plan)
-        kept: MemoryReport = vars(self).setdefault("_first_report", report)
-        return kept
+    def kept(self: Any, report: MemoryReport) -> MemoryReport:
+        first: MemoryReport = vars(self).setdefault("_first_report", report)
+        return first
 
-    return {"sleep": sleep}
+    return other_end(base, SleepPlan, kept)
 
 
 @fault("Unknown tags are left out of a sleep.", "worker.sleep.unknown-tag@1")
 def worker_ignores_unknown_tags(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        tags = None if plan.tags is None else plan.tags & set(self.memory_stats().tags)
-        report: MemoryReport = base.sleep(self, replace(plan, tags=tags))
-        return report
+    def known(self: Any, change: MemoryChange) -> MemoryChange:
+        if isinstance(change, SleepPlan) and change.tags is not None:
+            return replace(change, tags=change.tags & set(self.status().memory.tags))
+        return change
 
-    return {"sleep": sleep}
+    return other_change(base, known)
 
 
 @fault("Weights without a source are taken to the host without a word.", "worker.sleep.source-void@1")
 def source_tier_falls_back(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+    def begin(self: Any, transaction: int, change: MemoryChange) -> None:
         try:
-            report: MemoryReport = base.sleep(self, plan)
+            base.begin(self, transaction, change)
         except CapabilityRefused:
-            report = base.sleep(self, replace(plan, tier=SleepTier.HOST))
-        return report
+            if not isinstance(change, SleepPlan):
+                raise
+            self._transactions._last = transaction - 1
+            base.begin(self, transaction, replace(change, tier=SleepTier.HOST))
 
-    return {"sleep": sleep}
+    return {"begin": begin}
 
 
 @fault("Every wake leaves some memory behind.", "stress.sleep.cycles@1")
 def wake_leaks(base: Any) -> Methods:
-    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
-        report: MemoryReport = base.wake(self, tags)
+    def leaking(self: Any, report: MemoryReport) -> MemoryReport:
         left = self._allocator.empty((1 << 20,), DType.UINT8, KV_CACHE, Policy.DISCARD)
         vars(self).setdefault("_left", []).append(left)
         return report
 
-    return {"wake": wake}
+    return other_end(base, WakePlan, leaking)
 
 
 # Weights
@@ -444,63 +486,57 @@ def wake_leaks(base: Any) -> Methods:
 
 @fault("New weights are counted and not used.", "worker.weights.update@1")
 def updates_ignored(base: Any) -> Methods:
-    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
-        return len(list(weights))
-
-    return {"update_weights": update_weights}
+    return other_write(base, WeightWrite.UPDATE, lambda _, weights, __: len(list(weights)))
 
 
 @fault("An update of the weights does not void their backups.", "worker.sleep.update-survives@1")
 def updates_lost_by_sleep(base: Any) -> Methods:
-    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+    def unmarked(self: Any, weights: Iterable[tuple[str, Tensor]], _: str | None) -> int:
         allocator = self._allocator
         mark, allocator.__class__.mark_written = allocator.__class__.mark_written, lambda *_: None
         try:
-            count: int = base.update_weights(self, weights)
+            count: int = base.write_weights(self, WeightWrite.UPDATE, weights)
             return count
         finally:
             allocator.__class__.mark_written = mark
 
-    return {"update_weights": update_weights}
+    return other_write(base, WeightWrite.UPDATE, unmarked)
 
 
 @fault("A reload counts the weights and loads none.", "worker.weights.reload@1", "tokens.sleep.level2-reload@1")
 def reload_does_nothing(base: Any) -> Methods:
-    def reload_weights(self: Any, model: str | None = None) -> int:
-        count = len(self.missing_weights())
-        self.declare_weights_valid()
+    def counted(self: Any, *_: object) -> int:
+        count = len(self.status().missing_weights)
+        self.write_weights(WeightWrite.DECLARE)
         return count
 
-    return {"reload_weights": reload_weights}
+    return other_write(base, WeightWrite.RELOAD, counted)
 
 
 @fault("No weights are ever missing.", "worker.sleep.level2-missing@1")
 def missing_weights_hidden(base: Any) -> Methods:
-    return {"missing_weights": lambda self: frozenset()}
+    return {"status": lambda self: replace(base.status(self), missing_weights=frozenset())}
 
 
 @fault("A reload that fails returns nothing, without an error.", "worker.weights.reload-refused@1")
 def reload_errors_lost(base: Any) -> Methods:
-    def reload_weights(self: Any, model: str | None = None) -> int:
-        try:
-            count: int = base.reload_weights(self, model)
-        except HardpointError:
-            count = 0
-        return count
-
-    return {"reload_weights": reload_weights}
+    return _errors_lost(base, WeightWrite.RELOAD)
 
 
 @fault("An update with a tensor that is not the model's is left without an error.", "worker.weights.update-refused@1")
 def update_errors_lost(base: Any) -> Methods:
-    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+    return _errors_lost(base, WeightWrite.UPDATE)
+
+
+def _errors_lost(base: Any, write: WeightWrite) -> Methods:
+    def silent(self: Any, weights: Iterable[tuple[str, Tensor]], model: str | None) -> int:
         try:
-            count: int = base.update_weights(self, weights)
+            count: int = base.write_weights(self, write, weights, model)
         except HardpointError:
             count = 0
         return count
 
-    return {"update_weights": update_weights}
+    return other_write(base, write, silent)
 
 
 # Life
@@ -510,21 +546,21 @@ def update_errors_lost(base: Any) -> Methods:
 def constructor_starts_device(base: Any) -> Methods:
     def init(self: Any, context: WorkerContext) -> None:
         base.__init__(self, context)
-        base.init_device(self)
+        base.start(self)
 
-    return {"__init__": init, "init_device": lambda self: None}
+    return {"__init__": init, "start": lambda self: None}
 
 
 @fault("An unknown model fails with an error of no type.", "worker.refuse.model@1")
 def unknown_model_untyped(base: Any) -> Methods:
-    def load_model(self: Any) -> ModelInfo:
+    def load(self: Any) -> ModelInfo:
         try:
-            info: ModelInfo = base.load_model(self)
+            info: ModelInfo = base.load(self)
         except HardpointError as error:
             raise AttributeError("'NoneType' object has no attribute 'config'") from error
         return info
 
-    return {"load_model": load_model}
+    return {"load": load}
 
 
 @fault(
@@ -575,33 +611,33 @@ def second_shutdown_fails(base: Any) -> Methods:
 
 @fault("The vocabulary is reported one token larger than it is.", "worker.load.model-info@1")
 def vocabulary_size_wrong(base: Any) -> Methods:
-    def load_model(self: Any) -> ModelInfo:
-        info: ModelInfo = base.load_model(self)
+    def load(self: Any) -> ModelInfo:
+        info: ModelInfo = base.load(self)
         return replace(info, vocab_size=info.vocab_size + 1)
 
-    return {"load_model": load_model}
+    return {"load": load}
 
 
 @fault("A process can have one worker only, and no second one after it.", "worker.process.second@1")
 def one_worker_per_process(base: Any) -> Methods:
     started: list[int] = []
 
-    def init_device(self: Any) -> None:
+    def start(self: Any) -> None:
         started.append(1)
         if len(started) > 1:
             raise RuntimeError("the device is in use")
-        base.init_device(self)
+        base.start(self)
 
-    return {"init_device": init_device}
+    return {"start": start}
 
 
 @fault("The device's parts are made twice.", "worker.lifecycle.parts@1")
 def parts_made_twice(base: Any) -> Methods:
-    def init_device(self: Any) -> None:
-        base.init_device(self)
-        base.init_device(self)
+    def start(self: Any) -> None:
+        base.start(self)
+        base.start(self)
 
-    return {"init_device": init_device}
+    return {"start": start}
 
 
 @fault("A step before the model is loaded is an error of no type.", "worker.lifecycle.order@1")
@@ -692,53 +728,43 @@ def _other_logprobs(base: Any, change: Callable[[Any], Any]) -> Methods:
 
 @fault("After an update that broke off, the half-written weights are served.", "worker.weights.update-failure@1")
 def half_updated_weights_served(base: Any) -> Methods:
-    def update_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+    def served(self: Any, weights: Iterable[tuple[str, Tensor]], _: str | None) -> int:
         try:
-            count: int = base.update_weights(self, weights)
+            count: int = base.write_weights(self, WeightWrite.UPDATE, weights)
             return count
         finally:
-            self.declare_weights_valid()
+            self.write_weights(WeightWrite.DECLARE)
 
-    return {"update_weights": update_weights}
+    return other_write(base, WeightWrite.UPDATE, served)
 
 
 @fault("A wake of the weights wakes all.", "worker.sleep.partial-wake@1")
 def partial_wake_wakes_all(base: Any) -> Methods:
-    def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
-        known = tags is not None and set(tags) <= set(self.memory_stats().tags)
-        report: MemoryReport = base.wake(self, None if known else tags)
-        return report
+    def whole(self: Any, change: MemoryChange) -> MemoryChange:
+        known = change.tags is not None and change.tags <= set(self.status().memory.tags)
+        return WakePlan() if known and isinstance(change, WakePlan) else change
 
-    return {"wake": wake}
+    return other_change(base, whole)
 
 
 @fault("A sleep of the KV cache takes the weights along.", "tokens.sleep.kv-recompute@1")
 def cache_takes_weights_along(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        report: MemoryReport = base.sleep(
-            self, replace(plan, tags=None if plan.tags == frozenset({KV_CACHE}) else plan.tags)
-        )
-        return report
-
-    return {"sleep": sleep}
+    return other_sleep(base, lambda plan: replace(plan, tags=None) if plan.tags == frozenset({KV_CACHE}) else plan)
 
 
 @fault("A report does not count what a kept backup holds already.", "worker.sleep.backup-clean@1")
 def kept_backup_not_counted(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        report: MemoryReport = base.sleep(self, plan)
-        return replace(report, skipped=0)
-
-    return {"sleep": sleep}
+    return other_end(base, SleepPlan, lambda _, report: replace(report, skipped=0))
 
 
 @fault("Live KV blocks are not preserved.", "tokens.sleep.kv-live@1")
 def live_blocks_ignored(base: Any) -> Methods:
-    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
-        report: MemoryReport = base.sleep(self, replace(plan, live_blocks=None if plan.live_blocks is None else ()))
-        return report
+    return other_sleep(base, forgetting_blocks)
 
-    return {"sleep": sleep}
+
+def forgetting_blocks(plan: SleepPlan) -> SleepPlan:
+    """Return a plan in which no KV block is live."""
+    return replace(plan, live_blocks=None if plan.live_blocks is None else ())
 
 
 @fault("The type of the KV cache that was asked for is replaced by the model's.", "worker.refuse.kv-dtype@1")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import KV_CACHE, Capabilities, DType, Policy, SleepPlan, SleepTier
+from hardpoint.interfaces import KV_CACHE, Capabilities, DType, Policy, SleepPlan, SleepTier, WeightWrite
 from hardpoint_conformance.claims import members
 from hardpoint_conformance.clauses import clause, over, proves
 from hardpoint_conformance.levels import Level
@@ -32,7 +32,9 @@ from hardpoint_conformance.worker_bench import (
     level_plan,
     random_prompts,
     running,
+    sleep,
     usual_dtype,
+    wake,
 )
 
 DTYPES = pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_level_2_and_reload(target: Target, fused: bool, rng: np.random.Generato
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 45])]
         bench.run(sequences, 3)
         bench.sleep_and_wake(level_plan(2))
-        assert bench.worker.reload_weights() == len(model.weights)
+        assert bench.worker.write_weights(WeightWrite.RELOAD) == len(model.weights)
         bench.run(sequences, 6)
     check_tokens(model, sequences, dtype, quality)
 
@@ -248,9 +250,9 @@ def test_cache_discarded_and_computed_again(target: Target, rng: np.random.Gener
     with running(target, model) as bench:
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 45])]
         bench.run(sequences, 3)
-        bench.worker.sleep(plan)
-        assert bench.worker.memory_stats().asleep == {KV_CACHE}
-        bench.worker.wake([KV_CACHE])
+        sleep(bench.worker, plan)
+        assert bench.worker.status().memory.asleep == {KV_CACHE}
+        wake(bench.worker, [KV_CACHE])
         bench.forget_kv()
         bench.run(sequences, 6)
     check_tokens(model, sequences, dtype, quality)
@@ -267,9 +269,9 @@ def test_live_blocks_are_preserved(
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 45, 70])]
         bench.run(sequences, 3)
         live = sorted(block for sequence in sequences for block in sequence.blocks)
-        report = bench.worker.sleep(level_plan(1, tier, str(tmp_path), live_blocks=live))
+        report = sleep(bench.worker, level_plan(1, tier, str(tmp_path), live_blocks=live))
         assert report.preserved >= len(live) * bench.info.attention.kv_cache.block_bytes
-        bench.worker.wake()
+        wake(bench.worker)
         bench.run(sequences, 6)
     check_tokens(model, sequences, dtype, quality)
 

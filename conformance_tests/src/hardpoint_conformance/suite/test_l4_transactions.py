@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import KV_CACHE, WEIGHTS, SleepPlan, SleepTier
+from hardpoint.interfaces import KV_CACHE, WEIGHTS, SleepPlan, SleepTier, WakePlan, WeightWrite
 from hardpoint.interfaces.errors import InvalidTransaction, MemoryAsleep, MemoryBusy, UnknownTag
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.levels import Level
@@ -16,7 +16,7 @@ from hardpoint_conformance.memory import files_below, wait_until
 from hardpoint_conformance.plugin import Quality
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
-from hardpoint_conformance.worker_bench import Bench, Served, check_tokens, level_plan, running, watched
+from hardpoint_conformance.worker_bench import Bench, Served, check_tokens, level_plan, running, sleep, wake, watched
 
 PROMPT = (9, 41, 7, 130, 22, 22, 5, 88, 201, 64, 3, 17, 90, 12, 250, 31, 6, 77)
 
@@ -58,20 +58,20 @@ def test_sleep_and_wake_in_two_phases(bench: Bench, model: Model, quality: Quali
     and running sequences go on from their preserved blocks with the same tokens."""
     sequence = serving(bench)
     worker = bench.worker
-    before = worker.memory_stats()
-    worker.begin_sleep(1, plan_of(bench, sequence))
+    before = worker.status().memory
+    worker.begin(1, plan_of(bench, sequence))
     slept = worker.commit(1)
-    during = worker.memory_stats()
+    during = worker.status().memory
     assert during.asleep >= {WEIGHTS, KV_CACHE}
     assert slept.still_asleep == during.asleep
     gone = sum(before.tags[tag].mapped - during.tags[tag].mapped for tag in before.tags)
     assert slept.unmapped == gone > 0
     with pytest.raises(MemoryAsleep):
         bench.step()
-    worker.begin_wake(2)
+    worker.begin(2, WakePlan())
     woken = worker.commit(2)
     assert (woken.unmapped, woken.still_asleep) == (gone, frozenset())
-    assert worker.memory_stats().asleep == frozenset()
+    assert worker.status().memory.asleep == frozenset()
     goes_on(bench, model, sequence, quality)
 
 
@@ -81,18 +81,18 @@ def test_rolled_back_phases_keep_the_tokens(bench: Bench, model: Model, quality:
     was rolled back it is asleep, and the next wake brings everything back."""
     sequence = serving(bench)
     worker = bench.worker
-    worker.begin_sleep(1, level_plan(1))
+    worker.begin(1, level_plan(1))
     worker.rollback(1)
-    assert worker.memory_stats().asleep == frozenset()
+    assert worker.status().memory.asleep == frozenset()
     goes_on(bench, model, sequence, quality)
-    worker.sleep(plan_of(bench, sequence))
-    asleep = worker.memory_stats()
-    worker.begin_wake(2)
-    worker.rollback(2)
-    assert worker.memory_stats() == asleep
+    sleep(worker, plan_of(bench, sequence), 2)
+    asleep = worker.status().memory
+    worker.begin(3, WakePlan())
+    worker.rollback(3)
+    assert worker.status().memory == asleep
     with pytest.raises(MemoryAsleep):
         bench.step()
-    worker.wake()
+    wake(worker)
     goes_on(bench, model, sequence, quality)
 
 
@@ -105,24 +105,24 @@ def test_wrong_numbers_change_nothing(bench: Bench, model: Model, quality: Quali
     plan = plan_of(bench, sequence)
 
     def refused(*calls: Callable[[], object]) -> None:
-        books = worker.memory_stats()
+        books = worker.status().memory
         for call in calls:
             with pytest.raises(InvalidTransaction):
                 call()
-        assert worker.memory_stats() == books
+        assert worker.status().memory == books
 
-    refused(lambda: worker.begin_sleep(0, plan), lambda: worker.begin_wake(-1), lambda: worker.commit(1))
-    worker.begin_sleep(5, plan)
+    refused(lambda: worker.begin(0, plan), lambda: worker.begin(-1, WakePlan()), lambda: worker.commit(1))
+    worker.begin(5, plan)
     for number in (0, 4, 6):
         refused(lambda at=number: worker.commit(at), lambda at=number: worker.rollback(at))  # type: ignore[misc]
-    refused(lambda: worker.begin_sleep(5, plan), lambda: worker.begin_wake(4))
+    refused(lambda: worker.begin(5, plan), lambda: worker.begin(4, WakePlan()))
     worker.commit(5)
-    refused(lambda: worker.commit(5), lambda: worker.rollback(5), lambda: worker.begin_wake(5))
-    worker.begin_wake(6)
+    refused(lambda: worker.commit(5), lambda: worker.rollback(5), lambda: worker.begin(5, WakePlan()))
+    worker.begin(6, WakePlan())
     worker.commit(6)
     with pytest.raises(UnknownTag):
-        worker.begin_wake(7, ["nobody"])
-    refused(lambda: worker.commit(7), lambda: worker.rollback(7), lambda: worker.begin_wake(7))
+        worker.begin(7, WakePlan(frozenset({"nobody"})))
+    refused(lambda: worker.commit(7), lambda: worker.rollback(7), lambda: worker.begin(7, WakePlan()))
     goes_on(bench, model, sequence, quality)
 
 
@@ -135,26 +135,24 @@ def test_nothing_runs_while_one_is_open(bench: Bench, model: Model, kind: str, q
     worker = bench.worker
     plan = plan_of(bench, sequence)
     if kind == "wake":
-        worker.sleep(plan)
-        worker.begin_wake(1)
-    else:
-        worker.begin_sleep(1, plan)
+        sleep(worker, plan, 1)
+    worker.begin(2, WakePlan() if kind == "wake" else plan)
     calls: list[Callable[[], object]] = [
         bench.step,
-        lambda: worker.update_weights([(name, tensor.clone()) for name, tensor in model.weights.items()]),
-        worker.reload_weights,
-        worker.declare_weights_valid,
-        lambda: worker.sleep(plan),
-        worker.wake,
-        lambda: worker.begin_sleep(2, plan),
-        lambda: worker.begin_wake(2),
+        lambda: worker.write_weights(
+            WeightWrite.UPDATE, [(name, tensor.clone()) for name, tensor in model.weights.items()]
+        ),
+        lambda: worker.write_weights(WeightWrite.RELOAD),
+        lambda: worker.write_weights(WeightWrite.DECLARE),
+        lambda: worker.begin(3, plan),
+        lambda: worker.begin(3, WakePlan()),
     ]
     for call in calls:
         with pytest.raises(MemoryBusy):
             call()
-    worker.commit(1)
-    assert bool(worker.memory_stats().asleep) is (kind == "sleep")
-    worker.wake()
+    worker.commit(2)
+    assert bool(worker.status().memory.asleep) is (kind == "sleep")
+    wake(worker)
     goes_on(bench, model, sequence, quality)
 
 
@@ -163,16 +161,16 @@ def test_weights_are_missing_from_the_commit_on(bench: Bench, model: Model, qual
     """A sleep that discards the weights makes them missing when it is committed: not when it is begun, and not when it is rolled back."""
     sequence = serving(bench)
     worker = bench.worker
-    worker.begin_sleep(1, level_plan(2))
+    worker.begin(1, level_plan(2))
     worker.rollback(1)
-    assert worker.missing_weights() == frozenset()
+    assert worker.status().missing_weights == frozenset()
     goes_on(bench, model, sequence, quality)
-    worker.begin_sleep(2, level_plan(2))
-    assert worker.missing_weights() == frozenset()
+    worker.begin(2, level_plan(2))
+    assert worker.status().missing_weights == frozenset()
     worker.commit(2)
-    assert worker.missing_weights() == set(model.weights)
-    worker.wake()
-    worker.reload_weights()
+    assert worker.status().missing_weights == set(model.weights)
+    wake(worker)
+    worker.write_weights(WeightWrite.RELOAD)
     bench.forget_kv()
     goes_on(bench, model, sequence, quality)
 
@@ -189,12 +187,10 @@ def test_shutdown_ends_an_open_one(target: Target, model: Model, kind: str, tmp_
         return max(files_below(tmp_path).values(), default=0) >= weights
 
     with running(parts.target, model) as bench:
-        weights = bench.worker.memory_stats().tags[WEIGHTS].allocated
+        weights = bench.worker.status().memory.tags[WEIGHTS].allocated
         if kind == "wake":
-            bench.worker.sleep(plan)
-            bench.worker.begin_wake(1)
-        else:
-            bench.worker.begin_sleep(1, plan)
+            sleep(bench.worker, plan, 1)
+        bench.worker.begin(2, WakePlan() if kind == "wake" else plan)
         assert on_disk() is (tier is SleepTier.DISK)
     gc.collect()
     (allocator,) = parts.allocators

@@ -21,6 +21,7 @@ from hardpoint.interfaces import (
     Pooling,
     SleepTier,
     StepInput,
+    WeightWrite,
 )
 from hardpoint.interfaces.batch import FloatArray
 from hardpoint.interfaces.errors import (
@@ -53,7 +54,9 @@ from hardpoint_conformance.worker_bench import (
     random_prompts,
     refused_load,
     running,
+    sleep,
     usual_dtype,
+    wake,
     watched,
 )
 
@@ -108,22 +111,20 @@ def test_constructor_touches_nothing(parts: Parts, model: Model) -> None:
 
 @clause("worker.lifecycle.parts@1", Level.WORKER, facts="6.3 worker")
 def test_parts_come_from_the_context(parts: Parts, model: Model, quality: Quality) -> None:
-    """A worker makes its allocator and its attention once, in init_device, from the descriptor in its context."""
+    """A worker makes its allocator and its attention once, in start, from the descriptor in its context."""
     worker = parts.target.worker(config_for(parts.target.claims, model))
     try:
-        worker.init_device()
+        worker.start()
         assert sorted(set(parts.made) & {"allocator", "attention"}) == ["allocator", "attention"]
-        worker.load_model()
+        worker.load()
         assert parts.made.count("allocator") == parts.made.count("attention") == 1
         assert parts.allocators[0].stats().tags[WEIGHTS].allocated > 0, "the weights are in the allocator's memory"
-        assert worker.memory_stats().tags == parts.allocators[0].stats().tags
+        assert worker.status().memory.tags == parts.allocators[0].stats().tags
     finally:
         worker.shutdown()
 
 
-@pytest.mark.parametrize(
-    "call", ["load_model", "profile", "initialize_kv", "warm_up", "submit", "collect", "sleep", "wake"]
-)
+@pytest.mark.parametrize("call", ["load", "profile", "initialize_kv", "warm_up", "submit", "collect", "begin"])
 @clause("worker.lifecycle.order@1", Level.WORKER, facts="6.3 worker")
 def test_a_call_before_its_time(target: Target, model: Model, call: str, quality: Quality) -> None:
     """A call before those that it builds on is a typed error, and the worker can still be started in the right order."""
@@ -132,7 +133,7 @@ def test_a_call_before_its_time(target: Target, model: Model, call: str, quality
     arguments: dict[str, tuple[Any, ...]] = {
         "initialize_kv": (4, 0),
         "submit": (_one_step(target, model),),
-        "sleep": (level_plan(1),),
+        "begin": (1, level_plan(1)),
     }
     try:
         with pytest.raises(HardpointError):
@@ -151,7 +152,7 @@ def _one_step(target: Target, model: Model) -> StepInput:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @clause("worker.load.model-info@1", Level.WORKER)
 def test_model_info(target: Target, tied: bool) -> None:
-    """What load_model says of the model is true of it: its sizes, its type, its context, and the bytes of its weights."""
+    """What load says of the model is true of it: its sizes, its type, its context, and the bytes of its weights."""
     model = tiny_model(shape_for(target.claims, tied=tied))
     with running(target, model, max_model_len=100) as bench:
         info, shape = bench.info, model.shape
@@ -159,7 +160,7 @@ def test_model_info(target: Target, tied: bool) -> None:
         assert (info.dtype, info.max_model_len, info.is_generative) == (usual_dtype(target.claims), 100, True)
         elements = sum(tensor.numel() for tensor in model.weights.values())
         assert info.weight_bytes >= elements * info.dtype.itemsize
-        assert info.weight_bytes <= bench.worker.memory_stats().tags[WEIGHTS].allocated
+        assert info.weight_bytes <= bench.worker.status().memory.tags[WEIGHTS].allocated
         cache = info.attention.kv_cache
         assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (shape.layers, shape.kv_heads, shape.head_dim)
         assert info.attention.block_size in target.claims.attention.block_sizes
@@ -228,7 +229,7 @@ def test_utilization_as_asked(target: Target, model: Model, share: float) -> Non
 def test_cache_takes_what_its_blocks_take(target: Target, model: Model, blocks: int) -> None:
     """A KV cache of n blocks takes n times the plan's bytes of a block."""
     with running(target, model, blocks=blocks) as bench:
-        stats = bench.worker.memory_stats()
+        stats = bench.worker.status().memory
         assert stats.tags[KV_CACHE].allocated == blocks * bench.info.attention.kv_cache.block_bytes
 
 
@@ -240,16 +241,16 @@ def test_cache_larger_than_the_device(target: Target, model: Model) -> None:
     config = config_for(target.claims, model)
     worker = target.worker(config)
     try:
-        worker.init_device()
-        info = worker.load_model()
+        worker.start()
+        info = worker.load()
         total = worker.profile().total
-        before = worker.memory_stats().allocated
+        before = worker.status().memory.allocated
         with pytest.raises((DeviceOutOfMemory, CapabilityRefused) if limited else DeviceOutOfMemory):
             worker.initialize_kv(8 * total // info.attention.kv_cache.block_bytes + 1, 0)
-        assert worker.memory_stats().allocated == before
+        assert worker.status().memory.allocated == before
         worker.initialize_kv(4, 0)
         worker.warm_up()
-        assert worker.memory_stats().tags[KV_CACHE].allocated == 4 * info.attention.kv_cache.block_bytes
+        assert worker.status().memory.tags[KV_CACHE].allocated == 4 * info.attention.kv_cache.block_bytes
     finally:
         worker.shutdown()
 
@@ -693,11 +694,11 @@ def test_corrupt_weights(target: Target, model: Model, damage: Callable[[Path], 
     damage(folder / "model.safetensors")
     worker = target.worker(config_for(target.claims, replace(model, path=str(folder))))
     try:
-        worker.init_device()
+        worker.start()
         with pytest.raises(CorruptWeights):
-            worker.load_model()
+            worker.load()
         gc.collect()
-        assert worker.memory_stats().allocated == 0
+        assert worker.status().memory.allocated == 0
     finally:
         worker.shutdown()
 
@@ -706,22 +707,22 @@ def test_corrupt_weights(target: Target, model: Model, damage: Callable[[Path], 
 def test_updated_weights_serve(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
     """Weights that are replaced in place give the tokens of the new ones, and the number of those used is returned."""
     _serves(bench, model, quality)
-    assert bench.worker.update_weights(_pairs_of(other_model)) == len(other_model.weights)
+    assert bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model)) == len(other_model.weights)
     _serves(bench, other_model, quality)
     name = "model.norm.weight"
     changed = Model(model.shape, "", dict(other_model.weights) | {name: model.weights[name] * 2})
-    assert bench.worker.update_weights([(name, changed.weights[name])]) == 1
+    assert bench.worker.write_weights(WeightWrite.UPDATE, [(name, changed.weights[name])]) == 1
     _serves(bench, changed, quality)
 
 
 @clause("worker.weights.reload@1", Level.WORKER)
 def test_reloaded_weights_serve(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
     """A reload from another checkpoint of the same model serves that one, and a further reload reads it again."""
-    assert bench.worker.reload_weights(other_model.path) == len(model.weights)
+    assert bench.worker.write_weights(WeightWrite.RELOAD, model=other_model.path) == len(model.weights)
     _serves(bench, other_model, quality)
-    bench.worker.update_weights(_pairs_of(model))
+    bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(model))
     _serves(bench, model, quality)
-    assert bench.worker.reload_weights() == len(model.weights)
+    assert bench.worker.write_weights(WeightWrite.RELOAD) == len(model.weights)
     _serves(bench, other_model, quality)
 
 
@@ -733,8 +734,8 @@ def test_reload_of_another_model_is_refused(
     wider = tiny_model(shape_for(target.claims, intermediate=128))
     for path, error in ((wider.path, ModelError), (str(tmp_path / "nothing"), ModelNotFound)):
         with pytest.raises(error):
-            bench.worker.reload_weights(path)
-        assert bench.worker.missing_weights() == frozenset()
+            bench.worker.write_weights(WeightWrite.RELOAD, model=path)
+        assert bench.worker.status().missing_weights == frozenset()
     _serves(bench, model, quality)
 
 
@@ -755,8 +756,8 @@ def test_wrong_update_is_refused(
 ) -> None:
     """An update that begins with a tensor that is not the model's is CorruptWeights, and the weights stay as they were."""
     with pytest.raises(CorruptWeights):
-        bench.worker.update_weights([bad(model)])
-    assert bench.worker.missing_weights() == frozenset()
+        bench.worker.write_weights(WeightWrite.UPDATE, [bad(model)])
+    assert bench.worker.status().missing_weights == frozenset()
     _serves(bench, model, quality)
 
 
@@ -769,12 +770,12 @@ def test_update_that_breaks_off(bench: Bench, model: Model, other_model: Model, 
         raise ConnectionError("the sender is gone")
 
     with pytest.raises(ConnectionError, match="the sender is gone"):
-        bench.worker.update_weights(failing())
-    assert bench.worker.missing_weights() == set(model.weights)
+        bench.worker.write_weights(WeightWrite.UPDATE, failing())
+    assert bench.worker.status().missing_weights == set(model.weights)
     sequence = bench.begin(PROMPT, 2)
     with pytest.raises(WeightsMissing):
         bench.step()
-    bench.worker.reload_weights()
+    bench.worker.write_weights(WeightWrite.RELOAD)
     bench.run([sequence], 3)
     check_tokens(model, [sequence], bench.info.dtype, quality)
 
@@ -790,7 +791,7 @@ def test_shutdown_gives_everything_back(parts: Parts, model: Model) -> None:
             bench.begin(PROMPT)
             bench.step()
             if asleep:
-                bench.worker.sleep(level_plan(1))
+                sleep(bench.worker, level_plan(1))
         del bench
         gc.collect()
         (allocator,) = parts.allocators
@@ -810,12 +811,12 @@ def test_shutdown_in_any_state(target: Target, model: Model, state: str) -> None
     if state == "served":
         Bench(worker, config).generate([PROMPT], 1)
     elif state != "made":
-        worker.init_device()
+        worker.start()
         if state == "loaded":
-            worker.load_model()
+            worker.load()
         elif state == "failed":
             with pytest.raises(ModelNotFound):
-                worker.load_model()
+                worker.load()
     worker.shutdown()
     worker.shutdown()
 
@@ -842,10 +843,10 @@ def test_two_workers_side_by_side(
                 first.run([ours], count)
                 second.run([theirs], count)
             if 1 in target.claims.memory.sleep_levels:
-                first.worker.sleep(level_plan(1))
+                sleep(first.worker, level_plan(1))
                 second.run([theirs], 5)
-                assert second.worker.memory_stats().asleep == frozenset()
-                first.worker.wake()
+                assert second.worker.status().memory.asleep == frozenset()
+                wake(first.worker)
                 first.forget_kv()
             first.run([ours], 5)
             second.run([theirs], 6)
@@ -863,18 +864,18 @@ def test_nothing_runs_while_asleep(bench: Bench, model: Model, tags: tuple[str, 
     """While weights or KV cache are asleep a step is MemoryAsleep; while the weights are, so is every way to write them."""
     sequence = bench.begin(PROMPT, 2)
     bench.run([sequence], 2)
-    bench.worker.sleep(replace(level_plan(1), tags=frozenset(tags)))
+    sleep(bench.worker, replace(level_plan(1), tags=frozenset(tags)))
     worker = bench.worker
-    assert worker.memory_stats().asleep == set(tags)
+    assert worker.status().memory.asleep == set(tags)
     writers: list[Callable[[], object]] = [
-        lambda: worker.update_weights(_pairs_of(model)),
-        worker.reload_weights,
-        worker.declare_weights_valid,
+        lambda: worker.write_weights(WeightWrite.UPDATE, _pairs_of(model)),
+        lambda: worker.write_weights(WeightWrite.RELOAD),
+        lambda: worker.write_weights(WeightWrite.DECLARE),
     ]
     for call in [bench.step, *(writers if WEIGHTS in tags else [])]:
         with pytest.raises(MemoryAsleep):
             call()
-    worker.wake()
+    wake(worker)
     bench.forget_kv()
     bench.run([sequence], 5)
     check_tokens(model, [sequence], bench.info.dtype, quality)
@@ -883,9 +884,9 @@ def test_nothing_runs_while_asleep(bench: Bench, model: Model, tags: tuple[str, 
 @clause("worker.sleep.books@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 1, allocator fact 24")
 def test_books_around_a_sleep(bench: Bench) -> None:
     """A sleep gives back what weights and KV cache had mapped, and wake takes the same again; the reports agree with the books."""
-    before = bench.worker.memory_stats()
-    slept = bench.worker.sleep(level_plan(1))
-    during = bench.worker.memory_stats()
+    before = bench.worker.status().memory
+    slept = sleep(bench.worker, level_plan(1))
+    during = bench.worker.status().memory
     assert during.asleep >= {WEIGHTS, KV_CACHE}
     assert during.tags[WEIGHTS].mapped == during.tags[KV_CACHE].mapped == 0
     gone = sum(before.tags[tag].mapped - during.tags[tag].mapped for tag in before.tags)
@@ -893,8 +894,8 @@ def test_books_around_a_sleep(bench: Bench) -> None:
     assert slept.preserved + slept.skipped >= before.tags[WEIGHTS].allocated
     assert slept.discarded >= before.tags[KV_CACHE].allocated
     assert slept.still_asleep == during.asleep
-    woken = bench.worker.wake()
-    after = bench.worker.memory_stats()
+    woken = wake(bench.worker)
+    after = bench.worker.status().memory
     assert woken.unmapped == gone
     assert woken.still_asleep == after.asleep == frozenset()
     for tag, books in before.tags.items():
@@ -914,8 +915,8 @@ def test_the_cache_stays_where_it_is(parts: Parts, model: Model, quality: Qualit
         axis = bench.info.attention.kv_cache.axes.index("block") + 1
         live = torch.tensor(sequence.blocks, device=cache.device)
         before = cache.index_select(axis, live).cpu()
-        bench.worker.sleep(level_plan(1, live_blocks=sequence.blocks))
-        bench.worker.wake()
+        sleep(bench.worker, level_plan(1, live_blocks=sequence.blocks))
+        wake(bench.worker)
         assert cache.data_ptr() == address
         assert len(parts.caches) == made
         held = cache.index_select(axis, live).cpu()
@@ -931,11 +932,11 @@ def test_the_cache_stays_where_it_is(parts: Parts, model: Model, quality: Qualit
 @clause("worker.sleep.repeated@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 9")
 def test_repeated_sleep_and_wake(bench: Bench, model: Model, quality: Quality) -> None:
     """A second sleep and a second wake do nothing, and their reports say so."""
-    bench.worker.sleep(level_plan(1))
-    again = bench.worker.sleep(level_plan(1))
+    sleep(bench.worker, level_plan(1))
+    again = sleep(bench.worker, level_plan(1))
     assert (again.preserved, again.discarded, again.unmapped) == (0, 0, 0)
-    bench.worker.wake()
-    idle = bench.worker.wake()
+    wake(bench.worker)
+    idle = wake(bench.worker)
     assert (idle.preserved, idle.unmapped) == (0, 0)
     _serves(bench, model, quality)
 
@@ -944,27 +945,27 @@ def test_repeated_sleep_and_wake(bench: Bench, model: Model, quality: Quality) -
 def test_unknown_tags(bench: Bench, model: Model, quality: Quality) -> None:
     """A sleep or wake that names an unknown tag is UnknownTag, and nothing is done, not even for the tags that are known."""
     with pytest.raises(UnknownTag):
-        bench.worker.sleep(replace(level_plan(1), tags=frozenset({WEIGHTS, "nobody"})))
-    assert bench.worker.memory_stats().asleep == frozenset()
-    bench.worker.sleep(level_plan(1))
-    asleep = bench.worker.memory_stats().asleep
+        sleep(bench.worker, replace(level_plan(1), tags=frozenset({WEIGHTS, "nobody"})))
+    assert bench.worker.status().memory.asleep == frozenset()
+    sleep(bench.worker, level_plan(1))
+    asleep = bench.worker.status().memory.asleep
     with pytest.raises(UnknownTag):
-        bench.worker.wake([WEIGHTS, "nobody"])
-    assert bench.worker.memory_stats().asleep == asleep
-    bench.worker.wake()
+        wake(bench.worker, [WEIGHTS, "nobody"])
+    assert bench.worker.status().memory.asleep == asleep
+    wake(bench.worker)
     _serves(bench, model, quality)
 
 
 @clause("worker.sleep.partial-wake@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 11")
 def test_partial_wake(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
     """The weights can be woken alone and written while the KV cache is still asleep; the new ones serve when it is woken too."""
-    bench.worker.sleep(level_plan(1))
-    report = bench.worker.wake([WEIGHTS])
+    sleep(bench.worker, level_plan(1))
+    report = wake(bench.worker, [WEIGHTS])
     assert KV_CACHE in report.still_asleep
     assert WEIGHTS not in report.still_asleep
-    assert bench.worker.memory_stats().tags[KV_CACHE].mapped == 0
-    bench.worker.update_weights(_pairs_of(other_model))
-    bench.worker.wake()
+    assert bench.worker.status().memory.tags[KV_CACHE].mapped == 0
+    bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model))
+    wake(bench.worker)
     _serves(bench, other_model, quality)
 
 
@@ -972,12 +973,12 @@ def test_partial_wake(bench: Bench, model: Model, other_model: Model, quality: Q
 def test_discarded_weights_never_serve(bench: Bench, model: Model) -> None:
     """After a sleep of level 2 all weights are missing and a step is WeightsMissing, awake or not."""
     bench.begin(PROMPT)
-    bench.worker.sleep(level_plan(2))
-    assert bench.worker.missing_weights() == set(model.weights)
+    sleep(bench.worker, level_plan(2))
+    assert bench.worker.status().missing_weights == set(model.weights)
     with pytest.raises((MemoryAsleep, WeightsMissing)):
         bench.step()
-    bench.worker.wake()
-    assert bench.worker.missing_weights() == set(model.weights)
+    wake(bench.worker)
+    assert bench.worker.status().missing_weights == set(model.weights)
     with pytest.raises(WeightsMissing):
         bench.step()
 
@@ -986,28 +987,28 @@ def test_discarded_weights_never_serve(bench: Bench, model: Model) -> None:
 @clause("worker.sleep.level2-return@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
 def test_ways_back_from_level_2(bench: Bench, model: Model, other_model: Model, way: str, quality: Quality) -> None:
     """After level 2, a reload, an update with all weights, or a declaration makes the worker serve again; a part of them does not."""
-    bench.worker.sleep(level_plan(2))
-    bench.worker.wake()
+    sleep(bench.worker, level_plan(2))
+    wake(bench.worker)
     if way == "reload":
-        bench.worker.reload_weights()
+        bench.worker.write_weights(WeightWrite.RELOAD)
     elif way == "declare":
-        bench.worker.declare_weights_valid()
-        assert bench.worker.missing_weights() == frozenset()
+        bench.worker.write_weights(WeightWrite.DECLARE)
+        assert bench.worker.status().missing_weights == frozenset()
         # The content is undefined: that the step is taken is all that can be asked for.
         assert len(bench.generate([PROMPT], 1)[0].generated) == 1
-        bench.worker.reload_weights()
+        bench.worker.write_weights(WeightWrite.RELOAD)
     else:
         pairs = _pairs_of(other_model)
         if way == "update-in-two":
-            bench.worker.update_weights(pairs[:5])
-            assert bench.worker.missing_weights() == {name for name, _ in pairs[5:]}
+            bench.worker.write_weights(WeightWrite.UPDATE, pairs[:5])
+            assert bench.worker.status().missing_weights == {name for name, _ in pairs[5:]}
             waiting = bench.begin(PROMPT)
             with pytest.raises(WeightsMissing):
                 bench.step()
             bench.finish(waiting)
             pairs = pairs[5:]
-        bench.worker.update_weights(pairs)
-    assert bench.worker.missing_weights() == frozenset()
+        bench.worker.write_weights(WeightWrite.UPDATE, pairs)
+    assert bench.worker.status().missing_weights == frozenset()
     _serves(bench, other_model if way.startswith("update") else model, quality)
 
 
@@ -1019,13 +1020,13 @@ def test_updates_survive_the_next_sleep(
     bench: Bench, model: Model, other_model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
 ) -> None:
     """Weights that were updated between two sleeps are the new ones after the second: no kept backup and no source hides a write."""
-    bench.worker.sleep(level_plan(1, tier, str(tmp_path)))
-    bench.worker.wake()
+    sleep(bench.worker, level_plan(1, tier, str(tmp_path)))
+    wake(bench.worker)
     _serves(bench, model, quality)
-    bench.worker.update_weights(_pairs_of(other_model))
+    bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model))
     # What was updated is in no checkpoint, so its source cannot be asked for until it is loaded again.
-    bench.worker.sleep(level_plan(1, SleepTier.HOST if tier is SleepTier.SOURCE else tier, str(tmp_path)))
-    bench.worker.wake()
+    sleep(bench.worker, level_plan(1, SleepTier.HOST if tier is SleepTier.SOURCE else tier, str(tmp_path)))
+    wake(bench.worker)
     _serves(bench, other_model, quality)
 
 
@@ -1033,28 +1034,28 @@ def test_updates_survive_the_next_sleep(
 def test_updated_weights_have_no_source(bench: Bench, other_model: Model, model: Model, quality: Quality) -> None:
     """A sleep to the tier source is refused with reasons for updated weights, and possible again after a reload."""
     plan = level_plan(1, SleepTier.SOURCE)
-    bench.worker.update_weights(_pairs_of(other_model))
+    bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model))
     with pytest.raises(CapabilityRefused) as caught:
-        bench.worker.sleep(plan)
+        sleep(bench.worker, plan)
     assert caught.value.reasons
-    assert bench.worker.memory_stats().asleep == frozenset()
+    assert bench.worker.status().memory.asleep == frozenset()
     _serves(bench, other_model, quality)
-    bench.worker.reload_weights(other_model.path)
-    bench.worker.sleep(plan)
-    bench.worker.wake()
+    bench.worker.write_weights(WeightWrite.RELOAD, model=other_model.path)
+    sleep(bench.worker, plan)
+    wake(bench.worker)
     _serves(bench, other_model, quality)
 
 
 @clause("worker.sleep.backup-clean@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 8")
 def test_clean_backups_are_not_copied_again(bench: Bench, model: Model, quality: Quality) -> None:
     """A second sleep of weights that nobody wrote may keep the first one's backup; with `verify` it is compared, and holds."""
-    bench.worker.sleep(level_plan(1))
-    bench.worker.wake()
+    sleep(bench.worker, level_plan(1))
+    wake(bench.worker)
     bench.generate([PROMPT], 2)
-    report = bench.worker.sleep(level_plan(1, verify=True))
-    weights = bench.worker.memory_stats().tags[WEIGHTS]
+    report = sleep(bench.worker, level_plan(1, verify=True))
+    weights = bench.worker.status().memory.tags[WEIGHTS]
     assert report.preserved + report.skipped >= weights.allocated
-    bench.worker.wake()
+    wake(bench.worker)
     _serves(bench, model, quality)
 
 
@@ -1063,8 +1064,8 @@ def test_clean_backups_are_not_copied_again(bench: Bench, model: Model, quality:
 def test_unclaimed_levels_are_refused(bench: Bench, model: Model, level: int, quality: Quality) -> None:
     """A sleep of a level that is not claimed is a typed error, nothing is put to sleep, and the worker goes on."""
     with pytest.raises(HardpointError):
-        bench.worker.sleep(level_plan(level))
-    assert bench.worker.memory_stats().asleep == frozenset()
+        sleep(bench.worker, level_plan(level))
+    assert bench.worker.status().memory.asleep == frozenset()
     _serves(bench, model, quality)
 
 
@@ -1077,6 +1078,6 @@ def test_unclaimed_tiers_are_refused(
 ) -> None:
     """A sleep to a tier that is not claimed is a typed error, nothing is put to sleep, and the worker goes on."""
     with pytest.raises(HardpointError):
-        bench.worker.sleep(level_plan(1, tier, str(tmp_path)))
-    assert bench.worker.memory_stats().asleep == frozenset()
+        sleep(bench.worker, level_plan(1, tier, str(tmp_path)))
+    assert bench.worker.status().memory.asleep == frozenset()
     _serves(bench, model, quality)

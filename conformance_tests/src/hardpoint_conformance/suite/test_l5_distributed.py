@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hardpoint.interfaces import WakePlan, WeightWrite
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.levels import Level
@@ -187,8 +188,8 @@ def test_updated_weights(
     model, other = tiny_model(shape), tiny_model(replace(shape, seed=1))
     with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, ranks):
         assert ranks.update_weights_from(other.path) == len(other.weights)
-        ranks.missing_weights()
-        assert not any(ranks.latest), "updated weights are missing"
+        ranks.status()
+        assert not any(status.missing_weights for status in ranks.latest), "updated weights are missing"
         sequences = bench.generate(random_prompts(rng, other, [3, 33]), 5)
     check_tokens(other, sequences, dtype, quality)
 
@@ -209,7 +210,7 @@ def test_ranks_sleep_and_wake(
         for count, level in enumerate(levels):
             bench.sleep_and_wake(level_plan(level))
             if level == 2:
-                assert bench.worker.reload_weights() == len(model.weights)
+                assert bench.worker.write_weights(WeightWrite.RELOAD) == len(model.weights)
             bench.run(sequences, 4 + 2 * count)
     check_tokens(model, sequences, dtype, quality)
 
@@ -227,12 +228,12 @@ def test_a_sleep_of_ranks_rolled_back(
     with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, ranks):
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 33])]
         bench.run(sequences, 2)
-        ranks.begin_sleep(1, level_plan(1))
+        ranks.begin(1, level_plan(1))
         ranks.rollback(1)
         bench.run(sequences, 4)
-        ranks.begin_sleep(2, level_plan(1))
+        ranks.begin(2, level_plan(1))
         ranks.commit(2)
-        ranks.begin_wake(3)
+        ranks.begin(3, WakePlan())
         ranks.commit(3)
         bench.forget_kv()
         bench.run(sequences, 6)

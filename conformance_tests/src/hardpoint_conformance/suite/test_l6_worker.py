@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import SleepTier
+from hardpoint.interfaces import SleepTier, WeightWrite
 from hardpoint_conformance.clauses import clause, proves
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
@@ -21,6 +21,8 @@ from hardpoint_conformance.worker_bench import (
     level_plan,
     random_prompts,
     running,
+    sleep,
+    wake,
 )
 
 _CYCLES = 20
@@ -106,7 +108,7 @@ def test_alone_and_in_company(target: Target, model: Model, rng: np.random.Gener
 
 
 def _held(bench: Bench) -> dict[str, tuple[int, int, int, int]]:
-    stats = bench.worker.memory_stats()
+    stats = bench.worker.status().memory
     return {tag: (s.allocated, s.mapped, s.backed_up, s.allocations) for tag, s in stats.tags.items()}
 
 
@@ -158,18 +160,22 @@ def test_levels_tags_and_updates_at_random(
                 bench.sleep_and_wake(level_plan(1, tiers[int(rng.integers(len(tiers)))], str(tmp_path)))
             elif action == 1:
                 bench.sleep_and_wake(level_plan(2))
-                bench.worker.reload_weights(current.path)
+                bench.worker.write_weights(WeightWrite.RELOAD, model=current.path)
             elif action == 2:
                 current = other if current is model else model
-                bench.worker.update_weights([(name, tensor.clone()) for name, tensor in current.weights.items()])
+                bench.worker.write_weights(
+                    WeightWrite.UPDATE, [(name, tensor.clone()) for name, tensor in current.weights.items()]
+                )
             elif action == 3:
                 current = other if current is model else model
-                bench.worker.reload_weights(current.path)
+                bench.worker.write_weights(WeightWrite.RELOAD, model=current.path)
             else:
-                bench.worker.sleep(level_plan(1))
-                bench.worker.wake(["weights"])
-                bench.worker.update_weights([(name, tensor.clone()) for name, tensor in current.weights.items()])
-                bench.worker.wake()
+                sleep(bench.worker, level_plan(1))
+                wake(bench.worker, ["weights"])
+                bench.worker.write_weights(
+                    WeightWrite.UPDATE, [(name, tensor.clone()) for name, tensor in current.weights.items()]
+                )
+                wake(bench.worker)
             served = bench.generate(random_prompts(rng, model, [20]), 2, logprobs=2)
             check_tokens(current, served, bench.info.dtype, quality)
 

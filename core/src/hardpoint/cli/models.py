@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hardpoint.interfaces.errors import ModelNotFound
-from hardpoint.models import DEMO, LEAN_ARCHITECTURES, LOAD_FORMATS, open_model
+from hardpoint.models import ARCHITECTURES, DEMO, LOAD_FORMATS, open_model
 
 _FORMATS = {
     "safetensors": "a folder with config.json and .safetensors files, one or sharded with an index",
@@ -28,7 +28,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text("Lean decoders (the core's own, or a backend's fused one)", "bold"))
-    for architecture in LEAN_ARCHITECTURES:
+    for architecture in ARCHITECTURES:
         console.print(f"  {architecture}")
     console.print(Text("\nAny other decoder", "bold"))
     console.print(f"  {_FALLBACK}")
@@ -59,7 +59,7 @@ def _demo_path() -> Path | None:
 
 def _report(demo: Path | None) -> dict[str, Any]:
     return {
-        "lean_architectures": list(LEAN_ARCHITECTURES),
+        "lean_architectures": list(ARCHITECTURES),
         "fallback": _FALLBACK,
         "formats": {name: _FORMATS[name] for name in _formats()},
         "demo": {"name": DEMO, "installed": demo is not None, "path": None if demo is None else str(demo)},

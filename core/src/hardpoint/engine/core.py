@@ -135,8 +135,8 @@ class EngineCore:
 
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
         call = self.executor.call
-        call("init_device")
-        models: list[ModelInfo] = call("load_model")
+        call("start")
+        models: list[ModelInfo] = call("load")
         profiles: list[MemoryProfile] = call("profile")
         if not resolved.descriptor.accelerator:
             profiles = [_share(profile, len(profiles)) for profile in profiles]

@@ -38,6 +38,7 @@ from hardpoint.interfaces.errors import (
     ModelError,
     WorkerError,
 )
+from hardpoint.interfaces.worker import WeightWrite
 from hardpoint.models import ModelSource, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -388,7 +389,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        return self._core.life.change_weights("update_weights", weights)
+        return self._core.life.change_weights(WeightWrite.UPDATE, weights)
 
     def reload_weights(self, model: str | None = None) -> int:
         """Load the weights again, from the checkpoint or another one of the same model; returns how many tensors.
@@ -400,7 +401,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        return self._core.life.change_weights("reload_weights", model)
+        return self._core.life.change_weights(WeightWrite.RELOAD, (), model)
 
     def declare_weights_valid(self) -> None:
         """Say that the weights are right as they stand, after writing them by ways that the engine does not see.
@@ -408,7 +409,7 @@ class LLMEngine:
         Backups of them, and KV blocks computed before, are void. Raises MemoryAsleep while the weights are asleep.
         """
         self._check_alive()
-        self._core.life.change_weights("declare_weights_valid")
+        self._core.life.change_weights(WeightWrite.DECLARE)
 
     def register_participant(self, participant: SleepParticipant) -> None:
         """Let something take part in sleep and wake; raises ConfigError when its name is taken."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from hardpoint.interfaces.allocator import MemoryReport, SleepPlan
+from hardpoint.interfaces.allocator import MemoryChange, MemoryReport, SleepPlan
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import ConfigError, EngineDead, HardpointError, InvalidTransaction, RanksDiverged
 from hardpoint.interfaces.worker import WORKER_CALLS
@@ -50,33 +50,23 @@ class Executor(ABC):
             # An exception leads to this frame: if the frame led back to it, all tensors of its frames would stay until a collection.
             del outcomes
 
-    def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
-        """Put all ranks to sleep, or none; returns their reports in the order of ranks.
+    def change(self, change: MemoryChange) -> list[MemoryReport]:
+        """Put all ranks to sleep, or wake them, or change none; returns their reports in the order of ranks.
+
+        Prepares on all ranks; then commits on all, or rolls back on all if one failed.
 
         Raises:
-            What the first rank that failed raises, with its rank: all are awake as before.
+            What the first rank that failed raises, with its rank: all are as before.
             RanksDiverged: some ended it and others did not; `settle` tries again.
             EngineDead: a rank is gone.
         """
-        return self._on_all_or_none("sleep", plan)
-
-    def wake(self, tags: Sequence[str] | None = None) -> list[MemoryReport]:
-        """Wake all ranks, or none; None for all tags. Returns and raises as `sleep` does."""
-        return self._on_all_or_none("wake", tags)
-
-    def settle(self) -> None:
-        """End the last sleep or wake on the ranks that have not ended it; does nothing where all have. Raises as `sleep` does."""
-        if self._unsettled is not None:
-            self._end(*self._unsettled, may_be_over=True)
-
-    def _on_all_or_none(self, name: str, argument: Any) -> list[MemoryReport]:
-        """Prepare on all ranks; then commit on all, or roll back on all if one failed."""
-        if self.num_ranks == 1:
-            return self.call(name, argument)
         self.settle()
+        name = "sleep" if isinstance(change, SleepPlan) else "wake"
         self._last_transaction += 1
+        # An interrupt may come before the ranks' answers: until all are known to be prepared, the way out is back.
+        self._unsettled = "rollback", name
         try:
-            raise_first(self._checked_call(f"begin_{name}", (self._last_transaction, argument)))
+            raise_first(self._checked_call("begin", (self._last_transaction, change)))
         except EngineDead:
             raise
         except BaseException:
@@ -90,6 +80,11 @@ class Executor(ABC):
             # The wait was interrupted, and some ranks may not have been told.
             self.settle()
             raise
+
+    def settle(self) -> None:
+        """End the last sleep or wake on the ranks that have not ended it; does nothing where all have. Raises as `change` does."""
+        if self._unsettled is not None:
+            self._end(*self._unsettled, may_be_over=True)
 
     def _end(self, call: str, name: str, *, may_be_over: bool) -> list[Any]:
         """Commit or roll back on every rank; with `may_be_over`, ranks on which it is not open are as they should be."""

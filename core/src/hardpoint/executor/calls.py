@@ -2,7 +2,7 @@
 
 A call whose types cannot be sent is an error when this module is imported, so that a contract that grows cannot leave the executors
 behind. Three things are not values: a sleep plan's callback stays where it is and its calls come back; the tensors of
-`update_weights` follow one by one (`hardpoint.executor.weights`); and a step (`submit` and `collect`) has a form of its own
+`write_weights` follow one by one (`hardpoint.executor.weights`); and a step (`submit` and `collect`) has a form of its own
 (`hardpoint.executor.steps`).
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, get_type_hints
 import msgspec
 
 from hardpoint.executor.messages import Buffer, decode, encode
-from hardpoint.interfaces.allocator import Policy, SleepPlan
+from hardpoint.interfaces.allocator import MemoryChange, Policy, SleepPlan, WakePlan
 from hardpoint.interfaces.batch import StepInput
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.errors import ContractError, MalformedMessage
@@ -29,7 +29,7 @@ EXECUTE = "execute"
 """A step, from `submit` to `collect`: one message there and one back."""
 
 
-class PlanMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlanMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sleep"):
     """A sleep plan without its callback, and without tensors, which only a worker adds; fields as in `SleepPlan`.
 
     Attributes:
@@ -63,11 +63,26 @@ class PlanMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return SleepPlan(**values, progress=progress if self.reports else None)
 
 
+class WakeMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake"):
+    """A `WakePlan`."""
+
+    tags: frozenset[str] | None
+
+    def plan(self, progress: Progress | None = None) -> WakePlan:
+        """Return the plan; a wake reports no progress."""
+        return WakePlan(self.tags)
+
+
+def _change_message(change: MemoryChange) -> PlanMessage | WakeMessage:
+    return PlanMessage.of(change) if isinstance(change, SleepPlan) else WakeMessage(change.tags)
+
+
 class _Tensor:
     """Stands for torch's tensor, which this module does without."""
 
 
 _WEIGHTS = Iterable[tuple[str, _Tensor]]
+_CHANGE = PlanMessage | WakeMessage
 
 ConfigMessage: type[msgspec.Struct] = msgspec.defstruct(
     "ConfigMessage",
@@ -118,7 +133,7 @@ class CallSchema:
         bound = self.signature.bind(*arguments)
         bound.apply_defaults()
         items = [
-            PlanMessage.of(value) if kind is PlanMessage else value
+            _change_message(value) if kind == _CHANGE else value
             for value, kind in zip(bound.args, self.arguments, strict=True)
             if kind is not None
         ]
@@ -136,8 +151,15 @@ class CallSchema:
         arguments: list[Any] = []
         for kind in self.arguments:
             value = weights if kind is None else next(items)
-            arguments.append(value.plan(progress) if isinstance(value, PlanMessage) else value)
+            arguments.append(value.plan(progress) if isinstance(value, PlanMessage | WakeMessage) else value)
         return arguments
+
+    def weights_of(self, arguments: Sequence[Any]) -> Iterable[Any]:
+        """Return the tensors among a call's arguments."""
+        bound = self.signature.bind(*arguments)
+        bound.apply_defaults()
+        weights: Iterable[Any] = bound.args[self.arguments.index(None)]
+        return weights
 
     def progress_of(self, arguments: Sequence[Any]) -> Progress | None:
         """Return the callback among a call's arguments."""
@@ -161,8 +183,8 @@ def _schema(name: str) -> CallSchema:
 
 
 def _sent(hint: Any) -> Any:
-    if hint is SleepPlan:
-        return PlanMessage
+    if hint == MemoryChange:
+        return _CHANGE
     return None if hint == _WEIGHTS else hint
 
 
@@ -171,7 +193,7 @@ SCHEMAS: Mapping[str, CallSchema] = {name: _schema(name) for name in sorted(WORK
 
 assert get_type_hints(Worker.submit)["step"] is StepInput
 
-_COMMUNICATING = frozenset({"init_device", "load_model", "profile", "initialize_kv", "warm_up", EXECUTE})
+_COMMUNICATING = frozenset({"start", "load", "profile", "initialize_kv", "warm_up", EXECUTE})
 
 
 def may_wait_for_others(name: str) -> bool:

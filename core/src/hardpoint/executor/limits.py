@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from hardpoint.validation import Seconds, Validated
 
 _KINDS = {
-    "init_device": "start",
-    "load_model": "load",
+    "start": "start",
+    "load": "load",
     "profile": "load",
     "initialize_kv": "load",
     "warm_up": "load",
-    "update_weights": "load",
-    "reload_weights": "load",
+    "write_weights": "load",
     "execute": "step",
-    "sleep": "sleep",
-    "wake": "sleep",
-    "begin_sleep": "sleep",
-    "begin_wake": "sleep",
+    "begin": "sleep",
     "commit": "sleep",
     "rollback": "sleep",
 }
@@ -29,8 +25,8 @@ class RankLimits(Validated):
     """Seconds after which a rank that has not answered is taken to hang; all ranks are then ended.
 
     Attributes:
-        start: for a process to be there with its backend, and for `init_device`.
-        load: for each of `load_model`, `profile`, `initialize_kv` and `warm_up`, and for changes of weights.
+        start: for a process to be there with its backend, and for its `start`.
+        load: for each of `load`, `profile`, `initialize_kv` and `warm_up`, and for changes of weights.
         step: for one step.
         sleep: for each call of a sleep or wake.
         other: for questions.

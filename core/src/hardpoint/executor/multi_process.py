@@ -140,7 +140,7 @@ class MultiProcessExecutor(RemoteExecutor):
             for rank in range(len(self._links)):
                 self._send(rank, Kind.CALL, call, requests[min(rank, len(requests) - 1)], deadline)
             if schema.takes_weights:
-                return self._results(schema, self._stream(call, args[0], deadline))
+                return self._results(schema, self._stream(call, schema.weights_of(args), deadline))
             return self._results(schema, self._gather(call, deadline, progress, waits=may_wait_for_others(name)))
         except EngineDead as error:
             return [error] * len(self._links)

@@ -130,7 +130,7 @@ class RayExecutor(RemoteExecutor):
             actors = self._group.actors
             refs = self._submit(lambda actor: actor.call.remote(number, name, first if actor is actors[0] else others))
             if schema.takes_weights:
-                return self._results(schema, self._stream(number, args[0], refs, deadline))
+                return self._results(schema, self._stream(number, schema.weights_of(args), refs, deadline))
             if progress is not None:
                 self._follow(number, progress, deadline)
             return self._results(schema, self._gather(refs, deadline, waits=may_wait_for_others(name)))

@@ -80,6 +80,6 @@ class RemoteExecutor(Executor):
     def _results(self, schema: CallSchema, outcomes: Sequence[Any]) -> list[Any]:
         """Return what the ranks answered to a call; see `rounds.results`."""
         answers = results(schema, outcomes)
-        if schema.name == "load_model" and isinstance(answers[0], ModelInfo):
+        if schema.name == "load" and isinstance(answers[0], ModelInfo):
             self._steps.block_size = answers[0].attention.block_size
         return answers

@@ -14,6 +14,7 @@ from hardpoint.interfaces.allocator import (
     DeviceAllocator,
     FileExtent,
     LiveRanges,
+    MemoryChange,
     MemoryInfo,
     MemoryReport,
     MemoryStats,
@@ -21,6 +22,7 @@ from hardpoint.interfaces.allocator import (
     Policy,
     SleepPlan,
     TagStats,
+    WakePlan,
 )
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
@@ -52,10 +54,10 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
-    DecoderOutput,
     DecoderProgram,
-    DecoderRequest,
-    DecoderSpec,
+    ExpertsProgram,
+    ExpertsRequest,
+    FuseRequest,
     KernelSet,
 )
 from hardpoint.interfaces.sampling import Column, SampleFailure, SamplingTables
@@ -63,9 +65,11 @@ from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
     ModelInfo,
+    WeightWrite,
     Worker,
     WorkerConfig,
     WorkerContext,
+    WorkerStatus,
 )
 
 __all__ = [
@@ -89,14 +93,14 @@ __all__ = [
     "Column",
     "Contract",
     "DType",
-    "DecoderOutput",
     "DecoderProgram",
-    "DecoderRequest",
-    "DecoderSpec",
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "ExpertsProgram",
+    "ExpertsRequest",
     "FileExtent",
+    "FuseRequest",
     "GraphLevel",
     "GraphRunner",
     "IntSet",
@@ -104,6 +108,7 @@ __all__ = [
     "KernelSet",
     "LiveRanges",
     "MemoryCapabilities",
+    "MemoryChange",
     "MemoryInfo",
     "MemoryProfile",
     "MemoryReport",
@@ -126,9 +131,12 @@ __all__ = [
     "TagStats",
     "TokenLogprobs",
     "TorchPoolScope",
+    "WakePlan",
+    "WeightWrite",
     "Worker",
     "WorkerConfig",
     "WorkerContext",
+    "WorkerStatus",
     "contract_methods",
     "errors",
     "optional_methods",

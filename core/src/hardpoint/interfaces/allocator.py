@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.contract import Contract
@@ -88,6 +88,21 @@ class SleepPlan:
     disk_directory: str | None = None
     disk_budget: int | None = None
     progress: Callable[[int, int], None] | None = None
+
+
+@dataclass(frozen=True)
+class WakePlan:
+    """What one wake does.
+
+    Attributes:
+        tags: the tags to wake; None for all.
+    """
+
+    tags: frozenset[str] | None = None
+
+
+MemoryChange: TypeAlias = SleepPlan | WakePlan
+"""What a worker's memory can be asked to become."""
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,13 @@ def _no_rows() -> Int32Array:
 class StepBatch:
     """One step's work: T tokens of R sequences, of which S rows are sampled.
 
-    Decodes come first, then prefill chunks. The arrays are views of the scheduler's own buffers and hold until its next
-    `schedule()`; a worker that keeps them longer copies them. Before the forward, a worker performs `swap_out`, then `swap_in`,
-    then `copies`, in this order.
+    Decodes come first, then prefill chunks. The arrays hold until the step's output was taken, except for the block table, which
+    changes with the next step: a worker reads it in `submit`. Before the forward, a worker performs `swap_out`, then `swap_in`, then
+    `copies`, in this order; with steps in flight a step may have moves and no tokens. Steps take effect in the order in which they
+    were submitted: a step may write to blocks and rows that earlier ones still use.
 
     Attributes:
-        token_ids: int64[T], flattened over sequences.
+        token_ids: int64[T], flattened over sequences; -1 for the token that a step in flight is sampling for the sequence.
         positions: int64[T], position of each token in its sequence.
         slot_mapping: int32[T], `block * block_size + offset` where the token's key and value go.
         query_start: int32[R + 1], cumulative number of tokens; sequence r has tokens `query_start[r]:query_start[r + 1]`.

@@ -1,24 +1,22 @@
 """The optional contract of fused operators: what a backend computes faster than plain torch.
 
-A model runs without any kernel set. Where a backend has one, the core asks it first for a whole decoder step
-(`plan_decoder`), and where that is refused, for single operators.
+A model runs without any kernel set. Where a backend has one, the core asks it first whether it runs the whole model as one program
+(`fuse`), and where that is refused, for single operators.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.attention import AttentionPlan, Refusal
-from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.contract import Contract
 from hardpoint.interfaces.dtypes import DType
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.batch import StepBatch
@@ -26,109 +24,28 @@ if TYPE_CHECKING:
 
 
 class Activation(StrEnum):
-    """Activation of the gated feed-forward: `act(gate) * up`."""
+    """Activation of the gated feed-forward: `act(gate) * up`.
+
+    CLAMPED_SWIGLU is GPT-OSS's: `(up + 1) * gate * sigmoid(1.702 * gate)`, gate at most 7 and up between -7 and 7.
+    """
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 @dataclass(frozen=True)
-class DecoderSpec:
-    """A lean decoder: embedding, pre-normalised attention and gated feed-forward layers, final norm, head.
-
-    Every normalisation is RMSNorm, `x / sqrt(mean(x²) + norm_eps) * weight`, computed in float32; the offset of families whose
-    weights are stored as `weight - 1` is added when they are loaded. Rotary embedding uses halves (`rotate_half`) and per-layer tables.
-
-    Weights, by name, shapes in torch's [out, in] order (`N` is the layer's index):
-
-    ============================  ==============================================================
-    embed                         [vocab_size, hidden_size]
-    layers.N.input_norm           [hidden_size]
-    layers.N.qkv                  [(num_heads + 2 · num_kv_heads) · head_dim, hidden_size]: rows of q, then k, then v
-    layers.N.qkv_bias             [(num_heads + 2 · num_kv_heads) · head_dim], where qkv_bias
-    layers.N.q_norm, .k_norm      [head_dim], where qk_norm: RMSNorm of each head before rotary embedding
-    layers.N.o                    [hidden_size, num_heads · head_dim]
-    layers.N.o_bias               [hidden_size], where o_bias
-    layers.N.attention_out_norm   [hidden_size], where sandwich_norms: applied to the attention's output before it is added
-    layers.N.mlp_norm             [hidden_size]: applied before the feed-forward
-    layers.N.gate_up              [2 · intermediate_size, hidden_size]: rows of gate, then up
-    layers.N.down                 [hidden_size, intermediate_size]
-    layers.N.mlp_out_norm         [hidden_size], where sandwich_norms: applied to the feed-forward's output
-    final_norm                    [hidden_size]
-    head                          [vocab_size, hidden_size], unless tied (then `embed` is the head)
-    ============================  ==============================================================
+class FuseRequest:
+    """What the core asks of a kernel set: run a model's decoder as one program, with this attention plan.
 
     Attributes:
-        attention: one entry per layer.
-        rope_tables: for each layer, which of the rotary tables it uses.
-        rotary_dim: leading elements of each head that are rotated (even, at most head_dim).
-        embed_scale: factor of the embedding's output.
-        logit_soft_cap: `cap * tanh(logit / cap)` of the final logits; None for off.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    attention: tuple[AttentionLayer, ...]
-    rope_tables: tuple[int, ...]
-    rotary_dim: int
-    norm_eps: float
-    activation: Activation = Activation.SILU
-    tied: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    sandwich_norms: bool = False
-    embed_scale: float = 1.0
-    logit_soft_cap: float | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.attention)
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every weight by name, in the order of use."""
-        hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden)}
-        for index, layer in enumerate(self.attention):
-            qkv_rows = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-            attention_width = layer.num_heads * layer.head_dim
-            parts: dict[str, tuple[tuple[int, ...], bool]] = {
-                "input_norm": ((hidden,), True),
-                "qkv": ((qkv_rows, hidden), True),
-                "qkv_bias": ((qkv_rows,), self.qkv_bias),
-                "q_norm": ((layer.head_dim,), self.qk_norm),
-                "k_norm": ((layer.head_dim,), self.qk_norm),
-                "o": ((hidden, attention_width), True),
-                "o_bias": ((hidden,), self.o_bias),
-                "attention_out_norm": ((hidden,), self.sandwich_norms),
-                "mlp_norm": ((hidden,), True),
-                "gate_up": ((2 * self.intermediate_size, hidden), True),
-                "down": ((hidden, self.intermediate_size), True),
-                "mlp_out_norm": ((hidden,), self.sandwich_norms),
-            }
-            shapes |= {f"layers.{index}.{name}": shape for name, (shape, present) in parts.items() if present}
-        shapes["final_norm"] = (hidden,)
-        if not self.tied:
-            shapes["head"] = (self.vocab_size, hidden)
-        return shapes
-
-
-@dataclass(frozen=True)
-class DecoderRequest:
-    """What the core asks of a kernel set: run this decoder with this attention plan.
-
-    Attributes:
-        spec: the decoder.
         dtype: of weights and activations.
         attention: the plan made by this backend's attention.
         max_num_tokens: most tokens in one step.
         max_num_samples: most rows of logits in one step.
-        max_context: longest context; the rotary tables have this many rows.
+        max_context: longest context.
     """
 
-    spec: DecoderSpec
     dtype: DType
     attention: AttentionPlan
     max_num_tokens: int
@@ -136,52 +53,124 @@ class DecoderRequest:
     max_context: int
 
 
-class DecoderOutput(StrEnum):
-    """What a decoder step returns.
-
-    LOGITS: float32[rows, vocab_size]. ARGMAX: int64[rows], the lowest id of the highest logit. HIDDEN: final-normed hidden
-    states, model dtype, [rows, hidden_size].
-    """
-
-    LOGITS = "logits"
-    ARGMAX = "argmax"
-    HIDDEN = "hidden"
-
-
 class DecoderProgram(Contract, contract=True):
-    """A decoder whose whole step is one call. It owns its weights, in the device's own layout, in the allocator's memory."""
+    """A decoder whose whole step is one call. It owns its weights, in the device's own layout, in the allocator's memory.
+
+    What a call returns may be overwritten by the next step.
+    """
 
     @abstractmethod
     def load_weight(self, name: str, tensor: Tensor) -> None:
-        """Copy one weight (named and shaped as `DecoderSpec` says, any dtype, host or device) into its place.
+        """Copy one parameter (named and shaped as in the model, any dtype, host or device) into its place.
 
         May be called again at any time between steps to update the weight. Raises ValueError on a wrong name or shape.
         """
 
     @abstractmethod
     def read_weight(self, name: str) -> Tensor:
-        """Return a copy of one weight in the shape and order that `load_weight` takes."""
+        """Return a copy of one parameter in the shape and order that `load_weight` takes."""
 
     def weight_memory(self) -> tuple[Tensor, ...]:
         """Return the allocator's tensors that hold nothing but weights; empty where they cannot be told apart."""
         return ()
 
     @abstractmethod
-    def set_rope_tables(self, tables: tuple[tuple[Tensor, Tensor], ...]) -> None:
-        """Set the rotary tables: pairs (cos, sin), each float32[max_context, rotary_dim / 2]."""
-
-    @abstractmethod
     def scratch_bytes(self) -> int:
         """Return the bytes of working memory held for the largest step."""
 
     @abstractmethod
-    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
-        """Run one step and return `output` for the given token rows; the result may be overwritten by the next step.
+    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        """Run one step and return the hidden states [rows, hidden_size] of the given tokens, after the final norm.
 
         Args:
             metadata: what the attention backend's `prepare` returned for `batch`.
             kv_cache: the whole cache, all layers.
             rows: int32[rows], indices of tokens in the step (for sampling, the last token of each sampled sequence).
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[rows, vocab_size] of hidden states that `run` returned, or rows of them."""
+
+    @abstractmethod
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return int64[rows], the lowest id of the highest logit of each row; see `logits`."""
+
+
+@dataclass(frozen=True)
+class ExpertsRequest:
+    """What the core asks of a kernel set: run the experts of a mixture's layer, as a rank has them.
+
+    Attributes:
+        num_experts: gated feed-forwards.
+        top_k: how many of them each token goes through.
+        hidden_size: elements of a token.
+        intermediate_size: inner elements of an expert that the rank has.
+        activation: of the gates.
+        dtype: of weights, biases and activations.
+        renormalise: the chosen experts' probabilities are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    dtype: DType
+    renormalise: bool
+
+
+class ExpertsProgram(Contract, contract=True):
+    """The experts of one layer. Their weights are the caller's, in the layout that this program says; it has none of its own."""
+
+    def __init__(self, request: ExpertsRequest) -> None:
+        self._request = request
+
+    def weight_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the stored weights (gate_up, down), in the request's dtype.
+
+        Without an override [num_experts, 2 * intermediate_size, hidden_size], rows of gate, then up, and
+        [num_experts, hidden_size, intermediate_size].
+        """
+        asked = self._request
+        experts, hidden, inner = asked.num_experts, asked.hidden_size, asked.intermediate_size
+        return (experts, 2 * inner, hidden), (experts, hidden, inner)
+
+    def stores_plainly(self) -> bool:
+        """Whether the stored weights are the plain ones, byte for byte."""
+        return True
+
+    def write_gate_up(self, stored: Tensor, row: int, values: Tensor) -> None:
+        """Store rows [n, hidden_size], in any floating dtype, from `row` on; all experts' rows are counted, one expert after the other."""
+        plain = stored.view(-1, self._request.hidden_size)
+        plain[row : row + len(values)].copy_(values)
+
+    def write_down(self, stored: Tensor, row: int, values: Tensor) -> None:
+        """Store rows [n, intermediate_size]; as `write_gate_up` counts them."""
+        plain = stored.view(-1, self._request.intermediate_size)
+        plain[row : row + len(values)].copy_(values)
+
+    @abstractmethod
+    def run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Return [T, hidden_size], the sum of the experts' outputs that each token of x [T, hidden_size] chooses, weighted.
+
+        A token chooses the `top_k` experts of the greatest logits, the lower number first of equal ones. Their weights are their
+        probabilities, the softmax of all logits in float32. No shape depends on what is chosen, and the host waits for nothing,
+        so that a step can be captured.
+
+        Args:
+            logits: the router's, [T, num_experts], in the request's dtype.
+            gate_up, down: stored weights.
+            gate_up_bias: [num_experts, 2 * intermediate_size].
+            down_bias: [num_experts, hidden_size].
         """
 
 
@@ -190,13 +179,6 @@ class KernelSet(Contract, contract=True):
 
     Each operator allocates its result unless it works in place; inputs are contiguous in their last axis.
     """
-
-    @abstractmethod
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Return `x -> x @ weight.T + bias` for a weight that does not change, in the layout that runs fastest here.
-
-        The weight may be packed into a copy: the caller drops its own reference if it needs it no more.
-        """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -246,6 +228,17 @@ class KernelSet(Contract, contract=True):
         """
         return None
 
-    def plan_decoder(self, request: DecoderRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
-        """Return a program that runs the whole decoder, its weights uninitialised, or why there is none."""
+    def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
+        """Return a program that computes what a model's modules compute, its weights uninitialised, or why there is none.
+
+        An optimisation that a backend offers itself: it recognises the modules that it can run, by their exact classes, and refuses
+        what it does not know. A model that is refused runs as modules.
+
+        Args:
+            model: a `hardpoint.models.decoder.CausalLM`, whole, on the meta device.
+        """
         return Refusal(("this kernel set has no fused decoder",))
+
+    def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
+        """Return what runs the experts of a mixture, or why this kernel set does not; the core's plain torch does then."""
+        return Refusal(("this kernel set has no operator for experts",))

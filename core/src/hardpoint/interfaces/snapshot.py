@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from hardpoint import interfaces
@@ -68,6 +69,8 @@ def _describe(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, (str, int)):
         return value
+    if isinstance(value, UnionType):
+        return {"union": [member.__name__ for member in value.__args__]}
     raise TypeError(f"the snapshot cannot describe {value!r}; teach it, or do not export it from hardpoint.interfaces")
 
 

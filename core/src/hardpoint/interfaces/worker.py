@@ -1,19 +1,20 @@
 """The contract of a worker: one rank's device, model and KV cache, driven by the engine.
 
-The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `init_device`, `load_model`,
-`profile`, `initialize_kv`, `warm_up`, then `submit` and `collect` once per step, and `shutdown` at the end. `sleep`, `wake`,
-`update_weights`, `reload_weights` and the questions about weights and memory come between steps. Where there are several ranks, sleep
-and wake are prepared on all of them and then committed on all, or rolled back on all.
+The engine calls a worker through the names in `WORKER_CALLS` and no others, in this order: `start`, `load`, `profile`, `initialize_kv`,
+`warm_up`, then `submit` and `collect` once per step, and `shutdown` at the end. Sleeps and wakes (`begin`, then `commit` or `rollback`),
+`write_weights` and `status` come between steps. Where there are several ranks, a sleep or wake is prepared on all of them and then
+committed on all, or rolled back on all.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hardpoint.interfaces.allocator import MemoryReport, MemoryStats, SleepPlan
+from hardpoint.interfaces.allocator import MemoryChange, MemoryReport, MemoryStats, SleepPlan
 from hardpoint.interfaces.attention import AttentionPlan
 from hardpoint.interfaces.backend import BackendDescriptor, Device
 from hardpoint.interfaces.batch import StepInput, StepOutput
@@ -149,6 +150,32 @@ class MemoryProfile:
         return left if self.kv_limit is None else min(left, self.kv_limit)
 
 
+class WeightWrite(StrEnum):
+    """Where new values of weights come from.
+
+    UPDATE: from the tensors that are given. RELOAD: from a checkpoint. DECLARE: from writers that the worker did not see; the weights
+    are right as they stand.
+    """
+
+    UPDATE = "update"
+    RELOAD = "reload"
+    DECLARE = "declare"
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A rank's account of its memory and weights.
+
+    Attributes:
+        memory: the books of its allocator.
+        missing_weights: checkpoint names of its weights without valid values; `submit` raises WeightsMissing while there are any. A sleep
+            that discards the weights makes all missing, and each write fewer.
+    """
+
+    memory: MemoryStats
+    missing_weights: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True)
 class WorkerContext:
     """What a worker is given when it is made: its backend's own parts, by injection."""
@@ -165,11 +192,11 @@ class Worker(Contract, contract=True):
         self._context = context
 
     @abstractmethod
-    def init_device(self) -> None:
+    def start(self) -> None:
         """Start the device and make allocator, attention and kernels."""
 
     @abstractmethod
-    def load_model(self) -> ModelInfo:
+    def load(self) -> ModelInfo:
         """Load the model's weights onto the device; raises ModelError, CapabilityRefused, DeviceOutOfMemory."""
 
     @abstractmethod
@@ -210,21 +237,11 @@ class Worker(Contract, contract=True):
         """
 
     @abstractmethod
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back; see `DeviceAllocator.sleep`.
+    def begin(self, transaction: int, change: MemoryChange) -> None:
+        """Prepare a sleep or wake: do everything of it that can fail. There is no other way to change this rank's memory.
 
-        Where a planned tag is asleep already with its bytes preserved and the plan discards it, its backup is dropped.
-        """
-
-    @abstractmethod
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Take device memory again."""
-
-    @abstractmethod
-    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
-        """Prepare `sleep(plan)`: all of it that can fail; see `DeviceAllocator.begin_sleep`.
-
-        Until `commit` or `rollback` of the same number, `submit` and whatever writes weights or changes memory raise MemoryBusy.
+        Until `commit` or `rollback` of the same number, `submit` and whatever writes weights or changes memory raise MemoryBusy. A tag that
+        is asleep with its bytes preserved, and that a sleep discards, loses its backup with the commit.
 
         Args:
             transaction: its number, above all that this worker was given before; a failed preparation uses its number up.
@@ -232,16 +249,16 @@ class Worker(Contract, contract=True):
         Raises:
             InvalidTransaction: the number is not; nothing was done.
             MemoryBusy: another one is open; nothing was done.
-            What `sleep` raises: nothing is open, and the state before holds.
+            What `DeviceAllocator.begin_sleep` or `begin_wake` raises, CapabilityRefused for weights without a source: nothing is open,
+            and the state before holds.
         """
 
     @abstractmethod
-    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
-        """Prepare `wake(tags)`, as `begin_sleep` prepares a sleep."""
-
-    @abstractmethod
     def commit(self, transaction: int) -> MemoryReport:
-        """Finish what was prepared, and return what it did; raises InvalidTransaction for any other number than the open one's."""
+        """Finish what was prepared, and return what it did; raises InvalidTransaction for any other number than the open one's.
+
+        What it loses is missing in `status` before the memory is gone.
+        """
 
     @abstractmethod
     def rollback(self, transaction: int) -> None:
@@ -251,40 +268,28 @@ class Worker(Contract, contract=True):
         """
 
     @abstractmethod
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Replace weights by (checkpoint name, tensor) pairs; returns how many were used.
+    def write_weights(
+        self, write: WeightWrite, weights: Iterable[tuple[str, Tensor]] = (), model: str | None = None
+    ) -> int:
+        """Give weights values; returns how many tensors of the checkpoint were used.
 
         Every rank is given the checkpoint's whole tensors and takes its parts; those of other ranks count as used.
 
-        Raises CorruptWeights, and whatever `weights` raises; a failure after the first tensor was written makes all weights
-        missing. MemoryAsleep while the weights are asleep.
+        Args:
+            write: where the values come from.
+            weights: for UPDATE, (checkpoint name, tensor) pairs.
+            model: for RELOAD, another checkpoint of the same model; None for the one that was loaded last.
+
+        Raises:
+            MemoryAsleep: the weights are asleep.
+            MemoryBusy: a transaction is open.
+            CorruptWeights, ModelError, and whatever `weights` raises; a failure after the first tensor was written makes all weights
+            missing.
         """
 
     @abstractmethod
-    def reload_weights(self, model: str | None = None) -> int:
-        """Load the weights again from the checkpoint, or from another one of the same model; returns how many were loaded.
-
-        Raises ModelError, CorruptWeights; a failure after the first tensor was written makes all weights missing.
-        MemoryAsleep while the weights are asleep.
-        """
-
-    @abstractmethod
-    def missing_weights(self) -> frozenset[str]:
-        """Return the checkpoint names of weights of this rank without valid values; `submit` raises WeightsMissing while there are any.
-
-        A sleep that discards the weights makes all missing, and each update or reload fewer.
-        """
-
-    @abstractmethod
-    def declare_weights_valid(self) -> None:
-        """Say that the weights are right as they stand, after writing them by ways that the worker does not see.
-
-        Raises MemoryAsleep while the weights are asleep.
-        """
-
-    @abstractmethod
-    def memory_stats(self) -> MemoryStats:
-        """Return the books of this rank's allocator."""
+    def status(self) -> WorkerStatus:
+        """Return this rank's account of its memory and weights."""
 
     @abstractmethod
     def shutdown(self) -> None:

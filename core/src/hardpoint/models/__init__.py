@@ -1,25 +1,26 @@
 """Models: finding one, reading its configuration, weights and tokenizer, and running its decoder.
 
-A model runs by the first of three ways that can: a backend's fused decoder, the core's own lean decoder, transformers'
+A family of the core is one file (`decoder` says how it is written, `llama` is the one to read first) over `hardpoint.layers`. A model
+runs by the first of three ways that can: as one program of the backend's kernel set, by the core's layers, by transformers'
 modelling code with the backend's attention in it. Nothing here schedules or samples, and importing this package imports
 neither torch nor transformers.
 """
 
+from hardpoint.layers.parallel import ParallelRank, Ranks
 from hardpoint.models.base import CapturableModel, RunnableModel
-from hardpoint.models.families import LEAN_ARCHITECTURES, Place
 from hardpoint.models.loader import attention_layers, load_model
-from hardpoint.models.parallel import Ranks
+from hardpoint.models.registry import ARCHITECTURES
 from hardpoint.models.source import DEMO, LOAD_FORMATS, ModelFormat, ModelSource, open_model
 from hardpoint.models.tokenizer import load_tokenizer
 
 __all__ = [
+    "ARCHITECTURES",
     "DEMO",
-    "LEAN_ARCHITECTURES",
     "LOAD_FORMATS",
     "CapturableModel",
     "ModelFormat",
     "ModelSource",
-    "Place",
+    "ParallelRank",
     "Ranks",
     "RunnableModel",
     "attention_layers",

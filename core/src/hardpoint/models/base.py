@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hardpoint.interfaces.batch import StepBatch
-from hardpoint.interfaces.kernels import DecoderOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class RunnableModel(ABC):
-    """A loaded model: its whole step is one call.
+    """A loaded model: a step gives hidden states, and these, where they are wanted, logits or tokens.
 
     Attributes:
-        path: how it runs: "fused" (the kernel set's decoder), "lean" (the core's decoder) or "transformers".
+        path: how it runs: "fused" (the kernel set's program), "lean" (the core's layers) or "transformers".
     """
 
     path: ClassVar[str]
 
     @abstractmethod
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
-        """Run one step and return `output` for the given token rows; see `DecoderProgram.run`.
+    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        """Run one step and return the hidden states of the given tokens, after the final norm.
 
         Args:
             metadata: what the attention backend's `prepare` returned for `batch`.
@@ -35,9 +34,20 @@ class RunnableModel(ABC):
             rows: int32[rows], indices of tokens in the step.
 
         Returns:
-            float32[rows, vocab_size], int64[rows] or [rows, hidden_size] in the model's dtype, on the model's device; valid
+            [rows, hidden_size] in the model's dtype, on the model's device; no rows on a pipeline's stages before the last. Valid
             until the next step, which may use the same memory.
         """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[rows, vocab_size] of hidden states that `run` returned, or of rows of them, valid until the next step.
+
+        All ranks of a stage call it for the same rows.
+        """
+
+    @abstractmethod
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return int64[rows], the lowest id of the highest logit of each row; see `logits`."""
 
     @abstractmethod
     def weight_names(self) -> frozenset[str]:
@@ -91,15 +101,7 @@ class CapturableModel(RunnableModel):
         """Elements of one token's hidden state."""
 
     @abstractmethod
-    def compute(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: Any,
-        kv_cache: Tensor,
-        rows: Tensor,
-        output: DecoderOutput,
-    ) -> Tensor:
+    def compute(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
         """Run one step whose inputs are on the device, and return what `run` does.
 
         Every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
@@ -112,7 +114,3 @@ class CapturableModel(RunnableModel):
             kv_cache: the whole cache, all layers.
             rows: int32[rows], indices of tokens in the step.
         """
-
-    @abstractmethod
-    def head(self, hidden: Tensor, output: DecoderOutput) -> Tensor:
-        """Return the logits or tokens (`output`) of hidden states [rows, hidden_size], those of `DecoderOutput.HIDDEN`."""

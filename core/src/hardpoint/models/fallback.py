@@ -25,17 +25,16 @@ from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
-from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.models.base import RunnableModel
-from hardpoint.models.kv_scales import ScalesInUse, is_scale, unscaled
-from hardpoint.models.rereading import Restorer
-from hardpoint.models.weights import check_tensors
+from hardpoint.weights.kv_scales import ScalesInUse, is_scale, unscaled
+from hardpoint.weights.loading import check_tensors
+from hardpoint.weights.sources import WeightReloader
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
     from hardpoint.models.source import ModelSource
-    from hardpoint.models.weights import Progress
+    from hardpoint.weights.loading import Progress
 
 _INTERFACE = "hardpoint"
 _PROBE_TOKENS = 5
@@ -290,7 +289,8 @@ class TransformersDecoder(RunnableModel):
         self._layers = layers
         self._scales = scales
         self._device = torch.device(torch_device)
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._base = getattr(model, "base_model", model)
+        self._output: Any = None
 
     @classmethod
     def load(
@@ -319,12 +319,12 @@ class TransformersDecoder(RunnableModel):
             raise ConfigError("the attention plan was made for another model", found=source.architecture)
         _check_rope(source, max_context)
         if source.gguf is not None:
-            raise _unsupported(source, ["GGUF files are read for lean decoders only"])
+            raise _unsupported(source, ["GGUF files are read for the core's own families only"])
         model = _load(source, dtype, dummy_seed)
         # Nothing is ever padded, and some models look for padding in every step.
         model.config.pad_token_id = None
         allocator.adopt(model, WEIGHTS)
-        scales = ScalesInUse.of(source, plan.request.kv_dtype)
+        scales = source.scales_in_use(plan.request.kv_dtype)
         decoder = cls(model.eval(), attention, source.attention_layers(), scales, torch_device, dtype, dummy_seed)
         decoder._compare_with_eager(source, plan, allocator, dtype)
         if progress is not None:
@@ -333,22 +333,29 @@ class TransformersDecoder(RunnableModel):
         return decoder
 
     @torch.no_grad()
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
-        inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(batch.token_ids).to(self._device)[None],
-            "position_ids": torch.from_numpy(batch.positions).to(self._device)[None],
-            "use_cache": False,
-        }
-        wanted = rows.to(self._device).long()
+    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
         with _attending(_Step(self._attention, self._layers, kv_cache, metadata)):
-            if output is DecoderOutput.HIDDEN:
-                base = getattr(self._model, "base_model", self._model)
-                return _tensor(base(**inputs).last_hidden_state)[0, wanted]
-            if self._keeps_rows:
-                logits = _tensor(self._model(**inputs, logits_to_keep=wanted).logits)[0].float()
-            else:
-                logits = _tensor(self._model(**inputs).logits)[0, wanted].float()
-        return logits if output is DecoderOutput.LOGITS else logits.argmax(dim=-1)
+            output = self._base(
+                input_ids=torch.from_numpy(batch.token_ids).to(self._device)[None],
+                position_ids=torch.from_numpy(batch.positions).to(self._device)[None],
+                use_cache=False,
+            )
+        self._output = type(output)
+        return _tensor(output.last_hidden_state)[0, rows.to(self._device).long()]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states: the model's own code, which may scale or cap them, with the decoder's answer given."""
+        answer = self._output(last_hidden_state=hidden[None])
+        ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
+        self._base.forward = lambda *given, **options: answer
+        try:
+            return _tensor(self._model(input_ids=ids, use_cache=False).logits)[0].float()
+        finally:
+            del self._base.forward
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).argmax(dim=-1)
 
     def weight_names(self) -> frozenset[str]:
         """Return the names of parameters and persistent buffers, the tied ones left out."""
@@ -395,10 +402,10 @@ class TransformersDecoder(RunnableModel):
         return len(names)
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
-        restorer = Restorer(self._restore, source)
+        reloader = WeightReloader(self._restore, source)
         places = self._places()
         for name in sorted(self.weight_names()):
-            allocator.declare_source(places[name], restorer)
+            allocator.declare_source(places[name], reloader)
 
     def _restore(self, source: ModelSource) -> None:
         self.reload(source)
@@ -438,11 +445,12 @@ class TransformersDecoder(RunnableModel):
         batch = _prefill(sequences, plan.block_size)
         cache = allocator.empty(plan.kv_cache.shape(batch.block_table.size), plan.kv_cache.dtype, KV_CACHE)
         rows = torch.arange(batch.num_tokens, dtype=torch.int32, device=self._device)
-        output = DecoderOutput.LOGITS if source.is_generative else DecoderOutput.HIDDEN
+        generates = source.is_generative
         try:
             cache.zero_()
-            ours = self.run(batch, self._attention.prepare(plan, batch), cache, rows, output).float()
-            theirs = torch.cat([self._eager(tokens, output) for tokens in sequences])
+            ours = self.run(batch, self._attention.prepare(plan, batch), cache, rows)
+            ours = (self.logits(ours) if generates else ours).float()
+            theirs = torch.cat([self._eager(tokens, generates) for tokens in sequences])
         except UnsupportedArchitecture:
             raise
         except Exception as error:  # whatever modelling code raises when it is run in a way it was not made for
@@ -461,11 +469,11 @@ class TransformersDecoder(RunnableModel):
             )
 
     @torch.no_grad()
-    def _eager(self, tokens: Any, output: DecoderOutput) -> Tensor:
+    def _eager(self, tokens: Any, generates: bool) -> Tensor:
         ids = torch.from_numpy(tokens).to(self._device)[None]
         self._model.set_attn_implementation("eager")
         try:
-            if output is DecoderOutput.LOGITS:
+            if generates:
                 return _tensor(self._model(input_ids=ids, use_cache=False).logits)[0].float()
             return _tensor(self._model(input_ids=ids, use_cache=False).last_hidden_state)[0].float()
         finally:

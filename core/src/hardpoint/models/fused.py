@@ -1,90 +1,71 @@
-"""A model whose whole step is one call into a backend's kernel set."""
+"""A family's model whose whole step is one call into a backend's program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from hardpoint.interfaces.batch import StepBatch
-from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.kernels import DecoderOutput, DecoderProgram
-from hardpoint.models.base import RunnableModel
-from hardpoint.models.checkpoint import Checkpoint
-from hardpoint.models.families import LeanModel
-from hardpoint.models.rereading import Restorer
-from hardpoint.models.weights import Progress, check_same_model, lean_checkpoint, load_weights, update_weights
+from hardpoint.interfaces.kernels import DecoderProgram
+from hardpoint.models.modular import FamilyModel
+from hardpoint.weights.sources import WeightReloader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.models.decoder import CausalLM
+    from hardpoint.models.description import ModelDescription
     from hardpoint.models.source import ModelSource
+    from hardpoint.weights.kv_scales import ScalesInUse
 
 
-class FusedDecoder(RunnableModel):
-    """A kernel set's `DecoderProgram` with the loader in front of it."""
+class FusedModel(FamilyModel):
+    """A `DecoderProgram` with the loader in front of it; the modules that it was made from stay on the meta device."""
 
     path: ClassVar[str] = "fused"
 
     def __init__(
-        self, model: LeanModel, program: DecoderProgram, dtype: DType, max_context: int, seed: int = 0
+        self, description: ModelDescription, model: CausalLM, scales: ScalesInUse, seed: int, program: DecoderProgram
     ) -> None:
-        self._model = model
+        super().__init__(description, model, scales, seed)
         self._program = program
-        self._dtype = dtype
-        self._seed = seed
-        program.set_rope_tables(model.rope_tables(max_context))
-
-    def load(
-        self, checkpoint: Checkpoint, progress: Progress | None = None, *, begin: Callable[[], None] | None = None
-    ) -> None:
-        """Hand every weight to the program, whole, one at a time; raises CorruptWeights.
-
-        Args:
-            begin: called before the first weight is written, when the checkpoint was found to fit.
-        """
-        shapes = self._model.spec.weight_shapes()
-
-        def place(name: str) -> Tensor:
-            import torch
-
-            kept = DType.FLOAT32 if self._model.offset(name) else self._dtype
-            return torch.empty(shapes[name], dtype=kept.to_torch())
-
-        load_weights(self._model, checkpoint, place, self._program.load_weight, progress, begin=begin)
-
-    def weight_names(self) -> frozenset[str]:
-        return self._model.weight_names()
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
-        return update_weights(self._model, weights, self._program.read_weight, self._program.load_weight, written)
-
-    def reload(self, source: ModelSource, written: set[str] | None = None) -> int:
-        check_same_model(self._model, source, self._dtype)
-        names = self.weight_names()
-        begin = None if written is None else partial(written.update, names)
-        self.load(lean_checkpoint(source, self._model, self._seed), begin=begin)
-        return len(names)
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
-        memory = self._program.weight_memory()
-        restorer = Restorer(self._restore, source)
-        for tensor in memory:
-            allocator.declare_source(tensor, restorer)
+        reloader = WeightReloader(self._reload_all, source)
+        for tensor in self._program.weight_memory():
+            allocator.declare_source(tensor, reloader)
 
-    def _restore(self, source: ModelSource) -> None:
-        self.load(lean_checkpoint(source, self._model, self._seed))
+    def _reload_all(self, source: ModelSource) -> None:
+        self.load(self._checkpoint(source))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as the spec has them; a program's own layout may pad them."""
-        return sum(prod(shape) for shape in self._model.spec.weight_shapes().values()) * self._dtype.itemsize
+        """Bytes of the weights as the model has them; a program's own layout may pad them."""
+        itemsize = self._description.dtype.itemsize
+        return sum(prod(parameter.shape) for parameter in self._model.parameters()) * itemsize
 
     @property
     def scratch_bytes(self) -> int:
         return self._program.scratch_bytes()
 
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor, output: DecoderOutput) -> Tensor:
-        return self._program.run(batch, metadata, kv_cache, rows, output)
+    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        return self._program.run(batch, metadata, kv_cache, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._program.logits(hidden)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        return self._program.argmax(hidden)
+
+    def _empty(self, name: str) -> Tensor:
+        parameter = self._model.get_parameter(name)
+        return torch.empty(parameter.shape, dtype=parameter.dtype)
+
+    def _present(self, name: str) -> Tensor:
+        return self._program.read_weight(name)
+
+    def _finish(self, name: str, tensor: Tensor) -> None:
+        self._program.load_weight(name, tensor)

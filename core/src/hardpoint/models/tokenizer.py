@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
-from hardpoint.models.gguf_file import GGUFFile
 from hardpoint.models.source import ModelSource
+from hardpoint.weights.gguf_file import GGUFFile
 
 _TOKENIZER_KEYS = {
     "tokenizer_type": "model",

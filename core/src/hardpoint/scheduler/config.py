@@ -47,6 +47,7 @@ class SchedulerConfig(SchedulerSettings):
         watermark: share of the device blocks that admission leaves free.
         swap_seconds_per_block, recompute_seconds_per_token: the costs that the preemption mode "auto" compares (a swap moves a block
             twice); with both unknown (0) it recomputes.
+        steps_in_flight: steps that may be planned beyond the oldest one that was not booked.
         num_lookahead_slots: slots kept ready behind each decoding sequence.
         fairness_bound: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
             this many times, goes before all others that were not.
@@ -64,6 +65,7 @@ class SchedulerConfig(SchedulerSettings):
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     swap_seconds_per_block: NonNegativeFloat = 0.0
     recompute_seconds_per_token: NonNegativeFloat = 0.0
+    steps_in_flight: Annotated[int, Meta(ge=0, le=7)] = 0
     num_lookahead_slots: NonNegativeInt = 0
     fairness_bound: PositiveInt = 8
     vocab_size: NonNegativeInt = 0

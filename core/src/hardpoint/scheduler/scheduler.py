@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -45,15 +46,17 @@ class FinishReason(IntEnum):
 _REASONS: tuple[FinishReason | None, ...] = (None, *FinishReason)
 _NO_PAIRS = np.empty((0, 2), np.int32)
 _NO_IDS = np.empty(0, np.int64)
-_NOTHING_MOVES = (_NO_PAIRS, _NO_PAIRS, _NO_PAIRS, _NO_IDS)
 
 Finished: TypeAlias = list[tuple[int, FinishReason]]
+_Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int64Array]
 
 
 class Scheduler:
     """Continuous batching over paged KV blocks.
 
-    `add_request` any time; then in a loop `schedule`, run the batch, `update` with the sampled tokens. A request with
+    `add_request` any time; then in a loop `schedule`, run the batch, `update` with the sampled tokens. With `steps_in_flight` in its
+    settings it plans that many steps before the tokens of the first are known: -1 stands for a token that a step in flight is
+    sampling, and what was computed for a sequence that ended meanwhile is dropped. A request with
     handle h and n sequences has the sequence ids h, h + 1, ..., h + n - 1, in fork order, from the moment it is added; the
     first computes the prompt, and the others share its blocks from then on. Ids are never used twice. A sequence that has
     ended is kept until `release`.
@@ -73,9 +76,8 @@ class Scheduler:
         self._token_limit = config.vocab_size or _TOKEN_LIMIT
         self._num_added = 0
         self._core = SchedulerCore(config)
-        self._buffers = self._core.buffers()
-        self._view_shape = (-1, -1, -1)
-        self._views = self._views_of(0, 0, 0)
+        table = self._core.block_table()
+        self._plans = [_PlanBatches(buffers, table) for buffers in self._core.buffers()]
 
     # Requests
 
@@ -94,6 +96,7 @@ class Scheduler:
         salt: str = "",
         skip_prefix_cache: bool = False,
         pooling: bool = False,
+        plan_ahead: bool = True,
     ) -> int:
         """Queue a request.
 
@@ -109,6 +112,7 @@ class Scheduler:
             salt: requests share cached prefixes only within one salt (an adapter's name, a tenant's).
             skip_prefix_cache: compute the whole prompt (for its log probabilities).
             pooling: no sampling; the request ends when its prompt is computed.
+            plan_ahead: False plans each of its steps only when the token before is booked; other requests go on meanwhile.
 
         Returns:
             The handle, which is the id of the request's first sequence.
@@ -164,6 +168,7 @@ class Scheduler:
                 salt,
                 skip_prefix_cache,
                 pooling,
+                plan_ahead,
             )
         except IndexError as error:
             token, position = error.args
@@ -177,8 +182,8 @@ class Scheduler:
     def abort(self, handles: Sequence[int]) -> None:
         """End all sequences of these requests with ABORT, at any time; unknown and ended ones are left as they are.
 
-        Their blocks are free at once. Between `schedule` and `update` the batch stays as it is, and `update` ignores what was
-        sampled for them. `update` does not report them; `release` them like all others.
+        Their blocks are free at once. Steps in flight stay as they are, and `update` ignores what was sampled for them. `update`
+        does not report them; `release` them like all others.
         """
         self._core.abort(handles)
 
@@ -207,47 +212,23 @@ class Scheduler:
     # Steps
 
     def schedule(self) -> StepBatch | None:
-        """Plan the next step; None when nothing can run.
+        """Plan the next step; None when nothing can run, or nothing before a step in flight is booked.
 
-        The arrays of the batch are views of the scheduler's own buffers and hold until the next `schedule`, except for the
-        small swap, copy and preemption lists, which are new ones.
+        The arrays of the batch are views of the scheduler's own buffers and hold until the step is booked, by `update` or
+        `fail_step`; the block table changes with the next `schedule`, and the swap, copy and preemption lists are new ones. With
+        steps in flight a step may swap blocks out and compute nothing.
 
         Raises:
-            RuntimeError: the last batch has had neither `update` nor `fail_step`.
+            RuntimeError: more than `steps_in_flight` batches have had neither `update` nor `fail_step`.
         """
-        num_tokens, num_seqs, num_decodes, num_samples, moves = self._core.schedule()
-        if num_seqs == 0:
+        step = self._core.schedule()
+        if step is None:
             return None
-        shape = (num_tokens, num_seqs, num_samples)
-        if shape != self._view_shape:
-            self._view_shape = shape
-            self._views = self._views_of(*shape)
-        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = self._views[:8]
-        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = self._views[8:]
-        swap_out, swap_in, copies, preempted = self._core.moves() if moves else _NOTHING_MOVES
-        return StepBatch(
-            token_ids,
-            positions,
-            slots,
-            query_start,
-            context_lens,
-            self._buffers[-1],
-            rows,
-            seq_ids,
-            num_decodes,
-            sample_rows,
-            sample_seq_ids,
-            swap_out,
-            swap_in,
-            copies,
-            preempted,
-            state_rows,
-            sample_state_rows,
-            sample_positions,
-        )
+        sizes, has_moves, plan = step
+        return self._plans[plan].batch(sizes, self._core.moves() if has_moves else None)
 
     def update(self, token_ids: Int64Array) -> Finished:
-        """Take the sampled tokens of the last batch, in the order of its samples; a sequence whose token is -1 ends with ERROR.
+        """Book the oldest step in flight: take the tokens of its samples, in order; -1 (it failed) ends its sequence with ERROR.
 
         Returns:
             (sequence id, reason) of the sequences that ended in this step; they hold no blocks any more.
@@ -262,9 +243,14 @@ class Scheduler:
         return [] if finished is None else _named(finished)
 
     def fail_step(self) -> Finished:
-        """Give up the last batch, which the worker did not finish: its sequences end with ERROR, the others go on."""
+        """Give up the oldest step, which the worker did not finish: its sequences end with ERROR, the others go on."""
         finished = self._core.fail_step()
         return [] if finished is None else _named(finished)
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many steps were planned and not booked."""
+        return self._core.num_in_flight()
 
     def has_unfinished(self) -> bool:
         """Whether any request waits, runs or is swapped."""
@@ -326,7 +312,7 @@ class Scheduler:
             swapped: the blocks on the host are lost too, as after a change of weights; otherwise swapped sequences stay.
 
         Raises:
-            RuntimeError: the last batch has had neither `update` nor `fail_step`.
+            RuntimeError: a step is in flight.
         """
         self._core.recompute_all(swapped)
 
@@ -348,10 +334,54 @@ class Scheduler:
         if broken:
             raise AssertionError(broken)
 
-    def _views_of(self, num_tokens: int, num_seqs: int, num_samples: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return the parts of the buffers that a step uses, in the order of `SchedulerCore.buffers`."""
+
+class _PlanBatches:
+    """The batches of one plan: views of its buffers, made anew only where a step has other sizes than the one before.
+
+    Args:
+        buffers: in the order of `SchedulerCore.buffers`.
+    """
+
+    def __init__(self, buffers: tuple[npt.NDArray[Any], ...], block_table: Int32Array) -> None:
+        self._buffers, self._block_table = buffers, block_table
+        self._sizes: tuple[int, ...] = ()
+        self._without_moves: StepBatch | None = None
+
+    def batch(self, sizes: tuple[int, int, int, int], moves: _Moves | None) -> StepBatch:
+        """Return the batch of a step with so many (tokens, sequences, decodes, samples)."""
+        if self._without_moves is None or sizes != self._sizes:
+            self._sizes = sizes
+            self._without_moves = self._make(*sizes)
+        if moves is None:
+            return self._without_moves
+        swap_out, swap_in, copies, preempted = moves
+        return replace(self._without_moves, swap_out=swap_out, swap_in=swap_in, copies=copies, preempted=preempted)
+
+    def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int) -> StepBatch:
         lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
-        return tuple(buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=False))
+        views = [buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=True)]
+        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = views[:8]
+        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = views[8:]
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_table=self._block_table,
+            rows=rows,
+            seq_ids=seq_ids,
+            num_decodes=num_decodes,
+            sample_rows=sample_rows,
+            sample_seq_ids=sample_seq_ids,
+            swap_out=_NO_PAIRS,
+            swap_in=_NO_PAIRS,
+            copies=_NO_PAIRS,
+            preempted=_NO_IDS,
+            state_rows=state_rows,
+            sample_state_rows=sample_state_rows,
+            sample_positions=sample_positions,
+        )
 
 
 def _named(finished: tuple[list[int], list[int]]) -> Finished:

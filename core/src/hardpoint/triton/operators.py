@@ -1,21 +1,19 @@
-"""A kernel set in Triton: what lies between the matrix products and attention, in one launch each.
+"""A kernel set in Triton: what lies between the matrix products and attention, in one launch each, and the experts of mixtures.
 
-Matrix products and the argmax are torch's, whose libraries have the best ones.
+Other matrix products and the argmax are torch's, whose libraries have the best ones.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
+from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.interfaces.kernels import Activation, KernelSet
+from hardpoint.interfaces.kernels import Activation, ExpertsProgram, ExpertsRequest, KernelSet
 from hardpoint.triton.tiles import padded
 
 if TYPE_CHECKING:
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces.backend import Device
 
+ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
+"""By the numbers that the kernels know them by."""
 _ROTARY_HEADS = 16
 """Heads that one program rotates."""
 _ACTIVATION_BLOCK = 1024
@@ -42,10 +42,6 @@ class TritonKernels(KernelSet):
                 ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
             )
         self._kernels: Any = importlib.import_module("hardpoint.triton.row_kernels")
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Return torch's product with the weight as it is."""
-        return partial(functional.linear, weight=weight, bias=bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm over the last axis of x, which has two or three axes, computed in float32, in x's dtype."""
@@ -87,7 +83,7 @@ class TritonKernels(KernelSet):
         )
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return `act(x[:, :n]) * x[:, n:]` of x [rows, 2n]."""
+        """Return the activation of the gates x[:, :n] and x[:, n:], of x [rows, 2n]."""
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         if rows:
@@ -99,6 +95,12 @@ class TritonKernels(KernelSet):
     def argmax(self, logits: Tensor) -> Tensor:
         """Return int64[rows], the lowest index of the highest value in each row; torch's reduction keeps to the lowest."""
         return logits.argmax(dim=-1)
+
+    def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
+        """Return the experts of a mixture in Triton."""
+        from hardpoint.triton.experts import TritonExperts
+
+        return TritonExperts(request)
 
 
 def norm_constants(width: int) -> dict[str, int]:
@@ -125,6 +127,6 @@ def activation_constants(width: int, activation: Activation) -> dict[str, int]:
     return {
         "N": width,
         "BLOCK": min(_ACTIVATION_BLOCK, padded(width)),
-        "SILU": activation is Activation.SILU,
+        "ACTIVATION": ACTIVATIONS.index(activation),
         "num_warps": 4,
     }

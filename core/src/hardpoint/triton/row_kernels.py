@@ -81,17 +81,27 @@ def rotary(
 
 
 @triton.jit
-def gated_activation(x, out, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr):
-    """Write act(x[:, :N]) * x[:, N:], act being SiLU or the tanh form of GELU. The grid is (rows, N / BLOCK)."""
+def activated(gate, up, ACTIVATION: tl.constexpr):
+    """Return the gated activation of float32 values; ACTIVATION is the activation's number in `operators.ACTIVATIONS`."""
+    if ACTIVATION == 2:
+        # A NaN is kept, which the minimum of the hardware would drop.
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        steep = 1.702 * gate
+    elif ACTIVATION == 1:
+        # tanh(y) = 2 sigmoid(2y) - 1, with y = sqrt(2/pi) (x + 0.044715 x^3).
+        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        steep = gate
+    return gate / (1.0 + tl.exp(-steep)) * up
+
+
+@triton.jit
+def gated_activation(x, out, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Write the gated activation of x[:, :N] and x[:, N:]. The grid is (rows, N / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < N
     gate = tl.load(x + row * x_stride + n, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + N + n, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        steep = gate
-    else:
-        # tanh(y) = 2 sigmoid(2y) - 1, with y = sqrt(2/pi) (x + 0.044715 x^3).
-        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = gate / (1.0 + tl.exp(-steep))
-    tl.store(out + row * N + n, (active * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * N + n, activated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)

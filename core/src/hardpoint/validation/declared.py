@@ -202,7 +202,7 @@ def _misfit(path: str, value: Any, kind: Any, message: str) -> tuple[str, Any, s
             return _misfit(f"{path}[{place}]", value[place], get_args(member)[0], "")
         if get_origin(member) is Mapping and isinstance(value, dict):
             for key, item in value.items():
-                for name, part, wanted in ((f"a key of {path}", key, 0), (f"{path}[{key!r}]", item, 1)):
+                for name, part, wanted in ((f"a key of {path}", key, 0), (f"{path}[{shown(key)}]", item, 1)):
                     if not _fits(part, get_args(member)[wanted]):
                         return _misfit(name, part, get_args(member)[wanted], "")
     return path, value, describe(kind), _hint(value, kind)

@@ -81,10 +81,10 @@ class AcceleratorWorker(TorchWorker, partial=True):
 
     # The contract
 
-    def load_model(self) -> ModelInfo:
-        """Load the model's weights onto the device; see `TorchWorker.load_model`."""
+    def load(self) -> ModelInfo:
+        """Load the model's weights onto the device; see `TorchWorker.load`."""
         self._make_current()
-        return super().load_model()
+        return super().load()
 
     def profile(self) -> MemoryProfile:
         """Return what the largest legal step takes; over a simulated driver, what is known without running it."""

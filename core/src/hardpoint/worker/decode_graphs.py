@@ -18,7 +18,6 @@ from hardpoint.interfaces.batch import Int64Array, StepBatch
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import GraphCaptureFailed
 from hardpoint.interfaces.graphs import GraphRunner
-from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.models import CapturableModel
 
 if TYPE_CHECKING:
@@ -184,7 +183,6 @@ class DecodeGraphs:
             metadata,
             self._cache,
             self._rows[:size],
-            DecoderOutput.HIDDEN,
         )
         self._hidden[:size].copy_(hidden)
 

@@ -16,7 +16,7 @@ from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.worker import ModelInfo, WorkerConfig, WorkerContext
-from hardpoint.models import attention_layers, load_model, open_model
+from hardpoint.models import Ranks, attention_layers, load_model, open_model
 from hardpoint.worker.ranks import join_ranks, place_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def load_rank(
         groups: takes what leaves the groups that the rank joins.
 
     Raises:
-        ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load_model` and `join_ranks`.
+        ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load` and `join_ranks`.
     """
     config, place = context.config, place_of(context.config)
     source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
@@ -73,7 +73,7 @@ def load_rank(
             plan.reasons,
             hint="`hardpoint doctor` lists what the backend supports",
         )
-    ranks = None
+    ranks = Ranks()
     if not place.is_alone:
         ranks, joined = join_ranks(config, context.descriptor, context.device)
         groups.enter_context(joined)
@@ -92,7 +92,7 @@ def load_rank(
             max_context=request.max_context,
             use_fused_decoder=config.use_fused_decoder,
             seed=config.seed,
-            place=place,
+            rank=place,
             ranks=ranks,
         )
     info = ModelInfo(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import Int32Array, StepBatch
-from hardpoint.interfaces.kernels import DecoderOutput
-from hardpoint.models import CapturableModel
 from hardpoint.worker.decode_capture import DecodeCapture
 from hardpoint.worker.decode_graphs import DecodeGraphs
 from hardpoint.worker.dummy import dummy_batch
@@ -47,24 +45,31 @@ class ModelRunner:
         self._graphed_cache: Tensor | None = None
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, cache: Tensor, output: DecoderOutput, rows: Int32Array | None = None) -> Tensor:
-        """Run the model on one step.
+    def forward(self, batch: StepBatch, cache: Tensor, rows: Int32Array | None = None) -> Tensor:
+        """Run the model on one step and return hidden states; see `RunnableModel.run`.
 
         Args:
             cache: the whole KV cache.
             rows: token indices, by default the last token of each sampled sequence.
-
-        Returns:
-            See `RunnableModel.run`.
         """
         self._check_computes()
         if rows is None:
             rows = batch.query_start[batch.sample_rows + 1] - 1
         if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
-            return self._replay(self._graphs, batch, output, rows)
+            return self._replay(self._graphs, batch, rows)
         metadata = self._attention.prepare(self._plan, batch)
         wanted = torch.from_numpy(rows).to(self._torch_device)
-        return self._model.run(batch, metadata, cache, wanted, output)
+        return self._model.run(batch, metadata, cache, wanted)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[rows, vocab_size] of hidden states; all ranks of a stage call it alike."""
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return int64[rows], the tokens of the highest logits; all ranks of a stage call it alike."""
+        return self._model.argmax(hidden)
 
     def warm_up(self, cache: Tensor) -> None:
         """Run a small prefill and a small decode over a KV cache, then capture decodes where there are to be graphs."""
@@ -72,7 +77,7 @@ class ModelRunner:
         block_size = self._plan.block_size
         for length in (min(16, self._plan.request.max_context, block_size), 1):
             batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
-            self.forward(batch, cache, DecoderOutput.ARGMAX)
+            self.argmax(self.forward(batch, cache))
         self._synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
@@ -86,9 +91,9 @@ class ModelRunner:
         """Return the device bytes that the graphs hold now, None where there are none."""
         return None if self._graphs is None else self._graphs.resident_bytes()
 
-    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, output: DecoderOutput, rows: Int32Array) -> Tensor:
+    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, rows: Int32Array) -> Tensor:
         """Compute a step of decodes by its graph; token `i` of such a step is that of sequence `i`."""
         hidden = graphs.replay(batch)
         if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
             hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._torch_device))
-        return hidden if output is DecoderOutput.HIDDEN else cast(CapturableModel, self._model).head(hidden, output)
+        return hidden

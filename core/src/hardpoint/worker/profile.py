@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
+from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.worker.decode_capture import DecodeCapture
 from hardpoint.worker.dummy import dummy_batch
@@ -17,6 +18,9 @@ from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
 from hardpoint.worker.model_runner import ModelRunner
 from hardpoint.worker.ranks import place_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TIMED_TOKENS = 256
 """Length of the timed step of a model that needs no memory measured."""
@@ -67,7 +71,7 @@ def largest_step(
         max_seqs=config.max_num_seqs,
     )
     cache = kv.scratch(int(batch.block_table.max()) + 1)
-    step = partial(runner.forward, batch, cache, DecoderOutput.LOGITS)
+    step = partial(_logits, runner, batch, cache)
     start = time.perf_counter()
     growth = peak_growth(step)
     if compiles:
@@ -84,6 +88,10 @@ def largest_step(
         seconds_per_token=seconds / batch.num_tokens,
         seconds_per_swapped_block=kv.seconds_per_swapped_block(),
     )
+
+
+def _logits(runner: ModelRunner, batch: StepBatch, cache: Tensor) -> Tensor:
+    return runner.logits(runner.forward(batch, cache))
 
 
 def logits_bytes(num_rows: int, vocab_size: int) -> int:

@@ -12,7 +12,7 @@ from hardpoint.interfaces.backend import BackendDescriptor, Device
 from hardpoint.interfaces.batch import Int32Array, Int64Array, SequenceSampling
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint.models import Place, Ranks
+from hardpoint.models import ParallelRank, Ranks
 from hardpoint.worker.meeting import MeetingPoint
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _NEVER = np.iinfo(np.int64).max
 
 
-def place_of(config: WorkerConfig) -> Place:
+def place_of(config: WorkerConfig) -> ParallelRank:
     """Return the place that a configuration gives its rank."""
-    return Place(config.tensor_rank, config.tensor_parallel_size, config.stage, config.pipeline_parallel_size)
+    return ParallelRank(config.tensor_rank, config.tensor_parallel_size, config.stage, config.pipeline_parallel_size)
 
 
 def check_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Device) -> None:

@@ -14,6 +14,6 @@ def need(part: T | None) -> T:
     if part is None:
         raise WorkerError(
             "the worker is not ready for this call",
-            hint="Call init_device, load_model, profile, initialize_kv and warm_up first, in this order",
+            hint="Call start, load, profile, initialize_kv and warm_up first, in this order",
         )
     return part

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,15 +12,16 @@ from hardpoint.interfaces.allocator import (
     KV_CACHE,
     WEIGHTS,
     DeviceAllocator,
+    MemoryChange,
     MemoryStats,
-    MemoryTransaction,
     Policy,
     SleepPlan,
+    WakePlan,
 )
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.errors import MemoryAsleep
 from hardpoint.worker.kv_memory import KVMemory
-from hardpoint.worker.transactions import MemoryChange
+from hardpoint.worker.transactions import PreparedChange
 from hardpoint.worker.weights import KEPT, Weights
 
 
@@ -33,8 +35,22 @@ class SleepCycle:
         self._synchronize = synchronize
         self._asleep: frozenset[str] = frozenset()
 
-    def prepare_sleep(self, plan: SleepPlan) -> MemoryChange:
-        """Return a sleep that is ready to commit; raises what the allocator raises, and CapabilityRefused without a source."""
+    def prepare(self, change: MemoryChange) -> PreparedChange:
+        """Return a sleep or wake that is ready to commit; raises what the allocator raises, and CapabilityRefused without a source."""
+        try:
+            return self._prepare_sleep(change) if isinstance(change, SleepPlan) else self._prepare_wake(change)
+        except BaseException as error:
+            # After an interrupt, frames may hold a transaction that was begun: dropped, it is rolled back.
+            traceback.clear_frames(error.__traceback__)
+            self.note_asleep()
+            raise
+
+    def _prepare_wake(self, plan: WakePlan) -> PreparedChange:
+        with torch.no_grad():
+            begun = self._allocator.begin_wake(None if plan.tags is None else sorted(plan.tags))
+        return PreparedChange(begun, on_end=self.note_asleep)
+
+    def _prepare_sleep(self, plan: SleepPlan) -> PreparedChange:
         self._synchronize()
         before = self._allocator.stats()
         plan = self._completed(plan)
@@ -42,18 +58,16 @@ class SleepCycle:
             self._weights.check_sourced(before)
         obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
 
-        def on_commit() -> None:
+        def note_losses() -> None:
+            self._asleep = self._asleep | (before.tags.keys() if plan.tags is None else plan.tags)
             if _discards(plan, WEIGHTS):
                 self._weights.ledger.discard_all()
+
+        def drop_backups() -> None:
             if obsolete:
                 self._allocator.discard_backup(obsolete)
 
-        return self._change(lambda: self._allocator.begin_sleep(plan), on_commit)
-
-    def prepare_wake(self, tags: Sequence[str] | None) -> MemoryChange:
-        """Return a wake that is ready to commit; raises what the allocator raises."""
-        with torch.no_grad():
-            return self._change(lambda: self._allocator.begin_wake(tags), lambda: None)
+        return PreparedChange(self._allocator.begin_sleep(plan), note_losses, drop_backups, self.note_asleep)
 
     def check_awake(self) -> None:
         """Raise MemoryAsleep while anything is asleep."""
@@ -67,14 +81,8 @@ class SleepCycle:
         if WEIGHTS in self._asleep:
             raise MemoryAsleep("the weights are asleep and cannot be written", hint="Wake the tag 'weights' first")
 
-    def _change(self, begin: Callable[[], MemoryTransaction], on_commit: Callable[[], None]) -> MemoryChange:
-        try:
-            return MemoryChange(begin(), on_commit, self._note_asleep)
-        except BaseException:
-            self._note_asleep()
-            raise
-
-    def _note_asleep(self) -> None:
+    def note_asleep(self) -> None:
+        """Look up in the allocator's books what is asleep."""
         self._asleep = self._allocator.stats().asleep
 
     def _completed(self, plan: SleepPlan) -> SleepPlan:

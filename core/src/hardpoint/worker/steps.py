@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import torch
 
-from hardpoint.interfaces.batch import FloatArray, Int64Array, StepBatch, StepInput, StepOutput
+from hardpoint.interfaces.batch import FloatArray, Int64Array, StepInput, StepOutput
 from hardpoint.interfaces.errors import OutputFailed
-from hardpoint.interfaces.kernels import DecoderOutput
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling import Sampled, Sampler
 from hardpoint.worker.kv_memory import KVMemory
@@ -49,16 +49,19 @@ class Steps:
         self._kv.move_blocks(batch)
         if batch.num_tokens == 0:
             return StepOutput(_NO_TOKENS)
-        hidden = self._hidden(batch, cache) if step.pooling else None
-        if not len(batch.sample_seq_ids):
-            if hidden is None:
-                self._runner.forward(batch, cache, DecoderOutput.ARGMAX)
+        last = batch.query_start[batch.sample_rows + 1] - 1
+        # A step that pools wants all tokens' hidden states, and samples from some of them.
+        hidden = self._runner.forward(
+            batch, cache, np.arange(batch.num_tokens, dtype=np.int32) if step.pooling else last
+        )
+        if not len(last):
             self._synchronize()
             return StepOutput(_NO_TOKENS, embeddings=self._alone(partial(self._embeddings, step, hidden)))
-        # Pooled before the next run of the model, which may use the same memory.
         embeddings = self._embeddings(step, hidden)
+        if step.pooling and len(hidden):
+            hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
         is_plain = self._plain.all(batch.sample_state_rows, batch.sample_positions)
-        result = self._runner.forward(batch, cache, DecoderOutput.ARGMAX if is_plain else DecoderOutput.LOGITS)
+        result = self._runner.argmax(hidden) if is_plain else self._runner.logits(hidden)
         if not self._is_driver:
             self._synchronize()
             return StepOutput(_NO_TOKENS)
@@ -88,18 +91,10 @@ class Steps:
         self._pooler.remove(step.finished_seq_ids)
         self._plain.write(step.new_sequences)
 
-    def _hidden(self, batch: StepBatch, cache: Tensor) -> Tensor:
-        """Run a step for the hidden states of all its tokens.
-
-        A step that also samples runs once more for its logits: keys and values are then written again, the same ones.
-        """
-        rows = np.arange(batch.num_tokens, dtype=np.int32)
-        return self._runner.forward(batch, cache, DecoderOutput.HIDDEN, rows)
-
-    def _embeddings(self, step: StepInput, hidden: Tensor | None) -> dict[int, FloatArray]:
+    def _embeddings(self, step: StepInput, hidden: Tensor) -> dict[int, FloatArray]:
         """Return the embeddings of the prompts that end in a step, on the driver."""
         embeddings: dict[int, FloatArray] = {}
-        if hidden is None or not self._is_driver:
+        if not step.pooling or not self._is_driver:
             return embeddings
         batch = step.batch
         for row, seq_id in enumerate(batch.seq_ids.tolist()):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryReport, MemoryStats, SleepPlan
+from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryChange, MemoryReport
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.kernels import KernelSet
-from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, Worker, WorkerContext
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
 from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_capture import DecodeCapture
 from hardpoint.worker.in_flight import StepsInFlight
@@ -52,11 +52,11 @@ class TorchWorker(Worker, partial=True):
         self._groups = ExitStack()
         self._transactions = Transactions()
         self._in_flight = StepsInFlight()
-        # Made by init_device
+        # Made by start
         self._allocator: DeviceAllocator | None = None
         self._attention: AttentionBackend | None = None
         self._kernels: KernelSet | None = None
-        # Made by load_model
+        # Made by load
         self._loaded: LoadedModel | None = None
         self._weights: Weights | None = None
         self._kv: KVMemory | None = None
@@ -98,7 +98,7 @@ class TorchWorker(Worker, partial=True):
 
     # Start
 
-    def init_device(self) -> None:
+    def start(self) -> None:
         """Start the device and make allocator, attention and kernels; raises ConfigError, CapabilityRefused for a rank that cannot be."""
         descriptor = self._context.descriptor
         check_ranks(self._config, descriptor, self._device)
@@ -109,7 +109,7 @@ class TorchWorker(Worker, partial=True):
         self._attention = descriptor.make("attention", self._device)
         self._kernels = descriptor.make("kernels", self._device)
 
-    def load_model(self) -> ModelInfo:
+    def load(self) -> ModelInfo:
         """Load the model's weights onto the device; raises ModelError, CapabilityRefused, DeviceOutOfMemory."""
         allocator, attention = need(self._allocator), need(self._attention)
         loaded = load_rank(
@@ -213,73 +213,47 @@ class TorchWorker(Worker, partial=True):
         """Return the output of the oldest step that was submitted; see `Worker.collect`."""
         return self._in_flight.collect()
 
-    # Sleep
+    # Memory
 
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back; raises what the allocator raises, and CapabilityRefused for weights without a source.
+    def begin(self, transaction: int, change: MemoryChange) -> None:
+        """Prepare a sleep or wake; see `Worker.begin`.
 
         Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
         """
-        self._transactions.check_none("sleep")
-        return self._with_graphs(need(self._sleep).prepare_sleep(plan).commit())
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Take device memory again."""
-        self._transactions.check_none("wake")
-        return need(self._sleep).prepare_wake(tags).commit()
-
-    def begin_sleep(self, transaction: int, plan: SleepPlan) -> None:
-        """Prepare `sleep(plan)`; see `Worker.begin_sleep`."""
-        self._transactions.begin(transaction, partial(need(self._sleep).prepare_sleep, plan))
-
-    def begin_wake(self, transaction: int, tags: Sequence[str] | None = None) -> None:
-        """Prepare `wake(tags)`; see `Worker.begin_wake`."""
-        self._transactions.begin(transaction, partial(need(self._sleep).prepare_wake, tags))
+        self._transactions.begin(transaction, partial(need(self._sleep).prepare, change))
 
     def commit(self, transaction: int) -> MemoryReport:
         """Finish what was prepared; raises InvalidTransaction."""
-        return self._with_graphs(self._transactions.commit(transaction))
+        report = self._transactions.commit(transaction)
+        held = need(self._runner).graph_bytes()
+        return report if held is None else replace(report, residual={**report.residual, GRAPHS: held})
 
     def rollback(self, transaction: int) -> None:
         """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
         self._transactions.rollback(transaction)
 
-    def _with_graphs(self, report: MemoryReport) -> MemoryReport:
-        """Return a report with what the graphs hold on the device now."""
-        held = need(self._runner).graph_bytes()
-        return report if held is None else replace(report, residual={**report.residual, GRAPHS: held})
-
-    # Weights and memory
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Replace weights by (checkpoint name, tensor) pairs; see `Worker.update_weights`."""
-        self._check_writable()
-        return need(self._weights).update(weights)
-
-    def reload_weights(self, model: str | None = None) -> int:
-        """Load the weights again from the checkpoint that was loaded last, or from another one of the same model.
-
-        Returns how many tensors were loaded; see `Worker.reload_weights` for errors.
-        """
-        self._check_writable()
-        return need(self._weights).reload(model, trust_remote_code=self._config.trust_remote_code)
-
-    def missing_weights(self) -> frozenset[str]:
-        """Return the checkpoint names of weights without valid values."""
-        return need(self._weights).ledger.missing
-
-    def declare_weights_valid(self) -> None:
-        """Say that the weights are right as they stand; backups and sources of them are void."""
-        self._check_writable()
-        need(self._weights).declare_valid()
-
-    def memory_stats(self) -> MemoryStats:
-        """Return the books of this rank's allocator."""
-        return need(self._allocator).stats()
-
-    def _check_writable(self) -> None:
+    def write_weights(
+        self, write: WeightWrite, weights: Iterable[tuple[str, Tensor]] = (), model: str | None = None
+    ) -> int:
+        """Give weights values; see `Worker.write_weights`. Those that are declared valid have no backups and sources any more."""
         self._transactions.check_none("write weights")
         need(self._sleep).check_weights_awake()
+        held = need(self._weights)
+        match write:
+            case WeightWrite.UPDATE:
+                return held.update(weights)
+            case WeightWrite.RELOAD:
+                return held.reload(model, trust_remote_code=self._config.trust_remote_code)
+            case WeightWrite.DECLARE:
+                held.declare_valid()
+                return 0
+
+    def status(self) -> WorkerStatus:
+        """Return this rank's account of its memory and weights."""
+        memory = need(self._allocator).stats()
+        if self._sleep is not None:
+            self._sleep.note_asleep()
+        return WorkerStatus(memory, frozenset() if self._weights is None else self._weights.ledger.missing)
 
     # End
 

@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from hardpoint.interfaces.allocator import MemoryReport, MemoryTransaction
 from hardpoint.interfaces.errors import HardpointError, InvalidTransaction, MemoryBusy
 
+T = TypeVar("T")
+
 _log = logging.getLogger("hardpoint")
 
 
-class MemoryChange(MemoryTransaction):
-    """A transaction of an allocator, and what a worker has to note when it ends.
+def _nothing() -> None:
+    pass
 
-    Args:
+
+@dataclass(frozen=True)
+class PreparedChange:
+    """A transaction of an allocator, and what a worker has to note of it. An interrupt may come between any two of these.
+
+    Attributes:
         memory: the allocator's.
-        on_commit: called after its commit.
+        before_commit: notes what the commit loses: what is lost and not noted would be served.
+        after_commit: does what is left to do.
         on_end: called last, whichever way it ended and also when that failed.
     """
 
-    def __init__(self, memory: MemoryTransaction, on_commit: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._memory = memory
-        self._on_commit = on_commit
-        self._on_end = on_end
+    memory: MemoryTransaction
+    before_commit: Callable[[], None] = _nothing
+    after_commit: Callable[[], None] = _nothing
+    on_end: Callable[[], None] = _nothing
 
     def commit(self) -> MemoryReport:
-        """Commit, and note it."""
+        """Note what is lost, and commit."""
+        self.before_commit()
         try:
-            report = self._memory.commit()
-            self._on_commit()
+            report = self.memory.commit()
+            self.after_commit()
             return report
         finally:
-            self._on_end()
+            self.on_end()
 
     def rollback(self) -> None:
         """Roll back, and note where that left the memory."""
         try:
-            self._memory.rollback()
+            self.memory.rollback()
         finally:
-            self._on_end()
+            self.on_end()
 
 
 class Transactions:
@@ -47,9 +58,9 @@ class Transactions:
 
     def __init__(self) -> None:
         self._last = 0
-        self._open: MemoryTransaction | None = None
+        self._open: PreparedChange | None = None
 
-    def begin(self, number: int, prepare: Callable[[], MemoryTransaction]) -> None:
+    def begin(self, number: int, prepare: Callable[[], PreparedChange]) -> None:
         """Open the transaction that `prepare` returns; what it raises leaves nothing open, and the number used up.
 
         Raises InvalidTransaction for a number that is not above all before, MemoryBusy while one is open; nothing was done.
@@ -66,11 +77,11 @@ class Transactions:
 
     def commit(self, number: int) -> MemoryReport:
         """Commit the open transaction; raises InvalidTransaction for another number."""
-        return self._ended(number, "committed").commit()
+        return self._end(self._checked(number, "committed").commit)
 
     def rollback(self, number: int) -> None:
         """Roll the open transaction back; raises InvalidTransaction for another number."""
-        self._ended(number, "rolled back").rollback()
+        self._end(self._checked(number, "rolled back").rollback)
 
     def check_none(self, what: str) -> None:
         """Raise MemoryBusy while a transaction is open; `what` cannot be done then."""
@@ -91,13 +102,21 @@ class Transactions:
         except HardpointError as error:
             _log.warning("the transaction %d was open at shutdown and could not be rolled back: %s", self._last, error)
 
-    def _ended(self, number: int, how: str) -> MemoryTransaction:
-        """Return the open transaction, which is then open no more."""
+    def _checked(self, number: int, how: str) -> PreparedChange:
         if self._open is None or number != self._last:
             raise InvalidTransaction(
                 f"the transaction {number} cannot be {how}",
                 found="none is open" if self._open is None else f"the open one is {self._last}",
                 hint="Nothing was done",
             )
-        ended, self._open = self._open, None
-        return ended
+        return self._open
+
+    def _end(self, end: Callable[[], T]) -> T:
+        """End the open transaction. One whose end was interrupted stays open: ending it again is right whether it had ended or not."""
+        try:
+            result = end()
+        except Exception:
+            self._open = None
+            raise
+        self._open = None
+        return result

@@ -89,6 +89,9 @@ def test_gated_activations(dtype: torch.dtype, width: int) -> None:
     gate, up = x[:, :width].double(), x[:, width:].double()
     close(kernels().gated_activation(x, Activation.SILU), functional.silu(gate) * up, 4)
     close(kernels().gated_activation(x, Activation.GELU_TANH), functional.gelu(gate, approximate="tanh") * up, 4)
+    x *= 6
+    gate, up = x[:, :width].double().clamp(max=7), x[:, width:].double().clamp(-7, 7)
+    close(kernels().gated_activation(x, Activation.CLAMPED_SWIGLU), (up + 1) * gate * torch.sigmoid(1.702 * gate), 4)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from hardpoint.engine.sleep.report import (
 )
 from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest
 from hardpoint.executor import Executor
-from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, MemoryReport, MemoryStats, Policy, SleepPlan
+from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, MemoryReport, Policy, SleepPlan, WakePlan
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
@@ -34,11 +34,14 @@ from hardpoint.interfaces.errors import (
     UnknownTag,
     WeightsMissing,
 )
+from hardpoint.interfaces.worker import WeightWrite, WorkerStatus
 from hardpoint.scheduler import Scheduler
 
 _log = logging.getLogger("hardpoint")
 
 _MIB = 1 << 20
+_INTERRUPTED = "a change of the workers' memory was interrupted"
+"""Why an engine is FAILED from the first call that changes memory until the workers' books were read after the last one."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +269,9 @@ class LifeCycle:
         with self._flying(EngineState.SLEEPING):
             if work.new:
                 self.participants.before_sleep(plan, work.new)
+            self._failure = _INTERRUPTED
             try:
-                reports = self._executor.sleep(plan)
+                reports = self._executor.change(plan)
             except BaseException as error:
                 self._read_books(error)
                 if isinstance(error, RanksDiverged):
@@ -415,8 +419,9 @@ class LifeCycle:
         reports: Sequence[MemoryReport] = ()
         with self._flying(EngineState.WAKING):
             if woken:
+                self._failure = _INTERRUPTED
                 try:
-                    reports = self._executor.wake(sorted(woken))
+                    reports = self._executor.change(WakePlan(woken))
                 except BaseException as error:
                     self._read_books(error)
                     raise
@@ -426,8 +431,10 @@ class LifeCycle:
 
     # Weights
 
-    def change_weights(self, call: str, *arguments: Any) -> int:
-        """Make a worker call that writes weights; returns what it returns, or 0. What was computed with the old ones is void.
+    def change_weights(
+        self, write: WeightWrite, weights: Iterable[tuple[str, Any]] = (), model: str | None = None
+    ) -> int:
+        """Have the workers write weights; see `Worker.write_weights`. What was computed with the old ones is void.
 
         Raises EngineDead in the state FAILED, and what the worker raises; a write that breaks off makes the state WEIGHTS_MISSING.
         """
@@ -435,13 +442,13 @@ class LifeCycle:
         self._check_not_failed("the weights cannot be written")
         changed = False
         try:
-            results = self._executor.call(call, *arguments)
+            results: list[int] = self._executor.call("write_weights", write, weights, model)
             changed = True
         finally:
             self._read_books()
             if changed or self._missing:
                 self._scheduler.recompute_all(swapped=True)
-        return results[0] or 0
+        return results[0]
 
     # Common
 
@@ -471,11 +478,12 @@ class LifeCycle:
             self._in_flight = None
 
     def _known_tags(self) -> frozenset[str]:
-        return frozenset(tag for stats in self._stats() for tag, of_tag in stats.tags.items() if of_tag.allocations)
+        books = (status.memory.tags for status in self._workers())
+        return frozenset(tag for tags in books for tag, of_tag in tags.items() if of_tag.allocations)
 
-    def _stats(self) -> list[MemoryStats]:
-        stats: list[MemoryStats] = self._executor.call("memory_stats")
-        return stats
+    def _workers(self) -> list[WorkerStatus]:
+        statuses: list[WorkerStatus] = self._executor.call("status")
+        return statuses
 
     def _read_books(self, after: BaseException | None = None) -> None:
         """Read from the workers what is asleep on any rank and which weights are valid on all.
@@ -484,21 +492,22 @@ class LifeCycle:
         """
         failure: BaseException | None = after if isinstance(after, RanksDiverged) else None
         try:
-            self._asleep = frozenset().union(*(stats.asleep for stats in self._stats()))
-            self._missing = frozenset().union(*self._executor.call("missing_weights"))
+            workers = self._workers()
+            self._asleep = frozenset().union(*(status.memory.asleep for status in workers))
+            self._missing = frozenset().union(*(status.missing_weights for status in workers))
         except EngineDead as error:
             self.die(error)
             return
         except Exception as error:
             failure = error
         self._failure = None if failure is None else f"{type(failure).__name__}: {failure}"
-        self._paused = self._paused or failure is not None
+        self._paused = self._paused or failure is not None or bool(self._asleep)
 
     def _log_sleep(self, report: SleepReport) -> None:
         if report.memory is None:
             _log.info("paused in %.3f s, all memory stays", report.seconds)
             return
-        mapped = sum(tag.mapped for stats in self._stats() for tag in stats.tags.values())
+        mapped = sum(tag.mapped for status in self._workers() for tag in status.memory.tags.values())
         _log.info(
             "asleep at level %d in %.3f s: %.1f MiB freed, %.1f MiB preserved, %.1f MiB of the engine still in use%s",
             report.level,

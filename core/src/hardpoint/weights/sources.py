@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from hardpoint.interfaces.allocator import FileExtent
 from hardpoint.interfaces.errors import BackupCorrupt, ModelError
-from hardpoint.models.weights import with_standard_names
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hardpoint.interfaces.dtypes import DType
-    from hardpoint.models.checkpoint import Checkpoint
-    from hardpoint.models.families import LeanModel
-    from hardpoint.models.source import ModelSource
+    from hardpoint.layers.weights import StoredWeight
+    from hardpoint.weights.checkpoint import Checkpoint
 
 
-class Restorer:
+class Source(Protocol):
+    """What weights were loaded from."""
+
+    def opener(self) -> Callable[[], Self]:
+        """Return what opens it again; it keeps no file open."""
+
+    def fingerprint(self) -> tuple[tuple[Path, tuple[int, int]], ...]:
+        """Return what tells whether a file has changed, for each file."""
+
+
+S = TypeVar("S", bound=Source)
+
+
+class WeightReloader(Generic[S]):
     """Writes weights again from the checkpoint that they were loaded from; given to an allocator as a source.
 
     It opens the checkpoint when it is called and closes it again, and holds the model by a weak reference, since the model
@@ -28,7 +41,7 @@ class Restorer:
         source: what they were loaded from, just now.
     """
 
-    def __init__(self, load: Callable[[ModelSource], None], source: ModelSource) -> None:
+    def __init__(self, load: Callable[[S], None], source: S) -> None:
         self._load = weakref.WeakMethod(load)
         self._reopen = source.opener()
         self._files = source.fingerprint()
@@ -46,7 +59,7 @@ class Restorer:
             raise _changed(str(error)) from error
         self._check(source)
 
-    def _check(self, source: ModelSource) -> None:
+    def _check(self, source: S) -> None:
         before, found = dict(self._files), dict(source.fingerprint())
         different = sorted(path.name for path in before.keys() | found.keys() if before.get(path) != found.get(path))
         if different:
@@ -61,23 +74,23 @@ def _changed(found: str) -> BackupCorrupt:
     )
 
 
-def extents(checkpoint: Checkpoint, model: LeanModel, weight: str, dtype: DType) -> tuple[FileExtent, ...] | None:
-    """Return where the bytes of a weight of a lean decoder lie, or None where no file has them as they are on the device.
+def extents(checkpoint: Checkpoint, weight: StoredWeight, dtype: DType) -> tuple[FileExtent, ...] | None:
+    """Return where the bytes of a parameter lie, or None where no file has them as they are on the device.
 
     Args:
-        dtype: of the weight on the device.
+        checkpoint: under the model's names.
+        dtype: of the parameter on the device.
     """
-    if model.offset(weight):
+    if not weight.verbatim:
         return None
-    checkpoint = with_standard_names(checkpoint)
     found: list[FileExtent] = []
     start = 0
-    for piece in model.sources[weight]:
-        stored = checkpoint.stored(piece.name)
-        if stored is None or stored.dtype is not dtype or piece.columns is not None:
+    for shard in weight.shards:
+        stored = checkpoint.stored(shard.name)
+        if stored is None or stored.dtype is not dtype or shard.columns is not None:
             return None
-        row_bytes = stored.size // piece.shape[0]
-        size = piece.num_rows * row_bytes
-        found.append(FileExtent(start, size, str(stored.path), stored.offset + piece.first_row * row_bytes))
+        row_bytes = stored.size // shard.shape[0]
+        size = shard.num_rows * row_bytes
+        found.append(FileExtent(start, size, str(stored.path), stored.offset + shard.first_row * row_bytes))
         start += size
     return tuple(found)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.capabilities import AttentionLayer
-    from hardpoint.models.checkpoint import Checkpoint
-    from hardpoint.models.source import ModelSource
+    from hardpoint.weights.checkpoint import Checkpoint
 
 Scales = tuple[tuple[float, float], ...]
 """(k_scale, v_scale) of each layer of a whole model."""
@@ -102,13 +101,6 @@ class ScalesInUse:
     """
 
     scales: Scales | None = None
-
-    @classmethod
-    def of(cls, source: ModelSource, kv_dtype: DType) -> ScalesInUse:
-        """Return those of a checkpoint for a cache of this dtype: 1.0 where it has none."""
-        if not takes_scales(kv_dtype):
-            return cls()
-        return cls(source.kv_scales or ((1.0, 1.0),) * len(source.attention_layers()))
 
     def passes(self, name: str, values: Tensor) -> bool:
         """Whether a tensor that came with an update is a scale, to be passed over; raises ModelError for another than in use."""

@@ -71,14 +71,39 @@ class Rope:
 
 
 def rope_from_config(
-    config: Any, parameters: Mapping[str, Any], rotary_dim: int, divisors: Sequence[float] | None = None
+    parameters: Mapping[str, Any],
+    rotary_dim: int,
+    max_position_embeddings: int,
+    divisors: Sequence[float] | None = None,
 ) -> Rope | Refusal:
     """Return the table's parameters for one entry of a configuration's `rope_parameters`, or why there is no such table."""
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     if kind not in _VARIANTS:
         return Refusal((f"its rotary embedding is of the kind {kind} (known: {', '.join(sorted(_VARIANTS))})",))
-    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
-    return Rope(rotary_dim, float(theta), kind, int(config.max_position_embeddings), dict(parameters), divisors)
+    given = dict(parameters)
+    if given.get("original_max_position_embeddings") is None:
+        given["original_max_position_embeddings"] = max_position_embeddings
+    theta = given.get("rope_theta") or 10000.0
+    wrong = [name for name in _FACTORS.get(kind, ()) if not _is_factor(given.get(name), rotary_dim // 2)]
+    if not _is_factor(theta) or wrong:
+        return Refusal((f"its rotary embedding of the kind {kind} has no usable {', '.join(wrong) or 'rope_theta'}",))
+    return Rope(rotary_dim, float(theta), kind, max_position_embeddings, given, divisors)
+
+
+_FACTORS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""What a variant cannot do without."""
+
+
+def _is_factor(value: object, length: int = 0) -> bool:
+    """Whether a value is a positive number, or a list of `length` of them."""
+    if isinstance(value, (list, tuple)):
+        return len(value) == length and all(map(_is_factor, value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _exponents(rope: Rope) -> Tensor:

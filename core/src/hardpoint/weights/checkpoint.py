@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CorruptWeights, ModelNotFound, UnsupportedArchitecture
-from hardpoint.models.gguf_file import GGUFFile
+from hardpoint.weights.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     from torch import Tensor

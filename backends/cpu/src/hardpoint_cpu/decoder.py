@@ -1,0 +1,399 @@
+"""A decoder whose whole step is one native call.
+
+Weights are packed into the tiles that the native kernels read (native/gemm.hpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from hardpoint.interfaces import (
+    BUFFERS,
+    DEFAULT,
+    WEIGHTS,
+    Activation,
+    AttentionLayer,
+    DecoderProgram,
+    DeviceAllocator,
+    DType,
+    FuseRequest,
+    Policy,
+)
+from hardpoint.interfaces.errors import HardpointError
+from hardpoint_cpu import _native
+from hardpoint_cpu.attention import CpuStep
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.batch import StepBatch
+
+# Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3, Activation.CLAMPED_SWIGLU: 5}
+_LOGITS, _ARG_MAX = 0, 1
+
+DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+_TILE = 16
+_MAX_HEAD_DIM = 256
+_ALIGNMENT = 64
+
+RopeTables = tuple[tuple["Tensor", "Tensor"], ...]
+"""Pairs (cos, sin), each float32[max_context, rotary_dim / 2]."""
+
+
+class InvalidOperand(HardpointError, ValueError):
+    """A tensor's shape, dtype, layout or device is not one that the operator takes; nothing was computed."""
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """What the native decoder runs: embedding, pre-normalised attention and gated feed-forward layers, final norm, head.
+
+    Every normalisation is RMSNorm, `x / sqrt(mean(x²) + norm_eps) * weight`, computed in float32; the offset of families whose
+    weights are stored as `weight - 1` is added when they are loaded. Rotary embedding uses halves (`rotate_half`) and per-layer tables.
+
+    Weights, by name, shapes in torch's [out, in] order (`N` is the layer's index):
+
+    ============================  ==============================================================
+    embed                         [vocab_size, hidden_size]
+    layers.N.input_norm           [hidden_size]
+    layers.N.qkv                  [(num_heads + 2 · num_kv_heads) · head_dim, hidden_size]: rows of q, then k, then v
+    layers.N.qkv_bias             [(num_heads + 2 · num_kv_heads) · head_dim], where qkv_bias
+    layers.N.q_norm, .k_norm      [head_dim], where qk_norm: RMSNorm of each head before rotary embedding
+    layers.N.o                    [hidden_size, num_heads · head_dim]
+    layers.N.o_bias               [hidden_size], where o_bias
+    layers.N.attention_out_norm   [hidden_size], where sandwich_norms: applied to the attention's output before it is added
+    layers.N.mlp_norm             [hidden_size]: applied before the feed-forward
+    layers.N.gate_up              [2 · intermediate_size, hidden_size]: rows of gate, then up
+    layers.N.down                 [hidden_size, intermediate_size]
+    layers.N.mlp_out_norm         [hidden_size], where sandwich_norms: applied to the feed-forward's output
+    final_norm                    [hidden_size]
+    head                          [vocab_size, hidden_size], unless tied (then `embed` is the head)
+    ============================  ==============================================================
+
+    Attributes:
+        attention: one entry per layer.
+        rope_tables: for each layer, which of the rotary tables it uses.
+        rotary_dim: leading elements of each head that are rotated (even, at most head_dim).
+        embed_scale: factor of the embedding's output.
+        logit_soft_cap: `cap * tanh(logit / cap)` of the final logits; None for off.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    attention: tuple[AttentionLayer, ...]
+    rope_tables: tuple[int, ...]
+    rotary_dim: int
+    norm_eps: float
+    activation: Activation = Activation.SILU
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    embed_scale: float = 1.0
+    logit_soft_cap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.attention)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every weight by name, in the order of use."""
+        hidden = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden)}
+        for index, layer in enumerate(self.attention):
+            qkv_rows = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+            attention_width = layer.num_heads * layer.head_dim
+            parts: dict[str, tuple[tuple[int, ...], bool]] = {
+                "input_norm": ((hidden,), True),
+                "qkv": ((qkv_rows, hidden), True),
+                "qkv_bias": ((qkv_rows,), self.qkv_bias),
+                "q_norm": ((layer.head_dim,), self.qk_norm),
+                "k_norm": ((layer.head_dim,), self.qk_norm),
+                "o": ((hidden, attention_width), True),
+                "o_bias": ((hidden,), self.o_bias),
+                "attention_out_norm": ((hidden,), self.sandwich_norms),
+                "mlp_norm": ((hidden,), True),
+                "gate_up": ((2 * self.intermediate_size, hidden), True),
+                "down": ((hidden, self.intermediate_size), True),
+                "mlp_out_norm": ((hidden,), self.sandwich_norms),
+            }
+            shapes |= {f"layers.{index}.{name}": shape for name, (shape, present) in parts.items() if present}
+        shapes["final_norm"] = (hidden,)
+        if not self.tied:
+            shapes["head"] = (self.vocab_size, hidden)
+        return shapes
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one weight stands in the arena: a matrix in tiles, or a float32 vector.
+
+    Attributes:
+        parts: for a matrix, (rows, first tile, tile step) of each stacked part; empty for a vector.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns of the packed weight; a gated pair is padded to whole tiles of each half."""
+        return self.shape[0] if len(self.parts) == 1 else len(self.parts) * _tiles(self.parts[0][0]) * _TILE
+
+
+class CpuDecoder(DecoderProgram):
+    """The fused decoder. Weights stand packed in one arena of the allocator, working memory in another.
+
+    The residual stream is float32. The tensor that `run` returns is a view of working memory, valid until the next step.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        request: FuseRequest,
+        allocator: DeviceAllocator,
+        tables: RopeTables,
+        names: Mapping[str, str],
+    ) -> None:
+        """Lay out the weights, uninitialised, and working memory for the largest step.
+
+        Args:
+            tables: the rotary tables that `spec.rope_tables` counts.
+            names: the spec's name of each of the model's parameters.
+        """
+        self._spec, self._request, self._names = spec, request, names
+        self._dtype = request.dtype.to_torch()
+        self._code = DTYPE_CODES[self._dtype]
+        self._places, size = _lay_out(spec, self._code)
+        self._arena = allocator.empty((size,), DType.UINT8, WEIGHTS)
+        self._rope = self._copy_of(tables, allocator)
+        self._native = self._make_native(spec)
+        self._native.set_rope_tables([(cos.data_ptr(), sin.data_ptr(), request.max_context) for cos, sin in self._rope])
+        states = request.max_num_tokens * spec.hidden_size * request.dtype.itemsize
+        scratch = self._native.scratch_bytes()
+        self._hidden = allocator.empty((states,), DType.UINT8, DEFAULT, Policy.DISCARD)
+        logits = request.max_num_samples * max(4 * spec.vocab_size, 8)
+        self._output = allocator.empty((logits,), DType.UINT8, DEFAULT, Policy.DISCARD)
+        self._scratch = allocator.empty((scratch,), DType.UINT8, DEFAULT, Policy.DISCARD)
+        self._native.set_scratch(self._scratch.data_ptr(), scratch)
+
+    def load_weight(self, name: str, tensor: Tensor) -> None:
+        """Copy one weight into its place; raises InvalidOperand (a ValueError) on a wrong name or shape."""
+        place = self._place(name)
+        if tuple(tensor.shape) != place.shape:
+            raise InvalidOperand(f"weight '{name}' is {list(place.shape)}", found=f"shape {list(tensor.shape)}")
+        if not place.parts:
+            self._vector(place).copy_(tensor)
+            return
+        source = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
+        row_bytes = place.shape[1] * source.element_size()
+        begin = source.data_ptr()
+        for rows, first_tile, step in place.parts:
+            k = place.shape[1]
+            _native.pack_weight(begin, k, rows, k, self._code, 0, first_tile, step, self._address(place))
+            begin += rows * row_bytes
+
+    def read_weight(self, name: str) -> Tensor:
+        """Return a copy of one weight in the shape and order that `load_weight` takes; raises InvalidOperand on a wrong name."""
+        place = self._place(name)
+        if not place.parts:
+            return self._vector(place).clone()
+        out = torch.empty(place.shape, dtype=self._dtype)
+        begin = out.data_ptr()
+        for rows, first_tile, step in place.parts:
+            k = place.shape[1]
+            _native.unpack_weight(self._address(place), rows, k, self._code, 0, first_tile, step, begin, k)
+            begin += rows * k * out.element_size()
+        return out
+
+    def weight_memory(self) -> tuple[Tensor, ...]:
+        """Return the arena, which holds nothing but weights."""
+        return (self._arena,)
+
+    def scratch_bytes(self) -> int:
+        """Return the bytes of working memory and results held for the largest step."""
+        return self._scratch.nbytes + self._hidden.nbytes + self._output.nbytes
+
+    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        """Run one step and return the hidden states of the given token rows: a view that the next step overwrites."""
+        self._check_cache(kv_cache)
+        if not isinstance(metadata, CpuStep):
+            raise InvalidOperand("the step's metadata is what CpuAttention.prepare returned", found=repr(metadata))
+        wanted = rows.to(torch.int32).contiguous()
+        out = self._view(self._hidden, (len(wanted), self._spec.hidden_size), self._dtype)
+        try:
+            self._native.run(
+                metadata.prepared(kv_cache.shape[2]),
+                batch.token_ids.ctypes.data,
+                batch.positions.ctypes.data,
+                kv_cache.data_ptr(),
+                wanted.data_ptr(),
+                len(wanted),
+                out.data_ptr(),
+            )
+        except (ValueError, IndexError) as error:
+            raise InvalidOperand("cannot run the decoder's step", found=str(error)) from error
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[rows, vocab_size] of hidden states: a view that the next call overwrites."""
+        return self._head(hidden, _LOGITS, (len(hidden), self._spec.vocab_size), torch.float32)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return int64[rows], the tokens of the highest logits: a view that the next call overwrites."""
+        return self._head(hidden, _ARG_MAX, (len(hidden),), torch.int64)
+
+    def _head(self, hidden: Tensor, output: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if hidden.shape[1:] != (self._spec.hidden_size,) or hidden.dtype is not self._dtype:
+            raise InvalidOperand(
+                f"hidden states are [rows, {self._spec.hidden_size}] of {self._dtype}",
+                found=f"{list(hidden.shape)} of {hidden.dtype}",
+            )
+        hidden = hidden.contiguous()
+        out = self._view(self._output, shape, dtype)
+        try:
+            self._native.head(hidden.data_ptr(), len(hidden), output, out.data_ptr())
+        except ValueError as error:
+            raise InvalidOperand("cannot compute logits", found=str(error)) from error
+        return out
+
+    def _copy_of(self, tables: RopeTables, allocator: DeviceAllocator) -> Tensor:
+        spec, request = self._spec, self._request
+        count, shape = max(spec.rope_tables) + 1, (request.max_context, spec.rotary_dim // 2)
+        found = [tuple(table.shape) for pair in tables for table in pair]
+        if len(tables) != count or any(size != shape for size in found):
+            raise InvalidOperand(f"{count} pairs of rotary tables are {list(shape)} each", found=f"shapes {found}")
+        rope = allocator.empty((count, 2, *shape), DType.FLOAT32, BUFFERS)
+        for place, pair in zip(rope, tables, strict=True):
+            for half, table in zip(place, pair, strict=True):
+                half.copy_(table)
+        return rope
+
+    def _make_native(self, spec: DecoderSpec) -> _native.Decoder:
+        request = self._request
+        layers = []
+        for index, (attention, table) in enumerate(zip(spec.attention, spec.rope_tables, strict=True)):
+            prefix = f"layers.{index}."
+            named = {
+                name.removeprefix(prefix): place for name, place in self._places.items() if name.startswith(prefix)
+            }
+            layers.append(
+                _native.DecoderLayer(
+                    attention=_native.AttentionLayer(
+                        num_heads=attention.num_heads,
+                        num_kv_heads=attention.num_kv_heads,
+                        head_dim=attention.head_dim,
+                        scale=attention.scale,
+                        window=attention.sliding_window or 0,
+                        soft_cap=attention.soft_cap or 0.0,
+                        block_size=request.attention.block_size,
+                    ),
+                    rope_table=table,
+                    weights={name: self._tuple(place) for name, place in named.items() if place.parts},
+                    vectors={name: self._address(place) for name, place in named.items() if not place.parts},
+                )
+            )
+        return _native.Decoder(
+            dtype=self._code,
+            vocab=spec.vocab_size,
+            hidden=spec.hidden_size,
+            intermediate=spec.intermediate_size,
+            rotary_dim=spec.rotary_dim,
+            norm_eps=spec.norm_eps,
+            activation=ACTIVATION_CODES[spec.activation],
+            embed_scale=spec.embed_scale,
+            logit_soft_cap=spec.logit_soft_cap or 0.0,
+            max_tokens=request.max_num_tokens,
+            max_rows=request.max_num_samples,
+            embed=self._tuple(self._places["embed"]),
+            head=self._tuple(self._places["embed" if spec.tied else "head"]),
+            final_norm=self._address(self._places["final_norm"]),
+            layers=layers,
+        )
+
+    def _place(self, name: str) -> _Place:
+        if name not in self._names:
+            raise InvalidOperand(f"the model has no parameter '{name}'", found=f"{len(self._names)} others")
+        return self._places[self._names[name]]
+
+    def _address(self, place: _Place) -> int:
+        return self._arena.data_ptr() + place.offset
+
+    def _tuple(self, place: _Place) -> tuple[int, int, int, int]:
+        return self._address(place), place.stored_columns, place.shape[1], self._code
+
+    def _vector(self, place: _Place) -> Tensor:
+        return self._arena[place.offset : place.offset + 4 * prod(place.shape)].view(torch.float32)
+
+    def _view(self, memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = prod(shape) * dtype.itemsize
+        if size > memory.nbytes:
+            request = self._request
+            raise InvalidOperand(
+                f"{shape[0]} rows do not fit the decoder's working memory",
+                found=f"planned for {request.max_num_samples} rows of logits, {request.max_num_tokens} tokens",
+            )
+        return memory[:size].view(dtype).view(shape)
+
+    def _check_cache(self, kv_cache: Tensor) -> None:
+        cache = self._request.attention.kv_cache
+        inner = (cache.num_kv_heads, cache.block_size, cache.head_dim)
+        shape = tuple(kv_cache.shape)
+        good = len(shape) == 6 and shape[:2] == (cache.num_layers, 2) and shape[3:] == inner
+        if not good or not kv_cache.is_contiguous() or kv_cache.dtype is not self._dtype:
+            raise InvalidOperand(
+                f"the cache is [{cache.num_layers}, 2, blocks, {', '.join(map(str, inner))}] of {self._dtype}, contiguous",
+                found=f"{list(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}",
+            )
+
+
+def _tiles(rows: int) -> int:
+    return -(-rows // _TILE)
+
+
+def _lay_out(spec: DecoderSpec, code: int) -> tuple[dict[str, _Place], int]:
+    """Return every weight's place in the arena, in the order of use, and the arena's size in bytes."""
+    places: dict[str, _Place] = {}
+    offset = 0
+    for name, shape in spec.weight_shapes().items():
+        if len(shape) == 1:
+            place, size = _Place(offset, shape), 4 * shape[0]
+        else:
+            half = shape[0] // 2
+            parts = ((half, 0, 2), (half, 1, 2)) if name.endswith(".gate_up") else ((shape[0], 0, 1),)
+            place = _Place(offset, shape, parts)
+            size = _native.packed_bytes(place.stored_columns, shape[1], code)
+        places[name] = place
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places, offset
+
+
+def refusals(spec: DecoderSpec, request: FuseRequest) -> tuple[str, ...]:
+    """Return why a decoder cannot be run with this plan, one sentence each; empty where it can."""
+    cache = request.attention.kv_cache
+    reasons = []
+    if request.dtype not in DTYPES:
+        reasons.append(f"dtype {request.dtype} is not supported (supported: {', '.join(DTYPES)})")
+    if cache.dtype is not request.dtype:
+        reasons.append(f"a KV cache of {cache.dtype} with activations of {request.dtype} is not supported")
+    if cache.axes != ("kv", "block", "head", "token", "dim"):
+        reasons.append(f"a KV cache with axes {cache.axes} is not supported")
+    if any(layer.sinks or layer.alibi for layer in spec.attention):
+        reasons.append("attention sinks and ALiBi are not supported")
+    head_dim = max(layer.head_dim for layer in spec.attention)
+    if head_dim > _MAX_HEAD_DIM:
+        reasons.append(f"head dimension {head_dim} is not supported (at most {_MAX_HEAD_DIM})")
+    if spec.rotary_dim % 2 or spec.rotary_dim > min(layer.head_dim for layer in spec.attention):
+        reasons.append(f"rotary dimension {spec.rotary_dim} is odd or larger than a head")
+    return tuple(reasons)

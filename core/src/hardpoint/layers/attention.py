@@ -1,0 +1,101 @@
+"""A layer's attention: projections, rotary embedding, the cache, and the backend's attention over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hardpoint.layers.linear import QKVLinear, RowLinear, shard_heads
+from hardpoint.layers.parallel import head_obstacle, head_spans, scaled
+from hardpoint.layers.weights import Layer, WeightShard, take_rows
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces.attention import AttentionBackend
+    from hardpoint.interfaces.capabilities import AttentionLayer
+    from hardpoint.layers.context import ModelContext
+    from hardpoint.layers.rotary import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class Step:
+    """What layers need of the step under way.
+
+    Attributes:
+        positions: int64[T], of each token in its sequence.
+        attention: the backend's.
+        metadata: what its `prepare` returned for the step.
+        kv_cache: the whole cache, all layers.
+    """
+
+    positions: Tensor
+    attention: AttentionBackend
+    metadata: Any
+    kv_cache: Tensor
+
+
+class Attention(Layer):
+    """Multi-head attention with grouped keys and values (arXiv:2305.13245), by whole KV heads divided among the ranks.
+
+    Attributes:
+        layer: what the whole layer asks of the backend: heads, window, soft cap, sinks, scale.
+        shard: what the rank's heads ask.
+
+    Args:
+        index: number of the layer in the model.
+        rotary: None for a layer that does not rotate.
+        q_norm, k_norm: applied to each head [T, heads, head_dim] before rotary embedding.
+        fused: the checkpoint has q, k and v as one tensor.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layer: AttentionLayer,
+        hidden_size: int,
+        rotary: RotaryEmbedding | None,
+        context: ModelContext,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        fused: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer, self.shard = layer, shard_heads(layer, context)
+        self._index = index - context.first_layer
+        queries, _ = head_spans(layer, context.rank)
+        width = layer.num_heads * layer.head_dim
+        self.qkv_proj = QKVLinear(hidden_size, layer, context, bias=qkv_bias, fused=fused)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.rotary = rotary
+        self.sinks: Tensor | None
+        if layer.sinks:
+            whole = WeightShard("sinks", (layer.num_heads,))
+            self.add_weight("sinks", take_rows([whole], [queries]), dtype=torch.float32)
+        else:
+            self.sinks = None
+        span = scaled(queries, layer.head_dim)
+        self.o_proj = RowLinear("o_proj", width, hidden_size, context, span=span, bias=output_bias)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Write the step's keys and values to the cache, attend, and return [T, hidden_size] of x [T, hidden_size]."""
+        heads, kv_heads, dim = self.shard.num_heads, self.shard.num_kv_heads, self.shard.head_dim
+        qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, dim)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            self.rotary(q, k, step.positions)
+        cache, index = step.kv_cache[self._index], self._index
+        step.attention.write_kv(index, k, v, cache, step.metadata)
+        out = x.new_empty((len(x), heads, dim))
+        step.attention.forward(index, q, k, v, cache, step.metadata, out, sinks=self.sinks)
+        return self.o_proj(out.view(-1, heads * dim))  # type: ignore[no-any-return]
+
+    def tensor_obstacle(self, size: int) -> str | None:
+        """Return why the layer cannot be divided among `size` ranks, or None."""
+        return head_obstacle(self.layer, size)

@@ -1,0 +1,141 @@
+"""Linear layers: merged where checkpoints have several tensors, divided among ranks by rows or by columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hardpoint.layers.parallel import Span, aligned_spans, head_spans, scaled, shifted
+from hardpoint.layers.weights import Layer, StoredWeight, WeightShard, take_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.capabilities import AttentionLayer
+    from hardpoint.layers.context import ModelContext
+
+
+class Linear(Layer):
+    """`x @ weight.T + bias`; the weight has the outputs as rows, as in torch.
+
+    Args:
+        tensors: (name, outputs) of the checkpoint's layers that this one is made of, beside it in the module that it is a part of.
+        in_features: inputs of the whole layer.
+        rows: outputs that the rank has, as spans of the stacked tensors; None for all.
+        columns: inputs that the rank has; None for all.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, int]],
+        in_features: int,
+        context: ModelContext,
+        *,
+        bias: bool = False,
+        rows: Sequence[Span] | None = None,
+        columns: Span | None = None,
+    ) -> None:
+        super().__init__()
+        self.method = method = context.linear_method
+        weights = [WeightShard(f"{name}.weight", (size, in_features), columns=columns) for name, size in tensors]
+        stored = StoredWeight(_taken(weights, rows), method.write, method.verbatim)
+        width = in_features if columns is None else columns[1] - columns[0]
+        self.add_stored("weight", stored, method.create(stored.num_rows, width, context.dtype))
+        self.bias: Tensor | None
+        if bias:
+            biases = [WeightShard(f"{name}.bias", (size,)) for name, size in tensors]
+            self.add_weight("bias", _taken(biases, rows), dtype=context.dtype)
+        else:
+            self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., outputs] of x [..., inputs]."""
+        return self.method.multiply(self, x, self.bias)
+
+
+def _taken(shards: Sequence[WeightShard], rows: Sequence[Span] | None) -> tuple[WeightShard, ...]:
+    return tuple(shards) if rows is None else take_rows(shards, rows)
+
+
+class ColumnLinear(Linear):
+    """A layer whose outputs are divided among the ranks; each goes on with its own.
+
+    Args:
+        span: outputs that this rank has.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, context: ModelContext, *, span: Span, bias: bool = False
+    ) -> None:
+        rows = None if context.rank.tensor_size == 1 else [span]
+        super().__init__([(name, out_features)], in_features, context, bias=bias, rows=rows)
+
+
+class RowLinear(Linear):
+    """A layer whose inputs are divided among the ranks; their parts of the output are summed.
+
+    Args:
+        span: inputs that this rank has.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, context: ModelContext, *, span: Span, bias: bool = False
+    ) -> None:
+        rank = context.rank
+        columns = None if rank.tensor_size == 1 else span
+        # All ranks' parts are summed, so that only one adds the bias.
+        bias = bias and rank.tensor_rank == 0
+        super().__init__([(name, out_features)], in_features, context, bias=bias, columns=columns)
+        self._ranks = context.ranks.tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [rows, outputs] of this rank's x [rows, inputs], summed over the ranks."""
+        out = super().forward(x)
+        if self._ranks is not None and len(out):
+            self._ranks.all_reduce(out)
+        return out
+
+
+class QKVLinear(Linear):
+    """The projections to queries, keys and values in one: rows of q, then k, then v, of this rank's heads.
+
+    Args:
+        layer: the whole layer's heads.
+        fused: the checkpoint has them as one tensor, `qkv_proj`.
+    """
+
+    def __init__(
+        self, hidden_size: int, layer: AttentionLayer, context: ModelContext, *, bias: bool = False, fused: bool = False
+    ) -> None:
+        dim = layer.head_dim
+        q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
+        tensors = [("qkv_proj", q + 2 * kv)] if fused else [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        rows = None
+        if context.rank.tensor_size > 1:
+            queries, keys = (scaled(span, dim) for span in head_spans(layer, context.rank))
+            rows = [queries, shifted(keys, q), shifted(keys, q + kv)]
+        super().__init__(tensors, hidden_size, context, bias=bias, rows=rows)
+
+
+class GateUpLinear(Linear):
+    """The two projections into a gated feed-forward in one: rows of gate, then up.
+
+    Args:
+        fused: the checkpoint has them as one tensor, `gate_up_proj`.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, context: ModelContext, *, fused: bool = False) -> None:
+        inner = intermediate_size
+        tensors = [("gate_up_proj", 2 * inner)] if fused else [("gate_proj", inner), ("up_proj", inner)]
+        rows = None
+        if context.rank.tensor_size > 1:
+            span = aligned_spans(inner, context.rank.tensor_size)[context.rank.tensor_rank]
+            rows = [span, shifted(span, inner)]
+        super().__init__(tensors, hidden_size, context, rows=rows)
+
+
+def shard_heads(layer: AttentionLayer, context: ModelContext) -> AttentionLayer:
+    """Return a layer with the heads that the rank has."""
+    queries, keys = head_spans(layer, context.rank)
+    return replace(layer, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])

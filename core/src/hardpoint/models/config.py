@@ -1,0 +1,254 @@
+"""A model's configuration as a family reads it: a mapping under Hugging Face's names, checked value by value.
+
+It comes from a config.json, or is made from a GGUF file's metadata. What it does not say, the family's `defaults` say, which are
+those of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hardpoint.interfaces.attention import Refusal
+from hardpoint.interfaces.capabilities import AttentionLayer
+from hardpoint.interfaces.errors import ModelError
+from hardpoint.interfaces.kernels import Activation
+from hardpoint.layers.rope import Rope, rope_from_config
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
+_MAX_INTEGER = 1 << 31
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Reads a configuration; every method raises ModelError for a value that cannot be.
+
+    Attributes:
+        architecture: as the configuration names it.
+        values: by name, with the family's defaults in them.
+        where: the file that they come from, for messages.
+        rope_divisors: see `Rope.frequency_divisors`.
+    """
+
+    architecture: str
+    values: Mapping[str, Any]
+    where: str = "the configuration"
+    rope_divisors: tuple[float, ...] | None = None
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Return a whole number from `least` on, below 2^31."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_INTEGER:
+            raise self._unusable(name, value, f"a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self._unusable(name, value, "a number above 0")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """Return a finite number above 0, or None where there is none."""
+        return None if self.values.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self._unusable(name, value, "true or false")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of whole numbers; an empty one where there is none."""
+        value = self.values.get(name)
+        value = () if value is None else value
+        if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
+            raise self._unusable(name, value, "a list of whole numbers")
+        return tuple(value)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return an object; an empty one where there is none."""
+        value = self.values.get(name)
+        value = {} if value is None else value
+        if not isinstance(value, Mapping):
+            raise self._unusable(name, value, "an object")
+        return dict(value)
+
+    @property
+    def is_bare(self) -> bool:
+        """The model has no head of its own (`LlamaModel`)."""
+        return not self.architecture.endswith("ForCausalLM")
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.integer("vocab_size")
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """Elements of the residual stream."""
+        return self.integer("hidden_size")
+
+    @cached_property
+    def intermediate_size(self) -> int:
+        """Inner elements of the feed-forward."""
+        return self.integer("intermediate_size")
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.integer("num_hidden_layers")
+
+    @cached_property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+        return self.integer("num_attention_heads")
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        count = self.integer("num_key_value_heads", self.num_heads)
+        if self.num_heads % count:
+            raise self._unusable("num_key_value_heads", count, f"a divisor of num_attention_heads, {self.num_heads}")
+        return count
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        if self.values.get("head_dim") is None and self.hidden_size % self.num_heads:
+            raise self._unusable(
+                "hidden_size", self.hidden_size, f"a multiple of num_attention_heads, {self.num_heads}"
+            )
+        return self.integer("head_dim", self.hidden_size // self.num_heads)
+
+    @cached_property
+    def norm_eps(self) -> float:
+        """Added to the mean square in every norm."""
+        return self.number("rms_norm_eps", 1e-6)
+
+    @cached_property
+    def tied(self) -> bool:
+        """The head is the embedding."""
+        return self.flag("tie_word_embeddings")
+
+    @cached_property
+    def max_position_embeddings(self) -> int:
+        """The context length that rotary embeddings were made for, before scaling."""
+        return self.integer("max_position_embeddings")
+
+    @property
+    def activation(self) -> Activation:
+        """Activation of the feed-forward; see `refusals`."""
+        return _ACTIVATIONS[self._activation_name]
+
+    @property
+    def _activation_name(self) -> str:
+        return str(self.values.get("hidden_activation") or self.values.get("hidden_act") or "silu")
+
+    @cached_property
+    def layer_types(self) -> tuple[str, ...]:
+        """What attention each layer has: "full_attention" or "sliding_attention"; see `refusals`."""
+        given = self.values.get("layer_types")
+        kinds = [FULL] * self.num_layers if given is None else given
+        if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) < self.num_layers:
+            raise self._unusable("layer_types", given, f"a list of {self.num_layers} names")
+        return tuple(map(str, kinds[: self.num_layers]))
+
+    def window(self, index: int) -> int | None:
+        """Return the window of a layer by its type: visible keys, the query's own included, as transformers masks them."""
+        return self.sliding_window if self.layer_types[index] == SLIDING else None
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Visible keys of windowed layers, None for all."""
+        return None if self.values.get("sliding_window") is None else self.integer("sliding_window")
+
+    def attention(
+        self, *, sliding_window: int | None = None, scale: float | None = None, soft_cap: float | None = None
+    ) -> AttentionLayer:
+        """Return what a layer of the usual heads asks of attention; the scale is `head_dim ** -0.5` unless given."""
+        return AttentionLayer(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5 if scale is None else scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )
+
+    def ropes(self, *, partial: bool = False) -> tuple[tuple[Rope, ...], tuple[int, ...]] | Refusal:
+        """Return the rotary tables and which of them each layer uses, or why they are not to be had.
+
+        Args:
+            partial: the family may rotate a part of each head.
+        """
+        given = self.mapping("rope_parameters") or self.mapping("rope_scaling")
+        kinds = list(dict.fromkeys(self.layer_types))
+        nested = [kind for kind in kinds if isinstance(given.get(kind), Mapping)]
+        entries = [dict(given[kind]) for kind in nested] if nested else [given]
+        reasons: list[str] = []
+        if nested and len(nested) < len(kinds):
+            reasons.append("some of its layers have no rotary embedding")
+        own_factor = self.values.get("partial_rotary_factor")
+        factors = {float(entry.get("partial_rotary_factor") or own_factor or 1.0) for entry in entries}
+        if len(factors) > 1 or (factors != {1.0} and not partial):
+            reasons.append(f"it has partial_rotary_factor {sorted(factors)}")
+        rotary_dim = int(self.head_dim * factors.pop())
+        if rotary_dim % 2:
+            reasons.append(f"{rotary_dim} elements of each head are rotated, an odd number")
+        found = [self._rope(entry, rotary_dim) for entry in entries]
+        for rope in found:
+            reasons += rope.reasons if isinstance(rope, Refusal) else ()
+        if reasons:
+            return Refusal(tuple(reasons))
+        uses = tuple(nested.index(kind) if nested else 0 for kind in self.layer_types)
+        return tuple(rope for rope in found if isinstance(rope, Rope)), uses
+
+    def check(self) -> None:
+        """Raise ModelError for the first number that every family needs and that cannot be."""
+        sizes = (
+            self.vocab_size,
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_layers,
+            self.max_position_embeddings,
+        )
+        assert all((*sizes, self.num_heads, self.num_kv_heads, self.head_dim, self.norm_eps))
+        assert len(self.layer_types) == self.num_layers
+
+    def refusals(self) -> list[str]:
+        """Return what no family of the core runs."""
+        reasons = []
+        if self._activation_name not in _ACTIVATIONS:
+            reasons.append(f"its activation is {self._activation_name}")
+        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        if unknown:
+            reasons.append(f"it has layers of the type {', '.join(unknown)}")
+        return reasons
+
+    def _rope(self, entry: dict[str, Any], rotary_dim: int) -> Rope | Refusal:
+        if entry.get("rope_theta") is None:
+            entry["rope_theta"] = self.number("rope_theta", 10000.0)
+        if self.values.get("original_max_position_embeddings") is not None:
+            entry["original_max_position_embeddings"] = self.number("original_max_position_embeddings")
+        return rope_from_config(entry, rotary_dim, self.max_position_embeddings, self.rope_divisors)
+
+    def _unusable(self, name: str, value: object, wanted: str) -> ModelError:
+        found = f"{name} is missing" if value is None else f"{name} is {value!r}"
+        return ModelError(f"{self.where} is not a usable configuration", found=f"{found}, not {wanted}")

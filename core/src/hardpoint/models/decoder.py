@@ -1,0 +1,196 @@
+"""What the families have in common: a decoder of layers between an embedding and a head, or a pipeline stage of one.
+
+A family is one file: a layer whose `forward` is the family's equation over `hardpoint.layers`, and a `CausalLM` with that layer and what
+is special about embedding, norms and head. `models.llama` is the one to read first; `models.registry` has one line for each
+architecture. Modules are named as in the published checkpoints, since a parameter's name is its path
+(`model.layers.3.mlp.down_proj.weight`). Where a module is merged from several tensors, it says their names itself (`layers.linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hardpoint.interfaces.attention import Refusal
+from hardpoint.interfaces.errors import WorkerError
+from hardpoint.layers import Attention, Layer, LMHead, RMSNorm, RotaryEmbedding, Step, StoredWeight, VocabEmbedding
+from hardpoint.layers.parallel import ParallelRank, layers_of_stage
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces.capabilities import AttentionLayer
+    from hardpoint.interfaces.collectives import Collectives
+    from hardpoint.layers import ModelContext
+    from hardpoint.models.config import ModelConfig
+
+
+class MakesLayer(Protocol):
+    """What makes a family's decoder layer.
+
+    Its `forward(stream, branch, step)` adds `branch`, which the layer before computed and did not add (None in a stage's first layer),
+    to the residual stream [T, hidden_size] in place, goes on, and returns its own last branch. So each sum is made together
+    with the norm that follows it.
+    """
+
+    def __call__(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: ModelContext
+    ) -> nn.Module: ...
+
+
+class CausalLM(nn.Module):
+    """A family's model. Subclasses give `layer`, and override what they do otherwise.
+
+    Ranks that share layers sum after attention and after the feed-forward (in `RowLinear`); a stage gets the residual stream of the
+    stage before it, and only the last one has hidden states, logits and tokens to return.
+    """
+
+    layer: ClassVar[MakesLayer]
+    norm_offset: ClassVar[float] = 0.0
+    """What norms add to their stored weights."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.model = Decoder(self, config, context)
+        self.lm_head: LMHead | None = None
+        if context.rank.is_last and not config.is_bare:
+            tied = self.model.embed_tokens if config.tied else None
+            self.lm_head = self.head(config, context, tied)
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a configuration's values with those that transformers fills in where they are left out."""
+        return dict(values)
+
+    @classmethod
+    def refusals(cls, config: ModelConfig) -> list[str]:
+        """Return why a configuration of the family cannot be run, a sentence for each reason; empty where it can."""
+        ropes = cls.ropes(config)
+        return [*config.refusals(), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
+
+    @classmethod
+    def ropes(cls, config: ModelConfig) -> tuple[tuple[Any, ...], tuple[int, ...]] | Refusal:
+        """Return the rotary tables and which of them each layer uses; see `ModelConfig.ropes`."""
+        return config.ropes()
+
+    def embedding(self, config: ModelConfig, context: ModelContext) -> VocabEmbedding:
+        """Return the embedding."""
+        return VocabEmbedding(config.vocab_size, config.hidden_size, context)
+
+    def norm(self, config: ModelConfig, context: ModelContext) -> RMSNorm:
+        """Return the norm before the head."""
+        return RMSNorm(config.hidden_size, config.norm_eps, context)
+
+    def head(self, config: ModelConfig, context: ModelContext, tied: VocabEmbedding | None) -> LMHead:
+        """Return the head."""
+        return LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
+
+    def forward(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Run one step; see `Decoder.forward`."""
+        return self.model(token_ids, step, rows)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[rows, vocab_size] of hidden states; nothing on stages before the last."""
+        return hidden if self.lm_head is None else self.lm_head.logits(hidden)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return int64[rows], the lowest id of the highest logit of each row; nothing on stages before the last."""
+        return hidden if self.lm_head is None else self.lm_head.argmax(hidden)
+
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """Return what each of the rank's layers asks of attention, in order."""
+        return tuple(module.shard for module in self.modules() if isinstance(module, Attention))
+
+    def stored_weights(self) -> dict[str, StoredWeight]:
+        """Return where each parameter comes from, by its name in the model, in the order of use; tied ones once."""
+        return dict(self._stored_weights())
+
+    def fill_buffers(self) -> None:
+        """Compute the rotary tables, which are not in the checkpoint, once they have memory."""
+        for module in self.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.fill()
+
+    def _stored_weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        for path, module in self.named_modules():
+            if not isinstance(module, Layer):
+                continue
+            parent = path.rpartition(".")[0]
+
+            def named(name: str, path: str = path, parent: str = parent) -> str:
+                return f"{parent}.{name}" if "." in name else f"{path}.{name}"
+
+            for name, stored in module.stored_weights().items():
+                yield f"{path}.{name}", stored.renamed(named)
+
+
+class Decoder(nn.Module):
+    """The layers of a stage, the embedding before the first stage's and the norm after the last one's."""
+
+    def __init__(self, family: CausalLM, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        rank = context.rank
+        first, end = layers_of_stage(config.num_layers, rank)
+        context = replace(context, first_layer=first)
+        self.hidden_size = config.hidden_size
+        self._rank, self._pipeline, self._dtype = rank, context.ranks.pipeline, context.dtype
+        ropes = family.ropes(config)
+        assert not isinstance(ropes, Refusal), "see refusals"
+        tables, uses = ropes
+        self.embed_tokens: VocabEmbedding | None = None
+        if rank.is_first or (rank.is_last and config.tied and not config.is_bare):
+            self.embed_tokens = family.embedding(config, context)
+        self.rotary = nn.ModuleList(RotaryEmbedding(rope, context) for rope in tables)
+        make: Callable[..., nn.Module] = type(family).layer
+        self.layers = nn.ModuleDict(
+            {str(index): make(config, index, self.rotary[uses[index]], context) for index in range(first, end)}
+        )
+        self.norm = family.norm(config, context) if rank.is_last else None
+
+    def forward(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Return the hidden states [rows, hidden_size] of the wanted tokens, in the model's dtype; none before the last stage.
+
+        The host waits for nothing, and every shape follows from the arguments', so that a step can be captured.
+
+        Args:
+            token_ids: int64[T].
+            rows: int[rows], the tokens of the step whose hidden states are wanted.
+        """
+        stream = self._embedded(token_ids)
+        branch: Tensor | None = None
+        for layer in self.layers.values():
+            branch = layer(stream, branch, step)
+        if self.norm is None:
+            stream = stream if branch is None else stream.add_(branch)
+            self._link().send(stream, self._rank.stage + 1)
+            return stream[:0]
+        assert branch is not None, "a stage has at least one layer"
+        # Nothing after the last layer mixes tokens.
+        return self.norm(stream.index_select(0, rows), branch.index_select(0, rows))  # type: ignore[no-any-return]
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        if self._rank.is_first and self.embed_tokens is not None:
+            return self.embed_tokens(token_ids)  # type: ignore[no-any-return]
+        stream = torch.empty((len(token_ids), self.hidden_size), dtype=self._dtype, device=token_ids.device)
+        self._link().receive(stream, self._rank.stage - 1)
+        return stream
+
+    def _link(self) -> Collectives:
+        if self._pipeline is None:
+            raise WorkerError("a stage has no link to the other stages", hint="Build the model with its ranks")
+        return self._pipeline
+
+
+def tensor_obstacles(model: CausalLM, rank: ParallelRank) -> tuple[str, ...]:
+    """Return why a whole model cannot be divided like this, one sentence each; empty where it can."""
+    reasons = []
+    for module in model.modules():
+        obstacle: Callable[[int], str | None] | None = getattr(module, "tensor_obstacle", None)
+        reason = None if obstacle is None else obstacle(rank.tensor_size)
+        if reason is not None:
+            reasons.append(reason)
+    if rank.stages > len(model.model.layers):
+        reasons.append(f"{len(model.model.layers)} layers are fewer than {rank.stages} stages")
+    return tuple(dict.fromkeys(reasons))

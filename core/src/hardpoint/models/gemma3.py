@@ -1,0 +1,49 @@
+"""Gemma 3's language model (arXiv:2503.19786): Gemma 2 with norms of query and key heads, and another rotary table for windowed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.layers import Attention
+from hardpoint.models.config import FULL, SLIDING
+from hardpoint.models.gemma import Gemma, gemma_norm
+from hardpoint.models.gemma2 import Gemma2, Gemma2Layer, with_layer_types
+
+if TYPE_CHECKING:
+    from hardpoint.layers import ModelContext, RotaryEmbedding
+    from hardpoint.models.config import ModelConfig
+
+_THETA = {FULL: 1e6, SLIDING: 1e4}
+
+
+class Gemma3Layer(Gemma2Layer):
+    """Gemma 2's, with a norm of each query and key head before rotary embedding."""
+
+    def attention(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: ModelContext, **norms: Any
+    ) -> Attention:
+        norms = {name: gemma_norm(config.head_dim, config, context) for name in ("q_norm", "k_norm")}
+        return super().attention(config, index, rotary, context, **norms)
+
+
+class Gemma3(Gemma2):
+    """Gemma 3, text only."""
+
+    layer = Gemma3Layer
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        completed = {"sliding_window": 4096, **Gemma.complete(values)}
+        every = values.get("sliding_window_pattern", 6)
+        completed = with_layer_types(completed, every if isinstance(every, int) and every > 0 else 6)
+        rope = completed.get("rope_parameters")
+        if not isinstance(rope, Mapping) or not any(isinstance(rope.get(kind), Mapping) for kind in _THETA):
+            # Files of before transformers 5 scale the layers without a window.
+            scaling = completed.pop("rope_scaling", None)
+            rope = {FULL: dict(scaling) if isinstance(scaling, Mapping) else {}, SLIDING: {}}
+        bases = {FULL: values.get("rope_theta"), SLIDING: values.get("rope_local_base_freq")}
+        completed["rope_parameters"] = {
+            kind: {"rope_theta": bases[kind] or _THETA[kind], **(rope.get(kind) or {})} for kind in _THETA
+        }
+        return completed

@@ -1,0 +1,176 @@
+"""A family's model made of the core's layers, its weights in the allocator's memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hardpoint.interfaces.allocator import WEIGHTS
+from hardpoint.interfaces.attention import Refusal
+from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import ModelError
+from hardpoint.layers import Step
+from hardpoint.models.base import CapturableModel, RunnableModel
+from hardpoint.weights.kv_scales import ScalesInUse
+from hardpoint.weights.loading import Progress, load_weights, update_weights, with_standard_names
+from hardpoint.weights.sources import WeightReloader, extents
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.interfaces.attention import AttentionBackend
+    from hardpoint.models.decoder import CausalLM
+    from hardpoint.models.description import ModelDescription
+    from hardpoint.models.source import ModelSource
+    from hardpoint.weights.checkpoint import Checkpoint
+
+
+class FamilyModel(RunnableModel):
+    """What running a family's model by its modules and by a backend's program have in common: their weights.
+
+    Args:
+        model: the rank's share, whose parameters have memory or stay on the meta device.
+        seed: of dummy weights.
+    """
+
+    def __init__(self, description: ModelDescription, model: CausalLM, scales: ScalesInUse, seed: int) -> None:
+        self._description, self._model, self._scales, self._seed = description, model, scales, seed
+        self._weights = description.weights_of(model)
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None = None,
+        *,
+        only: Collection[str] | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        """Fill the weights; raises CorruptWeights. For `only` and `begin` see `load_weights`."""
+        with torch.no_grad():
+            load_weights(self._weights, checkpoint, self._empty, self._finish, progress, only=only, begin=begin)
+
+    def weight_names(self) -> frozenset[str]:
+        return self._weights.names()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
+        with torch.no_grad():
+            return update_weights(self._weights, weights, self._present, self._finish, self._scales, written)
+
+    def reload(self, source: ModelSource, written: set[str] | None = None) -> int:
+        self._check_same_model(source)
+        begin = None if written is None else partial(written.update, self.weight_names())
+        self.load(self._checkpoint(source), begin=begin)
+        return len(self._weights.shapes)
+
+    def _check_same_model(self, source: ModelSource) -> None:
+        """Raise ModelError unless `source` is a checkpoint of this model with its KV scales, whose weights may be other ones."""
+        other = source.describe(self._description.dtype)
+        if isinstance(other, Refusal) or not self._description.computes_the_same(other):
+            raise ModelError(
+                f"{source.path} is not a checkpoint of the model that is loaded",
+                found=f"{source.architecture} with another configuration",
+                hint="Make a new engine for another model",
+            )
+        self._scales.check(source.kv_scales)
+
+    def _checkpoint(self, source: ModelSource) -> Checkpoint:
+        """Return the weights of a source; random ones where its format is dummy."""
+        return source.weights(self._weights.shapes, self._seed if source.format == "dummy" else None)
+
+    @abstractmethod
+    def _empty(self, name: str) -> Tensor:
+        """Return a tensor that a parameter is written into as a whole."""
+
+    @abstractmethod
+    def _present(self, name: str) -> Tensor:
+        """Return a tensor with a parameter's present value, of which a part is written."""
+
+    @abstractmethod
+    def _finish(self, name: str, tensor: Tensor) -> None:
+        """Take a parameter that was written."""
+
+
+class ModularModel(FamilyModel, CapturableModel):
+    """The model as its modules compute it, wherever torch runs: one rank's share, or all of it.
+
+    Norms, rotary embedding, activation and argmax are the kernel set's where there is one. Matrix products are torch's over the
+    allocator's own weights: packed copies would lie outside of the memory that sleep gives back.
+    """
+
+    path: ClassVar[str] = "lean"
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        model: CausalLM,
+        scales: ScalesInUse,
+        seed: int,
+        *,
+        attention: AttentionBackend,
+        allocator: DeviceAllocator,
+        torch_device: str,
+    ) -> None:
+        allocator.materialise(model, WEIGHTS)
+        with torch.no_grad():
+            model.fill_buffers()
+        super().__init__(description, model, scales, seed)
+        self._attention, self._device = attention, torch.device(torch_device)
+        self._without_extents: frozenset[str] = frozenset()
+
+    def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
+        checkpoint = with_standard_names(self._checkpoint(source), self._weights.shapes)
+        reloader = WeightReloader(self._reload_rest, source)
+        without: set[str] = set()
+        for name, stored in self._weights.stored.items():
+            parameter = self._model.get_parameter(name)
+            found = extents(checkpoint, stored, DType.of(parameter.dtype))
+            if found is None:
+                without.add(name)
+            allocator.declare_source(parameter, reloader if found is None else found)
+        self._without_extents = frozenset(without)
+
+    def _reload_rest(self, source: ModelSource) -> None:
+        self.load(self._checkpoint(source), only=self._without_extents)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    @property
+    def hidden_size(self) -> int:
+        return self._model.model.hidden_size
+
+    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        return self.compute(token_ids, positions, metadata, kv_cache, rows.to(self._device))
+
+    @torch.no_grad()
+    def compute(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        return self._model(token_ids, Step(positions, self._attention, metadata, kv_cache), rows)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+    @torch.no_grad()
+    def argmax(self, hidden: Tensor) -> Tensor:
+        return self._model.argmax(hidden)
+
+    def _empty(self, name: str) -> Tensor:
+        return self._model.get_parameter(name)
+
+    def _present(self, name: str) -> Tensor:
+        return self._model.get_parameter(name)
+
+    def _finish(self, name: str, tensor: Tensor) -> None:
+        pass

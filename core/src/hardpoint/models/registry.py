@@ -1,0 +1,72 @@
+"""Which family runs an architecture: a line for each, by the name that checkpoints give it.
+
+A new family is a file like `llama.py` and its lines here. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hardpoint.models.decoder import CausalLM
+
+
+class _Entry(NamedTuple):
+    """Where a family is.
+
+    Attributes:
+        module: of this package.
+        model_type: what configurations call it.
+        bare: architecture of the family's bare model; empty for `<class>Model`.
+    """
+
+    module: str
+    model_type: str
+    bare: str = ""
+
+
+_FAMILIES = {
+    "Llama": _Entry("llama", "llama"),
+    "Mistral": _Entry("llama", "mistral"),
+    "Qwen2": _Entry("qwen2", "qwen2"),
+    "Qwen3": _Entry("qwen3", "qwen3"),
+    "Mixtral": _Entry("mixtral", "mixtral"),
+    "Qwen2Moe": _Entry("qwen2_moe", "qwen2_moe"),
+    "Qwen3Moe": _Entry("qwen3_moe", "qwen3_moe"),
+    "GptOss": _Entry("gpt_oss", "gpt_oss"),
+    "Phi3": _Entry("phi3", "phi3"),
+    "Gemma": _Entry("gemma", "gemma"),
+    "Gemma2": _Entry("gemma2", "gemma2"),
+    "Gemma3": _Entry("gemma3", "gemma3_text", "Gemma3TextModel"),
+}
+"""By a family's class, whose name is what its architecture's begins with."""
+
+ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in _FAMILIES)
+"""Architectures that the core runs itself; their bare models (`LlamaModel`, ...) run too."""
+
+
+def family_of(architecture: str) -> type[CausalLM] | None:
+    """Return the family that runs an architecture, None where none of the core's does."""
+    name = _name(architecture)
+    if name is None:
+        return None
+    family: type[CausalLM] = getattr(import_module(f"hardpoint.models.{_FAMILIES[name].module}"), name)
+    return family
+
+
+def is_known(architecture: str) -> bool:
+    """Whether a family of the core runs an architecture; imports nothing."""
+    return _name(architecture) is not None
+
+
+def architecture_of(model_type: object) -> str | None:
+    """Return the architecture of a configuration that names none, None where its type is no family's."""
+    return next((f"{name}ForCausalLM" for name, entry in _FAMILIES.items() if entry.model_type == model_type), None)
+
+
+def _name(architecture: str) -> str | None:
+    for name, entry in _FAMILIES.items():
+        if architecture in (f"{name}ForCausalLM", entry.bare or f"{name}Model"):
+            return name
+    return None

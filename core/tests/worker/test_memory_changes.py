@@ -1,0 +1,118 @@
+"""An interrupt at any line of a worker's sleep or wake: what is lost is never served, and the way on is open."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from core.tests.worker.test_ranks import PlainWorker, model, run_step, started, step  # noqa: F401 - a fixture
+from hardpoint.executor import InProcessExecutor
+from hardpoint.interfaces import (
+    KV_CACHE,
+    WEIGHTS,
+    MemoryChange,
+    Policy,
+    SequenceSampling,
+    SleepPlan,
+    StepInput,
+    WakePlan,
+    WeightWrite,
+)
+from hardpoint.interfaces.errors import MemoryAsleep, MemoryBusy, WeightsMissing
+from hardpoint.worker import TorchWorker
+
+PLANS = {
+    "level 1": SleepPlan(policies={KV_CACHE: Policy.DISCARD}),
+    "level 2": SleepPlan(policies={WEIGHTS: Policy.DISCARD, KV_CACHE: Policy.DISCARD}),
+}
+
+
+def one() -> StepInput:
+    """Return a step of a sequence that is new."""
+    greedy = SequenceSampling(0, (9,), seed=0, temperature=0.0)
+    return step([5], 9, finished_seq_ids=(0,), new_sequences=(greedy,))
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the n-th line that a call runs in the worker or the executor."""
+
+    def __init__(self, nth: int) -> None:
+        self._left = nth
+
+    def __call__(self, call: Callable[[], object]) -> bool:
+        """Make the call; returns whether it came to its end."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return False
+        finally:
+            sys.settrace(before)
+        return True
+
+    def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
+        name = frame.f_globals.get("__name__", "")
+        return self._line if name.startswith(("hardpoint.worker", "hardpoint.executor")) else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.fixture
+def worker(model: str) -> Iterator[TorchWorker]:  # noqa: F811
+    with started(model, PlainWorker) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("level", PLANS)
+def test_an_interrupt_at_any_line_of_a_sleep_or_wake_leaves_nothing_wrong_to_serve(
+    worker: TorchWorker, level: str
+) -> None:
+    executor = InProcessExecutor(worker)
+    expected = run_step(worker, one()).token_ids.tolist()
+
+    def serves() -> None:
+        """Check that a step gives the right tokens, or is refused until memory and weights are there again."""
+        try:
+            assert run_step(worker, one()).token_ids.tolist() == expected
+        except MemoryAsleep:
+            assert worker.status().memory.asleep
+        except WeightsMissing:
+            assert worker.status().missing_weights
+        else:
+            assert not worker.status().memory.asleep
+            assert not worker.status().missing_weights
+
+    def interrupted(change: MemoryChange, nth: int) -> bool:
+        finished = Interrupt(nth)(lambda: executor.change(change))
+        with suppress(MemoryBusy):
+            serves()
+        executor.settle()
+        serves()
+        return finished
+
+    nth, finished = 0, False
+    while not finished:
+        nth += 1
+        finished = interrupted(PLANS[level], nth)
+        executor.change(WakePlan())
+        if worker.status().missing_weights:
+            worker.write_weights(WeightWrite.RELOAD)
+        serves()
+        executor.change(PLANS[level])
+        finished &= interrupted(WakePlan(), nth)
+        executor.change(WakePlan())
+        if worker.status().missing_weights:
+            worker.write_weights(WeightWrite.RELOAD)
+        serves()
+    assert nth > 30, "that many lines are run at least"
