@@ -107,9 +107,11 @@ class PlainRows:
         self._first: Int64Array = np.zeros(0, np.int64)
 
     def write(self, sequences: Sequence[SequenceSampling]) -> None:
-        """Begin sequences, each in its `state_row`."""
+        """Begin sequences, each in its `state_row`; raises ValueError where one has none."""
         for sampling in sequences:
             row = sampling.state_row
+            if row < 0:
+                raise ValueError(f"sequence {sampling.seq_id} has no row of the worker's state")
             if row >= len(self._first):
                 self._first = np.concatenate((self._first, np.zeros(max(64, row + 1), np.int64)))
             self._first[row] = sampling.min_tokens if sampling.is_plain_argmax else _NEVER
