@@ -2,8 +2,8 @@
 
     python benchmarks/executor.py [--json FILE] [--rounds N] [--steps N]
 
-The scheduler's own batches go to workers that compute nothing: through a method call in this process, and through the multi-process
-executor with one and two ranks. What the processes cost more than the method call is the overhead. Steps: decodes of 32 requests, whose
+The scheduler's own batches go to workers that compute nothing: through a method call in this process, and through processes of
+one and two ranks. What the processes cost more than the method call is the overhead. Steps: decodes of 32 requests, whose
 block tables grow as they do in service, and a prefill of 2,048 tokens. Where Ray is installed, two ranks as its actors are measured beside
 them, in a cluster of this machine that is started for it. Rounds of the executors alternate. Time on the clock is what a
 request waits for; processor time of the engine's thread beside it says how much of that is work and how much is waiting to be woken,
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import report
 
-from hardpoint.executor import Executor, InProcessExecutor, MultiProcessExecutor
+from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RemoteExecutor
 from hardpoint.executor.ring import CAPACITY, RingReader, RingWriter, make_counters
 from hardpoint.executor.steps import StepEncoder
 from hardpoint.interfaces import StepInput, WorkerConfig, WorkerContext
@@ -59,12 +59,12 @@ def install(site: Path) -> Resolved:
 
 def on_ray(resolved: Resolved, site: Path) -> Executor:
     """Return an executor of two actors in a cluster of this machine alone."""
-    from hardpoint.executor.ray import RayExecutor
+    from hardpoint.executor.ray_transport import RayTransport
 
     # Where actors look for the idle backend; Ray hands it on.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     settings = {"address": "local", "amount": 0.5}
-    executor = RayExecutor(resolved, WorkerConfig(model="", tensor_parallel_size=2), None, settings)
+    executor = RemoteExecutor(RayTransport(resolved, WorkerConfig(model="", tensor_parallel_size=2), None, settings))
     executor.call("load")
     return executor
 
@@ -218,7 +218,7 @@ def main() -> None:
             for ranks in (1, 2):
                 several = WorkerConfig(model="", tensor_parallel_size=ranks)
                 name = "1 rank" if ranks == 1 else f"{ranks} ranks"
-                executors[name] = MultiProcessExecutor(resolved, several)
+                executors[name] = RemoteExecutor(ProcessTransport(resolved, several))
                 executors[name].call("load")
             if find_spec("ray"):
                 executors[RAY] = on_ray(resolved, Path(site))

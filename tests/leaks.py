@@ -24,9 +24,10 @@ class Belongings:
     def now(cls) -> Belongings:
         """Look at this process."""
         gc.collect()
-        children = {
-            pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-        }
+        children: set[str] = set()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                children.update((task / "children").read_text().split())
         files = {}
         for fd in os.listdir("/proc/self/fd"):
             try:

@@ -92,7 +92,8 @@ void bind_step(py::module_& m) {
   py::class_<step::Packer>(m, "StepPacker")
       .def(py::init<>())
       .def("pack", &pack, py::arg("block_size"), py::arg("num_decodes"), py::arg("block_table"), py::arg("longs"),
-           py::arg("shorts"), py::arg("last"));
+           py::arg("shorts"), py::arg("last"))
+      .def("commit", &step::Packer::commit);
   py::class_<Unpacker>(m, "StepUnpacker").def(py::init<>()).def("unpack", &Unpacker::unpack, py::arg("message"));
 }
 

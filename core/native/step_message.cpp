@@ -30,33 +30,33 @@ size_t Packer::measure(const Arrays& step, int64_t block_size, size_t last_bytes
     throw std::invalid_argument(std::to_string(rows.size) + " rows and " + std::to_string(contexts.size) +
                                 " contexts of a block table of " + std::to_string(num_rows) + " x " +
                                 std::to_string(num_columns) + ", in blocks of " + std::to_string(block_size));
-  if (rows_ != num_rows || columns_ != num_columns) {
-    sent_.assign(static_cast<size_t>(num_rows * num_columns), 0);
-    rows_ = num_rows;
-    columns_ = num_columns;
-  }
   places_.clear();
   values_.clear();
+  // Where the table has another shape, its reader begins with one of zeros.
+  const bool is_new = rows_ != num_rows || columns_ != num_columns;
+  const std::vector<int32_t> zeros(is_new ? static_cast<size_t>(num_columns) : 0, 0);
   for (size_t i = 0; i < rows.size; ++i) {
     const int64_t row = rows.data[i], context = contexts.data[i];
     if (row < 0 || row >= num_rows || context < 0)
       throw std::invalid_argument("row " + std::to_string(row) + " with a context of " + std::to_string(context) +
                                   " in a block table of " + std::to_string(num_rows) + " rows");
     const int64_t used = std::min((context + block_size - 1) / block_size, num_columns), start = row * num_columns;
-    const int32_t *now = table + start, *before = sent_.data() + start;
+    const int32_t *now = table + start, *before = is_new ? zeros.data() : sent_.data() + start;
     for (const int32_t* from = now; (from = std::mismatch(from, now + used, before + (from - now)).first) != now + used; ++from) {
       places_.push_back(static_cast<int32_t>(start + (from - now)));
       values_.push_back(*from);
     }
   }
+  new_rows_ = num_rows;
+  new_columns_ = num_columns;
   size_t bytes = kHeaderBytes + last_bytes + 8 * places_.size();
   for (const auto& array : step.longs) bytes += 8 * array.size;
   for (const auto& array : step.shorts) bytes += 4 * array.size;
   return bytes;
 }
 
-char* Packer::write(const Arrays& step, size_t last_bytes, char* to) {
-  std::array<int64_t, kNumNumbers> numbers{step.num_decodes, rows_, columns_, static_cast<int64_t>(last_bytes)};
+char* Packer::write(const Arrays& step, size_t last_bytes, char* to) const {
+  std::array<int64_t, kNumNumbers> numbers{step.num_decodes, new_rows_, new_columns_, static_cast<int64_t>(last_bytes)};
   size_t number = 4;
   for (const auto& array : step.longs) numbers[number++] = static_cast<int64_t>(array.size);
   for (const auto& array : step.shorts) numbers[number++] = static_cast<int64_t>(array.size);
@@ -67,8 +67,16 @@ char* Packer::write(const Arrays& step, size_t last_bytes, char* to) {
   for (const auto& array : step.shorts) to = put(array.data, array.size, to);
   to = put(places_.data(), places_.size(), to);
   to = put(values_.data(), values_.size(), to);
-  for (size_t i = 0; i < places_.size(); ++i) sent_[places_[i]] = values_[i];
   return to;
+}
+
+void Packer::commit() {
+  if (rows_ != new_rows_ || columns_ != new_columns_) sent_.assign(static_cast<size_t>(new_rows_ * new_columns_), 0);
+  rows_ = new_rows_;
+  columns_ = new_columns_;
+  for (size_t i = 0; i < places_.size(); ++i) sent_[places_[i]] = values_[i];
+  places_.clear();
+  values_.clear();
 }
 
 Header read_header(const char* message, size_t bytes) {

@@ -48,11 +48,16 @@ class Packer {
   size_t measure(const Arrays& step, int64_t block_size, size_t last_bytes);
 
   // Writes the message that was measured, except for what comes last; returns where that begins.
-  char* write(const Arrays& step, size_t last_bytes, char* to);
+  char* write(const Arrays& step, size_t last_bytes, char* to) const;
+
+  // Counts the message that was measured last as sent: without it, the next one says again what this one said. Idempotent.
+  void commit();
 
  private:
   std::vector<int32_t> sent_;
   int64_t rows_ = 0, columns_ = 0;
+  // Of the message that was measured last.
+  int64_t new_rows_ = 0, new_columns_ = 0;
   std::vector<int32_t> places_, values_;
 };
 

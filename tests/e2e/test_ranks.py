@@ -20,8 +20,8 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.sleep import EngineState
-from hardpoint.executor import MultiProcessExecutor
-from hardpoint.executor.meeting import MeetingServer
+from hardpoint.executor import RemoteExecutor
+from hardpoint.executor.rendezvous import RendezvousServer
 from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
 from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing
 from hardpoint.models import open_model
@@ -72,7 +72,7 @@ def _check_dead(llm: LLM, rank: int) -> None:
 @pytest.fixture(scope="module")
 def nothing_left() -> Iterator[Callable[[], list[str]]]:
     """Return what this process holds now and did not hold before."""
-    MeetingServer().close()  # The first one of a process opens files that the library keeps.
+    RendezvousServer().close()  # The first one of a process opens files that the library keeps.
     before = Belongings.now()
 
     def new() -> list[str]:
@@ -95,21 +95,21 @@ def _compute(llm: LLM, steps: int) -> None:
 
 def _pids(llm: LLM) -> list[int]:
     executor = llm.engine._core.executor
-    assert isinstance(executor, MultiProcessExecutor)
+    assert isinstance(executor, RemoteExecutor)
     return executor.pids
 
 
 def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
     """A budget that suffices for the smaller of two ranks alone puts none to sleep."""
     executor = llm.engine._core.executor
-    before = executor.call("status")
+    before = [status.memory for status in executor.call("status")]
     sizes = [stats.tags[WEIGHTS].allocated + stats.tags[BUFFERS].allocated for stats in before]
     assert sizes[0] > sizes[1], "rank 0 has two of the three KV heads"
     plan = SleepPlan(tags=frozenset({WEIGHTS, BUFFERS}), host_budget=sum(sizes) // 2)
     with pytest.raises(HostBudgetExceeded, match="rank 0") as caught:
-        executor.sleep(plan)
+        executor.change(plan)
     assert caught.value.rank == 0
-    after = executor.call("status")
+    after = [status.memory for status in executor.call("status")]
     assert [(stats.tags, stats.asleep) for stats in after] == [(stats.tags, frozenset()) for stats in before]
 
 

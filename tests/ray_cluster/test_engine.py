@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hardpoint.engine.sleep import EngineState
-from hardpoint.executor.ray import RayExecutor
+from hardpoint.executor import RemoteExecutor
+from hardpoint.executor.ray_transport import RayTransport
 from hardpoint.interfaces.errors import ConfigError, RankFailed
 from tests.e2e.test_ranks import PROMPTS, REPORTED_WITHIN, TOKENS, _check_dead, _check_tokens, _compute, _engine
 
@@ -19,8 +20,10 @@ from tests.e2e.test_ranks import PROMPTS, REPORTED_WITHIN, TOKENS, _check_dead, 
 def test_two_ranks_on_two_machines_share_each_layer(cluster: Any, oracle_float32: Any, greedy: Any) -> None:
     with _engine(tensor_parallel_size=2, executor="ray", ray={"resource": "split"}) as llm:
         executor = llm.engine._core.executor
-        assert isinstance(executor, RayExecutor)
-        assert len(set(executor.nodes)) == 2
+        assert isinstance(executor, RemoteExecutor)
+        transport = executor._transport
+        assert isinstance(transport, RayTransport)
+        assert len(set(transport.nodes)) == 2
         assert (llm.info.num_ranks, llm.info.path) == (2, "lean")
         _check_tokens(llm, oracle_float32, greedy(TOKENS))
 

@@ -1,18 +1,15 @@
-"""What happens when an actor, its process or its machine goes: one typed error, and nothing left."""
+"""What only actors do, and what happens when a machine goes; what holds for every transport is in core/tests/executor/test_remote.py."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
@@ -21,16 +18,18 @@ from typing import Any
 import pytest
 from ray.util import placement_group_table
 
-from core.tests.executor.test_multi_process import is_gone, order, run_step, wait_until
-from hardpoint.executor import RankLimits
-from hardpoint.executor.ray import RayExecutor
-from hardpoint.interfaces import SleepPlan, WorkerConfig
-from hardpoint.interfaces.errors import ClusterError, ConfigError, DriverError, EngineDead, RankFailed
-from hardpoint.plugins import Resolved
-from tests.ray_cluster.conftest import OBJECT_STORE
+from core.tests.executor.conftest import OBJECT_STORE, Make
+from core.tests.executor.helpers import REPORTED_WITHIN, is_gone, order, run_step, wait_until
+from hardpoint.executor import RemoteExecutor
+from hardpoint.executor.ray_transport import RayTransport
+from hardpoint.interfaces.errors import ClusterError, ConfigError, RankFailed
 
-Make = Callable[..., RayExecutor]
-REPORTED_WITHIN = 5.0
+
+def nodes_of(executor: RemoteExecutor) -> list[str]:
+    """Return the machines of the ranks."""
+    transport = executor._transport
+    assert isinstance(transport, RayTransport)
+    return transport.nodes
 
 
 def placed() -> int:
@@ -38,63 +37,12 @@ def placed() -> int:
     return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
 
 
-def nothing_is_left(executor: RayExecutor, groups: int) -> bool:
-    return all(map(is_gone, executor.pids)) and placed() == groups
-
-
-@pytest.mark.parametrize("call", ["collect", "begin"])
-def test_a_rank_whose_process_is_killed_is_reported_in_time_and_ends_all(call: str, make: Make, step: Any) -> None:
-    groups = placed()
-    executor = make(order(call, "kill", 1), order("collect", "hang", 0), ranks=2)
-    run = (lambda: run_step(executor, step([1], 16))) if call == "collect" else (lambda: executor.change(SleepPlan()))
-    start = time.monotonic()
-    with pytest.raises(RankFailed, match=r"rank 1 failed: its process has ended, or its machine \(on ") as raised:
-        run()
-    assert time.monotonic() - start < REPORTED_WITHIN
-    assert raised.value.rank == 1
-    assert "worker process has died" in raised.value.output
-    executor.shutdown()
-    assert wait_until(lambda: nothing_is_left(executor, groups))
-    # In the same process, an engine can be made again.
-    assert [status.missing_weights for status in make(ranks=2).call("status")] == [{"of rank 0"}, {"of rank 1"}]
-
-
-def test_a_rank_that_ends_itself_or_raises_past_every_error_is_reported(make: Make, step: Any) -> None:
-    executor = make(order("collect", "sys_exit"))
-    with pytest.raises(RankFailed, match="rank 0 failed"):
-        run_step(executor, step([1], 16))
-
-
-def test_a_rank_that_dies_between_calls_ends_all_without_a_call(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    executor = make(ranks=2)
-    os.kill(executor.pids[0], signal.SIGKILL)
-    assert wait_until(lambda: all(map(is_gone, executor.pids)))
-    assert wait_until(lambda: any("rank 0 failed" in message for message in caplog.messages))
-    for _ in range(2):
-        with pytest.raises(RankFailed, match="rank 0"):
-            executor.call("status")
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["well", "waits"])
-def test_ranks_that_do_not_fail_alike_are_ended(waits: bool, make: Make, step: Any) -> None:
-    others = (order("collect", "hang", 0),) if waits else ()
-    executor = make(order("collect", "fail", 1), *others, ranks=2, limits={"behind": 0.5})
-    start = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 failed: it raised DriverError") as raised:
-        run_step(executor, step([1], 16))
-    assert time.monotonic() - start < REPORTED_WITHIN
-    assert "Traceback" in raised.value.output
-    assert isinstance(raised.value.__cause__, DriverError)
-    assert wait_until(lambda: all(map(is_gone, executor.pids)))
-
-
-def test_a_rank_that_hangs_is_ended_and_says_where_it_stood(make: Make, step: Any) -> None:
-    groups = placed()
-    executor = make(order("collect", "hang", 1), ranks=2, limits={"step": 0.5})
-    with pytest.raises(RankFailed, match=r"rank 1 failed: it has not answered 'execute' within 0\.5 s") as raised:
-        run_step(executor, step([1], 16))
-    assert "in collect" in raised.value.output
-    assert wait_until(lambda: nothing_is_left(executor, groups))
+def test_ranks_are_processes_on_the_nodes_with_a_device_of_the_node_and_a_share_of_the_threads(make: Make) -> None:
+    pair = make(ranks=2, threads=6, ray={"amount": 4})
+    first, second = pair.pids
+    paths = [model.path for model in pair.call("load")]
+    assert paths == [f"pid {first} rank 0 device 0 3", f"pid {second} rank 1 device 0 3"]
+    assert len(set(nodes_of(pair))) == 2
 
 
 def test_a_rank_that_is_stopped_is_ended_by_the_limit_of_its_call(make: Make, step: Any) -> None:
@@ -111,8 +59,8 @@ def test_a_machine_that_is_gone_is_reported_in_time(make: Make, cluster: Any, st
     """Its processes end, so that their connections do; see docs/architecture.md for a machine that falls silent."""
     node = cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE, resources={"lone": 1})
     executor = make(order("collect", "hang"), ranks=2, ray={"resource": "lone"})
-    assert len(set(executor.nodes)) == 2
-    lost = executor.nodes.index(node.node_id)
+    assert len(set(nodes_of(executor))) == 2
+    lost = nodes_of(executor).index(node.node_id)
     killed: list[float] = []
 
     def kill() -> None:
@@ -128,49 +76,6 @@ def test_a_machine_that_is_gone_is_reported_in_time(make: Make, cluster: Any, st
     timer.join()
     executor.shutdown()
     assert wait_until(lambda: all(map(is_gone, executor.pids)))
-
-
-# Start and end
-
-
-@pytest.mark.parametrize(
-    ("orders", "error", "text"),
-    [
-        ([order("made", "fail", 1)], DriverError, "rank 1: driver call fakeMalloc failed"),
-        ([order("made", "exit", 1)], RankFailed, "rank 1 failed: its process has ended"),
-        ([order("made", "hang", 0)], RankFailed, r"rank 0 failed: it has not answered 'start' within"),
-    ],
-    ids=["raises", "dies", "hangs"],
-)
-def test_a_start_that_fails_leaves_nothing(orders: list[Any], error: type[Exception], text: str, make: Make) -> None:
-    groups = placed()
-    with pytest.raises(error, match=text):
-        make(*orders, ranks=2, limits={"start": 6.0} if orders[0]["does"] == "hang" else None)
-    assert wait_until(lambda: placed() == groups)
-
-
-@pytest.mark.parametrize("end", ["shutdown", "forgotten", "hang"])
-def test_nothing_is_left_however_it_ends(
-    end: str, cluster: Any, step: Any, fake: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
-    groups, threads = placed(), threading.active_count()
-    descriptor = fake.hardpoint_backend()
-    resolved = Resolved(descriptor, descriptor.probe().devices[0])
-    orders = json.dumps([order("shutdown", "hang")] if end == "hang" else [])
-    executor = RayExecutor(resolved, WorkerConfig(model=orders, tensor_parallel_size=2), RankLimits(shutdown=0.3))
-    pids = executor.pids
-    run_step(executor, step([1], 16))
-    assert placed() == groups + 1
-    if end != "forgotten":
-        executor.shutdown()
-        executor.shutdown()
-        with pytest.raises(EngineDead):
-            run_step(executor, step([1], 16))
-    del executor
-    gc.collect()
-    assert wait_until(lambda: all(map(is_gone, pids)) and placed() == groups)
-    assert threading.active_count() <= threads
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_what_the_cluster_has_no_room_for_is_refused_with_what_it_has(make: Make) -> None:
@@ -209,12 +114,15 @@ PROGRAM = """
     sys.path.insert(0, {site!r})
     import hardpoint_fake_ranks as fake
     import ray
-    from hardpoint.executor.ray import RayExecutor
+    from hardpoint.executor import RemoteExecutor
+    from hardpoint.executor.ray_transport import RayTransport
     from hardpoint.interfaces import WorkerConfig
     from hardpoint.plugins import Resolved
     descriptor = fake.hardpoint_backend()
     resolved = Resolved(descriptor, descriptor.probe().devices[0])
-    first, second = (RayExecutor(resolved, WorkerConfig(model=""), None, {{"resource": "CPU"}}) for _ in range(2))
+    first, second = (
+        RemoteExecutor(RayTransport(resolved, WorkerConfig(model=""), None, {{"resource": "CPU"}})) for _ in range(2)
+    )
     first.shutdown()
     assert ray.is_initialized()
     print(*second.pids, flush=True)

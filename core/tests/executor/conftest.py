@@ -1,11 +1,14 @@
-"""Executors over fake workers, in real processes."""
+"""Executors over fake workers, in real processes, and in actors of a real Ray cluster where Ray is installed."""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import module_from_spec, spec_from_file_location
+from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.executor import MultiProcessExecutor, RankLimits
+from hardpoint.executor import ProcessTransport, RankLimits, RemoteExecutor
 from hardpoint.interfaces import (
     Pooling,
     SequencePooling,
@@ -26,6 +29,11 @@ from hardpoint.plugins import ENTRY_POINT_GROUP, Resolved, installed
 
 _SOURCE = Path(__file__).with_name("fake_backend.py")
 _MODULE = "hardpoint_fake_ranks"
+
+TRANSPORTS = ["processes", "ray"] if find_spec("ray") else ["processes"]
+
+OBJECT_STORE = 80 << 20
+"""Bytes for each node of a cluster: the least that Ray takes, nearly."""
 
 
 @pytest.fixture(scope="session")
@@ -51,25 +59,90 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     installed(refresh=True)
 
 
-@pytest.fixture
-def make(fake: ModuleType) -> Iterator[Callable[..., MultiProcessExecutor]]:
-    """Return what makes an executor over fake workers: orders, sizes, limits and other settings of the workers."""
-    made: list[MultiProcessExecutor] = []
+@pytest.fixture(scope="session")
+def cluster(fake: ModuleType) -> Iterator[Any]:
+    """Two nodes, each with six of the fake backend's devices and one device that is called split; this process has joined them."""
+    import ray
+    from ray.cluster_utils import Cluster
 
-    def one(
-        *orders: dict[str, Any], ranks: int = 1, stages: int = 1, device: int = 0, limits: Any = None, **config: Any
-    ) -> MultiProcessExecutor:
-        descriptor = fake.hardpoint_backend()
-        resolved = Resolved(descriptor, descriptor.probe().devices[device])
-        settings = WorkerConfig(
-            model=json.dumps(orders), tensor_parallel_size=ranks, pipeline_parallel_size=stages, **config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # The nodes' processes look there for the fake backend.
+        patch.setenv("PYTHONPATH", str(Path(fake.__file__ or "").parent), prepend=os.pathsep)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        node = {"num_cpus": 2, "object_store_memory": OBJECT_STORE}
+        nodes = Cluster(
+            initialize_head=True,
+            head_node_args={**node, "resources": {"fakes": 6, "split": 1, "lone": 1}, "include_dashboard": False},
         )
-        made.append(MultiProcessExecutor(resolved, settings, RankLimits.parse(limits)))
+        nodes.add_node(**node, resources={"fakes": 6, "split": 1})
+        ray.init(address=nodes.address, log_to_driver=False)
+        yield nodes
+        ray.shutdown()
+        nodes.shutdown()
+
+
+@pytest.fixture(scope="session", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    """The name of a transport, over which the test runs."""
+    name: str = request.param
+    if name == "ray":
+        request.getfixturevalue("cluster")
+    return name
+
+
+Make = Callable[..., RemoteExecutor]
+
+
+def make_executor(
+    fake: ModuleType,
+    transport: str,
+    *orders: dict[str, Any],
+    ranks: int = 1,
+    stages: int = 1,
+    device: int = 0,
+    limits: Any = None,
+    ray: Any = None,
+    **config: Any,
+) -> RemoteExecutor:
+    """Return an executor over fake workers.
+
+    Args:
+        orders: what the workers are to do, see the fake backend.
+        ray: settings of Ray.
+        config: other settings of the workers.
+    """
+    descriptor = fake.hardpoint_backend()
+    resolved = Resolved(descriptor, descriptor.probe().devices[device])
+    settings = WorkerConfig(
+        model=json.dumps(orders), tensor_parallel_size=ranks, pipeline_parallel_size=stages, **config
+    )
+    if transport == "processes":
+        return RemoteExecutor(ProcessTransport(resolved, settings, RankLimits.parse(limits)))
+    from hardpoint.executor.ray_transport import RayTransport
+
+    return RemoteExecutor(RayTransport(resolved, settings, RankLimits.parse(limits), ray))
+
+
+@pytest.fixture
+def make_over(fake: ModuleType) -> Iterator[Make]:
+    """Return what makes an executor over a transport; see `make_executor`."""
+    made: list[RemoteExecutor] = []
+
+    def one(transport: str, *orders: dict[str, Any], **settings: Any) -> RemoteExecutor:
+        made.append(make_executor(fake, transport, *orders, **settings))
         return made[-1]
 
     yield one
     for executor in made:
         executor.shutdown()
+
+
+@pytest.fixture
+def make(make_over: Make, transport: str) -> Make:
+    """Return what makes an executor over the transport of the test."""
+    return partial(make_over, transport)
 
 
 def make_step(

@@ -1,7 +1,8 @@
 """A backend for tests of executors: its workers compute nothing, and fail, hang, die or stop where they are told to.
 
 What a worker is to do is in its configuration's `model`, as JSON: a list of `{"call", "rank", "does"}`, with `"rank": null` for all ranks
-and `"after"` for how many calls of that name to let pass. It is installed as a distribution of its own, so that ranks find it by name.
+and `"after"` for how many calls of that name to let pass; of the call "steps_in_flight", the number that it claims. It is installed as a
+distribution of its own, so that ranks find it by name.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class FakeWorker(Worker):
         self._calls: Counter[str] = Counter()
         self._asleep: frozenset[str] = frozenset()
         self._table = np.zeros((0, 0), np.int32)
-        self._submitted: deque[StepInput] = deque()
+        self._submitted: deque[StepOutput] = deque()
         self._open: tuple[int, frozenset[str]] | None = None
         self._do("made")
 
@@ -122,7 +123,8 @@ class FakeWorker(Worker):
         request = AttentionRequest((layer,) * 2, DType.FLOAT32, DType.BFLOAT16, None, 128)
         plan = AttentionPlan(request, KVCacheSpec(2, BLOCK_SIZE, 2, 8, DType.FLOAT32), notes=("fake",))
         path = f"pid {os.getpid()} rank {self._config.rank} device {self._context.device.index} {self._config.threads}"
-        return ModelInfo("Fake", DType.FLOAT32, 100, 128, 2, 1 << 20, plan, path)
+        in_flight = next((order["does"] for order in self._orders if order["call"] == "steps_in_flight"), 0)
+        return ModelInfo("Fake", DType.FLOAT32, 100, 128, 2, 1 << 20, plan, path, steps_in_flight=in_flight)
 
     def profile(self) -> MemoryProfile:
         self._do("profile")
@@ -137,12 +139,15 @@ class FakeWorker(Worker):
 
     def submit(self, step: StepInput) -> None:
         self._do("submit")
-        self._submitted.append(step)
+        self._submitted.append(self._output(step))
 
     def collect(self) -> StepOutput:
-        """Return for each sample the sum of its sequence's block table, so that a wrong table is seen."""
-        step = self._submitted.popleft()
+        output = self._submitted.popleft()
         self._do("collect")
+        return output
+
+    def _output(self, step: StepInput) -> StepOutput:
+        """Return for each sample the sum of its sequence's block table, so that a wrong table is seen."""
         if self._config.rank != self._config.driver_rank:
             return StepOutput(np.empty(0, np.int64))
         batch = step.batch

@@ -14,7 +14,7 @@ import pytest
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.sleep import EngineState
-from hardpoint.executor import InProcessExecutor, MultiProcessExecutor, RankLimits
+from hardpoint.executor import InProcessExecutor, RankLimits, RemoteExecutor
 from hardpoint.interfaces import SequenceSampling
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, EngineDead, RankFailed, WorkerError
 from tests.leaks import Belongings
@@ -44,7 +44,7 @@ def add(core: EngineCore, tokens: int = 5) -> int:
 def test_one_rank_runs_in_this_process_unless_it_is_asked_for(make_core: Make) -> None:
     assert isinstance(make_core().executor, InProcessExecutor)
     apart = make_core(executor="multi_process")
-    assert isinstance(apart.executor, MultiProcessExecutor)
+    assert isinstance(apart.executor, RemoteExecutor)
     add(apart)
     assert len(apart.step().token_ids) == 1
 
@@ -153,6 +153,6 @@ def test_ray_where_it_is_not_installed_is_refused_with_what_to_do(
 def test_limits_of_the_configuration_hold(make_core: Make) -> None:
     core = make_core({"call": "collect", "does": "hang"}, executor="multi_process", rank_limits={"step": 0.5})
     add(core)
-    with pytest.raises(RankFailed, match=r"it has not answered 'execute' within 0\.5 s"):
+    with pytest.raises(RankFailed, match=r"it has not answered 'step' within 0\.5 s"):
         core.step()
     assert EngineConfig("m", rank_limits=RankLimits(step=2)).rank_limits == RankLimits(step=2)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.executor.link import Kind, Link, LinkFiles
+from hardpoint.executor.link import Link, LinkFiles
 from hardpoint.executor.ring import RingReader, RingWriter, make_counters
+from hardpoint.executor.transport import Kind
 from hardpoint.interfaces.errors import MalformedMessage
 
 
@@ -96,11 +97,11 @@ def test_both_sides_of_a_link_agree_on_directions_and_heartbeat() -> None:
     assert answer is not None
     assert (question.kind, bytes(question.payload)) == (Kind.CALL, b"question")
     assert (answer.kind, bytes(answer.payload)) == (Kind.RESULT, b"answer")
-    assert not select.select([engine.trouble], [], [], 0)[0]
+    assert not select.select([engine.failure_event], [], [], 0)[0]
     rank.send(Kind.FAILURE, 1, [], lambda fd: None)
-    assert select.select([engine.trouble], [], [], 0)[0]
-    engine.forget_trouble()
-    assert not select.select([engine.trouble], [], [], 0)[0]
+    assert select.select([engine.failure_event], [], [], 0)[0]
+    assert engine.receive() is not None
+    assert not select.select([engine.failure_event], [], [], 0)[0]
     rank.beat()
     rank.beat()
     assert engine.heartbeat == 2

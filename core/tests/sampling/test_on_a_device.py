@@ -5,7 +5,6 @@ A stand-in for the device: tensors that lie on the host and say that they do not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from hardpoint.interfaces import Platform
+from hardpoint.interfaces.platform import Event
 from hardpoint.sampling import SampledTokens, Sampler, SamplingParams
 
 ROWS, COLUMNS = 40, 50_000
@@ -73,18 +74,23 @@ class Device(TorchDispatchMode):
         return tree_map(lambda x: OnDevice(x) if is_own and isinstance(x, torch.Tensor) else x, result)
 
 
-class Marks:
-    """How often what was queued was marked, and waited for."""
+class Queue(Platform):
+    """Counts how often what was queued was marked, and waited for."""
+
+    made = waited = 0
 
     def __init__(self) -> None:
-        self.made = self.waited = 0
+        super().__init__(torch.device("meta"))  # type: ignore[arg-type]
 
-    def __call__(self) -> Callable[[], None]:
+    def record_event(self) -> Event:
         self.made += 1
-        return self._wait
+        queue = self
 
-    def _wait(self) -> None:
-        self.waited += 1
+        class Mark:
+            def synchronize(self) -> None:
+                queue.waited += 1
+
+        return Mark()
 
 
 def run(sampler: Sampler, logits: list[torch.Tensor], values: dict[str, Any]) -> list[SampledTokens]:
@@ -112,12 +118,12 @@ def run(sampler: Sampler, logits: list[torch.Tensor], values: dict[str, Any]) ->
 def test_steps_give_the_tokens_of_the_host_and_never_wait(values: dict[str, Any]) -> None:
     logits = list(3 * torch.randn(2, ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)))
     expected = [step.collect() for step in run(Sampler(COLUMNS), logits, values)]
-    OnDevice.waits, marks = 0, Marks()
+    OnDevice.waits, queue = 0, Queue()
     with Device():
-        steps = run(Sampler(COLUMNS, "meta", mark=marks), [OnDevice(step.clone()) for step in logits], values)
-        assert (OnDevice.waits, marks.made, marks.waited) == (0, 2, 0)
+        steps = run(Sampler(COLUMNS, "meta", platform=queue), [OnDevice(step.clone()) for step in logits], values)
+        assert (OnDevice.waits, queue.made, queue.waited) == (0, 2, 0)
         found = [step.collect() for step in steps]
-    assert (OnDevice.waits, marks.waited) == (0, 2)
+    assert (OnDevice.waits, queue.waited) == (0, 2)
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.logprobs.keys() == other.logprobs.keys()

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import Capabilities, IntSet, Pooling, SequencePooling, SequenceSampling
+from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, SequencePooling, SequenceSampling
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
 from hardpoint.sampling import Sampler
-from hardpoint.worker import TorchWorker
+from hardpoint.worker import StandardWorker
 from hardpoint.worker.collectives import insist_on
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.meeting import MeetingPoint
@@ -31,7 +31,7 @@ from hardpoint.worker.ranks import PlainRows, check_ranks, place_of
 ADDRESS = "tcp://127.0.0.1:9/nobody"
 
 
-class PlainWorker(TorchWorker):
+class PlainWorker(StandardWorker):
     """The core's worker, unchanged."""
 
 
@@ -130,12 +130,12 @@ def step(lengths: Sequence[int], token: int, **more: Any) -> StepInput:
     return StepInput(replace(batch, token_ids=tokens.astype(np.int64)), **more)
 
 
-def run_step(worker: TorchWorker, given: StepInput) -> StepOutput:
+def run_step(worker: StandardWorker, given: StepInput) -> StepOutput:
     worker.submit(given)
     return worker.collect()
 
 
-def outcome(worker: TorchWorker, given: StepInput) -> Any:
+def outcome(worker: StandardWorker, given: StepInput) -> Any:
     try:
         return run_step(worker, given)
     except OutputFailed as error:
@@ -271,12 +271,13 @@ NO_TOKEN_LEFT = {"temperature": 0.7, "allowed_token_ids": (4,), "min_tokens": 1,
 
 
 @contextmanager
-def started(model: str, worker: type[TorchWorker] = PlainWorker) -> Iterator[TorchWorker]:
+def started(model: str, platform: type[Platform] = Platform) -> Iterator[StandardWorker]:
     resolved = resolve_backend("cpu")
+    descriptor = replace(resolved.descriptor, platform=lambda: platform)
     config = WorkerConfig(
         model, load_format="dummy", block_size=8, max_model_len=32, max_num_batched_tokens=64, use_fused_decoder=False
     )
-    one = worker(WorkerContext(resolved.descriptor, resolved.device, config))
+    one = StandardWorker(WorkerContext(descriptor, resolved.device, config))
     try:
         one.start()
         one.load()
@@ -305,18 +306,18 @@ def test_a_sample_that_fails_leaves_the_other_sequences_as_they_were(model: str)
 
 
 def test_a_device_that_failed_is_no_failed_output(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(PlainWorker):
+    class Failing(Platform):
         works = True
 
-        def _synchronize(self) -> None:
-            if not self.works:
+        def synchronize(self) -> None:
+            if not Failing.works:
                 raise RuntimeError("an illegal address was accessed")
 
     def no_memory(*arguments: Any, **named: Any) -> Any:
         raise MemoryError("no room for the rows")
 
     with started(model, Failing) as worker:
-        worker.works = False  # type: ignore[attr-defined]
+        Failing.works = False
         monkeypatch.setattr(Sampler, "sample", no_memory)
         drawn = step([6], 11, new_sequences=(SequenceSampling(0, (5,), seed=3, state_row=0),))
         with pytest.raises(RuntimeError, match="illegal address") as caught:

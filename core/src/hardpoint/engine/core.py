@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.sleep import LifeCycle, SleepSettings, SleepTotals
-from hardpoint.executor import Executor, InProcessExecutor, MultiProcessExecutor, RankLimits
+from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import FloatArray, SequencePooling, SequenceSampling, StepInput, TokenLogprobs
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
@@ -295,11 +295,11 @@ def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: Work
     kind = config.executor
     if kind == "ray":
         # Imported where it is asked for: on one machine nobody needs Ray.
-        from hardpoint.executor.ray import RayExecutor
+        from hardpoint.executor.ray_transport import RayTransport
 
-        return RayExecutor(resolved, worker_config, RankLimits.parse(config.rank_limits), config.ray)
+        return RemoteExecutor(RayTransport(resolved, worker_config, RankLimits.parse(config.rank_limits), config.ray))
     if kind == "multi_process" or config.num_ranks > 1:
-        return MultiProcessExecutor(resolved, worker_config, RankLimits.parse(config.rank_limits))
+        return RemoteExecutor(ProcessTransport(resolved, worker_config, RankLimits.parse(config.rank_limits)))
     context = WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=worker_config)
     return InProcessExecutor(resolved.descriptor.worker()(context))
 

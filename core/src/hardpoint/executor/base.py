@@ -35,7 +35,7 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End all workers; legal in any state and more than once."""
+        """End all workers; callable in any state, idempotent."""
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """Call a worker method by name on every rank; returns the results in the order of ranks.

@@ -25,9 +25,6 @@ from hardpoint.interfaces.worker import WORKER_CALLS, Worker, WorkerConfig
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
-EXECUTE = "execute"
-"""A step, from `submit` to `collect`: one message there and one back."""
-
 
 class PlanMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sleep"):
     """A sleep plan without its callback, and without tensors, which only a worker adds; fields as in `SleepPlan`.
@@ -189,11 +186,11 @@ def _sent(hint: Any) -> Any:
 
 
 SCHEMAS: Mapping[str, CallSchema] = {name: _schema(name) for name in sorted(WORKER_CALLS - {"submit", "collect"})}
-"""Every call of the contract but `submit` and `collect`."""
+"""Every call of the contract but those of steps."""
 
 assert get_type_hints(Worker.submit)["step"] is StepInput
 
-_COMMUNICATING = frozenset({"start", "load", "profile", "initialize_kv", "warm_up", EXECUTE})
+_COMMUNICATING = frozenset({"start", "load", "profile", "initialize_kv", "warm_up"})
 
 
 def may_wait_for_others(name: str) -> bool:

@@ -13,7 +13,6 @@ _KINDS = {
     "initialize_kv": "load",
     "warm_up": "load",
     "write_weights": "load",
-    "execute": "step",
     "begin": "sleep",
     "commit": "sleep",
     "rollback": "sleep",

@@ -9,19 +9,12 @@ import contextlib
 import mmap
 import os
 import signal
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from hardpoint.executor.messages import Buffer
-from hardpoint.executor.ring import CAPACITY, Frame, RingReader, RingWriter, make_counters, take
-
-NAME_BYTES = 64
-"""Length of a call's name at the beginning of its frame, padded with zeros; the arguments' message follows."""
-
-PROGRESS = struct.Struct("<qq")
-"""Bytes done, and bytes in all."""
+from hardpoint.executor.ring import CAPACITY, RingReader, RingWriter, make_counters, take
+from hardpoint.executor.transport import Frame, Kind
 
 TRACE_SIGNAL = signal.SIGUSR1
 """Makes a rank write the traceback of all its threads to standard error."""
@@ -30,41 +23,17 @@ _HEARTBEAT = 64
 """Offset of the heartbeat in the first page; the page is written by the rank alone."""
 
 
-class Kind(IntEnum):
-    """Kinds of frames.
-
-    To a rank. START: make the worker of a `RankSpec`. EXECUTE: a step. CALL: a name and arguments. WEIGHT, WEIGHTS_END, WEIGHTS_FAILED: a
-    tensor for the call under way, the end of them, and what the engine's iterator raised. GO_ON, BREAK_OFF: the answer to a report of
-    progress, with what the engine's callback raised. STOP: end the worker and the process.
-
-    From a rank. RESULT, FAILURE: the answer to START, EXECUTE or CALL. PROGRESS: as `PROGRESS` packs it; the rank waits for the answer.
-    """
-
-    START = 1
-    EXECUTE = 2
-    CALL = 3
-    WEIGHT = 4
-    WEIGHTS_END = 5
-    WEIGHTS_FAILED = 6
-    GO_ON = 7
-    BREAK_OFF = 8
-    STOP = 9
-    RESULT = 101
-    FAILURE = 102
-    PROGRESS = 103
-
-
 @dataclass(frozen=True)
 class LinkFiles:
-    """File descriptors of a link: the memory, data and space of the ring to the rank and of the one from it, and `trouble`.
+    """File descriptors of a link: the memory, data and space of the ring to the rank and of the one from it, and `failure_event`.
 
-    `trouble` can be read when the rank has sent a failure, for those who do not wait for its other answers.
+    `failure_event` can be read when the rank has sent a failure, for those who do not wait for its other answers.
     """
 
     memory: int
     requests: tuple[int, int]
     replies: tuple[int, int]
-    trouble: int
+    failure_event: int
     capacity: int = CAPACITY
 
     @classmethod
@@ -86,7 +55,13 @@ class LinkFiles:
     @property
     def all(self) -> tuple[int, ...]:
         """All of them, in the order in which `parse` takes them."""
-        return (self.memory, *self.requests, *self.replies, self.trouble)
+        return (self.memory, *self.requests, *self.replies, self.failure_event)
+
+    def close(self) -> None:
+        """Close all of them, except for those that are closed."""
+        for fd in self.all:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def to_text(self) -> str:
         """Return it as an argument of the rank's process."""
@@ -95,8 +70,8 @@ class LinkFiles:
     @classmethod
     def parse(cls, text: str) -> LinkFiles:
         """Read what `to_text` wrote."""
-        memory, *counters, trouble, capacity = map(int, text.split(","))
-        return cls(memory, (counters[0], counters[1]), (counters[2], counters[3]), trouble, capacity)
+        memory, *counters, failure_event, capacity = map(int, text.split(","))
+        return cls(memory, (counters[0], counters[1]), (counters[2], counters[3]), failure_event, capacity)
 
 
 class Link:
@@ -124,7 +99,7 @@ class Link:
         """Send one frame; see `RingWriter.write`."""
         self._writer.write(kind, call, parts, wait)
         if kind == Kind.FAILURE:
-            os.eventfd_write(self._files.trouble, 1)
+            os.eventfd_write(self._files.failure_event, 1)
 
     @property
     def has_unread(self) -> bool:
@@ -133,16 +108,15 @@ class Link:
 
     def receive(self) -> Frame | None:
         """Return the next frame, None where there is none yet; raises MalformedMessage."""
-        return self._reader.read()
+        frame = self._reader.read()
+        if frame is not None and frame.kind == Kind.FAILURE:
+            take(self._files.failure_event)
+        return frame
 
     @property
-    def trouble(self) -> int:
-        """The file descriptor that can be read when the rank has sent a failure since `forget_trouble`."""
-        return self._files.trouble
-
-    def forget_trouble(self) -> None:
-        """Note that all failures were seen."""
-        take(self._files.trouble)
+    def failure_event(self) -> int:
+        """The file descriptor that can be read when the rank has sent a failure that was not received yet."""
+        return self._files.failure_event
 
     @property
     def heartbeat(self) -> int:
@@ -154,13 +128,11 @@ class Link:
         self._heartbeat[0] += 1
 
     def close(self) -> None:
-        """Give back memory and file descriptors; legal more than once."""
+        """Give back memory and file descriptors; idempotent."""
         for view in self._views:
             view.release()
         self._views.clear()
         with contextlib.suppress(BufferError):  # A traceback may hold a piece of it; it goes with that.
             self._memory.close()
-        for fd in self._files.all:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        self._files.close()
         self._files = LinkFiles(-1, (-1, -1), (-1, -1), -1)

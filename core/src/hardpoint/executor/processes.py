@@ -1,7 +1,7 @@
 """The processes of the ranks: started, watched and ended by one thread of the engine's process.
 
 A rank's process asks the kernel to end it when the *thread* that started it ends, so that thread lives as long as the ranks do. It
-passes what ranks write on to the log, and it alone judges whether they live: the first failure is kept, and all ranks are ended.
+passes what ranks write on to the log, and it alone judges whether they live.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import TRACE_SIGNAL, Link, LinkFiles
-from hardpoint.executor.rounds import HANGING
-from hardpoint.interfaces.errors import RankFailed
 
 _log = logging.getLogger("hardpoint")
 
@@ -108,24 +106,28 @@ class RankProcesses:
     """All ranks of one engine.
 
     Args:
-        links: the engine's side of them, in the order of ranks.
-        files: what the ranks inherit.
+        fail: called with a rank that has failed, what became of it, what it wrote last, and a hint; from the keeper's thread.
     """
 
-    def __init__(self, links: Sequence[Link], files: Sequence[LinkFiles], limits: RankLimits) -> None:
-        self._links, self._files, self._limits = links, files, limits
+    def __init__(self, limits: RankLimits, fail: Callable[[int, str, str, str], object]) -> None:
+        self._limits, self._fail = limits, fail
         self._processes: list[_Process] = []
-        self._lock = threading.Lock()
-        self._failure: RankFailed | None = None
-        self._stopping = False
         self._started = threading.Event()
         self._start_error: BaseException | None = None
-        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        self._alarm, self._command = os.eventfd(0, flags), os.eventfd(0, flags)
-        self._keeper = threading.Thread(target=self._keep, name="hardpoint ranks", daemon=True)
+        self._alarm = self._command = -1
+        self._keeper: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start all; returns when the processes are there. Raises OSError."""
+    def start(self, links: Sequence[Link], files: Sequence[LinkFiles]) -> None:
+        """Start all; returns when the processes are there. Raises OSError.
+
+        Args:
+            links: the engine's side of them, in the order of ranks.
+            files: what the ranks inherit.
+        """
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        self._alarm = os.eventfd(0, flags)
+        self._command = os.eventfd(0, flags)
+        self._keeper = threading.Thread(target=self._keep, args=(links, files), name="hardpoint ranks", daemon=True)
         self._keeper.start()
         self._started.wait()
         if self._start_error is not None:
@@ -136,76 +138,45 @@ class RankProcesses:
         """The file descriptor that can be read once a rank has failed."""
         return self._alarm
 
-    @property
-    def failure(self) -> RankFailed | None:
-        """The first failure."""
-        return self._failure
+    def sound_alarm(self) -> None:
+        """Wake who waits for the alarm."""
+        if self._alarm >= 0:
+            os.eventfd_write(self._alarm, 1)
 
     @property
     def pids(self) -> list[int]:
         """Process ids in the order of ranks."""
         return [process.popen.pid for process in self._processes]
 
-    def fail(self, rank: int, ended: str, *, output: str | None = None, hint: str = "") -> RankFailed:
-        """Note that a rank has failed, unless one has before, and end all; returns the first failure.
-
-        Args:
-            output: what it left; None for the last lines that it wrote.
-        """
-        with self._lock:
-            if self._failure is None and not self._stopping:
-                lines = "\n".join(self._processes[rank].lines) if output is None else output
-                self._failure = RankFailed.of(rank, ended, lines, hint)
-                _log.error("%s", self._failure)
-            failure = self._failure or RankFailed.of(rank, ended)
-        self.kill()
-        os.eventfd_write(self._alarm, 1)
-        self.wait_ended()
-        return failure
-
-    def fail_hanging(self, rank: int, call: str, seconds: float) -> RankFailed:
-        """Note that a rank has not answered a call in time; it is asked first where it stands."""
-        if self._failure is not None:
-            return self._failure
+    def trace(self, rank: int) -> str:
+        """Have a rank write the traceback of all its threads, and return what it wrote."""
         process = self._processes[rank]
         process.lines.clear()
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(process.pidfd, TRACE_SIGNAL)
             time.sleep(_TRACE_SECONDS)
-        return self.fail(
-            rank,
-            f"it has not answered '{call}' within {seconds:g} s",
-            hint=HANGING,
-        )
+        return "\n".join(process.lines)
 
     def kill(self) -> None:
-        """End all at once, and what they started."""
+        """End all at once, and what they started; waits, though not for long, until they are gone: what follows may need what they held."""
         for process in self._processes:
             if process.popen.returncode is None:
                 process.kill()
-
-    def expect_end(self) -> None:
-        """From here on, the end of a rank is no failure."""
-        with self._lock:
-            self._stopping = True
-
-    def wait_ended(self) -> None:
-        """Wait, though not for long, until ranks that were killed are gone: what follows may need what they held."""
-        if not self.is_keeper():
+        if self._keeper is not None and not self.is_keeper():
             self._keeper.join(_KILL_SECONDS)
 
     def stop(self, patience: float) -> None:
-        """Wait for all to end by themselves, then end them; nothing of them is left. Legal more than once."""
-        self.expect_end()
-        if self._keeper.is_alive():
+        """Wait for all to end by themselves, then end them; nothing of them is left. Idempotent."""
+        if self._keeper is not None:
             os.eventfd_write(self._command, 1)
-            self._keeper.join(patience if self._failure is None else 0.0)
+            self._keeper.join(patience)
             self.kill()
             self._keeper.join()
-        if self._alarm >= 0:
-            os.close(self._alarm)
-            os.close(self._command)
-            self._alarm = self._command = -1
+            self._keeper = None
+        for fd in (self._alarm, self._command):
+            if fd >= 0:
+                os.close(fd)
+        self._alarm = self._command = -1
 
     def is_keeper(self) -> bool:
         """Whether this is the thread that watches the ranks."""
@@ -213,10 +184,11 @@ class RankProcesses:
 
     # In the keeper's thread
 
-    def _keep(self) -> None:
+    def _keep(self, links: Sequence[Link], files: Sequence[LinkFiles]) -> None:
+        spins = len(os.sched_getaffinity(0)) > len(links)
         try:
-            for rank, (link, files) in enumerate(zip(self._links, self._files, strict=True)):
-                self._processes.append(_Process(rank, self._spawn(files), link))
+            for rank, (link, inherited) in enumerate(zip(links, files, strict=True)):
+                self._processes.append(_Process(rank, _spawn(inherited, spins=spins), link))
         except BaseException as error:
             self._start_error = error
             self.kill()
@@ -224,23 +196,6 @@ class RankProcesses:
         self._watch()
         for process in self._processes:
             process.close()
-
-    def _spawn(self, files: LinkFiles) -> subprocess.Popen[bytes]:
-        spins = len(os.sched_getaffinity(0)) > len(self._links)
-        arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
-        # The same modules as here, and nothing that happens to lie in the current folder.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-        # Not `subprocess.DEVNULL`: where no file is left for the pipe, what Popen opened for it stays open.
-        with open(os.devnull, "rb") as nothing:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, *arguments],
-                stdin=nothing,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=files.all,
-                env=environment,
-                process_group=0,
-            )
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -273,21 +228,39 @@ class RankProcesses:
         process.kill()
         code = process.popen.wait()
         process.read_output()
-        if self._stopping or self._failure is not None:
-            return
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            hint = _OUT_OF_MEMORY if -code == signal.SIGKILL else ""
-            self.fail(process.rank, f"its process was ended by {name}", hint=hint and f"{hint}. Make a new engine")
+            hint = f"{_OUT_OF_MEMORY}. Make a new engine" if -code == signal.SIGKILL else ""
+            self._fail(process.rank, f"its process was ended by {name}", "\n".join(process.lines), hint)
         else:
-            self.fail(process.rank, f"its process ended with exit code {code}")
+            self._fail(process.rank, f"its process ended with exit code {code}", "\n".join(process.lines), "")
 
     def _check(self, process: _Process, elapsed: float) -> None:
         silence = process.silence(elapsed)
-        if self._failure is not None or silence < self._limits.stopped:
+        if silence < self._limits.stopped:
             return
         state = process.state()
         if state in ("T", "t"):
-            self.fail(process.rank, f"its process has been stopped for {silence:.1f} s (state {state})")
+            ended = f"its process has been stopped for {silence:.1f} s (state {state})"
         elif state == "S" and silence >= self._limits.silent:
-            self.fail(process.rank, f"its interpreter has not run for {silence:.0f} s while its process did nothing")
+            ended = f"its interpreter has not run for {silence:.0f} s while its process did nothing"
+        else:
+            return
+        self._fail(process.rank, ended, "\n".join(process.lines), "")
+
+
+def _spawn(files: LinkFiles, *, spins: bool) -> subprocess.Popen[bytes]:
+    arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
+    # The same modules as here, and nothing that happens to lie in the current folder.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    # Not `subprocess.DEVNULL`: where no file is left for the pipe, what Popen opened for it stays open.
+    with open(os.devnull, "rb") as nothing:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE, *arguments],
+            stdin=nothing,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=files.all,
+            env=environment,
+            process_group=0,
+        )

@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from hardpoint.executor.messages import Buffer, size_of
+from hardpoint.executor.transport import Frame
 from hardpoint.interfaces.errors import MalformedMessage
 
 CAPACITY = 1 << 20
@@ -25,20 +25,6 @@ CAPACITY = 1 << 20
 _HEADER = struct.Struct("<IIQQQ")
 _MARK = 0x48504652
 _LARGEST = 1 << 38
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """What arrives.
-
-    Attributes:
-        kind: as the writer's side numbers them.
-        call: number of the call that it belongs to.
-    """
-
-    kind: int
-    call: int
-    payload: bytearray
 
 
 def make_counters(capacity: int) -> tuple[int, int]:

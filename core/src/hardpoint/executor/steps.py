@@ -83,7 +83,10 @@ class StepEncoder:
         self._packer = StepPacker()
 
     def encode(self, step: StepInput) -> list[Buffer]:
-        """Return a step as a message; raises MalformedMessage where an array is not what the contract says."""
+        """Return a step as a message, which counts as sent when `commit` is called.
+
+        Raises MalformedMessage where an array is not what the contract says.
+        """
         batch = step.batch
         last = b""
         if step.new_sequences or step.finished_seq_ids or step.pooling:
@@ -113,6 +116,10 @@ class StepEncoder:
         except (TypeError, ValueError) as error:
             raise MalformedMessage("a step's arrays are not as the contract says", found=str(error)) from error
         return [message]
+
+    def commit(self) -> None:
+        """Count the last message as sent; one that never left has changed nothing."""
+        self._packer.commit()
 
 
 class StepDecoder:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.kernels import KernelSet
-
-EmptyHost: TypeAlias = "Callable[[Sequence[int], torch.dtype], Tensor]"
-Mark: TypeAlias = Callable[[], Callable[[], None]]
+    from hardpoint.interfaces.platform import Event, Platform
 
 _HOST_BLOCK = 1 << 20
 """On the host rows are worked on in blocks of about this many elements (4 MB), which stay in cache."""
@@ -70,14 +68,15 @@ class SampledTokens:
     """
 
     def __init__(
-        self, token_ids: Tensor, host: Tensor, logprobs: Sequence[_HostLogprobs], wait: Callable[[], None]
+        self, token_ids: Tensor, host: Tensor, logprobs: Sequence[_HostLogprobs], copied: Event | None
     ) -> None:
         self.token_ids = token_ids
-        self._host, self._logprobs, self._wait = host, logprobs, wait
+        self._host, self._logprobs, self._copied = host, logprobs, copied
 
     def collect(self) -> Sampled:
         """Wait for the copy to the host, and return what it brought."""
-        self._wait()
+        if self._copied is not None:
+            self._copied.synchronize()
         outcomes: Int64Array = self._host.numpy()
         failed = {row: _REASONS[SampleFailure(outcomes[row])] for row in np.flatnonzero(outcomes < 0).tolist()}
         logprobs: dict[int, TokenLogprobs] = {}
@@ -106,8 +105,7 @@ class Sampler:
         vocab_size: columns of the logits.
         device: where logits and tables are.
         kernels: the backend's; its `sample` is used where it has one, else torch's operators.
-        empty_host: makes host memory that the device copies to and from; None for plain memory.
-        mark: marks what was queued on the device up to now, and returns what waits for it. None for torch's events of the device.
+        platform: the device's host memory and events; None where the device is the host.
     """
 
     def __init__(
@@ -115,14 +113,12 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str = "cpu",
         kernels: KernelSet | None = None,
-        empty_host: EmptyHost | None = None,
-        mark: Mark | None = None,
+        platform: Platform | None = None,
     ) -> None:
         self._device = torch.device(device)
-        self._on_host = self._device.type == "cpu"
         self._kernels = kernels
-        self._empty_host = empty_host or _plain_memory
-        self._mark = mark or self._event
+        # On the host arrays and tensors share memory.
+        self._platform = None if self._device.type == "cpu" else platform
         self._table = SamplingTable(vocab_size, self._device, self._upload)
 
     @property
@@ -140,7 +136,7 @@ class Sampler:
 
     def take(self, token_ids: Tensor, rows: Int32Array) -> SampledTokens:
         """Return tokens that the model chose itself, and note them as the rows' last: int64[S] on the device."""
-        if self._on_host:
+        if self._platform is None:
             self._table.tables.last_tokens.numpy()[rows] = token_ids.numpy()
         else:
             self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
@@ -179,7 +175,7 @@ class Sampler:
         tables = self._table.tables
         tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         edited = host["edited"] | (step[1] < host["min_tokens"])
-        for block in _blocks(np.arange(len(logits)), logits, self._on_host):
+        for block in _blocks(np.arange(len(logits)), logits, self._platform is None):
             rows, positions, draw = on_device[:, block[0] : block[-1] + 1].unbind(0)
             part = logits[block[0] : block[-1] + 1]
             if edited[block].any():
@@ -198,7 +194,7 @@ class Sampler:
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, wanted: Int64Array) -> list[_HostLogprobs]:
         found = []
-        for block in _blocks(np.flatnonzero(wanted >= 0), logits, self._on_host):
+        for block in _blocks(np.flatnonzero(wanted >= 0), logits, self._platform is None):
             whole = len(block) == len(logits)
             part, chosen = (logits, tokens) if whole else (logits[index := self._upload(block)], tokens[index])
             count = int(wanted[block].max())
@@ -209,39 +205,25 @@ class Sampler:
         return found
 
     def _collectable(self, tokens: Tensor, logprobs: Sequence[_HostLogprobs]) -> SampledTokens:
-        return SampledTokens(tokens, self._to_host(tokens), logprobs, self._mark())
+        host = self._to_host(tokens)
+        return SampledTokens(tokens, host, logprobs, None if self._platform is None else self._platform.record_event())
 
     def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         """Copy an array to the device without waiting; on the host it is the array itself."""
         given = torch.from_numpy(array)
-        if self._on_host:
+        if self._platform is None:
             return given
-        pinned = self._empty_host(given.shape, given.dtype)
+        pinned = self._platform.empty_host(given.shape, given.dtype)
         pinned.copy_(given)
         return pinned.to(self._device, non_blocking=True)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor to the host; complete once `mark` was waited for."""
-        if self._on_host:
+        """Begin to copy a tensor to the host."""
+        if self._platform is None:
             return tensor
-        host = self._empty_host(tensor.shape, tensor.dtype)
+        host = self._platform.empty_host(tensor.shape, tensor.dtype)
         host.copy_(tensor, non_blocking=True)
         return host
-
-    def _event(self) -> Callable[[], None]:
-        if self._on_host:
-            return _nothing
-        event = torch.Event(self._device)
-        event.record()
-        return event.synchronize
-
-
-def _nothing() -> None:
-    pass
-
-
-def _plain_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _blocks(rows: Int64Array, logits: Tensor, on_host: bool) -> Iterator[Int64Array]:

@@ -9,7 +9,7 @@ from typing import Any
 _BACKLOG = 128
 
 
-class MeetingServer:
+class RendezvousServer:
     """torch's TCP store, served by this process.
 
     Args:
@@ -35,5 +35,5 @@ class MeetingServer:
             )
 
     def close(self) -> None:
-        """End the store and close its port; legal more than once."""
+        """End the store and close its port; idempotent."""
         self._store = None

@@ -1,0 +1,50 @@
+"""What tests of executors share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hardpoint.executor import Executor
+from hardpoint.interfaces import StepInput, StepOutput
+
+REPORTED_WITHIN = 5.0
+"""Seconds within which the end of a rank is an error of the call under way."""
+
+
+def order(call: str, does: Any, rank: int | None = None, after: int = 0) -> dict[str, Any]:
+    """Return what a fake worker is to do; see the fake backend."""
+    return {"call": call, "does": does, "rank": rank, "after": after}
+
+
+def run_step(executor: Executor, step: StepInput) -> StepOutput:
+    """Submit a step and collect it."""
+    executor.submit(step)
+    return executor.collect()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        os.kill(pid, 0)
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Return whether a condition comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def sums(table: Any, rows: list[int], blocks: int) -> list[int]:
+    """Return the tokens of a fake worker's step."""
+    return [int(table[row, :blocks].sum()) for row in rows]
