@@ -14,16 +14,20 @@ from hardpoint.interfaces import (
     DecoderProgram,
     Device,
     DeviceAllocator,
+    DType,
     ExpertsProgram,
     ExpertsRequest,
     FuseRequest,
     KernelSet,
+    LinearProgram,
+    LinearRequest,
     Refusal,
     SamplingTables,
 )
 from hardpoint_cpu import _native
 from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, DTYPES, CpuDecoder, InvalidOperand, refusals
 from hardpoint_cpu.experts import CpuExperts
+from hardpoint_cpu.linear import CpuLinear
 from hardpoint_cpu.recognition import recognise
 
 if TYPE_CHECKING:
@@ -70,11 +74,46 @@ class CpuKernels(KernelSet):
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate q [T, heads, dim] and k [T, kv_heads, dim] in place (halves); cos, sin float32[max, rotary_dim / 2]."""
-        self._rotate(q, k, positions, cos, sin, interleaved=False)
-
-    def vendor_rotary_interleaved(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate as `rotary` does, with elements 2i and 2i + 1 as a pair (GPT-J, Cohere)."""
-        self._rotate(q, k, positions, cos, sin, interleaved=True)
+        tokens, _, dim = q.shape
+        for name, heads in (("q", q), ("k", k)):
+            _check(name, heads, dims=3)
+            packed = heads.stride(1) == dim or heads.shape[1] == 1
+            if heads.shape[0] != tokens or heads.shape[2] != dim or heads.dtype is not q.dtype or not packed:
+                raise InvalidOperand(
+                    f"{name} is [{tokens}, heads, {dim}] of {q.dtype}, heads contiguous",
+                    found=f"{list(heads.shape)} of {heads.dtype}, strides {heads.stride()}",
+                )
+        for name, table in (("cos", cos), ("sin", sin)):
+            good = table.ndim == 2 and table.shape == cos.shape and 2 * table.shape[1] <= dim and table.is_contiguous()
+            if not good or table.dtype is not torch.float32:
+                raise InvalidOperand(
+                    f"{name} is float32[max positions, at most {dim // 2}], contiguous",
+                    found=f"{list(table.shape)} of {table.dtype}",
+                )
+        where = positions.to(torch.int64).contiguous()
+        if where.shape != (tokens,) or (tokens and not 0 <= int(where.min()) <= int(where.max()) < len(cos)):
+            raise InvalidOperand(
+                f"positions are {tokens} integers from 0 to {len(cos) - 1}",
+                found=f"shape {list(where.shape)}, or beyond",
+            )
+        _native.rotary(
+            q.data_ptr(),
+            q.stride(0),
+            q.shape[1],
+            0,
+            k.data_ptr(),
+            k.stride(0),
+            k.shape[1],
+            0,
+            tokens,
+            _code(q),
+            dim,
+            2 * cos.shape[1],
+            0.0,
+            where.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+        )
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return `act(x[..., :n]) * x[..., n:]` where n is half the last axis."""
@@ -121,17 +160,6 @@ class CpuKernels(KernelSet):
         )
         return ids, values, ranks
 
-    def vendor_log_sum_exp(self, logits: Tensor) -> Tensor:
-        """Return float32[rows], `log(sum(exp(row)))` of each row of float32[rows, columns]."""
-        rows = _logits(logits)
-        out = torch.empty(len(rows), dtype=torch.float32)
-        _native.log_sum_exp(*_matrix(rows), out.data_ptr())
-        return out
-
-    def vendor_soft_cap(self, logits: Tensor, cap: float) -> None:
-        """Replace each logit of float32[rows, columns] by `cap * tanh(logit / cap)`, in place."""
-        _native.soft_cap(*_matrix(_logits(logits)), cap)
-
     def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
         """Return the fused decoder, or why this model cannot be run by it."""
         found = recognise(model)
@@ -142,54 +170,19 @@ class CpuKernels(KernelSet):
         tables = tuple(rope.table(request.max_context) for rope in found.ropes)
         return CpuDecoder(found.spec, request, allocator, tables, found.names)
 
+    def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
+        """Return a native linear layer over packed weights, or why it does not run in the dtype."""
+        return _dtype_refusal(request.dtype) or CpuLinear(request)
+
     def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
         """Return the native experts, or why they do not run in the dtype."""
-        if request.dtype not in DTYPES:
-            return Refusal((f"dtype {request.dtype} is not supported (supported: {', '.join(DTYPES)})",))
-        return CpuExperts(request)
+        return _dtype_refusal(request.dtype) or CpuExperts(request)
 
-    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
-        tokens, _, dim = q.shape
-        for name, heads in (("q", q), ("k", k)):
-            _check(name, heads, dims=3)
-            packed = heads.stride(1) == dim or heads.shape[1] == 1
-            if heads.shape[0] != tokens or heads.shape[2] != dim or heads.dtype is not q.dtype or not packed:
-                raise InvalidOperand(
-                    f"{name} is [{tokens}, heads, {dim}] of {q.dtype}, heads contiguous",
-                    found=f"{list(heads.shape)} of {heads.dtype}, strides {heads.stride()}",
-                )
-        for name, table in (("cos", cos), ("sin", sin)):
-            good = table.ndim == 2 and table.shape == cos.shape and 2 * table.shape[1] <= dim and table.is_contiguous()
-            if not good or table.dtype is not torch.float32:
-                raise InvalidOperand(
-                    f"{name} is float32[max positions, at most {dim // 2}], contiguous",
-                    found=f"{list(table.shape)} of {table.dtype}",
-                )
-        where = positions.to(torch.int64).contiguous()
-        if where.shape != (tokens,) or (tokens and not 0 <= int(where.min()) <= int(where.max()) < len(cos)):
-            raise InvalidOperand(
-                f"positions are {tokens} integers from 0 to {len(cos) - 1}",
-                found=f"shape {list(where.shape)}, or beyond",
-            )
-        _native.rotary(
-            q.data_ptr(),
-            q.stride(0),
-            q.shape[1],
-            0,
-            k.data_ptr(),
-            k.stride(0),
-            k.shape[1],
-            0,
-            tokens,
-            _code(q),
-            dim,
-            2 * cos.shape[1],
-            int(interleaved),
-            0.0,
-            where.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-        )
+
+def _dtype_refusal(dtype: DType) -> Refusal | None:
+    if dtype in DTYPES:
+        return None
+    return Refusal((f"dtype {dtype} is not supported (supported: {', '.join(DTYPES)})",))
 
 
 def _code(tensor: Tensor) -> int:

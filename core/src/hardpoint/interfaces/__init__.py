@@ -59,6 +59,8 @@ from hardpoint.interfaces.kernels import (
     ExpertsRequest,
     FuseRequest,
     KernelSet,
+    LinearProgram,
+    LinearRequest,
 )
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.sampling import Column, SampleFailure, SamplingTables
@@ -107,6 +109,8 @@ __all__ = [
     "IntSet",
     "KVCacheSpec",
     "KernelSet",
+    "LinearProgram",
+    "LinearRequest",
     "LiveRanges",
     "MemoryCapabilities",
     "MemoryChange",
