@@ -26,10 +26,10 @@ class HardpointError(Exception):
     rank: int | None = None
 
     def __init__(self, problem: str, *, found: str | None = None, hint: str | None = None) -> None:
-        self.problem = problem
-        self.found = found
+        self.problem = _printable(problem)
+        self.found = None if found is None else _printable(found)
         self.hint = hint
-        text = problem if found is None else f"{problem}: {found}"
+        text = self.problem if self.found is None else f"{self.problem}: {self.found}"
         super().__init__(text if hint is None else f"{text}. {hint}")
 
     def name_rank(self, rank: int) -> None:
@@ -53,6 +53,11 @@ class HardpointError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self).restore, (self.args, self.__dict__)
+
+
+def _printable(text: str) -> str:
+    """Return a text with lone surrogates, which no terminal takes, as escapes."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 class ConfigError(HardpointError, ValueError):

@@ -6,9 +6,8 @@ those of transformers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +16,7 @@ from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.errors import ModelError
 from hardpoint.interfaces.kernels import Activation
 from hardpoint.layers.rope import Rope, rope_from_config
+from hardpoint.validation import FLOAT32_MAX, shown
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -25,6 +25,8 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
 }
 _MAX_INTEGER = 1 << 31
+_MAX_LAYERS = 4096
+"""Beyond any model's; a configuration that asks for more would take memory for each layer before a tensor is missed."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -55,10 +57,10 @@ class ModelConfig:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number above 0."""
+        """Return a number above 0 that float32 holds."""
         value = self.values.get(name)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= FLOAT32_MAX:
             raise self._unusable(name, value, "a number above 0")
         return float(value)
 
@@ -113,7 +115,10 @@ class ModelConfig:
     @cached_property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return self.integer("num_hidden_layers")
+        count = self.integer("num_hidden_layers")
+        if count > _MAX_LAYERS:
+            raise self._unusable("num_hidden_layers", count, f"at most {_MAX_LAYERS}")
+        return count
 
     @cached_property
     def num_heads(self) -> int:
@@ -205,8 +210,10 @@ class ModelConfig:
         reasons: list[str] = []
         if nested and len(nested) < len(kinds):
             reasons.append("some of its layers have no rotary embedding")
-        own_factor = self.values.get("partial_rotary_factor")
-        factors = {float(entry.get("partial_rotary_factor") or own_factor or 1.0) for entry in entries}
+        own_factor = self.number("partial_rotary_factor", 1.0)
+        factors = {replace(self, values=entry).number("partial_rotary_factor", own_factor) for entry in entries}
+        if max(factors) > 1:
+            raise self._unusable("partial_rotary_factor", max(factors), "at most 1")
         if len(factors) > 1 or (factors != {1.0} and not partial):
             reasons.append(f"it has partial_rotary_factor {sorted(factors)}")
         rotary_dim = int(self.head_dim * factors.pop())
@@ -232,6 +239,15 @@ class ModelConfig:
         assert all((*sizes, self.num_heads, self.num_kv_heads, self.head_dim, self.norm_eps))
         assert len(self.layer_types) == self.num_layers
 
+    def check_foreign(self) -> None:
+        """Raise ModelError for sizes that cannot be, before transformers' code makes a model of them."""
+        assert self.vocab_size
+        for name in ("hidden_size", "num_attention_heads"):
+            if name in self.values:
+                self.integer(name)
+        if "num_hidden_layers" in self.values:
+            assert self.num_layers
+
     def refusals(self) -> list[str]:
         """Return what no family of the core runs."""
         reasons = []
@@ -250,5 +266,5 @@ class ModelConfig:
         return rope_from_config(entry, rotary_dim, self.max_position_embeddings, self.rope_divisors)
 
     def _unusable(self, name: str, value: object, wanted: str) -> ModelError:
-        found = f"{name} is missing" if value is None else f"{name} is {value!r}"
+        found = f"{name} is missing" if value is None else f"{name} is {shown(value)}"
         return ModelError(f"{self.where} is not a usable configuration", found=f"{found}, not {wanted}")

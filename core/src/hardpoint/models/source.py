@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError,
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.registry import ARCHITECTURES, architecture_of, family_of, is_known
-from hardpoint.validation import NonNegativeInt, Validated
+from hardpoint.validation import NonNegativeInt, Validated, shown
 from hardpoint.weights.checkpoint import (
     SAFETENSORS_INDEX,
     Checkpoint,
@@ -150,7 +150,7 @@ class ModelSource:
     @property
     def vocab_size(self) -> int:
         """Number of logits."""
-        return int(self.values["vocab_size"])
+        return self.model_config.vocab_size
 
     @property
     def max_model_len(self) -> int:
@@ -159,18 +159,18 @@ class ModelSource:
         Linear and YaRN scaling stretch the configured length by their factor where it is not stretched already. Models
         that run through transformers with LongRoPE end where its frequencies would change.
         """
-        values = self.values
-        length = next((int(value) for key in _CONTEXT_KEYS if (value := values.get(key))), None)
+        config = self.model_config
+        length = next((config.integer(key) for key in _CONTEXT_KEYS if self.values.get(key)), None)
         if length is None:
             raise ModelError(f"{self.path} does not say how long its context is", found="no max_position_embeddings")
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+        rope = replace(config, values=config.mapping("rope_parameters") or config.mapping("rope_scaling"))
+        kind, factor = rope.values.get("rope_type") or rope.values.get("type"), rope.optional_number("factor")
         if factor and kind == "linear":
             return int(length * factor)
         if factor and kind == "yarn":
-            return max(length, int(rope.get("original_max_position_embeddings", length) * factor))
+            return max(length, int(rope.integer("original_max_position_embeddings", length) * factor))
         if kind == "longrope" and isinstance(self.describe(self.dtype), Refusal):
-            return min(length, int(rope.get("original_max_position_embeddings", length)))
+            return min(length, rope.integer("original_max_position_embeddings", length))
         return length
 
     @cached_property
@@ -310,11 +310,16 @@ def open_model(
 
 
 def _find(model: str, load_format: str, trust_remote_code: bool) -> ModelSource:
-    path = _demo_file() if model == DEMO else Path(model).expanduser()
-    if not path.exists():
+    found = "neither a folder nor a file of this name"
+    try:
+        path = _demo_file() if model == DEMO else Path(model).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, or a home of nobody
+        found, exists = str(error), False
+    if not exists:
         raise ModelNotFound(
-            f"there is no model {model!r}",
-            found="neither a folder nor a file of this name",
+            f"there is no model {shown(model)}",
+            found=found,
             hint=f"Give a folder with config.json, a .gguf file, or {DEMO!r} for the packaged demo model",
         )
     if path.is_dir():
@@ -379,7 +384,13 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
     else:
         config = _read_config(folder, trust_remote_code)
         kv_quantisation = _quantisation(folder, config.to_dict())
-        values = config.get_text_config(decoder=True).to_dict()
+        text = config.get_text_config(decoder=True)
+        if not hasattr(text, "to_dict"):
+            raise ModelError(
+                f"{folder / 'config.json'} is not a usable configuration", found=f"text_config={shown(text)}"
+            )
+        values = text.to_dict()
+        ModelConfig(architecture, values, str(folder / "config.json")).check_foreign()
     form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.SAFETENSORS
     if form is ModelFormat.SAFETENSORS and not (
         (folder / SAFETENSORS_INDEX).is_file() or any(folder.glob("*.safetensors"))
@@ -391,7 +402,7 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read", found=str(error), hint="Download the file again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} cannot be read", found=f"a JSON {type(content).__name__} instead of an object")

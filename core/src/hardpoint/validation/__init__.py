@@ -4,6 +4,7 @@ Settings, sampling parameters and prompts derive from `Validated`; what a field 
 """
 
 from hardpoint.validation.declared import (
+    FLOAT32_MAX,
     INT32_MAX,
     GiB,
     Int64,
@@ -19,6 +20,7 @@ from hardpoint.validation.declared import (
 )
 
 __all__ = [
+    "FLOAT32_MAX",
     "INT32_MAX",
     "GiB",
     "Int64",

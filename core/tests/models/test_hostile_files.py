@@ -1,0 +1,136 @@
+"""Whatever a model's JSON files say, opening and describing it is right or one typed error."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.interfaces import DType
+from hardpoint.interfaces.errors import HardpointError, ModelError
+from hardpoint.models import open_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 2,
+}
+GEMMA = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}},
+    "final_logit_softcapping": 30.0,
+}
+FOREIGN = LLAMA | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
+
+HOSTILE = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        7,
+        2**31 - 1,
+        2**31,
+        2**63,
+        2**70,
+        10**400,
+        0.5,
+        -0.5,
+        1e-45,
+        1e308,
+        math.nan,
+        math.inf,
+        -math.inf,
+    ),
+    *(
+        "",
+        "x",
+        "512",
+        "\ud800",
+        "\0",
+        [],
+        [None],
+        [[]],
+        [2**70],
+        ["x", 5],
+        {},
+        {"x": 1},
+        {"rope_type": 5},
+        {"factor": math.nan},
+    ),
+]
+
+
+def describe(folder: Path) -> None:
+    """Do what an engine does before it reads weights."""
+    source = open_model(str(folder), load_format="dummy")
+    dtype = source.dtype
+    assert isinstance(dtype, DType)
+    assert source.vocab_size > 0
+    assert source.max_model_len > 0
+    assert all(0 <= token < 2**31 for token in source.eos_token_ids)
+    source.attention_layers()
+    source.describe(dtype)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, FOREIGN], ids=lambda config: config["model_type"])
+def test_every_value_of_a_configuration(config: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    describe(tmp_path)
+    refused = 0
+    hostile = HOSTILE if config is not FOREIGN else HOSTILE[::5]  # transformers' own reading takes 50 ms
+    for name in [*config, "quantization_config", "dtype", "rope_scaling", "partial_rotary_factor", "text_config"]:
+        for value in hostile:
+            file.write_text(json.dumps(config | {name: value}))
+            try:
+                describe(tmp_path)
+            except HardpointError as error:
+                str(error).encode()
+                refused += 1
+    assert refused > 60
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "content", ["", "[", "5", "[]", "null", '"x"', "\x00", "[" * 100_000, '{"a": ' * 100_000, "9" * 10_000]
+)
+def test_files_that_are_no_objects(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError):
+        describe(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["~no_such_user_/model", "x" * 5000, "a\0b", "\ud800", "", "nowhere/\udcff"])
+def test_names_that_are_no_paths(model: str) -> None:
+    with pytest.raises(ModelError):
+        open_model(model)
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_described(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3_000_000}))
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        describe(tmp_path)
