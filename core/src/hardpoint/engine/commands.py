@@ -160,12 +160,12 @@ class StepDone:
     """What one step brought.
 
     Attributes:
-        seq_ids, token_ids: int64[S], one entry per sample, in order; some may be of sequences that had ended.
+        seq_ids, token_ids: int64[S], one entry per sample, in order; some may be of sequences that had ended. A token of -1 could not be
+            sampled, and its sequence ended with an error.
         logprobs: by index in 0..S.
         num_cached: of sequences that were sampled for the first time: prompt tokens found in the prefix cache.
         ended: sequences that ended with this step.
         embeddings: by sequence.
-        failed: sequences that could not be sampled, and why; they are among `ended`.
     """
 
     seq_ids: Int64Array
@@ -174,7 +174,6 @@ class StepDone:
     num_cached: Mapping[int, int] = field(default_factory=dict)
     ended: Sequence[Ended] = ()
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -528,6 +528,8 @@ class EngineCore:
             self._lose_oldest(error)
             return
         self._in_flight.popleft()
+        for index, reason in output.failed.items():
+            _log.warning("sequence %d ends with an error: %s", seq_ids[index], reason)
         now = time.perf_counter()
         self._count(now - max(step.start, self._last_booking), prefill_tokens, len(seq_ids), preempted)
         self._last_booking = now
