@@ -81,7 +81,7 @@ def test_sound_descriptor_passes() -> None:
         ({"worker": lambda: object}, "does not derive from Worker"),
         (
             {"worker": lambda: Worker},
-            "leaves out begin_sleep, begin_wake, commit, declare_weights_valid, execute, init_device",
+            "leaves out begin, collect, commit, initialize_kv, load, profile",
         ),
         ({"allocator": implementation(Worker)}, "does not derive from DeviceAllocator"),
         ({"collectives": lambda: 3}, "does not derive from Collectives"),

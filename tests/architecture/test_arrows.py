@@ -30,7 +30,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"interfaces", "validation", "layers", "quantization", "weights"}),
     "worker": frozenset({"interfaces", "memory", "layers", "models", "sampling"}),
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
-    "triton": frozenset({"interfaces"}),
+    "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "engine", "sampling"}),
     "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models"}),

@@ -15,7 +15,11 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ELSEWHERE = {
     *("config.json", "generation_config.json", "tokenizer.json", "hf_quant_config.json"),  # models
     *("report.json", "summary.json", "log.txt", "cuda_misuse.json"),  # what runs write
-    *("src/hardpoint_acme/collectives.py", "src/hardpoint_acme/graphs.py"),  # what a vendor may add
+    *(
+        "src/hardpoint_acme/collectives.py",
+        "src/hardpoint_acme/graphs.py",
+        "src/hardpoint_acme/platform.py",
+    ),  # what a vendor may add
     *("Python.h", "npu/graphs.py", "torch_npu/_op_plugin_docs.py"),  # other people's
 }
 """Names of files that are not the repository's."""

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
-PARTS = {"__init__.py", "allocator.py", "attention.py", "capabilities.py", "descriptor.py", "worker.py"}
+PARTS = {"__init__.py", "allocator.py", "attention.py", "capabilities.py", "descriptor.py"}
 """Files that every backend has."""
 
 VENDORS = ("ascend", "cuda", "rocm")
 
 OWN = {
     "ascend": {
+        "collectives.py",
+        "graphs.py",
         "operators.py",
+        "platform.py",
         "reference_backend.py",
         "reference_operators.py",
         "simulated_graphs.py",
@@ -29,7 +32,7 @@ OWN = {
     }
 }
 """Files of a vendor's backend beside those of all: attention over the vendor's operators, and not over the core's kernels,
-and graphs of these."""
+graphs of these, and what torch has elsewhere for its devices."""
 
 
 def packages(root: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from conformance_tests.tests.recorded_graphs import Hungry, Recorder, StaleAttention, graphed
 from hardpoint import LLM, SamplingParams
-from hardpoint.interfaces import GRAPHS
+from hardpoint.interfaces import GRAPHS, DeviceAllocator, Platform
 from hardpoint.interfaces.errors import KVCacheTooSmall, WorkerError
 from hardpoint.plugins import Resolved
 from hardpoint_conformance.target import Target
@@ -90,15 +90,15 @@ def budgeted(runner: type = Hungry) -> Target:
     """A target whose device has its memory to itself, all of it in the allocator's books."""
     target = graphed(runner=runner)
 
-    class Budgeted(target.descriptor.worker()):  # type: ignore[misc]
-        def _total_and_used(self) -> tuple[int, int]:
-            return TOTAL, self._allocator.stats().allocated
+    class Budgeted(Platform):
+        def total_and_used(self, allocator: DeviceAllocator, ranks: int) -> tuple[int, int]:
+            return TOTAL, allocator.stats().allocated
 
-        def _peak_growth(self, step: Any) -> int:
+        def peak_growth(self, step: Callable[[], object], allocator: DeviceAllocator) -> int:
             step()
             return STEP
 
-    return target.with_descriptor(worker=lambda: Budgeted)
+    return target.with_descriptor(platform=lambda: Budgeted)
 
 
 @pytest.mark.parametrize(("most", "graphs"), [(1, 1), (6, 4), (40, 7)])
@@ -111,7 +111,8 @@ def test_kv_cache_leaves_room_for_the_graphs_that_follow_it(
         eager = llm.info.num_device_blocks
     with engine(monkeypatch, budgeted(), **sizes) as llm:
         block = llm.info.kv_bytes // llm.info.num_device_blocks
-        (held,) = llm.engine._core.executor.call("status")
+        (status,) = llm.engine._core.executor.call("status")
+        held = status.memory
         taken = held.tags[GRAPHS].allocated
         assert taken > Hungry.first + (graphs - 1) * Hungry.other
         assert abs((eager - llm.info.num_device_blocks) * block - taken) < block

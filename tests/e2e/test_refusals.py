@@ -28,7 +28,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.plugins import Resolved, resolve_backend
-from hardpoint.worker import TorchWorker
+from hardpoint.worker import StandardWorker
 
 BACKENDS = ("ascend", "cpu", "cuda", "rocm")
 CHIP = "Ascend910B3"
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class HostWorker(TorchWorker):
+class HostWorker(StandardWorker):
     """The core's worker, unchanged."""
 
 
@@ -84,6 +84,7 @@ def on_the_host(
         allocator=host.descriptor.allocator,
         attention=lambda: Planning,
         worker=lambda: HostWorker,
+        platform=host.descriptor.platform,
         kernels=None,
         graph_runner=None,
         **parts,

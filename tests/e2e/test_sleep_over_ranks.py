@@ -76,7 +76,7 @@ class Ranks(Executor):
         return outcomes
 
     def driver(self, rank: int) -> InterposedDriver:
-        return self.benches[rank].worker._allocator._driver  # type: ignore[attr-defined, no-any-return]
+        return self.benches[rank].worker._started.allocator._driver  # type: ignore[attr-defined, no-any-return]
 
     def plan(self) -> SleepPlan:
         return level_plan(1, live_blocks=tuple(self.sequences[0].blocks))

@@ -138,8 +138,8 @@ def test_weights_are_updated_in_place(started: Any, model: Model) -> None:
 
 def test_blocks_swap_to_pinned_memory_of_the_size_asked_for(started: Any) -> None:
     worker, _ = started
-    assert worker._kv._host.is_pinned()
-    assert worker._kv._host.shape[2] == 2
+    assert worker._loaded.kv._host.is_pinned()
+    assert worker._loaded.kv._host.shape[2] == 2
 
 
 def test_a_step_says_that_the_driver_is_simulated(started: Any) -> None:

@@ -1,4 +1,4 @@
-"""The worker of a device that torch drives, over a stand-in for torch's module and the host's own memory."""
+"""The platform of a device that torch drives, over a stand-in for torch's module and the host's own memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hardpoint.interfaces.batch import StepInput
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.plugins import resolve_backend
-from hardpoint.worker import AcceleratorWorker
+from hardpoint.worker import StandardWorker, TorchPlatform
 from hardpoint.worker.dummy import dummy_batch
 
 MIB = 1 << 20
@@ -62,12 +62,13 @@ class Module:
         self.peak = self.reserved
 
 
-class HostWorker(AcceleratorWorker):
+class HostPlatform(TorchPlatform):
     """Calls the stand-in, and computes on the host."""
 
-    _torch_module = "stand_in_for_torch"
+    def _module(self) -> Any:
+        return sys.modules["stand_in_for_torch"]
 
-    def _empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
 
@@ -95,7 +96,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., HostWorker]:
+def make(tmp_path: Path) -> Callable[..., StandardWorker]:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     resolved = resolve_backend("cpu")
     config = WorkerConfig(
@@ -107,13 +108,14 @@ def make(tmp_path: Path) -> Callable[..., HostWorker]:
         use_fused_decoder=False,
     )
 
-    def worker(**device: Any) -> HostWorker:
-        return HostWorker(WorkerContext(resolved.descriptor, replace(resolved.device, **device), config))
+    def worker(**device: Any) -> StandardWorker:
+        descriptor = replace(resolved.descriptor, platform=lambda: HostPlatform)
+        return StandardWorker(WorkerContext(descriptor, replace(resolved.device, **device), config))
 
     return worker
 
 
-def test_device_that_torch_does_not_see_is_refused(module: Module, make: Callable[..., HostWorker]) -> None:
+def test_device_that_torch_does_not_see_is_refused(module: Module, make: Callable[..., StandardWorker]) -> None:
     module.devices = 0
     with pytest.raises(
         BackendUnavailable, match=r"sees 0 such devices: The driver is too old \(found version 12040\)\."
@@ -121,7 +123,7 @@ def test_device_that_torch_does_not_see_is_refused(module: Module, make: Callabl
         make().start()
 
 
-def test_device_is_current_in_every_call_that_computes(module: Module, make: Callable[..., HostWorker]) -> None:
+def test_device_is_current_in_every_call_that_computes(module: Module, make: Callable[..., StandardWorker]) -> None:
     worker = make()
     batch = dummy_batch(num_tokens=4, max_len=4, block_size=32, max_seqs=1)
     unsampled = replace(batch, sample_rows=batch.sample_rows[:0], sample_seq_ids=batch.sample_seq_ids[:0])
@@ -139,31 +141,31 @@ def test_device_is_current_in_every_call_that_computes(module: Module, make: Cal
 
 
 def test_profile_adds_torchs_peak_and_what_others_took(
-    module: Module, make: Callable[..., HostWorker], monkeypatch: pytest.MonkeyPatch
+    module: Module, make: Callable[..., StandardWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make()
     worker.start()
     free = [1000 * MIB]
-    monkeypatch.setattr(worker._allocator, "memory_info", lambda: MemoryInfo(free[0], 2000 * MIB))
+    allocator, platform = worker._started.allocator, worker._started.platform
+    monkeypatch.setattr(allocator, "memory_info", lambda: MemoryInfo(free[0], 2000 * MIB))
 
     def step() -> None:
         module.peak, module.reserved = 300 * MIB, 200 * MIB
         free[0] -= 250 * MIB  # torch's 200, and 50 of kernels and libraries
 
     module.reserved = 40 * MIB  # goes with the cache, before anything is counted
-    assert worker._peak_growth(step) == 350 * MIB
+    assert platform.peak_growth(step, allocator) == 350 * MIB
     assert module.reserved == 0
     worker.shutdown()
 
 
 def test_time_of_a_token_is_that_of_a_step_whose_kernels_are_there(
-    module: Module, make: Callable[..., HostWorker], monkeypatch: pytest.MonkeyPatch
+    module: Module, make: Callable[..., StandardWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make()
     worker.start()
     worker.load()
-    runner = worker._runner
-    assert runner is not None
+    runner = worker._loaded.runner
     forward, steps = runner.forward, list[int]()
 
     def compiling_at_first(*arguments: Any) -> torch.Tensor:
@@ -178,7 +180,7 @@ def test_time_of_a_token_is_that_of_a_step_whose_kernels_are_there(
 
 
 def test_simulated_device_is_sized_and_refuses_to_compute(
-    module: Module, make: Callable[..., HostWorker], caplog: pytest.LogCaptureFixture
+    module: Module, make: Callable[..., StandardWorker], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make(simulated=True)
     worker.start()

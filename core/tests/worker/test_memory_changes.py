@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.tests.worker.test_ranks import PlainWorker, model, run_step, started, step  # noqa: F401 - a fixture
+from core.tests.worker.test_ranks import model, run_step, started, step  # noqa: F401 - a fixture
 from hardpoint.executor import InProcessExecutor
 from hardpoint.interfaces import (
     KV_CACHE,
@@ -24,7 +24,7 @@ from hardpoint.interfaces import (
     WeightWrite,
 )
 from hardpoint.interfaces.errors import MemoryAsleep, MemoryBusy, WeightsMissing
-from hardpoint.worker import TorchWorker
+from hardpoint.worker import StandardWorker
 
 PLANS = {
     "level 1": SleepPlan(policies={KV_CACHE: Policy.DISCARD}),
@@ -69,14 +69,14 @@ class Interrupt:
 
 
 @pytest.fixture
-def worker(model: str) -> Iterator[TorchWorker]:  # noqa: F811
-    with started(model, PlainWorker) as worker:
+def worker(model: str) -> Iterator[StandardWorker]:  # noqa: F811
+    with started(model) as worker:
         yield worker
 
 
 @pytest.mark.parametrize("level", PLANS)
 def test_an_interrupt_at_any_line_of_a_sleep_or_wake_leaves_nothing_wrong_to_serve(
-    worker: TorchWorker, level: str
+    worker: StandardWorker, level: str
 ) -> None:
     executor = InProcessExecutor(worker)
     expected = run_step(worker, one()).token_ids.tolist()

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import Capabilities, IntSet, Pooling, SequencePooling, SequenceSampling
+from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, SequencePooling, SequenceSampling
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed, WorkerError
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
-from hardpoint.worker import TorchWorker
+from hardpoint.worker import StandardWorker
 from hardpoint.worker.collectives import insist_on
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.meeting import MeetingPoint
@@ -30,7 +30,7 @@ from hardpoint.worker.ranks import PlainSequences, check_ranks, place_of
 ADDRESS = "tcp://127.0.0.1:9/nobody"
 
 
-class PlainWorker(TorchWorker):
+class PlainWorker(StandardWorker):
     """The core's worker, unchanged."""
 
 
@@ -115,12 +115,12 @@ def step(lengths: Sequence[int], token: int, **more: Any) -> StepInput:
     return StepInput(replace(batch, token_ids=tokens.astype(np.int64)), **more)
 
 
-def run_step(worker: TorchWorker, given: StepInput) -> StepOutput:
+def run_step(worker: StandardWorker, given: StepInput) -> StepOutput:
     worker.submit(given)
     return worker.collect()
 
 
-def outcome(worker: TorchWorker, given: StepInput) -> Any:
+def outcome(worker: StandardWorker, given: StepInput) -> Any:
     try:
         return run_step(worker, given)
     except OutputFailed as error:
@@ -252,12 +252,13 @@ NO_TOKEN_LEFT = {"temperature": 0.7, "allowed_token_ids": (4,), "min_tokens": 1,
 
 
 @contextmanager
-def started(model: str, worker: type[TorchWorker] = PlainWorker) -> Iterator[TorchWorker]:
+def started(model: str, platform: type[Platform] = Platform) -> Iterator[StandardWorker]:
     resolved = resolve_backend("cpu")
+    descriptor = replace(resolved.descriptor, platform=lambda: platform)
     config = WorkerConfig(
         model, load_format="dummy", block_size=8, max_model_len=32, max_num_batched_tokens=64, use_fused_decoder=False
     )
-    one = worker(WorkerContext(resolved.descriptor, resolved.device, config))
+    one = StandardWorker(WorkerContext(descriptor, resolved.device, config))
     try:
         one.start()
         one.load()
@@ -284,15 +285,15 @@ def test_an_output_that_fails_says_so_and_leaves_the_other_sequences_as_they_wer
 
 
 def test_a_device_that_failed_is_no_failed_output(model: str) -> None:
-    class Failing(PlainWorker):
+    class Failing(Platform):
         works = True
 
-        def _synchronize(self) -> None:
-            if not self.works:
+        def synchronize(self) -> None:
+            if not Failing.works:
                 raise RuntimeError("an illegal address was accessed")
 
     with started(model, Failing) as worker:
-        worker.works = False  # type: ignore[attr-defined]
+        Failing.works = False
         bad = step([6], 11, new_sequences=(SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT),))
         with pytest.raises(RuntimeError, match="illegal address") as caught:
             run_step(worker, bad)

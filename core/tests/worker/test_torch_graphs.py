@@ -89,8 +89,11 @@ class Module:
 class Runner(TorchGraphRunner):
     """Graphs of the stand-in."""
 
-    _torch_module = "stand_in_for_torch"
-    _graph_class = "Graph"
+    def _torch(self) -> Any:
+        return sys.modules["stand_in_for_torch"]
+
+    def _new_graph(self) -> Any:
+        return self._torch().Graph()
 
     def _forget_workspaces(self) -> None:
         self._torch().workspaces.clear()

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hardpoint.executor import InProcessExecutor
-from hardpoint.interfaces import WORKER_CALLS
+from hardpoint.interfaces import WORKER_CALLS, Platform
 from hardpoint.interfaces.batch import StepInput
 from hardpoint.interfaces.errors import ConfigError, HostBudgetExceeded, WorkerError
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.plugins import resolve_backend
-from hardpoint.worker import TorchWorker
+from hardpoint.worker import StandardWorker
 from hardpoint.worker.dummy import dummy_batch
 
 
-class PlainWorker(TorchWorker):
+class PlainWorker(StandardWorker):
     """The core's worker, unchanged."""
 
 
-class NoHostMemory(TorchWorker):
+class NoHostMemory(Platform):
     """A host that has no memory left for swapping."""
 
-    def _empty_host(self, shape: object, dtype: torch.dtype) -> torch.Tensor:
+    def empty_host(self, shape: object, dtype: torch.dtype) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore lines")
 
 
@@ -48,7 +50,7 @@ def test_shutdown_is_legal_in_any_state_and_twice(context: WorkerContext) -> Non
 
 
 def test_no_host_memory_for_swapping_names_the_setting(context: WorkerContext) -> None:
-    worker = NoHostMemory(context)
+    worker = PlainWorker(replace(context, descriptor=replace(context.descriptor, platform=lambda: NoHostMemory)))
     worker.start()
     worker.load()
     with pytest.raises(HostBudgetExceeded, match="swap_space"):

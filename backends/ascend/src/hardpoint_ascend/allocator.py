@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hardpoint.interfaces import Device
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, driver_file, refuse_expandable_segments
+from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, open_driver, refuse_expandable_segments
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint_ascend.capabilities import capabilities
 
@@ -53,18 +53,12 @@ def allocator() -> type[AscendAllocator]:
 
 
 def driver_table(device: int, options: Mapping[str, object] | None = None) -> DriverTable:
-    """Return the memory driver of a device; the vendor's library is found as the probe finds it.
+    """Return the memory driver of a device; see `open_driver`.
 
     Args:
-        device: index of the device.
         options: none.
-
-    Raises:
-        BackendBroken: the driver was not built, or for another contract.
-        BackendUnavailable: the vendor's library or the device is not here.
-        DriverError: a vendor call failed, or an option is not one of those above.
     """
-    return DriverTable(driver_file("hardpoint_ascend"), device=device, options=options)
+    return open_driver("hardpoint_ascend", device, options)
 
 
 def driver(device: Device) -> DriverTable:

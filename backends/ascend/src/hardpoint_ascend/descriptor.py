@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from hardpoint.interfaces import BackendDescriptor, ProbeResult
-from hardpoint.memory.driver_probe import take_inventory
+from hardpoint.memory.driver_probe import probe_devices
 from hardpoint_ascend import allocator, capabilities
 
 if TYPE_CHECKING:
+    from hardpoint.worker import StandardWorker
     from hardpoint_ascend.attention import AscendAttention
     from hardpoint_ascend.collectives import AscendCollectives
     from hardpoint_ascend.graphs import AscendGraphRunner
-    from hardpoint_ascend.worker import AscendWorker
+    from hardpoint_ascend.platform import AscendPlatform
 
 DRIVER_VARIABLE = "HARDPOINT_ASCEND_DRIVER"
 SONAMES = ("libascendcl.so",)
@@ -24,14 +25,15 @@ hookimpl = pluggy.HookimplMarker("hardpoint")
 
 
 def probe() -> ProbeResult:
-    """Look for the CANN runtime and its devices, in a process of its own; raises BackendBroken, DriverError.
-
-    Devices on which nothing can be computed are listed, with the reasons: their memory works.
-    """
-    inventory = take_inventory(Path(__file__).with_name("driver.py"), DRIVER_VARIABLE, SONAMES)
-    devices = inventory.as_devices("ascend", "npu")
-    obstacles = [capabilities.reasons(device) for device in devices]
-    return ProbeResult(devices, inventory.reason or ("; ".join(obstacles[0]) if all(obstacles) else ""))
+    """Look for the CANN runtime and its devices; raises BackendBroken, DriverError."""
+    return probe_devices(
+        Path(__file__).with_name("driver.py"),
+        DRIVER_VARIABLE,
+        SONAMES,
+        backend="ascend",
+        torch_type="npu",
+        obstacles=capabilities.reasons,
+    )
 
 
 def _attention() -> type[AscendAttention]:
@@ -42,12 +44,18 @@ def _attention() -> type[AscendAttention]:
     return AscendAttention
 
 
-def _worker() -> type[AscendWorker]:
+def _worker() -> type[StandardWorker]:
     if capabilities.requirements():
         raise capabilities.refusal("worker")
-    from hardpoint_ascend.worker import AscendWorker
+    from hardpoint.worker import StandardWorker
 
-    return AscendWorker
+    return StandardWorker
+
+
+def _platform() -> type[AscendPlatform]:
+    from hardpoint_ascend.platform import AscendPlatform
+
+    return AscendPlatform
 
 
 def _graph_runner() -> type[AscendGraphRunner]:
@@ -74,6 +82,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=_attention,
         worker=_worker,
+        platform=_platform,
         graph_runner=_graph_runner,
         collectives=_collectives,
         driver=allocator.driver,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 from hardpoint.interfaces import Device, DeviceAllocator
 from hardpoint.interfaces.errors import BackendBroken, WorkerError
@@ -25,9 +25,6 @@ from hardpoint_ascend.operators import ATTEND, KV_LENGTHS
 
 class AscendGraphRunner(TorchGraphRunner):
     """Graphs of torch_npu's `NPUGraph`."""
-
-    _torch_module: ClassVar[str] = "torch_npu.npu"
-    _graph_class: ClassVar[str] = "NPUGraph"
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -86,6 +83,12 @@ class AscendGraphRunner(TorchGraphRunner):
         super().reset()
         self._arguments.clear()
         self._update_stream, self._replayed, self._failure = None, None, ""
+
+    def _torch(self) -> Any:
+        return import_module("torch_npu.npu")
+
+    def _new_graph(self) -> Any:
+        return self._torch().NPUGraph()
 
     def _record(self, graph: Any, step: Callable[[], None]) -> None:
         """Run a step while `graph` captures, and record the calls that updates make again.

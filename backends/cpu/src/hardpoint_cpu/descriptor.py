@@ -13,11 +13,12 @@ from hardpoint_cpu.host import cpu_name, total_memory
 
 if TYPE_CHECKING:
     from hardpoint.memory import DriverTable
+    from hardpoint.worker import StandardWorker
     from hardpoint_cpu.allocator import CpuAllocator
     from hardpoint_cpu.attention import CpuAttention
     from hardpoint_cpu.collectives import CpuCollectives
     from hardpoint_cpu.kernels import CpuKernels
-    from hardpoint_cpu.worker import CpuWorker
+    from hardpoint_cpu.platform import CpuPlatform
 
 hookimpl = pluggy.HookimplMarker("hardpoint")
 
@@ -46,10 +47,16 @@ def _attention() -> type[CpuAttention]:
     return CpuAttention
 
 
-def _worker() -> type[CpuWorker]:
-    from hardpoint_cpu.worker import CpuWorker
+def _worker() -> type[StandardWorker]:
+    from hardpoint.worker import StandardWorker
 
-    return CpuWorker
+    return StandardWorker
+
+
+def _platform() -> type[CpuPlatform]:
+    from hardpoint_cpu.platform import CpuPlatform
+
+    return CpuPlatform
 
 
 def _kernels() -> type[CpuKernels]:
@@ -82,6 +89,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=_allocator,
         attention=_attention,
         worker=_worker,
+        platform=_platform,
         kernels=_kernels,
         collectives=_collectives,
         driver=_driver,

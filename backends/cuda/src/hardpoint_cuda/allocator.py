@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from hardpoint.interfaces import Device
-from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, check_torch_build, driver_file
+from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, check_torch_build, open_driver
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint_cuda.capabilities import capabilities
 
@@ -44,19 +44,12 @@ def allocator() -> type[CudaAllocator]:
 
 
 def driver_table(device: int, options: Mapping[str, object] | None = None) -> DriverTable:
-    """Return the memory driver of a device; the vendor's library is found as the probe finds it.
+    """Return the memory driver of a device; see `open_driver`.
 
     Args:
-        device: index of the device.
-        options: `shareable` (none, posix or fabric: the kind of handle by which other processes can be
-            given the memory).
-
-    Raises:
-        BackendBroken: the driver was not built, or for another contract.
-        BackendUnavailable: the vendor's library or the device is not here.
-        DriverError: a vendor call failed, or an option is not one of those above.
+        options: `shareable` (none, posix or fabric: the kind of handle by which other processes can be given the memory).
     """
-    return DriverTable(driver_file("hardpoint_cuda"), device=device, options=options)
+    return open_driver("hardpoint_cuda", device, options)
 
 
 def driver(device: Device) -> DriverTable:

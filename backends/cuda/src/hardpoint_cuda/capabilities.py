@@ -10,21 +10,19 @@ from pathlib import Path
 from hardpoint.interfaces import AttentionCapabilities, Capabilities, Determinism, Device
 from hardpoint.memory import torch_has_library
 from hardpoint.triton import triton_attention_capabilities
+from hardpoint.triton.build import TorchBuild
 from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
-from hardpoint.triton.platform import TorchPlatform
 from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle, flashinfer_version
 
 LEAST_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
 
-PLATFORM = TorchPlatform(
-    "cuda", "CUDA", partial(torch_has_library, "libtorch_cuda.so"), "nccl", targets="sm_80 and sm_90"
-)
+BUILD = TorchBuild("cuda", "CUDA", partial(torch_has_library, "libtorch_cuda.so"), "nccl", targets="sm_80 and sm_90")
 
 
 def capabilities(device: Device) -> Capabilities:
     """Return the claims; where something is missing, every request for attention is refused, and the notes say why."""
-    return PLATFORM.capabilities(
+    return BUILD.capabilities(
         reasons(device), has_collectives=has_nccl(), attention=_attention, attention_notes=_attention_notes
     )
 
@@ -41,7 +39,7 @@ def reasons(device: Device) -> tuple[str, ...]:
 
 def requirements() -> tuple[str, ...]:
     """Return what is not installed that computing needs, one sentence each."""
-    return PLATFORM.requirements()
+    return BUILD.requirements()
 
 
 def choice() -> AttentionChoice:

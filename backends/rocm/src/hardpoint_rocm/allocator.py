@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from hardpoint.interfaces import Device
-from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, check_torch_build, driver_file
+from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, check_torch_build, open_driver
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint_rocm.capabilities import capabilities
 
@@ -44,19 +44,12 @@ def allocator() -> type[RocmAllocator]:
 
 
 def driver_table(device: int, options: Mapping[str, object] | None = None) -> DriverTable:
-    """Return the memory driver of a device; the vendor's library is found as the probe finds it.
+    """Return the memory driver of a device; see `open_driver`.
 
     Args:
-        device: index of the device.
-        options: `chunk_mb` (largest single allocation in MiB; else HARDPOINT_ROCM_CHUNK_MB,
-            VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE, 256).
-
-    Raises:
-        BackendBroken: the driver was not built, or for another contract.
-        BackendUnavailable: the vendor's library or the device is not here.
-        DriverError: a vendor call failed, or an option is not one of those above.
+        options: `chunk_mb` (largest single allocation in MiB; else HARDPOINT_ROCM_CHUNK_MB, VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE, 256).
     """
-    return DriverTable(driver_file("hardpoint_rocm"), device=device, options=options)
+    return open_driver("hardpoint_rocm", device, options)
 
 
 def driver(device: Device) -> DriverTable:

@@ -6,19 +6,17 @@ from functools import partial
 
 from hardpoint.interfaces import Capabilities, Device
 from hardpoint.memory import torch_has_library
-from hardpoint.triton.platform import TorchPlatform
+from hardpoint.triton.build import TorchBuild
 
 WAVEFRONT = 64
 """Lanes of the devices that the kernels' tiles are made for (gfx90a, gfx942)."""
 
-PLATFORM = TorchPlatform(
-    "rocm", "ROCm", partial(torch_has_library, "libtorch_hip.so"), "rccl", targets="gfx90a and gfx942"
-)
+BUILD = TorchBuild("rocm", "ROCm", partial(torch_has_library, "libtorch_hip.so"), "rccl", targets="gfx90a and gfx942")
 
 
 def capabilities(device: Device) -> Capabilities:
     """Return the claims; where something is missing, every request for attention is refused, and the notes say why."""
-    return PLATFORM.capabilities(reasons(device), has_collectives=has_rccl())
+    return BUILD.capabilities(reasons(device), has_collectives=has_rccl())
 
 
 def reasons(device: Device) -> tuple[str, ...]:
@@ -32,7 +30,7 @@ def reasons(device: Device) -> tuple[str, ...]:
 
 def requirements() -> tuple[str, ...]:
     """Return what is not installed that computing needs, one sentence each."""
-    return PLATFORM.requirements()
+    return BUILD.requirements()
 
 
 def has_rccl() -> bool:

@@ -113,12 +113,17 @@ def _after_loading(base: Any, change: Callable[[Any], None]) -> Methods:
     return {"load": load}
 
 
+def _causal_lm(worker: Any) -> Any:
+    """Return the model of a rank, as the core's layers."""
+    return worker._loaded.model.model._model
+
+
 @_WORKER.fault("Rank 1 has the columns of the attention's output of other heads.", "dist.tokens.tensor@1")
 def wrong_columns_of_o(base: Any) -> Methods:
     def change(worker: Any) -> None:
         if worker._config.tensor_rank == 1:
-            weight = worker._loaded.model._weights.weight("layers.0.o")
-            weight.copy_(weight.roll(worker._loaded.plan.kv_cache.head_dim, dims=1))
+            weight = _causal_lm(worker).get_parameter("model.layers.0.self_attn.o_proj.weight")
+            weight.copy_(weight.roll(worker._loaded.model.plan.kv_cache.head_dim, dims=1))
 
     return _after_loading(base, change)
 
@@ -126,8 +131,9 @@ def wrong_columns_of_o(base: Any) -> Methods:
 @_WORKER.fault("A rank embeds the tokens of its own part of the vocabulary alone.", "dist.tokens.tensor@1")
 def first_token_of_a_share_ignored(base: Any) -> Methods:
     def change(worker: Any) -> None:
-        model = worker._loaded.model
-        model._model = replace(model._model, first_token=0)
+        embedding = _causal_lm(worker).model.embed_tokens
+        if embedding is not None:
+            embedding._first, embedding._end = 0, embedding._end - embedding._first
 
     return _after_loading(base, change)
 
@@ -135,14 +141,8 @@ def first_token_of_a_share_ignored(base: Any) -> Methods:
 @_WORKER.fault("The best token is the best of the driver's own part of the vocabulary.", "dist.tokens.tensor@1")
 def argmax_of_own_vocabulary(base: Any) -> Methods:
     def change(worker: Any) -> None:
-        model = worker._loaded.model
-        whole = model._of_all_ranks
-
-        def best(logits: Tensor, tensor: Any, output: Any) -> Tensor:
-            result: Tensor = model._argmax(logits) if output == "argmax" else whole(logits, tensor, output)
-            return result
-
-        model._of_all_ranks = best
+        model = _causal_lm(worker)
+        model.argmax = lambda hidden: model.lm_head._own_logits(hidden).argmax(dim=-1)
 
     return _after_loading(base, change)
 
@@ -151,13 +151,13 @@ def argmax_of_own_vocabulary(base: Any) -> Methods:
 def stage_normalises_twice(base: Any) -> Methods:
     def change(worker: Any) -> None:
         if worker._config.stage:
-            decoder = worker._loaded.model
-            layer, link = decoder._layers[0], decoder._pipeline
+            decoder = _causal_lm(worker).model
+            layer, link = next(iter(decoder.layers.values())), decoder._pipeline
             receive = link.receive
 
             def normalised(tensor: Tensor, rank: int) -> None:
                 receive(tensor, rank)
-                tensor.copy_(decoder._norm(tensor, layer.input_norm))
+                tensor.copy_(layer.input_layernorm(tensor, None))
 
             link.receive = normalised
 
@@ -209,7 +209,7 @@ def rank_forgets_in_its_sleep(base: Any) -> Methods:
 
     def commit(self: Any, transaction: int) -> MemoryReport:
         report: MemoryReport = base.commit(self, transaction)
-        self._weights.ledger.declare_valid()
+        self._loaded.weights.ledger.declare_valid()
         return report
 
     return {**other_change(base, forgetting), "commit": commit}

@@ -349,7 +349,7 @@ def open_does_not_refuse(base: Any) -> Methods:
 def rolled_back_weights_missing(base: Any) -> Methods:
     def rollback(self: Any, transaction: int) -> None:
         base.rollback(self, transaction)
-        self._weights.ledger.discard_all()
+        self._loaded.weights.ledger.discard_all()
 
     return {"rollback": rollback}
 

@@ -186,7 +186,7 @@ def tokens_in_reverse(base: Any) -> Methods:
 @fault("The last position of the context is taken for the one before.", "tokens.position.last@1")
 def last_position_cut_off(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        last = self._loaded.info.max_model_len - 1
+        last = self._loaded.model.info.max_model_len - 1
         positions = np.minimum(step.batch.positions, last - 1)
         return run_step(base, self, replace(step, batch=replace(step.batch, positions=positions)))
 
@@ -197,14 +197,14 @@ def last_position_cut_off(base: Any) -> Methods:
 def window_not_asked(base: Any) -> Methods:
     def start(self: Any) -> None:
         base.start(self)
-        plan = self._attention.plan
+        plan = self._started.attention.plan
 
         def without(request: AttentionRequest) -> AttentionPlan | Refusal:
             layers = tuple(replace(layer, sliding_window=None) for layer in request.layers)
             made: AttentionPlan | Refusal = plan(replace(request, layers=layers))
             return made
 
-        self._attention.plan = without
+        self._started.attention.plan = without
 
     return {"start": start}
 
@@ -212,7 +212,7 @@ def window_not_asked(base: Any) -> Methods:
 @fault("A step fails where any block of the cache holds a NaN.", "worker.kv.poison@1")
 def whole_cache_checked(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
-        if self._kv.cache.isnan().any():
+        if self._loaded.kv.cache.isnan().any():
             raise WorkerError("the KV cache holds NaN")
         return run_step(base, self, step)
 
@@ -223,7 +223,7 @@ def whole_cache_checked(base: Any) -> Methods:
 def cache_emptied_with_a_sequence(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         if step.finished_seq_ids:
-            self._kv.cache.zero_()
+            self._loaded.kv.cache.zero_()
         return run_step(base, self, step)
 
     return stepping(execute)
@@ -475,7 +475,7 @@ def source_tier_falls_back(base: Any) -> Methods:
 @fault("Every wake leaves some memory behind.", "stress.sleep.cycles@1")
 def wake_leaks(base: Any) -> Methods:
     def leaking(self: Any, report: MemoryReport) -> MemoryReport:
-        left = self._allocator.empty((1 << 20,), DType.UINT8, KV_CACHE, Policy.DISCARD)
+        left = self._started.allocator.empty((1 << 20,), DType.UINT8, KV_CACHE, Policy.DISCARD)
         vars(self).setdefault("_left", []).append(left)
         return report
 
@@ -493,7 +493,7 @@ def updates_ignored(base: Any) -> Methods:
 @fault("An update of the weights does not void their backups.", "worker.sleep.update-survives@1")
 def updates_lost_by_sleep(base: Any) -> Methods:
     def unmarked(self: Any, weights: Iterable[tuple[str, Tensor]], _: str | None) -> int:
-        allocator = self._allocator
+        allocator = self._started.allocator
         mark, allocator.__class__.mark_written = allocator.__class__.mark_written, lambda *_: None
         try:
             count: int = base.write_weights(self, WeightWrite.UPDATE, weights)
@@ -581,7 +581,7 @@ def profile_leaks(base: Any) -> Methods:
     kept: list[Tensor] = []
 
     def profile(self: Any) -> MemoryProfile:
-        kept.append(self._allocator.empty((1 << 20,), DType.UINT8, KV_CACHE))
+        kept.append(self._started.allocator.empty((1 << 20,), DType.UINT8, KV_CACHE))
         found: MemoryProfile = base.profile(self)
         return found
 

@@ -60,6 +60,7 @@ from hardpoint.interfaces.kernels import (
     FuseRequest,
     KernelSet,
 )
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -113,6 +114,7 @@ __all__ = [
     "MemoryStats",
     "MemoryTransaction",
     "ModelInfo",
+    "Platform",
     "Policy",
     "Pooling",
     "ProbeResult",

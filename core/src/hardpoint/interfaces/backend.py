@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.collectives import Collectives
     from hardpoint.interfaces.graphs import GraphRunner
     from hardpoint.interfaces.kernels import KernelSet
+    from hardpoint.interfaces.platform import Platform
     from hardpoint.interfaces.worker import Worker
 
 API_VERSION = 2
@@ -81,7 +82,8 @@ class BackendDescriptor:
         probe: cheap; looks for driver and devices without starting them. Raising means that the backend is broken.
         capabilities: what the backend claims for one device.
         allocator, attention, worker: return the class that implements the contract; each may import what it needs.
-        kernels, graph_runner, collectives: the same for the optional contracts.
+        platform, kernels, graph_runner, collectives: the same for the optional contracts; without a platform, the device works in the
+            caller's thread, in the host's memory.
         driver: opens the memory driver of a device (a `hardpoint.memory.DriverTable`), for tools and tests; None for a backend
             whose allocator is all its own.
         cluster_resource: what Ray calls the backend's devices among a machine's resources; empty where it knows none.
@@ -96,6 +98,7 @@ class BackendDescriptor:
     allocator: Callable[[], type[DeviceAllocator]]
     attention: Callable[[], type[AttentionBackend]]
     worker: Callable[[], type[Worker]]
+    platform: Callable[[], type[Platform]] | None = None
     kernels: Callable[[], type[KernelSet]] | None = None
     graph_runner: Callable[[], type[GraphRunner]] | None = None
     collectives: Callable[[], type[Collectives]] | None = None
@@ -113,7 +116,7 @@ class BackendDescriptor:
             raise ValueError(f"api is an inclusive range of contract versions from 1, not {self.api!r}")
 
     def make(self, part: str, device: Device) -> Any:
-        """Return an instance of `allocator`, `attention`, `kernels`, `graph_runner` or `collectives` for a device.
+        """Return an instance of `platform`, `allocator`, `attention`, `kernels`, `graph_runner` or `collectives` for a device.
 
         Returns None for an optional part that the backend does not have.
         """

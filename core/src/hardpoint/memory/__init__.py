@@ -20,7 +20,7 @@ from hardpoint.memory.torch_pool import (
     refuse_expandable_segments,
     torch_has_library,
 )
-from hardpoint.memory.virtual import VirtualAllocator
+from hardpoint.memory.virtual import VirtualAllocator, open_driver
 
 __all__ = [
     "Books",
@@ -41,6 +41,7 @@ __all__ = [
     "driver_file",
     "factory_call_pool",
     "include_dir",
+    "open_driver",
     "refuse_expandable_segments",
     "torch_has_library",
 ]

@@ -11,12 +11,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hardpoint.interfaces import Device
+from hardpoint.interfaces import Device, ProbeResult
 from hardpoint.interfaces.errors import BackendBroken, DriverError
 
 TIME_LIMIT = 8.0
@@ -63,6 +63,29 @@ class Inventory:
             )
             for index, device in enumerate(self.devices)
         )
+
+
+def probe_devices(
+    script: Path,
+    variable: str,
+    sonames: Sequence[str],
+    *,
+    backend: str,
+    torch_type: str,
+    obstacles: Callable[[Device], tuple[str, ...]],
+) -> ProbeResult:
+    """Look for a vendor's driver and its devices, in a process of its own; see `take_inventory` for arguments and errors.
+
+    Devices on which nothing can be computed are listed, with the reasons: their memory works.
+
+    Args:
+        torch_type: torch knows device i as `torch_type:i`.
+        obstacles: why nothing can be computed on a device, one sentence each.
+    """
+    inventory = take_inventory(script, variable, sonames)
+    devices = inventory.as_devices(backend, torch_type)
+    reasons = [obstacles(device) for device in devices]
+    return ProbeResult(devices, inventory.reason or ("; ".join(reasons[0]) if all(reasons) else ""))
 
 
 def take_inventory(script: Path, variable: str, sonames: Sequence[str], time_limit: float = TIME_LIMIT) -> Inventory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,32 @@ from hardpoint.interfaces.allocator import (
     Policy,
     SleepPlan,
 )
-from hardpoint.interfaces.capabilities import MemoryCapabilities
+from hardpoint.interfaces.capabilities import MemoryCapabilities, TorchPoolScope
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import InvalidAllocation
 from hardpoint.memory.driver_table import DriverTable
+from hardpoint.memory.factory_calls import factory_call_pool
+from hardpoint.memory.native_files import driver_file
 from hardpoint.memory.pool import VirtualPool, check_size, native_policy
 from hardpoint.memory.tensors import TensorAllocator
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def open_driver(package: str, device: int, options: Mapping[str, object] | None = None) -> DriverTable:
+    """Return the memory driver of a backend's package for one device; the vendor's library is found as the probe finds it.
+
+    Args:
+        device: index of the device.
+        options: the driver's own.
+
+    Raises:
+        BackendBroken: the driver was not built, or for another contract.
+        BackendUnavailable: the vendor's library or the device is not here.
+        DriverError: a vendor call failed, or the driver does not know an option.
+    """
+    return DriverTable(driver_file(package), device=device, options=options)
 
 
 class VirtualAllocator(TensorAllocator):
@@ -98,6 +115,12 @@ class VirtualAllocator(TensorAllocator):
         return self._as_tensor(
             self._tensors.resize(tensor.data_ptr(), prod(shape) * tensor.itemsize), shape, tensor.dtype
         )
+
+    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
+        """Put what torch's factory calls of this thread make into this memory, where that is what the backend claims; else refused."""
+        if self._capabilities.torch_pool is TorchPoolScope.FACTORY_CALLS:
+            return factory_call_pool(self, tag, policy)
+        return super().pool(tag, policy)
 
     def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
         """Say where a tensor's bytes come from; raises ForeignMemory, InvalidAllocation."""

@@ -1,18 +1,18 @@
 """The ready-made worker: everything of a rank that is torch and not device.
 
-Backends derive from `TorchWorker`, or from `AcceleratorWorker` where torch has a module for their device; `TorchGraphRunner` captures
-and replays steps by that module, and `worker.collectives` joins ranks. What belongs here drives one device through the contract's
-parts (allocator, attention, kernels) and holds the model, the KV cache and the sampler. Scheduling, requests and text belong to
-the engine.
+`StandardWorker` is the worker of every backend, over the backend's `Platform`: `TorchPlatform` where torch has a module for the device.
+`TorchGraphRunner` captures and replays steps by that module, and `worker.collectives` joins ranks. What belongs here drives one device
+through the contract's parts (platform, allocator, attention, kernels) and holds the model, the KV cache and the sampler. Scheduling,
+requests and text belong to the engine.
 
-`TorchWorker` is the contract's table of calls. What answers them: `loading` makes a `LoadedModel`, `Weights` writes it and keeps account,
+`StandardWorker` answers the contract's calls by its parts: `loading` makes a `LoadedModel`, `Weights` writes it and keeps account,
 `KVMemory` holds the blocks, `ModelRunner` runs the model (`DecodeGraphs` where steps are captured), `Steps` samples and pools,
 `profile` measures the largest step, `SleepCycle` prepares sleeps and wakes.
 """
 
-from hardpoint.worker.accelerator import AcceleratorWorker
 from hardpoint.worker.kv_blocks import copy_blocks
+from hardpoint.worker.platform import TorchPlatform
 from hardpoint.worker.torch_graphs import TorchGraphRunner
-from hardpoint.worker.torch_worker import TorchWorker
+from hardpoint.worker.worker import StandardWorker
 
-__all__ = ["AcceleratorWorker", "TorchGraphRunner", "TorchWorker", "copy_blocks"]
+__all__ = ["StandardWorker", "TorchGraphRunner", "TorchPlatform", "copy_blocks"]

@@ -1,20 +1,20 @@
-"""Collective operations over torch's process groups; a backend says only which one."""
+"""Collective operations over torch's process groups."""
 
 from __future__ import annotations
 
 import os
 import time
-from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore
 
 from hardpoint.interfaces.backend import Device
 from hardpoint.interfaces.collectives import Collectives
-from hardpoint.interfaces.errors import ConfigError, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, WorkerError
 from hardpoint.worker.meeting import MeetingPoint, store_at
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 
-class TorchCollectives(Collectives, partial=True):
+class TorchCollectives(Collectives):
     """One rank of a process group of its own: torch's global group is left alone, so that engines can share a process.
 
-    A vendor's class says which group is made (`_make_group`). Groups are torch's `Backend` objects, the same calls for every
-    library. Operations may return before the device has done them, in the order of the device's current stream.
+    The group is of the library that torch registers for the type of the device. Groups are torch's `Backend` objects, the same calls for
+    every library. Operations may return before the device has done them, in the order of the device's current stream.
     """
 
     def __init__(self, device: Device) -> None:
@@ -35,7 +35,6 @@ class TorchCollectives(Collectives, partial=True):
         self._store: Store | None = None
         self._rank, self._size = 0, 1
 
-    @abstractmethod
     def _make_group(self, store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         """Return a process group, one of the classes that torch derives from `torch.distributed.Backend`.
 
@@ -43,6 +42,28 @@ class TorchCollectives(Collectives, partial=True):
             timeout: of joining, where the class joins when it is made, and of each operation.
             host: where the ranks meet, for classes that choose a network interface by it.
         """
+        device = torch.device(self._device.torch_device)
+        library = distributed.Backend.default_device_backend_map.get(device.type, "")
+        group_class = getattr(distributed, f"ProcessGroup{library.upper()}", None)
+        if group_class is None:
+            raise CapabilityRefused(
+                f"{size} ranks of backend '{self._device.backend}' cannot be joined",
+                [
+                    f"torch {torch.__version__} is built without its library of collectives, {library or 'of which it knows none'}"
+                ],
+                hint="Install torch's build for this device, or run one rank",
+            )
+        # What captured steps reduce would be mapped into the other ranks' processes, which would still read that memory after a sleep.
+        insist_on(
+            f"{library.upper()}_GRAPH_REGISTER",
+            "0",
+            because=f"{library} would go on reading memory of captured steps that a sleep has given back",
+        )
+        options = group_class.Options()
+        options._timeout = timeout
+        group = group_class(store, rank, size, options)
+        group.bound_device_id = device
+        return group
 
     def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
         """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds."""

@@ -12,6 +12,7 @@ import torch
 from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.capabilities import GraphLevel
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerContext
 from hardpoint.models import CapturableModel
 from hardpoint.worker.decode_graphs import DecodeGraphs, graph_sizes
@@ -36,15 +37,11 @@ class DecodeCapture:
         *,
         allocator: DeviceAllocator,
         attention: AttentionBackend,
-        empty_host: Callable[[Sequence[int], torch.dtype], Tensor],
+        platform: Platform,
     ) -> None:
-        """Capture nothing yet; warns where graphs are wanted and cannot be.
-
-        Args:
-            empty_host: makes host memory that the device copies to and from.
-        """
+        """Capture nothing yet; warns where graphs are wanted and cannot be."""
         self._context, self._plan = context, loaded.plan
-        self._allocator, self._attention, self._empty_host = allocator, attention, empty_host
+        self._allocator, self._attention, self._platform = allocator, attention, platform
         self._sizes = graph_sizes(context.config.max_num_seqs)
         self._model = _capturable(context, loaded)
 
@@ -86,7 +83,7 @@ class DecodeCapture:
                 kv_cache=cache,
                 sizes=sizes,
                 allocator=self._allocator,
-                empty_host=self._empty_host,
+                empty_host=self._platform.empty_host,
                 **how,
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,9 @@ import torch
 from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, LiveRanges, Policy
 from hardpoint.interfaces.attention import AttentionBackend, KVCacheSpec
 from hardpoint.interfaces.batch import StepBatch
-from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded
+from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded, WorkerError
+from hardpoint.interfaces.platform import Platform
 from hardpoint.worker.live_kv import live_ranges
-from hardpoint.worker.readiness import need
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,26 +29,27 @@ class KVMemory:
         *,
         allocator: DeviceAllocator,
         attention: AttentionBackend,
+        platform: Platform,
         torch_device: str,
-        empty_host: Callable[[Sequence[int], torch.dtype], Tensor],
-        synchronize: Callable[[], None],
     ) -> None:
-        """Take nothing yet.
-
-        Args:
-            empty_host: makes host memory that the device copies to and from.
-            synchronize: waits until the device has done all its work.
-        """
+        """Take nothing yet."""
         self._spec, self._allocator, self._attention = spec, allocator, attention
         self._torch_device = torch_device
-        self._empty_host, self._synchronize = empty_host, synchronize
+        self._platform = platform
         self._cache: Tensor | None = None
         self._host: Tensor | None = None
 
     @property
     def cache(self) -> Tensor:
         """The whole cache on the device; raises WorkerError before `initialize`."""
-        return need(self._cache)
+        self.check_initialized()
+        assert self._cache is not None
+        return self._cache
+
+    def check_initialized(self) -> None:
+        """Raise WorkerError before `initialize`."""
+        if self._cache is None:
+            raise WorkerError("there is no KV cache", hint="Call initialize_kv first")
 
     def initialize(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the cache and the swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
@@ -63,11 +64,16 @@ class KVMemory:
     def move_blocks(self, batch: StepBatch) -> None:
         """Swap and copy the blocks that a step asks for."""
         if len(batch.swap_out):
-            self._attention.swap_blocks(self.cache, need(self._host), batch.swap_out)
+            self._attention.swap_blocks(self.cache, self._swapped(), batch.swap_out)
         if len(batch.swap_in):
-            self._attention.swap_blocks(need(self._host), self.cache, batch.swap_in)
+            self._attention.swap_blocks(self._swapped(), self.cache, batch.swap_in)
         if len(batch.copies):
             self._attention.copy_blocks(self.cache, batch.copies)
+
+    def _swapped(self) -> Tensor:
+        if self._host is None:
+            raise WorkerError("a step swaps blocks, and there is no swap space", hint="Give initialize_kv host blocks")
+        return self._host
 
     def live(self, blocks: Sequence[int]) -> LiveRanges | None:
         """Return the bytes of these blocks in the cache, None where there are none."""
@@ -88,12 +94,12 @@ class KVMemory:
     def seconds_per_swapped_block(self) -> float:
         """Estimate the time to move one block to the host: its bytes at the speed of a measured copy."""
         sample = torch.zeros(max(4 << 20, self._spec.block_bytes), dtype=torch.uint8, device=self._torch_device)
-        host = self._empty_host(sample.shape, torch.uint8)
+        host = self._platform.empty_host(sample.shape, torch.uint8)
         best = math.inf
         for _ in range(3):
             start = time.perf_counter()
             host.copy_(sample)
-            self._synchronize()
+            self._platform.synchronize()
             best = min(best, time.perf_counter() - start)
         return best * self._spec.block_bytes / sample.nbytes
 
@@ -102,7 +108,7 @@ class KVMemory:
 
     def _swap_space(self, num_blocks: int) -> Tensor:
         try:
-            return self._empty_host(self._spec.shape(num_blocks), self._spec.dtype.to_torch())
+            return self._platform.empty_host(self._spec.shape(num_blocks), self._spec.dtype.to_torch())
         except (RuntimeError, MemoryError) as error:
             raise HostBudgetExceeded(
                 f"cannot take {num_blocks * self._spec.block_bytes} bytes of host memory for swapped KV blocks",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import Int32Array, StepBatch
+from hardpoint.interfaces.platform import Platform
 from hardpoint.worker.decode_capture import DecodeCapture
 from hardpoint.worker.decode_graphs import DecodeGraphs
 from hardpoint.worker.dummy import dummy_batch
@@ -27,20 +27,14 @@ class ModelRunner:
         loaded: LoadedModel,
         attention: AttentionBackend,
         capture: DecodeCapture,
+        platform: Platform,
         *,
         torch_device: str,
-        check_computes: Callable[[], None],
-        synchronize: Callable[[], None],
     ) -> None:
-        """Capture nothing yet.
-
-        Args:
-            check_computes: raises where the device cannot compute; called before every step.
-            synchronize: waits until the device has done all its work.
-        """
+        """Capture nothing yet."""
         self._model, self._plan, self._attention = loaded.model, loaded.plan, attention
         self._capture, self._torch_device = capture, torch_device
-        self._check_computes, self._synchronize = check_computes, synchronize
+        self._platform = platform
         self._graphs: DecodeGraphs | None = None
         self._graphed_cache: Tensor | None = None
 
@@ -52,7 +46,7 @@ class ModelRunner:
             cache: the whole KV cache.
             rows: token indices, by default the last token of each sampled sequence.
         """
-        self._check_computes()
+        self._platform.check_computes()
         if rows is None:
             rows = batch.query_start[batch.sample_rows + 1] - 1
         if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
@@ -78,7 +72,7 @@ class ModelRunner:
         for length in (min(16, self._plan.request.max_context, block_size), 1):
             batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
             self.argmax(self.forward(batch, cache))
-        self._synchronize()
+        self._platform.synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
     def drop_graphs(self) -> None:

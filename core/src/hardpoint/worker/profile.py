@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.worker.decode_capture import DecodeCapture
 from hardpoint.worker.dummy import dummy_batch
@@ -47,22 +48,20 @@ def largest_step(
     runner: ModelRunner,
     kv: KVMemory,
     capture: DecodeCapture,
-    *,
-    peak_growth: Callable[[Callable[[], object]], int],
-    used: Callable[[], int],
-    compiles: bool,
+    platform: Platform,
+    allocator: DeviceAllocator,
 ) -> StepCost:
     """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
 
     Then capture a few decode steps over that cache, for what graphs take.
 
     A model that holds its working memory for the largest step already (`scratch_bytes`) is run with a shorter one, for the time.
-
-    Args:
-        peak_growth: runs a step and returns its `growth`.
-        used: waits for the device and returns the bytes in use on it.
-        compiles: the first run of a step is no measure of its time, so that a second one is timed.
     """
+
+    def used() -> int:
+        platform.synchronize()
+        return platform.total_and_used(allocator, config.world_size)[1]
+
     info, longest = loaded.info, _TIMED_TOKENS if loaded.model.scratch_bytes else sys.maxsize
     batch = dummy_batch(
         num_tokens=min(config.max_num_batched_tokens, longest),
@@ -73,8 +72,8 @@ def largest_step(
     cache = kv.scratch(int(batch.block_table.max()) + 1)
     step = partial(_logits, runner, batch, cache)
     start = time.perf_counter()
-    growth = peak_growth(step)
-    if compiles:
+    growth = platform.peak_growth(step, allocator)
+    if platform.compiles:
         start = time.perf_counter()
         step()
         used()

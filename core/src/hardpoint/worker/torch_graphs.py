@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,23 +19,16 @@ if TYPE_CHECKING:
     from hardpoint.memory import TorchGraphPool
 
 
-class TorchGraphRunner(GraphRunner, partial=True):
-    """Graphs that torch captures on a stream of its own, their memory in one pool with the tag `graphs`; a vendor names the classes.
+class TorchGraphRunner(GraphRunner):
+    """Graphs that torch captures on a stream of its own, their memory in one pool with the tag `graphs`.
 
     Each step runs once before it is captured, into the same pool: kernels are compiled and libraries started then, and the capture
     finds memory there.
-
-    Attributes:
-        _torch_module: name of torch's module for the device. It has `Stream`, `stream`, `current_stream`, `synchronize`, `empty_cache`
-            and `graph`.
-        _graph_class: name of the graph's class in it.
     """
 
-    _torch_module: ClassVar[str]
-    _graph_class: ClassVar[str]
-
     def __init__(self, device: Device) -> None:
-        self._index = torch.device(device.torch_device).index or 0
+        self._device = torch.device(device.torch_device)
+        self._index = self._device.index or 0
         self._backend = device.backend
         self._graphs: dict[int, Any] = {}
         self._allocator: TorchPoolAllocator | None = None
@@ -72,7 +64,7 @@ class TorchGraphRunner(GraphRunner, partial=True):
             step()
         module.synchronize(self._index)
         free, mapped = allocator.memory_info().free, memory.mapped_bytes()
-        graph = getattr(module, self._graph_class)()
+        graph = self._new_graph()
         # Relaxed: new segments are mapped by driver calls that the stricter modes forbid while capturing. The current stream is
         # entered once more, because torch's context leaves the capture's in force when its beginning fails.
         try:
@@ -113,17 +105,38 @@ class TorchGraphRunner(GraphRunner, partial=True):
 
     def _torch(self) -> Any:
         """Return torch's module for the device."""
-        return import_module(self._torch_module)
+        return torch.get_device_module(self._device)
+
+    def _new_graph(self) -> Any:
+        """Return an empty graph. Default: of the class that torch's module names after the type of its devices."""
+        return getattr(self._torch(), f"{self._device.type.upper()}Graph")()
 
     def _record(self, graph: Any, step: Callable[[], None]) -> None:
         """Run a step while `graph` captures. Default: that alone."""
         step()
 
     def _forget_capture(self, memory: TorchGraphPool) -> None:
-        """Take back what torch notes when a capture into a pool begins, where it could not be ended. Default: nothing."""
+        """Take back what torch notes when a capture into a pool begins, where it could not be ended.
+
+        Torch gives up at the first call that fails: later captures would ask this one, which is gone, for each allocation.
+        """
+        end, release = self._in_torch("endAllocateToPool"), self._in_torch("releasePool")
+        if end is None or release is None:
+            return
+        with suppress(RuntimeError):  # it had come to that
+            end(self._index, memory.id)
+        if memory.users() > 1 + len(self._graphs):
+            release(self._index, memory.id)
 
     def _forget_workspaces(self) -> None:
-        """Let libraries drop what they keep for the capture's stream, which they take from the pool in effect. Default: nothing."""
+        """Let libraries drop what they keep for each stream, the capture's among them, and take from the pool in effect."""
+        forget = self._in_torch("clearCublasWorkspaces")
+        if forget is not None:
+            forget()
+
+    def _in_torch(self, name: str) -> Any:
+        """Return a function that torch's builds have for some types of devices, None for others."""
+        return getattr(torch._C, f"_{self._device.type}_{name}", None)
 
 
 @contextmanager

@@ -1,9 +1,7 @@
-"""The device's memory: the core's engine over the driver in `native/driver.c`."""
+"""The device's memory: the core's engine over the driver in `native/driver.cpp`."""
 
-from contextlib import AbstractContextManager
-
-from hardpoint.interfaces import Device, Policy
-from hardpoint.memory import DriverTable, VirtualAllocator, driver_file, factory_call_pool
+from hardpoint.interfaces import Device
+from hardpoint.memory import DriverTable, VirtualAllocator, open_driver
 from hardpoint_acme.capabilities import capabilities
 
 
@@ -15,11 +13,7 @@ class AcmeAllocator(VirtualAllocator):
         table, claims = driver_table(device.index), capabilities(device).memory
         super().__init__(table, device=device.index, torch_device=device.torch_device, capabilities=claims)
 
-    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
-        """Put what torch's factory calls of this thread make into this memory."""
-        return factory_call_pool(self, tag, policy)
-
 
 def driver_table(device: int) -> DriverTable:
     """Open the memory driver of a device; raises BackendUnavailable, BackendBroken, DriverError."""
-    return DriverTable(driver_file("hardpoint_acme"), device=device)
+    return open_driver("hardpoint_acme", device)

@@ -28,10 +28,10 @@ def attention() -> type[AttentionBackend]:
 
 
 def worker() -> type[Worker]:
-    """Return the class of a rank, which imports torch."""
-    from hardpoint_acme.worker import AcmeWorker
+    """Return the core's class of a rank, which imports torch. What differs on a device is a `Platform` in the descriptor."""
+    from hardpoint.worker import StandardWorker
 
-    return AcmeWorker
+    return StandardWorker
 
 
 @hookimpl

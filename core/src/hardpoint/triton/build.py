@@ -23,8 +23,8 @@ MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
-class TorchPlatform:
-    """A platform that torch has a build for, and Triton a compiler.
+class TorchBuild:
+    """A build of torch for a platform for which Triton has a compiler.
 
     Attributes:
         backend: the backend's name.

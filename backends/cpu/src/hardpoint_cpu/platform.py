@@ -1,0 +1,38 @@
+"""What differs on a host processor: whose memory it is, and how much of it an engine may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hardpoint.interfaces import DeviceAllocator, Platform
+from hardpoint_cpu import _native
+from hardpoint_cpu.host import peak_resident, reset_peak_resident, resident
+
+
+class CpuPlatform(Platform):
+    """The host, whose memory belongs to everything else there too.
+
+    By default an engine takes at most 40 % of the memory and 4 GiB for the KV cache, and counts only its own tensors as used: what
+    other programs hold now is no measure of what this one may take, but what is free is. The thread pool is the process's:
+    of several engines, the last one made sets its size. Ranks may be neighbours on one host, so that each has its part of the memory alone.
+    """
+
+    memory_utilization = 0.4
+    kv_bytes = 4 << 30
+
+    def start(self, threads: int | None) -> None:
+        """Set the size of the thread pool."""
+        if threads is not None:
+            _native.set_num_threads(threads)
+
+    def total_and_used(self, allocator: DeviceAllocator, ranks: int) -> tuple[int, int]:
+        """Return a rank's part of what is free or its own, and its own tensors."""
+        info, own = allocator.memory_info(), allocator.stats().allocated
+        return min(info.total, own * ranks + info.free) // ranks, own
+
+    def peak_growth(self, step: Callable[[], object], allocator: DeviceAllocator) -> int:
+        """Run `step` and return the growth of the process's resident memory at its peak."""
+        before = resident()
+        reset_peak_resident()
+        step()
+        return max(peak_resident() - before, 0)

@@ -1,0 +1,266 @@
+"""The common part of every backend's worker: the contract's calls, each given to the part that answers it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryChange, MemoryReport
+from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.batch import StepInput, StepOutput
+from hardpoint.interfaces.errors import CapabilityRefused, WorkerError
+from hardpoint.interfaces.kernels import KernelSet
+from hardpoint.interfaces.platform import Platform
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
+from hardpoint.sampling import Sampler
+from hardpoint.worker.decode_capture import DecodeCapture
+from hardpoint.worker.in_flight import StepsInFlight
+from hardpoint.worker.kv_memory import KVMemory
+from hardpoint.worker.loading import LoadedModel, load_rank
+from hardpoint.worker.model_runner import ModelRunner
+from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
+from hardpoint.worker.ranks import check_ranks
+from hardpoint.worker.sleep import SleepCycle
+from hardpoint.worker.steps import Steps
+from hardpoint.worker.transactions import Transactions
+from hardpoint.worker.weights import KEPT, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger("hardpoint")
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A rank whose device runs."""
+
+    platform: Platform
+    allocator: DeviceAllocator
+    attention: AttentionBackend
+    kernels: KernelSet | None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A rank whose model is on the device; of the KV cache there is a plan only, until `initialize_kv`."""
+
+    model: LoadedModel
+    weights: Weights
+    kv: KVMemory
+    capture: DecodeCapture
+    runner: ModelRunner
+    steps: Steps
+    sleep: SleepCycle
+    in_flight: StepsInFlight
+
+
+class StandardWorker(Worker):
+    """A rank on one torch device, in terms of the backend's platform, allocator, attention and kernels.
+
+    A vendor whose device differs says so in its `Platform`, or overrides a call of the contract.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._config = context.config
+        self._device = context.device
+        self._groups = ExitStack()
+        self._transactions = Transactions()
+        self._rank: _Started | None = None
+        self._model: _Loaded | None = None
+
+    @property
+    def _started(self) -> _Started:
+        if self._rank is None:
+            raise _too_early()
+        return self._rank
+
+    @property
+    def _loaded(self) -> _Loaded:
+        if self._model is None:
+            raise _too_early()
+        return self._model
+
+    # Start
+
+    def start(self) -> None:
+        """Start the device and make allocator, attention and kernels; raises ConfigError, CapabilityRefused for a rank that cannot be."""
+        descriptor, device = self._context.descriptor, self._device
+        check_ranks(self._config, descriptor, device)
+        if self._config.threads is not None:
+            torch.set_num_threads(self._config.threads)
+        platform: Platform = descriptor.make("platform", device) or Platform(device)
+        platform.start(self._config.threads)
+        self._rank = _Started(
+            platform,
+            descriptor.make("allocator", device),
+            descriptor.make("attention", device),
+            descriptor.make("kernels", device),
+        )
+
+    def load(self) -> ModelInfo:
+        """Load the model's weights onto the device; raises ModelError, CapabilityRefused, DeviceOutOfMemory."""
+        rank, config = self._started, self._config
+        platform, allocator, attention = rank.platform, rank.allocator, rank.attention
+        platform.make_current()
+        model = load_rank(
+            self._context, allocator=allocator, attention=attention, kernels=rank.kernels, groups=self._groups
+        )
+        platform.synchronize()
+        weights = Weights(model, allocator, platform.synchronize)
+        if config.prepare_sleep is not None:
+            allocator.prepare_sleep(replace(config.prepare_sleep, keep=KEPT))
+        kv = KVMemory(
+            model.plan.kv_cache,
+            allocator=allocator,
+            attention=attention,
+            platform=platform,
+            torch_device=self._device.torch_device,
+        )
+        capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
+        runner = ModelRunner(model, attention, capture, platform, torch_device=self._device.torch_device)
+        sampler = Sampler(model.info.vocab_size, rank.kernels)
+        steps = Steps(config, runner, kv, sampler, platform.synchronize)
+        sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
+        in_flight = StepsInFlight(model.info.steps_in_flight)
+        self._model = _Loaded(model, weights, kv, capture, runner, steps, sleep, in_flight)
+        return model.info
+
+    def profile(self) -> MemoryProfile:
+        """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
+
+        Graphs are counted by a few that are captured for it; raises GraphCaptureFailed as `warm_up` does. Over a simulated driver, which
+        computes nothing, the step counts as its logits alone.
+        """
+        rank, model, config = self._started, self._loaded, self._config
+        rank.platform.make_current()
+        total, used = rank.platform.total_and_used(rank.allocator, config.world_size)
+        current = rank.allocator.stats().allocated
+        cost = self._largest_step(rank, model)
+        asked = config.memory_utilization
+        return MemoryProfile(
+            total=total,
+            used=used,
+            peak=current + cost.growth,
+            current=current,
+            utilization=asked or rank.platform.memory_utilization,
+            kv_limit=model.kv.limit(rank.platform.kv_bytes if asked is None else None),
+            graphs=cost.graphs,
+            seconds_per_token=cost.seconds_per_token,
+            seconds_per_swapped_block=cost.seconds_per_swapped_block,
+        )
+
+    def _largest_step(self, rank: _Started, model: _Loaded) -> StepCost:
+        try:
+            rank.platform.check_computes()
+        except CapabilityRefused:
+            _log.warning(
+                "the driver of %s is simulated: the largest step is not run, and counts as its logits alone",
+                self._device.name,
+            )
+            return StepCost(growth=logits_bytes(self._config.max_num_seqs, model.model.info.vocab_size))
+        return largest_step(
+            self._config, model.model, model.runner, model.kv, model.capture, rank.platform, rank.allocator
+        )
+
+    def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
+        self._loaded.runner.drop_graphs()
+        self._loaded.kv.initialize(num_device_blocks, num_host_blocks)
+
+    def warm_up(self) -> None:
+        """Run one prefill and one decode of small steps, so that the first request finds everything in place; capture decodes.
+
+        Raises GraphCaptureFailed where graphs are planned, wanted, and not to be had.
+        """
+        self._started.platform.make_current()
+        self._loaded.runner.warm_up(self._loaded.kv.cache)
+
+    # Steps
+
+    def submit(self, step: StepInput) -> None:
+        """Swap, copy, compute and sample one step, and keep its outcome; raises MemoryBusy, MemoryAsleep, WeightsMissing."""
+        model = self._loaded
+        self._transactions.check_none("compute a step")
+        model.sleep.check_awake()
+        model.weights.check_valid()
+        model.in_flight.check_room()
+        model.kv.check_initialized()
+        self._started.platform.make_current()
+        model.in_flight.add(lambda: model.steps.execute(step))
+
+    def collect(self) -> StepOutput:
+        """Return the output of the oldest step that was submitted; see `Worker.collect`."""
+        return self._loaded.in_flight.collect()
+
+    # Memory
+
+    def begin(self, transaction: int, change: MemoryChange) -> None:
+        """Prepare a sleep or wake; see `Worker.begin`.
+
+        Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
+        """
+        self._transactions.begin(transaction, partial(self._loaded.sleep.prepare, change))
+
+    def commit(self, transaction: int) -> MemoryReport:
+        """Finish what was prepared; raises InvalidTransaction."""
+        report = self._transactions.commit(transaction)
+        held = self._loaded.runner.graph_bytes()
+        return report if held is None else replace(report, residual={**report.residual, GRAPHS: held})
+
+    def rollback(self, transaction: int) -> None:
+        """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
+        self._transactions.rollback(transaction)
+
+    def write_weights(
+        self, write: WeightWrite, weights: Iterable[tuple[str, Tensor]] = (), model: str | None = None
+    ) -> int:
+        """Give weights values; see `Worker.write_weights`. Those that are declared valid have no backups and sources any more."""
+        self._transactions.check_none("write weights")
+        self._loaded.sleep.check_weights_awake()
+        held = self._loaded.weights
+        match write:
+            case WeightWrite.UPDATE:
+                return held.update(weights)
+            case WeightWrite.RELOAD:
+                return held.reload(model, trust_remote_code=self._config.trust_remote_code)
+            case WeightWrite.DECLARE:
+                held.declare_valid()
+                return 0
+
+    def status(self) -> WorkerStatus:
+        """Return this rank's account of its memory and weights."""
+        memory = self._started.allocator.stats()
+        if self._model is None:
+            return WorkerStatus(memory)
+        self._model.sleep.note_asleep()
+        return WorkerStatus(memory, self._model.weights.ledger.missing)
+
+    # End
+
+    def shutdown(self) -> None:
+        """Give everything back, after rolling back what is open; callable in any state, and idempotent."""
+        self._transactions.abandon()
+        if self._model is not None:
+            self._model.runner.drop_graphs()
+        self._model = None
+        self._groups.close()
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            rank.allocator.close()
+            rank.platform.release()
+
+
+def _too_early() -> WorkerError:
+    return WorkerError(
+        "the worker is not ready for this call",
+        found="an earlier call is missing",
+        hint="Call start, load, profile, initialize_kv and warm_up first, in this order",
+    )
