@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import (
     FALLBACK,
     LEAN,
@@ -18,15 +19,16 @@ from tiny_models import (
     tiny_config,
 )
 
-from hardpoint.interfaces import Device
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType
+from hardpoint.models import RunnableModel
 
 pytestmark = pytest.mark.skipif(find_spec("hardpoint_cpu") is None, reason="the CPU backend is not installed")
 
 
-def _check(kind: str, options: dict[str, Any], folder: Path, path: str) -> None:
+def _load(folder: Path, path: str, **options: Any) -> tuple[RunnableModel, AttentionPlan, AttentionBackend]:
+    """Return a model that runs by the CPU backend's parts."""
     from hardpoint_cpu.descriptor import hardpoint_backend
 
-    reference = save_tiny(folder, tiny_config(kind, **options))
     descriptor = hardpoint_backend()
     device = Device(backend="cpu", index=0, name="test", torch_device="cpu", total_memory=1 << 34)
     _, model, plan, attention = open_and_load(
@@ -36,14 +38,32 @@ def _check(kind: str, options: dict[str, Any], folder: Path, path: str) -> None:
         kernels=descriptor.make("kernels", device),
         block_size=8,
         use_fused_decoder=path == "fused",
+        **options,
     )
     assert model.path == path
+    return model, plan, attention
+
+
+def _check(kind: str, options: dict[str, Any], folder: Path, path: str) -> None:
+    reference = save_tiny(folder, tiny_config(kind, **options))
+    model, plan, attention = _load(folder, path)
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=4, tolerance=3e-4)
 
 
 @pytest.mark.parametrize("name", LEAN)
 def test_the_cpu_backends_operators_equal_transformers(name: str, tmp_path: Path) -> None:
     _check(*LEAN[name], tmp_path, "lean")
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+def test_a_mixtures_sequence_has_the_same_bits_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
+    kind, options = LEAN[name]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    model, plan, attention = _load(tmp_path, "lean", dtype=DType.BFLOAT16)
+    alone, together = Runner(model, plan, attention), Runner(model, plan, attention)
+    for step in ([3, 17, 90, 4, 55], [8], [33]):
+        expected = alone.step([(0, step)])
+        assert torch.equal(together.step([(1, step[::-1]), (0, step), (2, [5, 99])])[1:2], expected)
 
 
 @pytest.mark.parametrize("name", [name for name in LEAN if name not in MIXTURES])

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint.interfaces import DType, ExpertsProgram, ExpertsRequest
+from hardpoint.interfaces import ExpertsProgram, ExpertsRequest
 from hardpoint_cpu import _native
 from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, InvalidOperand
+from hardpoint_cpu.linear import packed_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_TILE = 16
 
 
 class CpuExperts(ExpertsProgram):
@@ -29,8 +28,8 @@ class CpuExperts(ExpertsProgram):
         asked = self._request
         columns = _native.gated_columns(asked.intermediate_size)
         return (
-            (asked.num_experts, columns, self._packed_width(asked.hidden_size)),
-            (asked.num_experts, -(-asked.hidden_size // _TILE) * _TILE, self._packed_width(asked.intermediate_size)),
+            (asked.num_experts, *packed_shape(columns, asked.hidden_size, asked.dtype)),
+            (asked.num_experts, *packed_shape(asked.hidden_size, asked.intermediate_size, asked.dtype)),
         )
 
     def stores_plainly(self) -> bool:
@@ -125,9 +124,6 @@ class CpuExperts(ExpertsProgram):
             workspace_bytes=size,
         )
         return out
-
-    def _packed_width(self, width: int) -> int:
-        return width + width % 2 if self._request.dtype is DType.BFLOAT16 else width
 
     def _pack(self, source: Tensor, tiles: Tensor, first_row: int, first_tile: int, step: int) -> None:
         rows, width = source.shape

@@ -14,15 +14,19 @@ from hardpoint.interfaces import (
     DecoderProgram,
     Device,
     DeviceAllocator,
+    DType,
     ExpertsProgram,
     ExpertsRequest,
     FuseRequest,
     KernelSet,
+    LinearProgram,
+    LinearRequest,
     Refusal,
 )
 from hardpoint_cpu import _native
 from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, DTYPES, CpuDecoder, InvalidOperand, refusals
 from hardpoint_cpu.experts import CpuExperts
+from hardpoint_cpu.linear import CpuLinear
 from hardpoint_cpu.recognition import recognise
 
 if TYPE_CHECKING:
@@ -113,11 +117,13 @@ class CpuKernels(KernelSet):
         tables = tuple(rope.table(request.max_context) for rope in found.ropes)
         return CpuDecoder(found.spec, request, allocator, tables, found.names)
 
+    def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
+        """Return a native linear layer over packed weights, or why it does not run in the dtype."""
+        return _dtype_refusal(request.dtype) or CpuLinear(request)
+
     def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
         """Return the native experts, or why they do not run in the dtype."""
-        if request.dtype not in DTYPES:
-            return Refusal((f"dtype {request.dtype} is not supported (supported: {', '.join(DTYPES)})",))
-        return CpuExperts(request)
+        return _dtype_refusal(request.dtype) or CpuExperts(request)
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
         tokens, _, dim = q.shape
@@ -161,6 +167,12 @@ class CpuKernels(KernelSet):
             cos.data_ptr(),
             sin.data_ptr(),
         )
+
+
+def _dtype_refusal(dtype: DType) -> Refusal | None:
+    if dtype in DTYPES:
+        return None
+    return Refusal((f"dtype {dtype} is not supported (supported: {', '.join(DTYPES)})",))
 
 
 def _code(tensor: Tensor) -> int:

@@ -59,6 +59,8 @@ from hardpoint.interfaces.kernels import (
     ExpertsRequest,
     FuseRequest,
     KernelSet,
+    LinearProgram,
+    LinearRequest,
 )
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import (
@@ -105,6 +107,8 @@ __all__ = [
     "IntSet",
     "KVCacheSpec",
     "KernelSet",
+    "LinearProgram",
+    "LinearRequest",
     "LiveRanges",
     "MemoryCapabilities",
     "MemoryChange",

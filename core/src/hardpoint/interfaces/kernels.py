@@ -97,6 +97,41 @@ class DecoderProgram(Contract, contract=True):
 
 
 @dataclass(frozen=True)
+class LinearRequest:
+    """What the core asks of a kernel set: multiply by a weight [rows, columns], as a rank has it.
+
+    Attributes:
+        dtype: of the weight, the bias and the activations.
+    """
+
+    rows: int
+    columns: int
+    dtype: DType
+
+
+class LinearProgram(Contract, contract=True):
+    """A linear layer over a weight in a layout of the kernel set's own.
+
+    The weight is the caller's: its only copy, in the allocator's memory.
+    """
+
+    def __init__(self, request: LinearRequest) -> None:
+        self._request = request
+
+    @abstractmethod
+    def weight_shape(self) -> tuple[int, ...]:
+        """Return the shape of the stored weight, in the request's dtype."""
+
+    @abstractmethod
+    def write(self, stored: Tensor, row: int, values: Tensor) -> None:
+        """Store rows [n, columns] of the weight, in any floating dtype, from `row` on."""
+
+    @abstractmethod
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ weight.T + bias`, [..., rows], of x [..., columns] and the stored weight."""
+
+
+@dataclass(frozen=True)
 class ExpertsRequest:
     """What the core asks of a kernel set: run the experts of a mixture's layer, as a rank has them.
 
@@ -209,6 +244,10 @@ class KernelSet(Contract, contract=True):
             model: a `hardpoint.models.decoder.CausalLM`, whole, on the meta device.
         """
         return Refusal(("this kernel set has no fused decoder",))
+
+    def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
+        """Return what multiplies by a weight in a layout of its own, or why the plain weight is left to torch."""
+        return Refusal(("this kernel set multiplies by plain weights, as torch does",))
 
     def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
         """Return what runs the experts of a mixture, or why this kernel set does not; the core's plain torch does then."""

@@ -9,7 +9,7 @@ import torch
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.layers.operators import TORCH_OPERATORS
 from hardpoint.layers.parallel import ALONE, NO_OTHERS, ParallelRank, Ranks
-from hardpoint.quantization import DENSE, LinearMethod
+from hardpoint.quantization import MethodOfShape, dense
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ModelContext:
         rank: whose shard of the model is built.
         ranks: the others, where the model is to run and not only to be described.
         operators: norms, rotary embedding, activations and argmax: the backend's, or torch's.
-        linear_method: how linear layers store their weights.
+        linear_method: chooses how a linear layer stores its weight.
         max_context: rows of the rotary tables; 0 where the model is only described.
         first_layer: number of the stage's first layer.
     """
@@ -30,6 +30,6 @@ class ModelContext:
     rank: ParallelRank = ALONE
     ranks: Ranks = NO_OTHERS
     operators: KernelSet = TORCH_OPERATORS
-    linear_method: LinearMethod = DENSE
+    linear_method: MethodOfShape = dense
     max_context: int = 0
     first_layer: int = 0

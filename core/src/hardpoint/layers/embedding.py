@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hardpoint.layers.parallel import Span, aligned_obstacle, aligned_spans, length
-from hardpoint.layers.weights import Layer, WeightShard, take_rows
+from hardpoint.layers.weights import Layer, StoredWeight, WeightShard, take_rows
+from hardpoint.quantization import DENSE, LinearMethod
 
 if TYPE_CHECKING:
     from hardpoint.layers.context import ModelContext
@@ -81,11 +82,15 @@ class LMHead(Layer):
         self._ranks, self._operators = context.ranks.tensor, context.operators
         self._first, end = _vocabulary(vocab_size, context)
         self._width = length(aligned_spans(vocab_size, context.rank.tensor_size)[0])
+        self.method: LinearMethod = DENSE
         if tied is not None:
             self.weight = tied.weight
         else:
-            whole = WeightShard("weight", (vocab_size, hidden_size))
-            self.add_weight("weight", take_rows([whole], [(self._first, end)]), dtype=context.dtype)
+            rows, dtype = end - self._first, context.dtype
+            self.method = method = context.linear_method(rows, hidden_size, dtype)
+            shards = take_rows([WeightShard("weight", (vocab_size, hidden_size))], [(self._first, end)])
+            stored = StoredWeight(shards, method.write, method.verbatim)
+            self.add_stored("weight", stored, method.create(rows, hidden_size, dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[rows, vocab_size] of hidden states [rows, hidden_size]."""
@@ -111,7 +116,7 @@ class LMHead(Layer):
         return tokens.gather(1, self._operators.argmax(values.contiguous())[:, None])[:, 0].long()
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
-        logits = functional.linear(hidden, self.weight).float()
+        logits = self.method.multiply(self, hidden, None).float()
         if self.divisor != 1.0:
             logits = logits / self.divisor
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap

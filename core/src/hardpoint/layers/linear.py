@@ -37,11 +37,13 @@ class Linear(Layer):
         columns: Span | None = None,
     ) -> None:
         super().__init__()
-        self.method = method = context.linear_method
         weights = [WeightShard(f"{name}.weight", (size, in_features), columns=columns) for name, size in tensors]
-        stored = StoredWeight(_taken(weights, rows), method.write, method.verbatim)
+        shards = _taken(weights, rows)
+        size = sum(shard.num_rows for shard in shards)
         width = in_features if columns is None else columns[1] - columns[0]
-        self.add_stored("weight", stored, method.create(stored.num_rows, width, context.dtype))
+        self.method = method = context.linear_method(size, width, context.dtype)
+        stored = StoredWeight(shards, method.write, method.verbatim)
+        self.add_stored("weight", stored, method.create(size, width, context.dtype))
         self.bias: Tensor | None
         if bias:
             biases = [WeightShard(f"{name}.bias", (size,)) for name, size in tensors]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
@@ -104,12 +105,14 @@ def load_model(
     from hardpoint.layers import TORCH_OPERATORS, ModelContext
     from hardpoint.models.fused import FusedModel
     from hardpoint.models.modular import FamilyModel, ModularModel
+    from hardpoint.quantization import packed
 
     scales = source.scales_in_use(plan.request.kv_dtype)
     operators = TORCH_OPERATORS if kernels is None else kernels
-    model = description.build(ModelContext(dtype.to_torch(), rank, ranks, operators, max_context=max_context))
+    context = ModelContext(dtype.to_torch(), rank, ranks, operators, max_context=max_context)
     loaded: FamilyModel | None = None
     if kernels is not None and use_fused_decoder and rank.is_alone:
+        model = description.build(context)
         request = FuseRequest(dtype, plan, max_num_tokens, max_num_samples, max_context)
         program = kernels.fuse(model, request, allocator)
         if isinstance(program, Refusal):
@@ -117,6 +120,8 @@ def load_model(
         else:
             loaded = FusedModel(description, model, scales, seed, program)
     if loaded is None:
+        # A program has a layout of its own for the whole model; modules have one for each layer.
+        model = description.build(replace(context, linear_method=packed(operators)))
         loaded = ModularModel(
             description, model, scales, seed, attention=attention, allocator=allocator, torch_device=torch_device
         )

@@ -98,8 +98,8 @@ class FamilyModel(RunnableModel):
 class ModularModel(FamilyModel, CapturableModel):
     """The model as its modules compute it, wherever torch runs: one rank's share, or all of it.
 
-    Norms, rotary embedding, activation and argmax are the kernel set's where there is one. Matrix products are torch's over the
-    allocator's own weights: packed copies would lie outside of the memory that sleep gives back.
+    Norms, rotary embedding, activation and argmax are the kernel set's where there is one, and so are linear layers and experts that it has
+    a layout of its own for; other matrix products are torch's. A weight's only copy lies in the allocator's memory.
     """
 
     path: ClassVar[str] = "lean"

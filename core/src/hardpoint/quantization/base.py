@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,3 +28,7 @@ class LinearMethod(ABC):
     @abstractmethod
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ weight.T + bias` for the layer's parameter `weight`; x is [..., columns]."""
+
+
+MethodOfShape = Callable[[int, int, "torch.dtype"], LinearMethod]
+"""(rows, columns, dtype): chooses the method of a layer whose weight has this shape."""

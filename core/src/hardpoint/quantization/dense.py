@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 class Dense(LinearMethod):
-    """A matrix in the activations' dtype, multiplied by torch.
-
-    A layout that some device would multiply by faster would be a copy outside of the memory that sleep gives back.
-    """
+    """A matrix in the activations' dtype, multiplied by torch."""
 
     def create(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((rows, columns), dtype=dtype, device="meta")
@@ -30,4 +27,9 @@ class Dense(LinearMethod):
 
 
 DENSE = Dense()
-"""The method of every checkpoint that is not quantised."""
+"""The method of checkpoints that are not quantised, where the backend has no layout of its own."""
+
+
+def dense(rows: int, columns: int, dtype: torch.dtype) -> LinearMethod:
+    """Return `DENSE`, whatever the shape."""
+    return DENSE
