@@ -11,8 +11,11 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
+# What is imported is compiled once, and not by each of hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers test-portable \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers \
 	test-flashinfer test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
 help:  ## Show the targets
@@ -44,9 +47,6 @@ typecheck: $(STAMP)  ## mypy --strict on the core, the simulators and the confor
 test: $(STAMP)  ## Run every test
 	$(MAKE) --no-print-directory lint typecheck
 	$(BIN)/python -m pytest
-
-test-portable: $(STAMP)  ## The CPU backend's tests on a build for the baseline instruction set only
-	PYTHON=$(BIN)/python scripts/test_variant.sh portable
 
 fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k
 	$(BIN)/python -m tests.fault_matrix
@@ -101,7 +101,7 @@ DEVICE_CHECK ?=
 device-check: $(wildcard $(STAMP))  ## Every check of real hardware; explains itself where there is none (DEVICE_CHECK=--simulated)
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) scripts/device_check.py $(DEVICE_CHECK)
 
-sanitize: sanitize-addresses sanitize-threads  ## The native tests under AddressSanitizer, UndefinedBehaviourSanitizer and ThreadSanitizer
+sanitize: sanitize-addresses sanitize-threads  ## The native tests under AddressSanitizer, UndefinedBehaviourSanitizer and ThreadSanitizer, in the portable build
 
 sanitize-addresses: $(STAMP)
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
@@ -130,7 +130,7 @@ selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, a
 	$(MAKE) --no-print-directory conformance-cpu
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-ray test-triton test-portable test-headers test-flashinfer
+CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-ray test-triton test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.

@@ -32,7 +32,6 @@ ALLOWED: dict[str, frozenset[str]] = {
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},
-    "server": frozenset({FACADE, "interfaces", "engine", "sampling"}),
     "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models"}),
     FACADE: PARTS | {"interfaces", "engine"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -68,20 +69,8 @@ def greedy() -> Callable[..., SamplingParams]:
 class Oracle:
     """transformers' own model with the demo's weights: logits of every position of a token sequence."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-        path = open_model("demo").path
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_config(config)
-        # What from_pretrained does, which wants a further package for GGUF files.
-        weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        assert set(missing) <= {"lm_head.weight"}
-        assert not unexpected
-        model.tie_weights()
-        self.model = model.to(dtype).eval()
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], since: int) -> torch.Tensor:
@@ -92,12 +81,24 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def oracle_float32() -> Oracle:
-    return Oracle(torch.float32)
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = open_model("demo").path
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_config(config)
+    # What from_pretrained does, which wants a further package for GGUF files.
+    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"}
+    assert not unexpected
+    model.tie_weights()
+    return Oracle(model.to(torch.float32).eval())
 
 
 @pytest.fixture(scope="session")
-def oracle_bfloat16() -> Oracle:
-    return Oracle(torch.bfloat16)
+def oracle_bfloat16(oracle_float32: Oracle) -> Oracle:
+    return Oracle(deepcopy(oracle_float32.model).to(torch.bfloat16))
 
 
 @pytest.fixture(scope="session")

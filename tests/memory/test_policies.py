@@ -197,23 +197,6 @@ def test_writing_ends_a_declared_callback(pool: TrackedPool) -> None:
         pool.sleep(SleepPlan())
 
 
-def test_tags_sleep_and_wake_apart(pool: TrackedPool) -> None:
-    """Facts 10 and 11."""
-    data = content(pool.unit)
-    blocks = {tag: pool.filled(data, tag) for tag in ("weights", "kv_cache", "buffers")}
-    assert pool.sleep(SleepPlan(tags=frozenset({"weights", "buffers"}))).still_asleep == {"weights", "buffers"}
-    assert pool.read(blocks["kv_cache"], len(data)) == data
-    report = pool.wake(["weights"])
-    assert report.still_asleep == {"buffers"}
-    assert report.unmapped == pool.unit
-    assert pool.stats().asleep == {"buffers"}
-    assert pool.read(blocks["weights"], len(data)) == data
-    with pytest.raises(MemoryAsleep):
-        pool.read(blocks["buffers"], 1)
-    pool.wake(["buffers"])
-    assert pool.read(blocks["buffers"], len(data)) == data
-
-
 def test_a_second_sleep_or_wake_does_nothing_and_says_so(pool: TrackedPool, target: FaultTarget) -> None:
     """Fact 9."""
     data = content(pool.unit)

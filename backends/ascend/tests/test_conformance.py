@@ -22,6 +22,7 @@ GRAPHS = (
     "graph.replay.after-sleep@1",
     "graph.reset@1",
 )
+NO_GRAPHS = "graph.unclaimed.none@1"
 WORKER = (
     "tokens.chunked.oracle@1",
     "tokens.decode.oracle@1",
@@ -92,23 +93,16 @@ def test_attention_conforms_over_reference_operators(run: Run) -> None:
     }
 
 
-@pytest.mark.parametrize("graphs", ["0", "1"])
-def test_model_runs_in_a_worker_over_reference_operators(run: Run, graphs: str) -> None:
-    options = [option for clause in WORKER for option in ("--clause", clause)]
-    _, report, output = run(*options, HARDPOINT_ASCEND_GRAPHS=graphs)
-    assert passed(report) == set(WORKER), output
-
-
-def test_graphs_conform_over_simulated_ones_where_they_are_asked_for(run: Run) -> None:
-    options = [option for clause in GRAPHS for option in ("--clause", clause)]
-    status, report, output = run(*options, HARDPOINT_ASCEND_GRAPHS="1")
+@pytest.mark.parametrize(
+    ("graphs", "level", "clauses"),
+    [("0", "none", (*WORKER, NO_GRAPHS)), ("1", "uniform_decode", (*WORKER, *GRAPHS))],
+    ids=["without graphs", "with simulated graphs"],
+)
+def test_model_runs_in_a_worker_over_reference_operators(
+    run: Run, graphs: str, level: str, clauses: tuple[str, ...]
+) -> None:
+    options = [option for clause in clauses for option in ("--clause", clause)]
+    status, report, output = run(*options, HARDPOINT_ASCEND_GRAPHS=graphs)
     assert status == 0, output
-    assert report["claims"]["attention"]["graph_level"] == "uniform_decode"
-    assert passed(report) == set(GRAPHS), output
-
-
-def test_graphs_are_not_claimed_where_nobody_asks_for_them(run: Run) -> None:
-    status, report, output = run("--clause", "graph.unclaimed.none@1")
-    assert status == 0, output
-    assert report["claims"]["attention"]["graph_level"] == "none"
-    assert passed(report) == {"graph.unclaimed.none@1"}
+    assert report["claims"]["attention"]["graph_level"] == level
+    assert passed(report) == set(clauses), output

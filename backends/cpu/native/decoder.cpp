@@ -163,7 +163,7 @@ void Decoder::attend(const DecoderLayer& layer, int64_t index, const DecoderStep
 
   const OpKernels& kernels = op_kernels();
   const RopeTable& table = rope_tables_[layer.rope_table];
-  const Rotary rotary{a.head_dim, config_.rotary_dim, RotaryStyle::Halves, config_.norm_eps};
+  const Rotary rotary{a.head_dim, config_.rotary_dim, config_.norm_eps};
   for_tokens(tokens, [&](int64_t t) {
     char* q = scratch_.qkv + t * width * size;
     const int64_t angle = step.positions[t] * (config_.rotary_dim / 2);

@@ -78,10 +78,10 @@ void bind_operators(py::module_& m) {
   m.def(
       "rotary",
       [](Address q, int64_t q_stride, int64_t q_heads, Address q_norm, Address k, int64_t k_stride, int64_t k_heads, Address k_norm,
-         int64_t tokens, int dtype, int head_dim, int rotary_dim, int style, float norm_eps, Address positions, Address cos,
+         int64_t tokens, int dtype, int head_dim, int rotary_dim, float norm_eps, Address positions, Address cos,
          Address sin) {
         rotary({at<void>(q), q_stride, q_heads, at<float>(q_norm)}, {at<void>(k), k_stride, k_heads, at<float>(k_norm)}, tokens,
-               static_cast<DType>(dtype), {head_dim, rotary_dim, static_cast<RotaryStyle>(style), norm_eps},
+               static_cast<DType>(dtype), {head_dim, rotary_dim, norm_eps},
                at<int64_t>(positions), at<float>(cos), at<float>(sin));
       },
       unlocked);
@@ -93,19 +93,9 @@ void bind_operators(py::module_& m) {
       },
       unlocked);
   m.def(
-      "soft_cap",
-      [](Address x, int64_t x_stride, int64_t rows, int64_t n, float cap) { soft_cap_rows(at<float>(x), x_stride, rows, n, cap); },
-      unlocked);
-  m.def(
       "arg_max",
       [](Address x, int64_t x_stride, int64_t rows, int64_t n, Address out) {
         arg_max_rows(at<float>(x), x_stride, rows, n, at<int64_t>(out));
-      },
-      unlocked);
-  m.def(
-      "log_sum_exp",
-      [](Address x, int64_t x_stride, int64_t rows, int64_t n, Address out) {
-        log_sum_exp_rows(at<float>(x), x_stride, rows, n, at<float>(out));
       },
       unlocked);
   m.def(

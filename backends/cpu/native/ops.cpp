@@ -66,19 +66,9 @@ void gated_activation(const void* x, int64_t x_stride, int64_t rows, int64_t n, 
   });
 }
 
-void soft_cap_rows(float* x, int64_t x_stride, int64_t rows, int64_t n, float cap) {
-  const OpKernels& kernels = op_kernels();
-  for_rows(rows, n, [&](int64_t i) { kernels.soft_cap(x + i * x_stride, n, cap); });
-}
-
 void arg_max_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t* out) {
   const OpKernels& kernels = op_kernels();
   for_rows(rows, n, [&](int64_t i) { out[i] = kernels.arg_max(x + i * x_stride, n); });
-}
-
-void log_sum_exp_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, float* out) {
-  const OpKernels& kernels = op_kernels();
-  for_rows(rows, n, [&](int64_t i) { out[i] = kernels.log_sum_exp(x + i * x_stride, n); });
 }
 
 void gather_rows(const PackedWeight& weight, const int64_t* ids, int64_t count, float scale, float* out, int64_t out_stride) {

@@ -10,15 +10,9 @@
 
 namespace hp {
 
-enum class RotaryStyle : int {
-  Halves = 0,       // element i pairs with i + rotary_dim / 2 (Llama, NeoX)
-  Interleaved = 1,  // element 2i pairs with 2i + 1 (GPT-J)
-};
-
 struct Rotary {
   int head_dim = 0;
-  int rotary_dim = 0;  // leading elements that rotate; even
-  RotaryStyle style = RotaryStyle::Halves;
+  int rotary_dim = 0;  // leading elements that rotate, element i with i + rotary_dim / 2; even
   float norm_eps = 0;  // of the heads' normalisation, where there is one
 };
 
@@ -34,7 +28,6 @@ struct OpKernels {
                  const float* sin);
   // out = activation(gate) * up.
   void (*gate)(const void* gate, const void* up, int64_t n, DType dtype, Epilogue activation, void* out);
-  void (*soft_cap)(float* x, int64_t n, float cap);
   int64_t (*arg_max)(const float* x, int64_t n);
   float (*log_sum_exp)(const float* x, int64_t n);
   // The k greatest of x, in order, and their softmax; see route(). Overwrites x.
@@ -70,11 +63,8 @@ void rotary(const HeadRows& q, const HeadRows& k, int64_t tokens, DType dtype, c
 void gated_activation(const void* x, int64_t x_stride, int64_t rows, int64_t n, DType dtype, Epilogue activation, void* out,
                       int64_t out_stride);
 
-void soft_cap_rows(float* x, int64_t x_stride, int64_t rows, int64_t n, float cap);
-
 // Lowest index of the greatest value; a NaN is never the greatest, and a row of NaNs gives 0.
 void arg_max_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t* out);
-void log_sum_exp_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, float* out);
 
 // out[i] = weight row ids[i] * scale in fp32. Ids are not checked.
 void gather_rows(const PackedWeight& weight, const int64_t* ids, int64_t count, float scale, float* out, int64_t out_stride);

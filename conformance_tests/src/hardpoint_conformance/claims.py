@@ -90,7 +90,6 @@ def to_json(claims: Capabilities) -> dict[str, Any]:
         },
         "tensor_parallel": _from_set(claims.tensor_parallel),
         "collectives": list(claims.collectives),
-        "quantisation": sorted(claims.quantisation),
         "notes": list(claims.notes),
     }
 
@@ -120,7 +119,6 @@ def from_json(data: Mapping[str, Any]) -> Capabilities:
         ),
         tensor_parallel=_to_set(data["tensor_parallel"]),
         collectives=tuple(data["collectives"]),
-        quantisation=frozenset(data["quantisation"]),
         notes=tuple(data.get("notes", ())),
     )
 

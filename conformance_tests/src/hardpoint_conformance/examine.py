@@ -53,8 +53,7 @@ def examine(name: str, device: int, scratch: Path, time_limit: float = 90.0) -> 
     backend = _unknown(name) | {"entry_point": found[0].value}
     if found[0].dist is not None:
         backend |= {"distribution": found[0].dist.name, "version": found[0].dist.version}
-    command = [sys.executable, "-m", "hardpoint_conformance.examine", name, str(device), str(file)]
-    ended = run_process(command, scratch, time_limit)
+    ended = run_process("hardpoint_conformance.examine", [name, str(device), str(file)], scratch, time_limit)
     if not file.exists():
         return Examination(backend, problem=f"the process that looked at it {ended.how}{ended.last_words}")
     data = json.loads(file.read_text("utf-8"))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hardpoint_conformance.outcomes import Outcome
-from hardpoint_conformance.processes import end_group, ended_how, environment, last_words
-from hardpoint_conformance.report import SUITE, pytest_command
+from hardpoint_conformance.processes import Process, Start, end_group, ended_how, environment, last_words, start
+from hardpoint_conformance.report import SUITE, pytest_arguments
 
 _POLL = 0.05
 _START_LIMIT = 180.0
@@ -56,6 +56,8 @@ class GroupRunner:
     Attributes:
         options: of pytest, the same for every group (backend, device, seed, claims).
         time_limit: seconds for each test.
+        variables: of the environment, besides this process's own.
+        start: how the processes are started.
         stop: set to end everything.
         started: called with a test's id when it begins.
     """
@@ -64,6 +66,7 @@ class GroupRunner:
     scratch: Path
     time_limit: float
     variables: dict[str, str] = field(default_factory=dict)
+    start: Start = start
     stop: threading.Event = field(default_factory=threading.Event)
     started: Callable[[str], None] = lambda test: None
 
@@ -109,21 +112,15 @@ class GroupRunner:
         results.write_bytes(b"")
         module = str(SUITE / tests[0]["node"].partition("::")[0])
         options = ["-q", "--capture=no", "--tests", str(chosen), "--results", str(results), *self.options, module]
-        with stderr.open("wb") as errors, stdout.open("wb") as output:
-            process = subprocess.Popen(
-                pytest_command(*options),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                cwd=folder,
-                env=environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **self.variables),
-                start_new_session=True,
-            )
-            try:
-                with results.open("rb") as stream:
-                    current, held, hung = self._watch(process, stream, finished)
-            finally:
-                end_group(process)
+        for file in (stderr, stdout):
+            file.write_bytes(b"")
+        variables = environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **self.variables)
+        process = self.start("pytest", pytest_arguments(*options), folder, stdout, stderr, variables)
+        try:
+            with results.open("rb") as stream:
+                current, held, hung = self._watch(process, stream, finished)
+        finally:
+            end_group(process)
         code = process.returncode
         if not hung and current is None and code in (0, 1):
             return None, held
@@ -132,9 +129,7 @@ class GroupRunner:
         words = last_words(stderr.read_text("utf-8", "replace")) or last_words(stdout.read_text("utf-8", "replace"))
         return _Death(current, hung, how + words), held
 
-    def _watch(
-        self, process: subprocess.Popen[bytes], stream: BinaryIO, finished: Observer
-    ) -> tuple[str | None, Entry | None, bool]:
+    def _watch(self, process: Process, stream: BinaryIO, finished: Observer) -> tuple[str | None, Entry | None, bool]:
         """Follow a process to its end; return the test it was in, the last result, and whether it hung.
 
         A result is told when the next test begins: until then the process can still die of it.

@@ -186,7 +186,6 @@ def claims_problems(claims: object) -> list[str]:
         "attention.features": (frozenset, AttentionFeature, attention.features),
         "memory.sleep_levels": (frozenset, int, memory.sleep_levels),
         "memory.tiers": (frozenset, SleepTier, memory.tiers),
-        "quantisation": (frozenset, str, claims.quantisation),
         "collectives": (tuple, str, claims.collectives),
         "notes": (tuple, str, claims.notes),
     }

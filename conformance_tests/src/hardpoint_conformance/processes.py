@@ -6,11 +6,44 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 _LAST_LINES = 15
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` has of a process."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while the process runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status when the process has ended; raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+
+
+class Start(Protocol):
+    """How a process is started."""
+
+    def __call__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        folder: Path,
+        stdout: Path,
+        stderr: Path,
+        variables: Mapping[str, str],
+    ) -> Process:
+        """Run a module as `python -m` does, in `folder` and in a session of its own; its output goes to files, which are there."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +100,48 @@ def environment(**changes: str) -> dict[str, str]:
     return found | changes
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def start(
+    module: str, arguments: Sequence[str], folder: Path, stdout: Path, stderr: Path, variables: Mapping[str, str]
+) -> Process:
+    """Start a fresh process: see `Start`."""
+    with stderr.open("wb") as errors, stdout.open("wb") as output:
+        process: Process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            cwd=folder,
+            env=variables,
+            start_new_session=True,
+        )
+    return process
+
+
+def end_group(process: Process) -> None:
     """End a process and all that it started (and that is still in its group), and wait for it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def run_process(command: Sequence[str], scratch: Path, time_limit: float, stdout: Path | None = None) -> Ended:
-    """Run a command in `scratch` in a group of its own, to its end or the time limit; its output goes to files."""
+def run_process(
+    module: str,
+    arguments: Sequence[str],
+    scratch: Path,
+    time_limit: float,
+    stdout: Path = Path(os.devnull),
+    start: Start = start,
+) -> Ended:
+    """Run a module in `scratch` in a group of its own, to its end or the time limit; its output goes to files."""
     errors = scratch / "stderr.txt"
-    with errors.open("wb") as stderr, (stdout or Path(os.devnull)).open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=stderr,
-            cwd=scratch,
-            env=environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"),
-            start_new_session=True,
-        )
-        code: int | None
-        try:
-            code = process.wait(time_limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(process)
+    for file in (errors, stdout):
+        file.write_bytes(b"")
+    process = start(module, arguments, scratch, stdout, errors, environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))
+    code: int | None
+    try:
+        code = process.wait(time_limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        end_group(process)
     return Ended(code, errors.read_text("utf-8", "replace"), time_limit)

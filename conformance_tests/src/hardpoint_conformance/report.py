@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -14,7 +13,7 @@ from typing import Any
 
 from hardpoint_conformance.levels import PROFILES, Level
 from hardpoint_conformance.outcomes import Outcome, Verdict
-from hardpoint_conformance.processes import run_process
+from hardpoint_conformance.processes import Start, run_process, start
 from hardpoint_conformance.verdict import Judgement, judge
 from hardpoint_conformance.waivers import can_waive, expired, names
 
@@ -190,20 +189,10 @@ class CollectionFailed(RuntimeError):
 SUITE = Path(__file__).with_name("suite")
 
 
-def pytest_command(*options: str) -> list[str]:
-    """Return the command that runs pytest over the suite, without the settings and plugins of wherever it is called."""
+def pytest_arguments(*options: str) -> list[str]:
+    """Return the arguments that run pytest over the suite, without the settings and plugins of wherever it is called."""
     ini = ["-c", str(SUITE / "pytest.ini"), "--rootdir", str(SUITE)]
-    return [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "hardpoint_conformance.plugin",
-        "-p",
-        "no:cacheprovider",
-        *ini,
-        *options,
-    ]
+    return ["-p", "hardpoint_conformance.plugin", "-p", "no:cacheprovider", *ini, *options]
 
 
 def modules_for(levels: Iterable[int], clauses: Iterable[str]) -> list[Path]:
@@ -226,6 +215,7 @@ def collect(
     *,
     explore: int = 0,
     time_limit: float = 180.0,
+    start: Start = start,
 ) -> list[dict[str, Any]]:
     """Return the list of the tests in some modules for a backend's claims, in order; none of the backend's code runs.
 
@@ -238,7 +228,7 @@ def collect(
     options = ["--collect-only", "-q", "--claims", str(claims_file), "--listing", str(listing)]
     options += ["--explore", str(explore), *map(str, modules)]
     output = scratch / "collection.txt"
-    ended = run_process(pytest_command(*options), scratch, time_limit, stdout=output)
+    ended = run_process("pytest", pytest_arguments(*options), scratch, time_limit, output, start)
     if ended.code not in (0, 5) or not listing.exists():
         said = output.read_text("utf-8", "replace")[-3000:]
         raise CollectionFailed(f"the process that collects the tests {ended.how}: {said}{ended.stderr}")

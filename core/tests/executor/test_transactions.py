@@ -32,7 +32,7 @@ from hardpoint.interfaces.errors import (
     WorkerError,
 )
 from hardpoint.interfaces.worker import WorkerStatus
-from hardpoint.worker.transactions import PreparedChange, Transactions
+from hardpoint.worker.memory_changes import PreparedChange, Transactions
 
 
 class Fault(Enum):

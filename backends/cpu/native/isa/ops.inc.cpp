@@ -101,21 +101,12 @@ void rotate(void* heads, int64_t num_heads, DType dtype, const Rotary& rotary, c
         const vf v = load_some(type, x + i, count);
         return norm ? v * scale * load_some(F32{}, norm + i, count) : v;
       };
-      if (rotary.style == RotaryStyle::Halves) {
-        for_vectors(half, [&](int64_t i, int count) {
-          const vf a = value(i, count), b = value(half + i, count);
-          const vf c = load_some(F32{}, cos + i, count), s = load_some(F32{}, sin + i, count);
-          store_some(type, x + i, fma(a, c, -(b * s)), count);
-          store_some(type, x + half + i, fma(b, c, a * s), count);
-        });
-      } else {
-        for (int i = 0; i < half; ++i) {
-          const float wa = norm ? scale * norm[2 * i] : 1.0f, wb = norm ? scale * norm[2 * i + 1] : 1.0f;
-          const float a = to_float(type, x[2 * i]) * wa, b = to_float(type, x[2 * i + 1]) * wb;
-          x[2 * i] = from_float(type, a * cos[i] - b * sin[i]);
-          x[2 * i + 1] = from_float(type, b * cos[i] + a * sin[i]);
-        }
-      }
+      for_vectors(half, [&](int64_t i, int count) {
+        const vf a = value(i, count), b = value(half + i, count);
+        const vf c = load_some(F32{}, cos + i, count), s = load_some(F32{}, sin + i, count);
+        store_some(type, x + i, fma(a, c, -(b * s)), count);
+        store_some(type, x + half + i, fma(b, c, a * s), count);
+      });
       if (norm)
         for_vectors(dim - rotary.rotary_dim, [&](int64_t i, int count) {
           store_some(type, x + rotary.rotary_dim + i, value(rotary.rotary_dim + static_cast<int>(i), count), count);
@@ -131,10 +122,6 @@ void gate(const void* gate, const void* up, int64_t n, DType dtype, Epilogue act
       store_some(type, typed(type, out) + i, gated(g, u, activation), count);
     });
   });
-}
-
-void soft_cap_row(float* x, int64_t n, float cap) {
-  for_vectors(n, [&](int64_t i, int count) { store_some(F32{}, x + i, soft_cap(load_some(F32{}, x + i, count), cap), count); });
 }
 
 float row_max(const float* x, int64_t n) {
@@ -215,8 +202,8 @@ void weighted_sum(const float* rows, int64_t stride, const int64_t* places, cons
 }  // namespace
 
 const OpKernels& op_kernels_here() {
-  static constexpr OpKernels kernels = {rms_norm,     accumulate_rms_norm, add,     rotate,       gate,
-                                        soft_cap_row, arg_max,             log_sum_exp, top_k_softmax, weighted_sum};
+  static constexpr OpKernels kernels = {rms_norm, accumulate_rms_norm, add,           rotate,      gate,
+                                        arg_max,  log_sum_exp,         top_k_softmax, weighted_sum};
   return kernels;
 }
 

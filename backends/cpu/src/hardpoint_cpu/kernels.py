@@ -72,60 +72,6 @@ class CpuKernels(KernelSet):
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate q [T, heads, dim] and k [T, kv_heads, dim] in place (halves); cos, sin float32[max, rotary_dim / 2]."""
-        self._rotate(q, k, positions, cos, sin, interleaved=False)
-
-    def vendor_rotary_interleaved(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate as `rotary` does, with elements 2i and 2i + 1 as a pair (GPT-J, Cohere)."""
-        self._rotate(q, k, positions, cos, sin, interleaved=True)
-
-    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return `act(x[..., :n]) * x[..., n:]` where n is half the last axis."""
-        rows = _rows("x", x)
-        n, odd = divmod(x.shape[-1], 2)
-        if odd:
-            raise InvalidOperand("gate and up need an even last axis", found=f"shape {list(x.shape)}")
-        out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
-        code = ACTIVATION_CODES[activation]
-        _native.gated_activation(rows.data_ptr(), rows.stride(0), len(rows), n, _code(x), code, out.data_ptr(), n)
-        return out
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        """Return int64[rows], the lowest index of the highest value in each row of float32[rows, columns]."""
-        rows = _logits(logits)
-        out = torch.empty(len(rows), dtype=torch.int64)
-        _native.arg_max(*_matrix(rows), out.data_ptr())
-        return out
-
-    def vendor_log_sum_exp(self, logits: Tensor) -> Tensor:
-        """Return float32[rows], `log(sum(exp(row)))` of each row of float32[rows, columns]."""
-        rows = _logits(logits)
-        out = torch.empty(len(rows), dtype=torch.float32)
-        _native.log_sum_exp(*_matrix(rows), out.data_ptr())
-        return out
-
-    def vendor_soft_cap(self, logits: Tensor, cap: float) -> None:
-        """Replace each logit of float32[rows, columns] by `cap * tanh(logit / cap)`, in place."""
-        _native.soft_cap(*_matrix(_logits(logits)), cap)
-
-    def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
-        """Return the fused decoder, or why this model cannot be run by it."""
-        found = recognise(model)
-        if isinstance(found, Refusal):
-            return found
-        if reasons := refusals(found.spec, request):
-            return Refusal(reasons)
-        tables = tuple(rope.table(request.max_context) for rope in found.ropes)
-        return CpuDecoder(found.spec, request, allocator, tables, found.names)
-
-    def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
-        """Return a native linear layer over packed weights, or why it does not run in the dtype."""
-        return _dtype_refusal(request.dtype) or CpuLinear(request)
-
-    def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
-        """Return the native experts, or why they do not run in the dtype."""
-        return _dtype_refusal(request.dtype) or CpuExperts(request)
-
-    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
         tokens, _, dim = q.shape
         for name, heads in (("q", q), ("k", k)):
             _check(name, heads, dims=3)
@@ -161,12 +107,47 @@ class CpuKernels(KernelSet):
             _code(q),
             dim,
             2 * cos.shape[1],
-            int(interleaved),
             0.0,
             where.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
         )
+
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return `act(x[..., :n]) * x[..., n:]` where n is half the last axis."""
+        rows = _rows("x", x)
+        n, odd = divmod(x.shape[-1], 2)
+        if odd:
+            raise InvalidOperand("gate and up need an even last axis", found=f"shape {list(x.shape)}")
+        out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
+        code = ACTIVATION_CODES[activation]
+        _native.gated_activation(rows.data_ptr(), rows.stride(0), len(rows), n, _code(x), code, out.data_ptr(), n)
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return int64[rows], the lowest index of the highest value in each row of float32[rows, columns]."""
+        rows = _logits(logits)
+        out = torch.empty(len(rows), dtype=torch.int64)
+        _native.arg_max(*_matrix(rows), out.data_ptr())
+        return out
+
+    def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
+        """Return the fused decoder, or why this model cannot be run by it."""
+        found = recognise(model)
+        if isinstance(found, Refusal):
+            return found
+        if reasons := refusals(found.spec, request):
+            return Refusal(reasons)
+        tables = tuple(rope.table(request.max_context) for rope in found.ropes)
+        return CpuDecoder(found.spec, request, allocator, tables, found.names)
+
+    def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
+        """Return a native linear layer over packed weights, or why it does not run in the dtype."""
+        return _dtype_refusal(request.dtype) or CpuLinear(request)
+
+    def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
+        """Return the native experts, or why they do not run in the dtype."""
+        return _dtype_refusal(request.dtype) or CpuExperts(request)
 
 
 def _dtype_refusal(dtype: DType) -> Refusal | None:

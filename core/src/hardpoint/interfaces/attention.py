@@ -75,14 +75,12 @@ class AttentionPlan:
 
     Attributes:
         kv_cache: shape of the cache.
-        slot_dtype: element type of slot mappings on the device.
         graph_level: what can be captured.
         notes: choices and their reasons, for people.
     """
 
     request: AttentionRequest
     kv_cache: KVCacheSpec
-    slot_dtype: DType = DType.INT32
     graph_level: GraphLevel = GraphLevel.NONE
     notes: tuple[str, ...] = ()
 

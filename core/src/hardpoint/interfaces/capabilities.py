@@ -70,7 +70,6 @@ class GraphLevel(enum.IntEnum):
 
     NONE = 0
     UNIFORM_DECODE = 1
-    ALWAYS = 2
 
 
 class Determinism(enum.IntEnum):
@@ -246,7 +245,6 @@ class Capabilities:
     Attributes:
         tensor_parallel: how many ranks may share each layer.
         collectives: names of the collective libraries, best first; with one, layers may be divided into stages.
-        quantisation: names of weight formats that run without being expanded.
         notes: for people: what was chosen and why, what is missing and why, and what no hardware has shown yet.
     """
 
@@ -254,7 +252,6 @@ class Capabilities:
     memory: MemoryCapabilities = field(default_factory=MemoryCapabilities)
     tensor_parallel: IntSet = field(default_factory=lambda: IntSet.of(1))
     collectives: tuple[str, ...] = ()
-    quantisation: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     @classmethod

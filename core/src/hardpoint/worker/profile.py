@@ -13,7 +13,7 @@ from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint.worker.decode_capture import DecodeCapture
+from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel

@@ -1,0 +1,80 @@
+"""Forks that stand for fresh processes: what a module finds there, and how its end is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hardpoint_conformance.fork_server import ForkServer
+
+CHILD = """
+import json, os, signal, sys, time
+if sys.argv[1:] == ["hang"]:
+    time.sleep(60)
+if sys.argv[1:] == ["crash"]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+if sys.argv[1:] == ["fail"]:
+    sys.exit(3)
+print(json.dumps([__name__, sys.argv[1:], os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid(), "torch" in sys.modules]))
+print("words", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(for_ranks=False, variables={"OMP_NUM_THREADS": "1"}) as server:
+        yield server
+
+
+def start(server: ForkServer, folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], Path, Path]:
+    (folder / "child.py").write_text(CHILD)
+    files = folder / "stdout", folder / "stderr"
+    for file in files:
+        file.write_bytes(b"")
+    process = server.start("child", arguments, folder, *files, {"PATH": os.environ["PATH"], "ONLY": "this"})
+    return process, *files  # type: ignore[return-value]
+
+
+def test_a_module_runs_as_in_a_fresh_process(server: ForkServer, tmp_path: Path) -> None:
+    process, stdout, stderr = start(server, tmp_path, "one", "two")
+    assert process.wait(30) == 0
+    name, arguments, folder, environment, leads, has_torch = json.loads(stdout.read_text())
+    assert (name, arguments, folder) == ("__main__", ["one", "two"], str(tmp_path))
+    assert environment == {"PATH": os.environ["PATH"], "ONLY": "this"}
+    assert leads
+    assert has_torch
+    assert stderr.read_text() == "words\n"
+
+
+@pytest.mark.parametrize(("does", "code"), [("fail", 3), ("crash", -signal.SIGSEGV)])
+def test_the_end_of_a_process_is_told(server: ForkServer, tmp_path: Path, does: str, code: int) -> None:
+    process, _, _ = start(server, tmp_path, does)
+    assert process.wait(30) == code
+    assert process.poll() == process.returncode == code
+
+
+def test_a_process_that_hangs_can_be_ended_while_others_run(server: ForkServer, tmp_path: Path) -> None:
+    process, _, _ = start(server, tmp_path, "hang")
+    other, _, _ = start(server, tmp_path, "fail")
+    assert other.wait(30) == 3
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_the_end_of_the_server_is_an_end_of_its_processes_and_an_error_of_the_next(tmp_path: Path) -> None:
+    with ForkServer(for_ranks=False, variables={}) as server:
+        process, _, _ = start(server, tmp_path, "hang")
+        os.kill(int(Path(f"/proc/{process.pid}/stat").read_text().split()[3]), signal.SIGKILL)
+        assert process.wait(30) == -signal.SIGKILL
+        with pytest.raises(OSError, match=r"ended|pipe"):
+            start(server, tmp_path, "fail")
+        os.killpg(process.pid, signal.SIGKILL)
