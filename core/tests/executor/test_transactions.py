@@ -32,7 +32,7 @@ from hardpoint.interfaces.errors import (
     WorkerError,
 )
 from hardpoint.interfaces.worker import WorkerStatus
-from hardpoint.worker.transactions import PreparedChange, Transactions
+from hardpoint.worker.memory_changes import PreparedChange, Transactions
 
 
 class Fault(Enum):
@@ -100,10 +100,6 @@ class Ranks(Executor):
     def __init__(self, count: int) -> None:
         self.ranks = [Rank() for _ in range(count)]
         self.interrupt: tuple[str, int] | None = None
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.ranks)
 
     def submit(self, step: StepInput) -> None:
         raise AssertionError("nothing is computed here")

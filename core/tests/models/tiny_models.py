@@ -78,6 +78,17 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss")) or "-moe" in name]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,13 +98,11 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "scale_attn_by_inverse_layer_idx": True},
     ),
     "olmo": ("olmo", {}),
-    "olmo2": ("olmo2", {}),
     "phi": ("phi", {"num_key_value_heads": 6}),
     "stablelm": ("stablelm", {}),
     "gpt-neox": ("gpt_neox", {}),
     "starcoder2-window": ("starcoder2", {"sliding_window": 6}),
     "cohere": ("cohere", {}),
-    "granite": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
     "smollm3-no-rope-layers": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
 }
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hardpoint.interfaces import DType, KVCacheSpec
-from hardpoint.worker.live_kv import live_ranges
+from hardpoint.worker.kv_memory import live_ranges
 
 LAYOUTS = [
     ("kv", "block", "head", "token", "dim"),

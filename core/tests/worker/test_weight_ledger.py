@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint.worker.weight_ledger import WeightLedger
+from hardpoint.worker.weights import WeightLedger
 
 NAMES = frozenset({"a", "b", "c"})
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, LiveRanges, Policy
@@ -14,7 +16,6 @@ from hardpoint.interfaces.attention import AttentionBackend, KVCacheSpec
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded, WorkerError
 from hardpoint.interfaces.platform import Platform
-from hardpoint.worker.live_kv import live_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,3 +129,26 @@ class KVMemory:
                 ],
                 hint=f"Ask for {elements // per_block} blocks at most",
             )
+
+
+def live_ranges(blocks: Sequence[int], spec: KVCacheSpec, num_blocks: int) -> list[tuple[int, int]]:
+    """Return (first byte, number of bytes) of these blocks in a cache of `num_blocks`, rising, neighbours joined.
+
+    A block has one piece for each layer and each axis value before the block axis (keys and values, in the usual layout).
+    """
+    if len(blocks) == 0:
+        return []
+    shape = spec.shape(num_blocks)
+    axis = spec.axes.index("block") + 1
+    piece = prod(shape[axis + 1 :]) * spec.dtype.itemsize
+    ordered = np.unique(np.asarray(blocks, np.int64))
+    first = np.concatenate([[True], np.diff(ordered) != 1])
+    starts = ordered[first]
+    lengths = np.diff(np.append(np.flatnonzero(first), len(ordered)))
+    outer = np.arange(prod(shape[:axis]), dtype=np.int64) * num_blocks
+    begins = (outer[:, None] + starts).reshape(-1)
+    ends = (outer[:, None] + starts + lengths).reshape(-1)
+    # The last block of one piece and the first of the next are neighbours.
+    joined = np.concatenate([[True], begins[1:] != ends[:-1]])
+    begins, ends = begins[joined], ends[np.append(np.flatnonzero(joined)[1:] - 1, len(ends) - 1)]
+    return list(zip((begins * piece).tolist(), ((ends - begins) * piece).tolist(), strict=True))

@@ -10,8 +10,7 @@ import torch
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import Int32Array, StepBatch
 from hardpoint.interfaces.platform import Platform
-from hardpoint.worker.decode_capture import DecodeCapture
-from hardpoint.worker.decode_graphs import DecodeGraphs
+from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.loading import LoadedModel
 

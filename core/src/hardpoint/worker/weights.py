@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,12 +12,52 @@ from hardpoint.interfaces.allocator import WEIGHTS, DeviceAllocator, MemoryStats
 from hardpoint.interfaces.errors import CapabilityRefused, WeightsMissing
 from hardpoint.models import open_model
 from hardpoint.worker.loading import LoadedModel, kept_default_dtype
-from hardpoint.worker.weight_ledger import WeightLedger
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.models import ModelSource
+
+
+class WeightLedger:
+    """Keeps account of the weights that a sleep discarded and that were not written since.
+
+    Args:
+        names: the checkpoint names of all weights.
+    """
+
+    def __init__(self, names: Set[str]) -> None:
+        self._names = frozenset(names)
+        self._missing: frozenset[str] = frozenset()
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Names of the weights without valid values."""
+        return self._missing
+
+    def discard_all(self) -> None:
+        """Note that no weight is valid any more."""
+        self._missing = self._names
+
+    def declare_valid(self) -> None:
+        """Note that all weights are valid."""
+        self._missing = frozenset()
+
+    @contextmanager
+    def writing(self, written: Set[str]) -> Iterator[None]:
+        """Note what a write did when it ends: what it wrote is valid, or everything is missing when it broke off in the middle.
+
+        Args:
+            written: filled during the write, with each name before its weight is written.
+        """
+        try:
+            yield
+        except BaseException:
+            if written:
+                self.discard_all()
+            raise
+        self._missing -= written
+
 
 KEPT = frozenset({WEIGHTS})
 """Tags all of whose writers say so: the loader, updates and reloads."""

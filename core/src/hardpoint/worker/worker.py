@@ -19,16 +19,15 @@ from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
 from hardpoint.sampling import Sampler
-from hardpoint.worker.decode_capture import DecodeCapture
+from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.in_flight import StepsInFlight
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
+from hardpoint.worker.memory_changes import SleepCycle, Transactions
 from hardpoint.worker.model_runner import ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
-from hardpoint.worker.sleep import SleepCycle
 from hardpoint.worker.steps import Steps
-from hardpoint.worker.transactions import Transactions
 from hardpoint.worker.weights import KEPT, Weights
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class StandardWorker(Worker):
         )
         capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
         runner = ModelRunner(model, attention, capture, platform, torch_device=self._device.torch_device)
-        sampler = Sampler(model.info.vocab_size, rank.kernels)
+        sampler = Sampler(model.info.vocab_size, self._device.torch_device, rank.kernels, platform)
         steps = Steps(config, runner, kv, sampler, platform.synchronize)
         sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
         in_flight = StepsInFlight(model.info.steps_in_flight)

@@ -1,0 +1,226 @@
+"""A rank's sleeps and wakes: what the worker adds to a plan, refuses, and notes, and the one that may be open by number."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from hardpoint.interfaces.allocator import (
+    KV_CACHE,
+    WEIGHTS,
+    DeviceAllocator,
+    MemoryChange,
+    MemoryReport,
+    MemoryStats,
+    MemoryTransaction,
+    Policy,
+    SleepPlan,
+    WakePlan,
+)
+from hardpoint.interfaces.capabilities import SleepTier
+from hardpoint.interfaces.errors import HardpointError, InvalidTransaction, MemoryAsleep, MemoryBusy
+from hardpoint.worker.kv_memory import KVMemory
+from hardpoint.worker.weights import KEPT, Weights
+
+T = TypeVar("T")
+
+_log = logging.getLogger("hardpoint")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class PreparedChange:
+    """A transaction of an allocator, and what a worker has to note of it. An interrupt may come between any two of these.
+
+    Attributes:
+        memory: the allocator's.
+        before_commit: notes what the commit loses: what is lost and not noted would be served.
+        after_commit: does what is left to do.
+        on_end: called last, whichever way it ended and also when that failed.
+    """
+
+    memory: MemoryTransaction
+    before_commit: Callable[[], None] = _nothing
+    after_commit: Callable[[], None] = _nothing
+    on_end: Callable[[], None] = _nothing
+
+    def commit(self) -> MemoryReport:
+        """Note what is lost, and commit."""
+        self.before_commit()
+        try:
+            report = self.memory.commit()
+            self.after_commit()
+            return report
+        finally:
+            self.on_end()
+
+    def rollback(self) -> None:
+        """Roll back, and note where that left the memory."""
+        try:
+            self.memory.rollback()
+        finally:
+            self.on_end()
+
+
+class Transactions:
+    """The transaction that a worker may have open; its number comes from whoever drives all ranks."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._open: PreparedChange | None = None
+
+    def begin(self, number: int, prepare: Callable[[], PreparedChange]) -> None:
+        """Open the transaction that `prepare` returns; what it raises leaves nothing open, and the number used up.
+
+        Raises InvalidTransaction for a number that is not above all before, MemoryBusy while one is open; nothing was done.
+        """
+        if number <= self._last:
+            raise InvalidTransaction(
+                f"the transaction {number} cannot begin",
+                found=f"its number is not above {self._last}, the latest",
+                hint="Numbers begin at 1 and grow",
+            )
+        self.check_none("begin another transaction")
+        self._last = number
+        self._open = prepare()
+
+    def commit(self, number: int) -> MemoryReport:
+        """Commit the open transaction; raises InvalidTransaction for another number."""
+        return self._end(self._checked(number, "committed").commit)
+
+    def rollback(self, number: int) -> None:
+        """Roll the open transaction back; raises InvalidTransaction for another number."""
+        self._end(self._checked(number, "rolled back").rollback)
+
+    def check_none(self, what: str) -> None:
+        """Raise MemoryBusy while a transaction is open; `what` cannot be done then."""
+        if self._open is not None:
+            raise MemoryBusy(
+                f"cannot {what}",
+                found=f"the transaction {self._last} over the ranks' memory is open",
+                hint="Commit it or roll it back first",
+            )
+
+    def abandon(self) -> None:
+        """Roll back what is open, if anything, for a worker that ends."""
+        abandoned, self._open = self._open, None
+        if abandoned is None:
+            return
+        try:
+            abandoned.rollback()
+        except HardpointError as error:
+            _log.warning("the transaction %d was open at shutdown and could not be rolled back: %s", self._last, error)
+
+    def _checked(self, number: int, how: str) -> PreparedChange:
+        if self._open is None or number != self._last:
+            raise InvalidTransaction(
+                f"the transaction {number} cannot be {how}",
+                found="none is open" if self._open is None else f"the open one is {self._last}",
+                hint="Nothing was done",
+            )
+        return self._open
+
+    def _end(self, end: Callable[[], T]) -> T:
+        """End the open transaction. One whose end was interrupted stays open: ending it again is right whether it had ended or not."""
+        try:
+            result = end()
+        except Exception:
+            self._open = None
+            raise
+        self._open = None
+        return result
+
+
+class SleepCycle:
+    """Prepares sleeps and wakes of a rank's memory, and knows what is asleep."""
+
+    def __init__(
+        self, allocator: DeviceAllocator, weights: Weights, kv: KVMemory, synchronize: Callable[[], None]
+    ) -> None:
+        self._allocator, self._weights, self._kv = allocator, weights, kv
+        self._synchronize = synchronize
+        self._asleep: frozenset[str] = frozenset()
+
+    def prepare(self, change: MemoryChange) -> PreparedChange:
+        """Return a sleep or wake that is ready to commit; raises what the allocator raises, and CapabilityRefused without a source."""
+        try:
+            return self._prepare_sleep(change) if isinstance(change, SleepPlan) else self._prepare_wake(change)
+        except BaseException as error:
+            # After an interrupt, frames may hold a transaction that was begun: dropped, it is rolled back.
+            traceback.clear_frames(error.__traceback__)
+            self.note_asleep()
+            raise
+
+    def _prepare_wake(self, plan: WakePlan) -> PreparedChange:
+        with torch.no_grad():
+            begun = self._allocator.begin_wake(None if plan.tags is None else sorted(plan.tags))
+        return PreparedChange(begun, on_end=self.note_asleep)
+
+    def _prepare_sleep(self, plan: SleepPlan) -> PreparedChange:
+        self._synchronize()
+        before = self._allocator.stats()
+        plan = self._completed(plan)
+        if plan.tier is SleepTier.SOURCE and _preserves(plan, WEIGHTS) and WEIGHTS not in before.asleep:
+            self._weights.check_sourced(before)
+        obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
+
+        def note_losses() -> None:
+            self._asleep = self._asleep | (before.tags.keys() if plan.tags is None else plan.tags)
+            if _discards(plan, WEIGHTS):
+                self._weights.ledger.discard_all()
+
+        def drop_backups() -> None:
+            if obsolete:
+                self._allocator.discard_backup(obsolete)
+
+        return PreparedChange(self._allocator.begin_sleep(plan), note_losses, drop_backups, self.note_asleep)
+
+    def check_awake(self) -> None:
+        """Raise MemoryAsleep while anything is asleep."""
+        if self._asleep:
+            raise MemoryAsleep(
+                "a step needs memory that is asleep", found=", ".join(sorted(self._asleep)), hint="Wake it first"
+            )
+
+    def check_weights_awake(self) -> None:
+        """Raise MemoryAsleep while the weights are asleep."""
+        if WEIGHTS in self._asleep:
+            raise MemoryAsleep("the weights are asleep and cannot be written", hint="Wake the tag 'weights' first")
+
+    def note_asleep(self) -> None:
+        """Look up in the allocator's books what is asleep."""
+        self._asleep = self._allocator.stats().asleep
+
+    def _completed(self, plan: SleepPlan) -> SleepPlan:
+        """Return the plan with what only the worker knows: bytes of live KV blocks, and whose writers are all known."""
+        plan = replace(plan, keep=plan.keep | KEPT)
+        if plan.live_blocks is None or not _includes(plan, KV_CACHE):
+            return plan
+        live = self._kv.live(plan.live_blocks)
+        if live is None:
+            return replace(plan, policies={**plan.policies, KV_CACHE: Policy.DISCARD})
+        return replace(plan, policies={**plan.policies, KV_CACHE: Policy.PRESERVE}, live=(*plan.live, live))
+
+
+def _includes(plan: SleepPlan, tag: str) -> bool:
+    return plan.tags is None or tag in plan.tags
+
+
+def _discards(plan: SleepPlan, tag: str) -> bool:
+    return _includes(plan, tag) and plan.policies.get(tag) is Policy.DISCARD
+
+
+def _preserves(plan: SleepPlan, tag: str) -> bool:
+    return _includes(plan, tag) and not _discards(plan, tag)
+
+
+def _is_restorable(stats: MemoryStats, tag: str) -> bool:
+    return bool(stats.tags[tag].backed_up or stats.tags[tag].sourced)
