@@ -204,6 +204,7 @@ def test_an_output_arrives_as_it_was_sent() -> None:
         StepOutput(tokens),
         StepOutput(np.empty(0, np.int64)),
         StepOutput(tokens, {1: logprobs}, {12: np.ones(7, np.float32)}),
+        StepOutput(np.array([4, -1]), failed={1: "no token is left"}),
     ):
         message = joined(encode_output(sent))
         assert_equal(sent, decode_output(message))
