@@ -52,24 +52,8 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7}),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
-    "qwen2-moe-window": (
-        "qwen2_moe",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "mlp_only_layers": [1],
-        },
-    ),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
-    "qwen3-moe-window": (
-        "qwen3_moe",
-        {**EXPERTS, "use_sliding_window": True, "sliding_window": 6, "decoder_sparse_step": 2},
-    ),
     "gpt-oss": (
         "gpt_oss",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS_ROPE},
@@ -90,6 +74,25 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen2-moe-window": (
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-window": (
+        "qwen3_moe",
+        {**EXPERTS, "use_sliding_window": True, "sliding_window": 6, "decoder_sparse_step": 2},
+    ),
+}
+"""Settings of families that change what is computed in a layer and nothing about how a model is loaded or divided."""
 MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss")) or "-moe" in name]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
