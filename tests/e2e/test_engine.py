@@ -31,6 +31,7 @@ from hardpoint.interfaces.errors import (
     WorkerError,
 )
 from hardpoint.sampling import RequestOutputKind
+from tests.e2e.extremes import check_that_extremes_end_alone
 
 
 @pytest.fixture(scope="module")
@@ -350,3 +351,16 @@ def test_two_engines_live_side_by_side(make_engine: Any) -> None:
     with make_engine(dtype="bfloat16") as first, make_engine() as second:
         texts = [engine.generate("The capital of France is", params)[0].outputs[0].text for engine in (first, second)]
         assert all("Paris" in text for text in texts)
+
+
+def test_an_extreme_request_ends_alone(llm: LLM) -> None:
+    check_that_extremes_end_alone(llm, ["Water boils at", "The quick brown fox"])
+
+
+def test_each_completion_without_a_token_ends_alone(llm: LLM) -> None:
+    """Forks of one prompt, which fail with the step that computes it; then the scheduler has nothing of them."""
+    stops = list(range(llm.get_tokenizer().vocab_size))
+    params = SamplingParams(n=3, temperature=0.9, min_tokens=1, stop_token_ids=stops, max_tokens=3)
+    (output,) = llm.generate("Water boils at", params)
+    assert [completion.finish_reason for completion in output.outputs] == ["error"] * 3
+    assert llm.engine.stats().blocks_used == 0

@@ -23,8 +23,9 @@ from hardpoint.engine.sleep import EngineState
 from hardpoint.executor import RemoteExecutor
 from hardpoint.executor.rendezvous import RendezvousServer
 from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
-from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing, WorkerError
+from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing
 from hardpoint.models import open_model
+from tests.e2e.extremes import check_that_extremes_end_alone
 from tests.leaks import Belongings
 
 pytestmark = pytest.mark.timeout(300)
@@ -112,15 +113,17 @@ def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
     assert [(stats.tags, stats.asleep) for stats in after] == [(stats.tags, frozenset()) for stats in before]
 
 
-def _check_that_a_failed_output_ends_its_step_alone(llm: LLM, driver: int) -> None:
-    """Logits that are no numbers are found by the driver alone, when it draws: what was in that step is lost, and all ranks go on."""
+def _check_that_logits_that_are_no_numbers_end_their_requests(llm: LLM) -> None:
+    """They are found by the driver alone, when it samples: the requests end with an error, and all ranks go on."""
     engine, norm = llm.engine, "model.norm.weight"
     llm.update_weights([(norm, open_model("demo").checkpoint.read(norm) * torch.nan)])
     engine.add_request("drawn", PROMPTS[0], SamplingParams(temperature=0.7, max_tokens=4))
     engine.add_request("beside it", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=4))
-    with pytest.raises(WorkerError, match=f"OutputFailed: rank {driver}: the next token cannot be drawn") as raised:
-        engine.step()
-    assert len(raised.value.lost_seq_ids) == 2
+    outputs = engine.step()
+    assert sorted(output.request_id for output in outputs) == ["beside it", "drawn"]
+    for output in outputs:
+        (completion,) = output.outputs
+        assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [], "")
     assert not engine.has_unfinished_requests()
     assert engine.stats().blocks_used == 0
     assert llm.sleep_status().state is EngineState.RUNNING
@@ -132,7 +135,8 @@ def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_le
         assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
         assert len(_pids(llm)) == 2
         _check_tokens(llm, oracle_float32, greedy(TOKENS))
-        _check_that_a_failed_output_ends_its_step_alone(llm, driver=0)
+        _check_that_logits_that_are_no_numbers_end_their_requests(llm)
+        check_that_extremes_end_alone(llm, PROMPTS)
         _check_tokens(llm, oracle_float32, greedy(TOKENS))
 
         seen: list[tuple[int, int]] = []
@@ -172,7 +176,7 @@ def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_le
 def test_two_stages_divide_the_layers(oracle_float32: Any, greedy: Any, nothing_left: Callable[[], list[str]]) -> None:
     with _engine(pipeline_parallel_size=2) as llm:
         assert (llm.info.num_ranks, llm.info.pipeline_parallel_size) == (2, 2)
-        _check_that_a_failed_output_ends_its_step_alone(llm, driver=1)
+        _check_that_logits_that_are_no_numbers_end_their_requests(llm)
         _check_tokens(llm, oracle_float32, greedy(TOKENS))
         embeddings = llm.embed(PROMPTS[:1], use_tqdm=False)
         assert embeddings[0].outputs.embedding.shape == (576,)

@@ -145,7 +145,7 @@ def test_blocks_swap_to_pinned_memory_of_the_size_asked_for(started: Any) -> Non
 def test_a_step_says_that_the_driver_is_simulated(started: Any) -> None:
     worker, _ = started
     batch = dummy_batch(num_tokens=4, max_len=4, block_size=32, max_seqs=1)
-    step = StepInput(batch, (SequenceSampling(0, (1, 2, 3, 4), seed=0, temperature=0.0),))
+    step = StepInput(batch, (SequenceSampling(0, (1, 2, 3, 4), seed=0, temperature=0.0, state_row=0),))
     for call in (worker.warm_up, lambda: (worker.submit(step), worker.collect())):
         with pytest.raises(CapabilityRefused, match=r"the driver of backend '\w+' is a simulation"):
             call()

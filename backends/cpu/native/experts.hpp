@@ -40,7 +40,7 @@ int64_t experts_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_exper
 void run_experts(const ExpertsCall& call);
 
 // The k greatest of each row's n logits, the lower column first where two are equal, and their softmax: over all n columns, or
-// over the chosen ones (`renormalise`). A NaN is chosen last, and makes the row's weights NaN.
+// over the chosen ones (`renormalise`). A NaN is chosen last, and makes the weights NaN that it is part of.
 void route(const void* logits, int64_t stride, int64_t rows, int64_t n, DType dtype, int64_t k, bool renormalise, int32_t* experts,
            float* weights);
 

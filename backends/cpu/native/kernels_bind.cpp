@@ -15,6 +15,7 @@
 #include "gemm.hpp"
 #include "ops.hpp"
 #include "prepared_batch.hpp"
+#include "sampler.hpp"
 
 namespace py = pybind11;
 
@@ -160,6 +161,48 @@ void bind_decoder(py::module_& m) {
           unlocked);
 }
 
+void bind_sampler(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  py::class_<RowSampler>(m, "RowSampler", "Samples tokens from rows of logits; keeps working memory. One call at a time.")
+      .def(py::init<>())
+      .def(
+          "sample",
+          [](RowSampler& sampler, Address logits, int64_t stride, int64_t rows, int64_t n, Address step, Address table, Address masks,
+             Address biases, Address history, Address last_tokens, Address tokens) {
+            SampleCall call;
+            call.logits = at<float>(logits);
+            call.stride = stride;
+            call.rows = rows;
+            call.n = n;
+            call.step = at<int64_t>(step);
+            call.table = at<SamplingRow>(table);
+            call.masks = at<uint32_t>(masks);
+            call.biases = at<float>(biases);
+            call.history = at<int32_t>(history);
+            call.last_tokens = at<int64_t>(last_tokens);
+            call.tokens = at<int64_t>(tokens);
+            sampler.sample(call);
+          },
+          unlocked)
+      .def(
+          "logprobs",
+          [](RowSampler& sampler, Address logits, int64_t stride, int64_t rows, int64_t n, Address tokens, int64_t count, Address ids,
+             Address values, Address ranks) {
+            LogprobsCall call;
+            call.logits = at<float>(logits);
+            call.stride = stride;
+            call.rows = rows;
+            call.n = n;
+            call.tokens = at<int64_t>(tokens);
+            call.count = count;
+            call.ids = at<int64_t>(ids);
+            call.values = at<float>(values);
+            call.ranks = at<int64_t>(ranks);
+            sampler.logprobs(call);
+          },
+          unlocked);
+}
+
 }  // namespace
 
 void bind_kernels(py::module_& m) {
@@ -201,5 +244,6 @@ void bind_kernels(py::module_& m) {
         },
         unlocked);
   bind_operators(m);
+  bind_sampler(m);
   bind_decoder(m);
 }

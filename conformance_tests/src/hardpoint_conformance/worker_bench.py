@@ -281,6 +281,9 @@ class Bench:
             swap_in=_pairs(self.swap_in),
             copies=_pairs(self.copies),
             preempted=np.empty(0, np.int64),
+            state_rows=np.asarray([sequence.row for sequence, _ in parts], np.int32),
+            sample_state_rows=np.asarray([parts[index][0].row for index in sampled], np.int32),
+            sample_positions=np.asarray([len(parts[index][0].generated) for index in sampled], np.int32),
         )
         finished, self._finished = tuple(self._finished), []
         self.swap_out, self.swap_in, self.copies = [], [], []
@@ -300,7 +303,7 @@ class Bench:
 def _sampling(sequence: Served) -> SequenceSampling:
     prompt = tuple(sequence.tokens[: sequence.prompt_len])
     parameters = {"seed": 0, "temperature": 0.0, **sequence.sampling}
-    return SequenceSampling(sequence.seq_id, prompt, logprobs=sequence.wanted, **parameters)
+    return SequenceSampling(sequence.seq_id, prompt, logprobs=sequence.wanted, state_row=sequence.row, **parameters)
 
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> Any:
@@ -311,7 +314,7 @@ def _overwrite(batch: StepBatch) -> None:
     """Fill the arrays of a step that is done with numbers that would be felt, as the next step would."""
     for array in (batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start, batch.context_lens):
         array.fill(1)
-    for array in (batch.rows, batch.seq_ids, batch.sample_rows, batch.sample_seq_ids):
+    for array in (batch.rows, batch.seq_ids, batch.sample_rows, batch.sample_seq_ids, batch.sample_state_rows):
         array.fill(0)
 
 

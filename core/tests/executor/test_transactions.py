@@ -101,10 +101,6 @@ class Ranks(Executor):
         self.ranks = [Rank() for _ in range(count)]
         self.interrupt: tuple[str, int] | None = None
 
-    @property
-    def num_ranks(self) -> int:
-        return len(self.ranks)
-
     def submit(self, step: StepInput) -> None:
         raise AssertionError("nothing is computed here")
 

@@ -18,11 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from hardpoint.interfaces import Activation, DType, ExpertsRequest, Refusal
-from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
+from hardpoint.interfaces.errors import CorruptWeights, ModelError, UnsupportedArchitecture
 from hardpoint.layers.experts import TorchExperts
 from hardpoint.models import open_model
 
 KINDS = ["mixtral", "qwen2-moe", "qwen3-moe"]
+ARCHITECTURES = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen2-moe": "Qwen2MoeForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+}
 
 
 def experts_by_definition(
@@ -200,6 +206,25 @@ def test_ranks_take_their_parts_of_whole_experts(kind: str, tmp_path: Path) -> N
         allocator.vendor_lose_and_restore()
 
     assert_close(logits_of_ranks(tmp_path / "0", restore), logits_of(tmp_path / "0"))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gpt-oss"])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("num_experts_per_tok", 99), ("num_experts_per_tok", 0), ("num_experts", -1), ("mlp_only_layers", "all")],
+)
+def test_impossible_settings_are_model_errors(kind: str, setting: str, value: object, tmp_path: Path) -> None:
+    if setting == "mlp_only_layers" and not kind.startswith("qwen"):
+        setting, value = "num_experts_per_tok", "two"
+    model_type, options = LEAN[kind]
+    tiny_config(model_type, **options).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if setting == "num_experts" and setting not in config:
+        setting = "num_local_experts"
+    config |= {setting: value, "architectures": [ARCHITECTURES[kind]]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=setting.replace("num_local_experts", "experts is -1")):
+        open_model(str(tmp_path), load_format="dummy").describe(DType.FLOAT32)
 
 
 def test_gpt_oss_with_packed_weights_is_refused_with_the_reason(tmp_path: Path) -> None:

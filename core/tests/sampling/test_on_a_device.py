@@ -1,10 +1,11 @@
-"""The sampler on a device with memory of its own: the tokens are those of the host, and the host waits a few times in a step.
+"""The sampler on a device with memory of its own: the tokens are those of the host, which waits for none but where it collects them.
 
 A stand-in for the device: tensors that lie on the host and say that they do not, for torch's functions and for ours.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from hardpoint.sampling import Sampler, SamplingParams
+from hardpoint.interfaces import Platform
+from hardpoint.interfaces.platform import Event
+from hardpoint.sampling import SampledTokens, Sampler, SamplingParams
 
 ROWS, COLUMNS = 40, 50_000
+
+aten = torch.ops.aten
+WAITING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.masked_select.default}
+"""Operators whose result, or whose size, the host must know."""
 
 
 class OnDevice(torch.Tensor):
@@ -56,6 +63,8 @@ class Device(TorchDispatchMode):
                 return value.held
             return value
 
+        if function in WAITING:
+            OnDevice.waits += 1
         plain, named = tree_map(held, (args, dict(kwargs or {})))
         asked = named.get("device")
         if asked is not None:
@@ -65,12 +74,31 @@ class Device(TorchDispatchMode):
         return tree_map(lambda x: OnDevice(x) if is_own and isinstance(x, torch.Tensor) else x, result)
 
 
-def sampler(values: dict[str, Any]) -> Sampler:
-    made = Sampler(COLUMNS)
-    for seq_id in range(ROWS):
-        params = SamplingParams(seed=seq_id, **values)
-        made.add(params.to_sequence_sampling(seq_id, (1, 2), 0, 0, []))
-    return made
+class Queue(Platform):
+    """Counts how often what was queued was marked, and waited for."""
+
+    made = waited = 0
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"))  # type: ignore[arg-type]
+
+    def record_event(self) -> Event:
+        self.made += 1
+        queue = self
+
+        class Mark:
+            def synchronize(self) -> None:
+                queue.waited += 1
+
+        return Mark()
+
+
+def run(sampler: Sampler, logits: list[torch.Tensor], values: dict[str, Any]) -> list[SampledTokens]:
+    """Sample steps without collecting any, and return them."""
+    one = SamplingParams(**values).to_sequence_sampling(0, (1, 2), 0, 0, [5])
+    sampler.set_rows([replace(one, state_row=row, seed=row) for row in range(ROWS)])
+    rows = np.arange(ROWS, dtype=np.int32)
+    return [sampler.sample(step, rows, np.full(ROWS, number, np.int32)) for number, step in enumerate(logits)]
 
 
 @pytest.mark.parametrize(
@@ -82,20 +110,23 @@ def sampler(values: dict[str, Any]) -> Sampler:
         {"min_p": 0.1},
         {"temperature": 0.0},
         {"presence_penalty": 1.0, "logit_bias": {3: 2.0}},
+        {"allowed_token_ids": (5, 9, 10, 11), "min_tokens": 1},
         {"logprobs": 3},
     ],
     ids=str,
 )
-def test_a_step_gives_the_tokens_of_the_host_and_waits_as_often_for_many_rows(values: dict[str, Any]) -> None:
-    logits = 3 * torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
-    seq_ids = np.arange(ROWS)
-    expected, expected_logprobs = sampler(values).sample(logits, seq_ids)
-    OnDevice.waits = 0
+def test_steps_give_the_tokens_of_the_host_and_never_wait(values: dict[str, Any]) -> None:
+    logits = list(3 * torch.randn(2, ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)))
+    expected = [step.collect() for step in run(Sampler(COLUMNS), logits, values)]
+    OnDevice.waits, queue = 0, Queue()
     with Device():
-        tokens, logprobs = sampler(values).sample(OnDevice(logits.clone()), seq_ids)
-    assert tokens.tolist() == expected.tolist()
-    assert 0 < OnDevice.waits <= 10
-    assert logprobs.keys() == expected_logprobs.keys()
-    for row, expected_row in expected_logprobs.items():
-        assert logprobs[row].token_ids.tolist() == expected_row.token_ids.tolist()
-        np.testing.assert_allclose(logprobs[row].logprobs, expected_row.logprobs)
+        steps = run(Sampler(COLUMNS, "meta", platform=queue), [OnDevice(step.clone()) for step in logits], values)
+        assert (OnDevice.waits, queue.made, queue.waited) == (0, 2, 0)
+        found = [step.collect() for step in steps]
+    assert (OnDevice.waits, queue.waited) == (0, 2)
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.keys() == other.logprobs.keys()
+        for row, expected_row in other.logprobs.items():
+            assert one.logprobs[row].token_ids.tolist() == expected_row.token_ids.tolist()
+            np.testing.assert_allclose(one.logprobs[row].logprobs, expected_row.logprobs)

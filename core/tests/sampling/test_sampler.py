@@ -1,21 +1,36 @@
-"""Each parameter against its definition; draws against the distribution; independence of the batch, bit for bit."""
+"""Each parameter against its definition; draws against the distribution; independence of the batch, bit for bit.
+
+Of the sampler in torch's operators, and of the CPU backend's native one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hardpoint.interfaces.batch import SequenceSampling
-from hardpoint.interfaces.errors import WorkerError
-from hardpoint.sampling import Sampler, SamplingParams, ranking
-from hardpoint.sampling.random import stream_key, uniform
+from hardpoint.interfaces import Device, KernelSet
+from hardpoint.interfaces.batch import SequenceSampling, TokenLogprobs
+from hardpoint.sampling import Sampled, Sampler, SamplingParams, ranking, reference
+from hardpoint.sampling.random import draws as uniform
+from hardpoint.sampling.random import stream_key
+
+KERNELS: list[KernelSet | None] = [None]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["torch", "native"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "native":
+        KERNELS[0] = pytest.importorskip("hardpoint_cpu.kernels").CpuKernels(Device("cpu", 0, "the host", "cpu"))
+    yield
+    KERNELS[0] = None
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +41,57 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Sequences:
+    """A sampler, and the row and the number of tokens of each of its sequences."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.sampler = Sampler(columns, kernels=KERNELS[0])
+        self.rows: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+
+    def add(self, *sequences: SequenceSampling, row: int | None = None) -> None:
+        """Begin sequences, by default in rows that are new and not the next, or in their old ones."""
+        for one in sequences:
+            fresh = 3 * len(self.rows) % 7 + 7 * (len(self.rows) // 7)
+            self.rows[one.seq_id] = self.rows.get(one.seq_id, fresh) if row is None else row
+            self.counts[one.seq_id] = 0
+        self.sampler.set_rows([replace(one, state_row=self.rows[one.seq_id]) for one in sequences])
+
+    def outcome(self, logits: torch.Tensor, seq_ids: npt.NDArray[np.int64]) -> Sampled:
+        """Sample a token of each sequence."""
+        rows = np.array([self.rows[seq_id] for seq_id in seq_ids], np.int32)
+        positions = np.array([self.counts[seq_id] for seq_id in seq_ids], np.int32)
+        sampled = self.sampler.sample(logits, rows, positions).collect()
+        for seq_id in seq_ids.tolist():
+            self.counts[seq_id] += 1
+        assert self.sampler.last_tokens.numpy()[rows].tolist() == np.maximum(sampled.token_ids, 0).tolist()
+        return sampled
+
+    def sample(
+        self, logits: torch.Tensor, seq_ids: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], dict[int, TokenLogprobs]]:
+        sampled = self.outcome(logits, seq_ids)
+        assert not sampled.failed
+        return sampled.token_ids, sampled.logprobs
+
+    def force(self, seq_id: int, token_id: int) -> None:
+        """Have a greedy sequence sample a token."""
+        logits = torch.zeros(1, self.columns)
+        logits[0, token_id] = 1e6
+        assert self.sample(logits, np.array([seq_id]))[0].tolist() == [token_id]
+
+
 def sequence(seq_id: int, seed: int = 0, prompt: tuple[int, ...] = (1,), **values: Any) -> SequenceSampling:
     return SamplingParams(seed=seed, **values).to_sequence_sampling(seq_id, prompt, 0, 0, [])
 
 
 def draws(logits: torch.Tensor, count: int, **values: Any) -> npt.NDArray[np.int64]:
     """Sample `count` sequences with seeds 0, 1, ... from the same logits."""
-    sampler = Sampler(logits.shape[-1])
-    for seq_id in range(count):
-        sampler.add(sequence(seq_id, seed=seq_id, **values))
-    return sampler.sample(logits.expand(count, -1), np.arange(count))[0]
+    sequences = Sequences(logits.shape[-1])
+    one = sequence(0, **values)
+    sequences.add(*(replace(one, seq_id=seq_id, seed=seq_id) for seq_id in range(count)))
+    return sequences.sample(logits.expand(count, -1), np.arange(count))[0]
 
 
 def reachable(logits: torch.Tensor, **values: Any) -> set[int]:
@@ -130,7 +186,7 @@ def test_flat_distributions_beyond_every_window_are_drawn_rightly(
 
 def test_draws_of_one_sequence_follow_the_distribution_over_its_tokens() -> None:
     logits = some_logits(20)[None]
-    sampler = Sampler(20)
+    sampler = Sequences(20)
     sampler.add(sequence(0, seed=5))
     tokens = np.array([sampler.sample(logits, np.array([0]))[0][0] for _ in range(4000)])
     assert_follows(tokens, expected_distribution(logits[0]))
@@ -141,7 +197,7 @@ def test_draws_of_one_sequence_follow_the_distribution_over_its_tokens() -> None
 
 def test_uniform_numbers_are_uniform_and_unrelated_between_neighbouring_seeds() -> None:
     keys = np.array([stream_key(seed) for seed in range(2000)], dtype=np.uint64)
-    table = np.stack([uniform(keys, np.full(2000, counter)) for counter in range(20)])
+    table = np.stack([uniform(keys, np.full(2000, counter)) for counter in range(20)]) / 2**48
     assert table.min() >= 0.0
     assert table.max() < 1.0
     bins = np.bincount((table.ravel() * 100).astype(int), minlength=100)
@@ -154,7 +210,7 @@ def test_temperature_zero_takes_the_lowest_id_of_the_highest_logit() -> None:
     logits = torch.zeros(3, 500)
     logits[0, [70, 300]] = 2.0
     logits[1, 499] = 1.0
-    sampler = Sampler(500)
+    sampler = Sequences(500)
     for seq_id in range(3):
         sampler.add(sequence(seq_id, temperature=0))
     assert sampler.sample(logits, np.arange(3))[0].tolist() == [70, 499, 0]
@@ -172,10 +228,9 @@ def test_argmax_is_the_first_of_the_highest(columns: int, seed: int, levels: int
 def test_top_k_is_the_plain_stable_sort(data: st.DataObject, columns: int, seed: int, levels: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).integers(0, levels, (3, columns)).astype(np.float32))
     k = data.draw(st.integers(1, columns))
-    values, ids = ranking.top_k(logits, k)
+    logits[logits == 3] = -0.0
     plain = logits.sort(dim=1, descending=True, stable=True)
-    assert ids.tolist() == plain.indices[:, :k].tolist()
-    assert values.tolist() == plain.values[:, :k].tolist()
+    assert ranking.top_k(logits, k).tolist() == plain.indices[:, :k].tolist()
 
 
 def test_top_k_keeps_exactly_k_the_lower_ids_among_equals() -> None:
@@ -240,10 +295,10 @@ def test_kept_sets_equal_the_definition_with_many_ties(
 
 def penalised_logits(logits: torch.Tensor, prompt: tuple[int, ...], output: tuple[int, ...], **values: Any) -> set[int]:
     """Sample `output` (forced), then return the greedy token of the penalised logits."""
-    sampler = Sampler(len(logits))
+    sampler = Sequences(len(logits))
     sampler.add(sequence(0, prompt=prompt, temperature=0, **values))
     for token_id in output:
-        sampler.observe(np.array([0]), np.array([token_id]))
+        sampler.force(0, token_id)
     return set(sampler.sample(logits[None], np.array([0]))[0].tolist())
 
 
@@ -286,7 +341,7 @@ def test_all_penalties_together_give_the_formulas_distribution(prompt: list[int]
 
 def test_a_sequences_own_samples_are_penalised() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    sampler = Sampler(4)
+    sampler = Sequences(4)
     sampler.add(sequence(0, temperature=0, presence_penalty=2.0, frequency_penalty=2.0))
     assert [int(sampler.sample(logits, np.array([0]))[0][0]) for _ in range(5)] == [0, 1, 2, 3, 0]
 
@@ -307,19 +362,17 @@ def test_only_allowed_tokens_are_sampled_whatever_their_bias() -> None:
 
 def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    sampler = Sampler(3)
+    sampler = Sequences(3)
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[1])
     sampler.add(params.to_sequence_sampling(0, [1], 0, 0, [2]))
     ids = np.array([0])
-    assert not sampler.all_plain_argmax(ids)
     assert [int(sampler.sample(logits, ids)[0][0]) for _ in range(4)] == [0, 0, 2, 2]
-    assert sampler.all_plain_argmax(ids)
 
 
 def test_logits_are_not_changed() -> None:
     logits = some_logits(200)[None].repeat(2, 1)
     before = logits.clone()
-    sampler = Sampler(200)
+    sampler = Sequences(200)
     values = {"repetition_penalty": 1.5, "logit_bias": {1: 5.0}, "allowed_token_ids": [1, 2], "logprobs": 2, "top_k": 2}
     sampler.add(sequence(0, **values))
     sampler.add(sequence(1, temperature=0.5))
@@ -358,8 +411,8 @@ def test_a_rows_result_is_the_same_bit_for_bit_alone_and_in_any_batch(columns: i
     logits = some_logits(steps * count * columns, 1, 2.5).view(steps, count, columns)
     if rounded:
         logits = logits.bfloat16().float()
-    together = Sampler(columns)
-    alone = [Sampler(columns) for _ in range(count)]
+    together = Sequences(columns)
+    alone = [Sequences(columns) for _ in range(count)]
     for seq_id in range(count):
         sampling = sequence(seq_id, seed=seq_id, prompt=(1, 2, 3), **VARIED[seq_id % len(VARIED)])
         together.add(sampling)
@@ -380,7 +433,7 @@ def test_a_seed_gives_the_same_tokens_whatever_steps_a_sequence_sits_out() -> No
     logits = some_logits(100)[None]
 
     def run(pauses: set[int]) -> list[int]:
-        sampler = Sampler(100)
+        sampler = Sequences(100)
         sampler.add(sequence(0, seed=11))
         sampler.add(sequence(1, seed=12))
         tokens = []
@@ -398,7 +451,7 @@ def test_seeds_differ() -> None:
     logits = torch.zeros(1, 1000)
     outputs = set()
     for seed in range(20):
-        sampler = Sampler(1000)
+        sampler = Sequences(1000)
         sampler.add(sequence(0, seed=seed))
         outputs.add(tuple(int(sampler.sample(logits, np.array([0]))[0][0]) for _ in range(3)))
     assert len(outputs) == 20
@@ -406,7 +459,7 @@ def test_seeds_differ() -> None:
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     logits = some_logits(5 * 300, 4).view(5, 300)
-    sampler = Sampler(300)
+    sampler = Sequences(300)
     for seq_id in range(5):
         values = {"temperature": 5.0, "top_k": 50, "repetition_penalty": 1.4, "logit_bias": {7: 3.0}}
         sampler.add(sequence(seq_id, seed=seq_id, logprobs=seq_id if seq_id else None, **values))
@@ -422,7 +475,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 
 
 def test_logprobs_zero_returns_the_sampled_token_only() -> None:
-    sampler = Sampler(10)
+    sampler = Sequences(10)
     sampler.add(sequence(0, temperature=0, logprobs=0))
     logits = torch.arange(10.0)[None]
     _, logprobs = sampler.sample(logits, np.array([0]))
@@ -430,65 +483,137 @@ def test_logprobs_zero_returns_the_sampled_token_only() -> None:
     assert logprobs[0].rank == 1
 
 
-def test_all_plain_argmax_only_without_anything_else_to_do() -> None:
-    sampler = Sampler(50)
-    for seq_id, values in enumerate([{}, {"logprobs": 0}, {"presence_penalty": 1.0}, {"allowed_token_ids": [1]}]):
-        sampler.add(sequence(seq_id, temperature=0, **values))
-    sampler.add(sequence(4))
-    assert sampler.all_plain_argmax(np.array([0]))
-    for seq_id in range(1, 5):
-        assert not sampler.all_plain_argmax(np.array([0, seq_id]))
+def test_rows_are_used_again() -> None:
+    """Of all that a sequence may have brought to its row, the next one has nothing."""
+    sampler = Sequences(70)
+    logits = some_logits(70)[None]
+    best = int(logits.argmax())
+    rich = {"allowed_token_ids": [3], "logit_bias": {4: 9.0}, "presence_penalty": 2.0, "min_tokens": 5, "logprobs": 1}
+    for number in range(40):
+        sampler.add(sequence(0, temperature=0, stop_token_ids=[best], **rich), row=number % 3)
+        assert sampler.sample(logits, np.array([0]))[0][0] == 3
+        sampler.add(sequence(0, temperature=0), row=number % 3)
+        tokens, logprobs = sampler.sample(logits, np.array([0]))
+        assert (tokens[0], len(logprobs)) == (best, 0)
+    tables = sampler.sampler._table.tables
+    assert max(len(tables.masks), len(tables.biases), len(tables.history)) <= 4
+
+
+def test_a_history_is_the_rows_own() -> None:
+    sampler = Sequences(40)
+    logits = torch.arange(40.0)[None] / 10
+    for _ in range(3):
+        sampler.add(*(sequence(seq_id, temperature=0, frequency_penalty=2.0) for seq_id in range(5)))
+        for seq_id in (0, 0, 3):
+            sampler.sample(logits, np.array([seq_id]))
+        tokens = sampler.sample(logits.expand(5, -1), np.arange(5))[0]
+        assert tokens.tolist() == [37, 39, 39, 38, 39]
 
 
 def test_many_sequences_come_and_go() -> None:
-    sampler = Sampler(30)
+    sampler = Sequences(30)
     logits = some_logits(30).expand(300, -1)
     rng = np.random.default_rng(0)
     alive: set[int] = set()
+    free = list(range(1000))
     for start in range(0, 3000, 300):
         for seq_id in range(start, start + 300):
-            sampler.add(sequence(seq_id, temperature=0, allowed_token_ids=[seq_id % 30]))
+            if not free:
+                gone = int(rng.choice(sorted(alive)))
+                alive.remove(gone)
+                free.append(sampler.rows[gone])
+            sampler.add(sequence(seq_id, temperature=0, allowed_token_ids=[seq_id % 30]), row=free.pop())
             alive.add(seq_id)
-        gone = rng.choice(sorted(alive), 200, replace=False).tolist()
-        sampler.remove([*gone, 10**9])
-        alive -= set(gone)
         asked = rng.permutation(sorted(alive))[:300]
         assert (sampler.sample(logits[: len(asked)], asked)[0] == asked % 30).all()
-    assert len(sampler) == len(alive) == 1000
 
 
-def test_unknown_and_repeated_sequences_are_errors() -> None:
-    sampler = Sampler(10)
-    sampler.add(sequence(3))
-    with pytest.raises(ValueError, match="3"):
-        sampler.add(sequence(3))
-    with pytest.raises(KeyError, match="4"):
-        sampler.sample(torch.zeros(2, 10), np.array([3, 4]))
+def test_rows_that_were_not_set_are_an_error() -> None:
+    sampler = Sampler(10, kernels=KERNELS[0])
+    with pytest.raises(ValueError, match="-1"):
+        sampler.set_rows([sequence(3)])
+    sampler.set_rows([replace(sequence(3), state_row=3)])
+    for row in (-1, 10_000):
+        with pytest.raises(ValueError, match=str(row)):
+            sampler.sample(torch.zeros(2, 10), np.array([3, row], np.int32), np.zeros(2, np.int32))
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 3},
+    {"top_k": 200},
+    {"top_p": 0.5},
+    {"min_p": 0.1},
+    {"top_p": 0.5, "top_k": 9},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 0},
+]
+
+
+@pytest.mark.parametrize("values", KINDS, ids=str)
+@pytest.mark.parametrize("columns", [400, 5000])
+def test_a_row_without_a_token_fails_alone(values: dict[str, Any], columns: int) -> None:
+    logits = some_logits(4 * columns).view(4, columns)
+    sampler, alone = Sequences(columns), Sequences(columns)
+    for seq_id in range(4):
+        sampler.add(sequence(seq_id, seed=seq_id, **values))
+    alone.add(sequence(3, seed=3, **values))
+    expected = alone.sample(logits[3:], np.array([3]))[0][0]
+    logits[0, 77] = torch.nan
+    logits[1, columns - 1] = torch.inf
+    logits[2] = -torch.inf
+    sampled = sampler.outcome(logits, np.arange(4))
+    assert sampled.token_ids.tolist() == [-1, -1, -1, expected]
+    assert sorted(sampled.failed) == [0, 1, 2]
+    assert "NaN or infinity" in sampled.failed[0]
+    assert "NaN or infinity" in sampled.failed[1]
+    assert "masks leave no token" in sampled.failed[2]
+    assert sorted(sampled.logprobs) == ([3] if "logprobs" in values else [])
+
+
+def no_token_left(values: dict[str, Any]) -> SequenceSampling:
+    return replace(sequence(0, **values), allowed_token_ids=(4,), min_tokens=1, stop_token_ids=frozenset({4}))
+
+
+@pytest.mark.parametrize("values", KINDS, ids=str)
+def test_masks_that_leave_no_token_fail_the_row_until_they_leave_one(values: dict[str, Any]) -> None:
+    sampler = Sequences(400)
+    sampler.add(no_token_left(values), sequence(1, temperature=0))
+    logits = some_logits(400)[None].expand(2, -1)
+    first = sampler.outcome(logits, np.arange(2))
+    assert first.token_ids.tolist() == [-1, int(logits[0].argmax())]
+    assert sampler.sample(logits, np.arange(2))[0][0] == 4
 
 
 @pytest.mark.parametrize(
-    "values",
+    "extreme",
     [
-        {},
-        {"top_k": 3},
-        {"top_p": 0.5},
-        {"min_p": 0.1},
-        {"top_p": 0.5, "top_k": 9},
-        {"temperature": 0.0, "logprobs": 2},
-        {"temperature": 0.0, "logprobs": 0},
+        {"repetition_penalty": 1e-45, "temperature": 0.0},
+        {"repetition_penalty": 1e-40, "temperature": 1.0},
+        {"repetition_penalty": 1e300, "temperature": 1.0},
+        {"temperature": 1e308, "allowed_token_ids": (2, 3)},
+        {"temperature": 1e308, "top_p": 1e-320},
+        {"temperature": 1e-5, "top_k": 2**70, "min_p": 1e-320},
+        {"temperature": 1.0, "min_tokens": 2**70, "stop_token_ids": frozenset(range(400))},
+        {"temperature": 1.0, "logit_bias": {3: 3e38, 4: -3e38}},
+        {"temperature": 1.0, "frequency_penalty": 1e38, "presence_penalty": -1e38},
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all masked"])
-def test_logits_that_are_not_finite_are_an_error_not_a_token(values: dict[str, Any], poison: float | str) -> None:
-    logits = some_logits(400)[None]
-    if isinstance(poison, float):
-        logits[0, 77] = poison
-    else:
-        logits[:] = -torch.inf
-    sampler = Sampler(400)
-    sampler.add(sequence(0, **values))
-    with pytest.raises(WorkerError, match="NaN"):
-        sampler.sample(logits, np.array([0]))
+def test_extreme_numbers_are_a_matter_of_their_row(extreme: dict[str, Any]) -> None:
+    logits = some_logits(400)[None].expand(3, -1)
+    sampler = Sequences(400)
+    extreme_one = SequenceSampling(0, (1, 2, 3), seed=1, **extreme)
+    sampler.add(sequence(1, temperature=0), extreme_one, sequence(2, seed=5))
+    output: list[int] = []
+    for _ in range(3):
+        sampled = sampler.outcome(logits, np.array([1, 0, 2]))
+        expected = reference.sample_row(logits[0].numpy(), extreme_one, output)
+        assert sampled.token_ids[0] == logits[0].argmax()
+        assert sampled.token_ids[1] == max(expected, -1)
+        assert sorted(sampled.failed) == ([1] if expected < 0 else [])
+        output += [expected] if expected >= 0 else []
 
 
 @pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
@@ -500,17 +625,38 @@ def test_extreme_temperatures_and_masked_tokens_are_no_trouble(values: dict[str,
     assert all(token % 2 for token in draws(logits, 500, temperature=1e6, **values).tolist())
 
 
-def test_a_backends_argmax_is_used() -> None:
-    class Kernels:
-        calls = 0
+MIXED: list[dict[str, Any]] = [
+    *VARIED,
+    {"top_k": 20, "top_p": 0.6, "min_p": 0.01},
+    {"min_tokens": 2, "stop_token_ids": (1, 2, 3), "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"allowed_token_ids": (5, 6, 60), "logit_bias": {5: -3.0}, "presence_penalty": 1.5},
+]
 
-        def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return logits.argmax(1)
 
-    kernels = Kernels()
-    sampler = Sampler(40, kernels)  # type: ignore[arg-type]
-    sampler.add(sequence(0, temperature=0, logprobs=1))
-    logits = some_logits(40)[None]
-    assert sampler.sample(logits, np.array([0]))[0][0] == int(logits.argmax())
-    assert kernels.calls == 1
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([61, 64, 127, 700, 5003]),
+    st.sampled_from([0.1, 1.0, 4.0]),
+    st.sampled_from(["float32", "bfloat16", "integers"]),
+)
+def test_tokens_are_those_of_the_definition(seed: int, columns: int, scale: float, numbers: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count = len(MIXED)
+    sequences = [sequence(i, seed=seed + i, prompt=(1, 2, 3), **values) for i, values in enumerate(MIXED)]
+    sampler = Sequences(columns)
+    sampler.add(*sequences)
+    outputs: list[list[int]] = [[] for _ in sequences]
+    for _ in range(3):
+        logits = scale * torch.randn(count, columns, generator=generator)
+        logits = {"float32": logits, "bfloat16": logits.bfloat16().float(), "integers": logits.round()}[numbers]
+        tokens, logprobs = sampler.sample(logits, np.arange(count))
+        for row, (one, output) in enumerate(zip(sequences, outputs, strict=True)):
+            expected = reference.sample_row(logits[row].numpy(), one, output)
+            assert tokens[row] == expected, MIXED[row]
+            output.append(expected)
+            if one.logprobs is not None:
+                plain = reference.row_logprobs(logits[row].numpy(), expected, one.logprobs)
+                assert logprobs[row].token_ids.tolist() == plain.token_ids.tolist()
+                assert logprobs[row].rank == plain.rank
+                np.testing.assert_allclose(logprobs[row].logprobs, plain.logprobs, atol=1e-5)

@@ -851,3 +851,18 @@ def test_prompts_of_the_wrong_type_are_type_errors(prompt: Any) -> None:
 def test_contradictory_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         scheduler(**options)
+
+
+def test_a_fork_without_a_token_ends_with_an_error_alone() -> None:
+    s = scheduler()
+    forked, fine = s.add_request([4, 5], n=2, max_tokens=4), s.add_request([6], max_tokens=2)
+    batch = s.schedule()
+    assert batch is not None
+    assert update(s, batch, [-1, 7, 8]) == {forked: FinishReason.ERROR}
+    batch = s.schedule()
+    assert batch is not None
+    assert batch.sample_seq_ids.tolist() == [forked + 1, fine]
+    assert update(s, batch, [-1, 9]) == {forked + 1: FinishReason.ERROR, fine: FinishReason.LENGTH}
+    assert s.output_token_ids(forked).tolist() == []
+    assert s.output_token_ids(forked + 1).tolist() == [7]
+    assert not s.has_unfinished()

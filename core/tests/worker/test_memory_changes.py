@@ -34,7 +34,7 @@ PLANS = {
 
 def one() -> StepInput:
     """Return a step of a sequence that is new."""
-    greedy = SequenceSampling(0, (9,), seed=0, temperature=0.0)
+    greedy = SequenceSampling(0, (9,), seed=0, temperature=0.0, state_row=0)
     return step([5], 9, finished_seq_ids=(0,), new_sequences=(greedy,))
 
 

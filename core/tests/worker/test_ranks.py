@@ -16,16 +16,17 @@ import pytest
 
 from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, SequencePooling, SequenceSampling
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
+from hardpoint.sampling import Sampler
 from hardpoint.worker import StandardWorker
 from hardpoint.worker.collectives import insist_on
 from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.meeting import MeetingPoint
 from hardpoint.worker.pooling import Pooler
-from hardpoint.worker.ranks import PlainSequences, check_ranks, place_of
+from hardpoint.worker.ranks import PlainRows, check_ranks, place_of
 
 ADDRESS = "tcp://127.0.0.1:9/nobody"
 
@@ -94,14 +95,28 @@ def test_what_is_no_meeting_point_is_refused(text: str) -> None:
         MeetingPoint.parse(text)
 
 
-def test_plain_sequences_do_not_depend_on_what_was_sampled() -> None:
-    plain = PlainSequences()
-    plain.add(SequenceSampling(1, (3,), seed=0, temperature=0.0))
-    plain.add(SequenceSampling(2, (3,), seed=0, temperature=0.0, min_tokens=2, stop_token_ids=(7,)))
-    assert plain.all(np.array([1]))
-    assert not plain.all(np.array([1, 2]))
-    plain.remove([2])
-    assert plain.all(np.array([1, 2]))
+def test_rows_are_plain_once_their_min_tokens_are_out() -> None:
+    plain, rows = PlainRows(), np.array([1, 200], np.int32)
+    greedy = {"seed": 0, "temperature": 0.0}
+    plain.write(
+        [
+            SequenceSampling(1, (3,), state_row=1, **greedy),
+            SequenceSampling(2, (3,), state_row=200, min_tokens=2, stop_token_ids=frozenset({7}), **greedy),
+        ]
+    )
+    assert plain.all(rows[:1], np.array([0]))
+    assert not plain.all(rows, np.array([0, 1]))
+    assert plain.all(rows, np.array([0, 2]))
+    for other in (
+        {"seed": 0},
+        {**greedy, "logprobs": 0},
+        {**greedy, "presence_penalty": 1.0},
+        {**greedy, "logit_bias": {1: 1.0}},
+    ):
+        plain.write([SequenceSampling(3, (3,), state_row=1, **other)])
+        assert not plain.all(rows[:1], np.array([9]))
+    plain.write([SequenceSampling(4, (3,), state_row=1, **greedy)])
+    assert plain.all(rows[:1], np.array([0])), "the row is another sequence's"
 
 
 # Steps
@@ -193,18 +208,18 @@ def all_kinds() -> list[StepInput]:
     """Return steps that need the best token only, logits, hidden states, and hidden states with logits."""
     greedy = {"seed": 3, "temperature": 0.0}
     return [
-        step([9], 5, new_sequences=(SequenceSampling(0, (5,), **greedy),)),
+        step([9], 5, new_sequences=(SequenceSampling(0, (5,), state_row=0, **greedy),)),
         step(
             [6, 6],
             11,
             finished_seq_ids=(0,),
             new_sequences=(
-                SequenceSampling(0, (5,), seed=3, temperature=0.8, top_k=20, logprobs=3),
-                SequenceSampling(1, (5,), min_tokens=1, stop_token_ids=(4,), **greedy),
+                SequenceSampling(0, (5,), seed=3, temperature=0.8, top_k=20, logprobs=3, state_row=0),
+                SequenceSampling(1, (5,), min_tokens=1, stop_token_ids=frozenset({4}), state_row=1, **greedy),
             ),
         ),
-        # Of the second sequence enough tokens were given by now, which the driver alone knows.
-        step([6, 6], 17, finished_seq_ids=(0,), new_sequences=(SequenceSampling(0, (5,), **greedy),)),
+        # Of the second sequence enough tokens were given by now.
+        at_positions(step([6, 6], 17, new_sequences=(SequenceSampling(0, (5,), state_row=0, **greedy),)), [0, 1]),
         replace_samples(step([7], 21, pooling={0: SequencePooling(Pooling.MEAN, 7)}), []),
         step([8, 8], 31, pooling={1: SequencePooling(Pooling.LAST, 8)}),
     ]
@@ -212,8 +227,12 @@ def all_kinds() -> list[StepInput]:
 
 def replace_samples(given: StepInput, rows: list[int]) -> StepInput:
     chosen = np.asarray(rows, np.int32)
-    batch = replace(given.batch, sample_rows=chosen, sample_seq_ids=chosen.astype(np.int64))
-    return replace(given, batch=batch)
+    samples = {"sample_seq_ids": chosen.astype(np.int64), "sample_state_rows": chosen, "sample_positions": 0 * chosen}
+    return replace(given, batch=replace(given.batch, sample_rows=chosen, **samples))
+
+
+def at_positions(given: StepInput, positions: list[int]) -> StepInput:
+    return replace(given, batch=replace(given.batch, sample_positions=np.asarray(positions, np.int32)))
 
 
 def test_ranks_give_the_outputs_of_one_worker(model: str) -> None:
@@ -268,23 +287,25 @@ def started(model: str, platform: type[Platform] = Platform) -> Iterator[Standar
         one.shutdown()
 
 
-def test_an_output_that_fails_says_so_and_leaves_the_other_sequences_as_they_were(model: str) -> None:
-    drawn = SequenceSampling(1, (5,), seed=8, temperature=0.9)
-    bad = SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT)
+def test_a_sample_that_fails_leaves_the_other_sequences_as_they_were(model: str) -> None:
+    drawn = SequenceSampling(1, (5,), seed=8, temperature=0.9, state_row=1)
+    bad = SequenceSampling(0, (5,), seed=3, state_row=0, **NO_TOKEN_LEFT)
     first = replace_samples(step([6, 6], 11, new_sequences=(drawn,)), [1])
-    both = step([6, 6], 17, new_sequences=(bad,))
-    alone = replace_samples(step([6, 6], 23, finished_seq_ids=(0,)), [1])
+    both = at_positions(step([6, 6], 17, new_sequences=(bad,)), [0, 1])
+    alone = at_positions(replace_samples(step([6, 6], 17), [1]), [1])
+    last = at_positions(replace_samples(step([6, 6], 23), [1]), [2])
     with started(model) as worker:
-        expected = [run_step(worker, one).token_ids.tolist() for one in (first, alone)]
+        expected = [run_step(worker, one).token_ids.tolist() for one in (first, alone, last)]
     with started(model) as worker:
         assert run_step(worker, first).token_ids.tolist() == expected[0]
-        with pytest.raises(OutputFailed, match="the next token cannot be drawn") as caught:
-            run_step(worker, both)
-        assert type(caught.value.__cause__) is WorkerError
-        assert run_step(worker, alone).token_ids.tolist() == expected[1], "its draw is that of its second token"
+        output = run_step(worker, both)
+        assert output.token_ids.tolist() == [-1, *expected[1]]
+        assert list(output.failed) == [0]
+        assert "masks leave no token" in output.failed[0]
+        assert run_step(worker, last).token_ids.tolist() == expected[2]
 
 
-def test_a_device_that_failed_is_no_failed_output(model: str) -> None:
+def test_a_device_that_failed_is_no_failed_output(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Platform):
         works = True
 
@@ -292,11 +313,15 @@ def test_a_device_that_failed_is_no_failed_output(model: str) -> None:
             if not Failing.works:
                 raise RuntimeError("an illegal address was accessed")
 
+    def no_memory(*arguments: Any, **named: Any) -> Any:
+        raise MemoryError("no room for the rows")
+
     with started(model, Failing) as worker:
         Failing.works = False
-        bad = step([6], 11, new_sequences=(SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT),))
+        monkeypatch.setattr(Sampler, "sample", no_memory)
+        drawn = step([6], 11, new_sequences=(SequenceSampling(0, (5,), seed=3, state_row=0),))
         with pytest.raises(RuntimeError, match="illegal address") as caught:
-            run_step(worker, bad)
+            run_step(worker, drawn)
         assert not isinstance(caught.value, OutputFailed)
 
 
@@ -304,7 +329,7 @@ def test_a_device_that_failed_is_no_failed_output(model: str) -> None:
 def test_ranks_are_in_step_after_an_output_that_failed_on_the_driver(
     model: str, tensor: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a drawn and of a pooled output; the others know nothing of it, and the step after gives what it gives alone."""
+    """Of a sample without a token, and of a pooled output; the others know nothing of it, and the step after gives what it gives alone."""
 
     def no_memory(*arguments: Any, **named: Any) -> Any:
         raise MemoryError("no room for a sum")
@@ -312,18 +337,24 @@ def test_ranks_are_in_step_after_an_output_that_failed_on_the_driver(
     monkeypatch.setattr(Pooler, "add", no_memory)
 
     def steps() -> list[StepInput]:
-        bad = SequenceSampling(0, (5,), seed=3, **NO_TOKEN_LEFT)
+        bad = SequenceSampling(0, (5,), seed=3, state_row=0, **NO_TOKEN_LEFT)
         return [
             step([6], 11, new_sequences=(bad,)),
             replace_samples(step([7], 21, pooling={0: SequencePooling(Pooling.MEAN, 7)}), []),
-            step([9], 5, finished_seq_ids=(0,), new_sequences=(SequenceSampling(0, (5,), seed=3, temperature=0.8),)),
+            step(
+                [9],
+                5,
+                finished_seq_ids=(0,),
+                new_sequences=(SequenceSampling(0, (5,), seed=3, temperature=0.8, state_row=0),),
+            ),
         ]
 
     ((expected,),) = serve(model, 1, 1, lambda: steps()[2:])
     driver = tensor * (stages - 1)
     for rank, (drawn, pooled, last) in enumerate(serve(model, tensor, stages, steps)):
         if rank == driver:
-            assert "the next token cannot be drawn" in str(drawn)
+            assert drawn.token_ids.tolist() == [-1]
+            assert "masks leave no token" in drawn.failed[0]
             assert "the step's output could not be made: MemoryError: no room for a sum" in str(pooled)
             assert last.token_ids.tolist() == expected.token_ids.tolist()
         else:

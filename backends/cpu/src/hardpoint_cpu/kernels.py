@@ -22,6 +22,7 @@ from hardpoint.interfaces import (
     LinearProgram,
     LinearRequest,
     Refusal,
+    SamplingTables,
 )
 from hardpoint_cpu import _native
 from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, DTYPES, CpuDecoder, InvalidOperand, refusals
@@ -38,6 +39,7 @@ class CpuKernels(KernelSet):
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._sampler = _native.RowSampler()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm over the last axis, computed in float32, in x's dtype."""
@@ -130,6 +132,33 @@ class CpuKernels(KernelSet):
         out = torch.empty(len(rows), dtype=torch.int64)
         _native.arg_max(*_matrix(rows), out.data_ptr())
         return out
+
+    def sample(self, logits: Tensor, step: Tensor, tables: SamplingTables) -> Tensor | None:
+        """Return a token for each row of logits, int64[S], and write it to the tables; see `KernelSet.sample`."""
+        rows = _logits(logits)
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        self._sampler.sample(
+            *_matrix(rows),
+            step.data_ptr(),
+            tables.parameters.data_ptr(),
+            tables.masks.data_ptr(),
+            tables.biases.data_ptr(),
+            tables.history.data_ptr(),
+            tables.last_tokens.data_ptr(),
+            tokens.data_ptr(),
+        )
+        return tokens
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return ids, log probabilities and ranks of rows of logits; see `KernelSet.logprobs`."""
+        rows = _logits(logits)
+        ids = torch.empty((len(rows), 1 + count), dtype=torch.int64)
+        values = torch.empty((len(rows), 1 + count), dtype=torch.float32)
+        ranks = torch.empty(len(rows), dtype=torch.int64)
+        self._sampler.logprobs(
+            *_matrix(rows), token_ids.data_ptr(), count, ids.data_ptr(), values.data_ptr(), ranks.data_ptr()
+        )
+        return ids, values, ranks
 
     def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
         """Return the fused decoder, or why this model cannot be run by it."""

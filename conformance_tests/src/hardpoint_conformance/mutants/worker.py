@@ -240,10 +240,9 @@ def swap_in_before_out(base: Any) -> Methods:
         batch = step.batch
         if len(batch.swap_in) and len(batch.swap_out):
             nothing = {name: getattr(batch, name)[:0] for name in ("token_ids", "positions", "slot_mapping")}
-            sequences = {name: getattr(batch, name)[:0] for name in ("context_lens", "rows", "seq_ids")}
-            samples = {
-                name: getattr(batch, name)[:0] for name in ("sample_rows", "sample_seq_ids", "swap_out", "copies")
-            }
+            sequences = {name: getattr(batch, name)[:0] for name in ("context_lens", "rows", "seq_ids", "state_rows")}
+            names = ("sample_rows", "sample_seq_ids", "sample_state_rows", "sample_positions", "swap_out", "copies")
+            samples = {name: getattr(batch, name)[:0] for name in names}
             first = replace(batch, **nothing, **sequences, **samples, query_start=batch.query_start[:1], num_decodes=0)
             run_step(base, self, StepInput(first))
             step = replace(step, batch=replace(batch, swap_in=batch.swap_in[:0]))
@@ -261,7 +260,7 @@ def copies_ignored(base: Any) -> Methods:
 def finished_sequences_kept(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         known = vars(self).setdefault("_known_sampling", {})
-        first = tuple(known.setdefault(sampling.seq_id, sampling) for sampling in step.new_sequences)
+        first = tuple(replace(known.setdefault(one.seq_id, one), state_row=one.state_row) for one in step.new_sequences)
         return run_step(base, self, replace(step, new_sequences=first))
 
     return stepping(execute)

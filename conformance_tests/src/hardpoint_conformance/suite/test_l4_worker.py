@@ -295,8 +295,11 @@ def test_forks_sample_the_same_row(bench: Bench, model: Model, quality: Quality)
     step = bench.input_of([(parent, len(PROMPT))])
     sampling = step.new_sequences[0]
     forks = np.asarray([parent.seq_id, 1001, 1002], np.int64)
-    batch = replace(step.batch, sample_rows=np.zeros(3, np.int32), sample_seq_ids=forks)
-    new = tuple(replace(sampling, seq_id=int(seq_id)) for seq_id in forks)
+    rows = np.arange(3, dtype=np.int32)
+    batch = replace(
+        step.batch, sample_rows=0 * rows, sample_seq_ids=forks, sample_state_rows=rows, sample_positions=0 * rows
+    )
+    new = tuple(replace(sampling, seq_id=int(seq_id), state_row=row) for row, seq_id in enumerate(forks))
     output = bench.compute(replace(step, batch=batch, new_sequences=new))
     assert len(output.token_ids) == 3
     assert len(set(output.token_ids.tolist())) == 1

@@ -88,7 +88,8 @@ class CoreOutput:
     """What one step brought: sampled tokens by sequence, finished sequences, embeddings.
 
     Attributes:
-        seq_ids, token_ids: one entry per sample, in order; samples of sequences that ended before are left out by the reader.
+        seq_ids, token_ids: one entry per sample, in order; samples of sequences that ended before are left out by the reader, as are those
+            without a token, which is -1 then.
         logprobs: by index into token_ids.
         finished: (sequence, reason), in order.
         idle: the scheduler has no sequence left.
@@ -257,6 +258,8 @@ class EngineCore:
             raise WorkerError.of(error, lost) from error
         finished = self.scheduler.update(output.token_ids)
         self._count(time.perf_counter() - start, prefill_tokens, len(sampled), preempted)
+        for index, reason in output.failed.items():
+            _log.warning("sequence %d ends with an error: %s", sampled[index], reason)
         return CoreOutput(
             seq_ids=sampled,
             token_ids=output.token_ids.tolist(),

@@ -452,7 +452,7 @@ class LLMEngine:
         """Give followed sequences their tokens; end those whose text has reached a stop string."""
         ended = {seq_id for seq_id, _ in events.finished}
         for sample, seq_id in enumerate(events.seq_ids):
-            if seq_id not in self._followed:
+            if seq_id not in self._followed or events.token_ids[sample] < 0:
                 continue
             request, sequence = self._by_sequence[seq_id]
             token_id, logprobs = events.token_ids[sample], events.logprobs.get(sample)

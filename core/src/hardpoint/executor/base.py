@@ -20,11 +20,6 @@ class Executor(ABC):
     _last_transaction = 0
     _unsettled: tuple[str, str] | None = None
 
-    @property
-    @abstractmethod
-    def num_ranks(self) -> int:
-        """How many workers there are."""
-
     @abstractmethod
     def submit(self, step: StepInput) -> None:
         """Begin one step on every rank; see `Worker.submit`. What refuses the step on ranks elsewhere is raised by `collect`."""

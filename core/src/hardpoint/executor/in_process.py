@@ -15,11 +15,6 @@ class InProcessExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    @property
-    def num_ranks(self) -> int:
-        """One."""
-        return 1
-
     def submit(self, step: StepInput) -> None:
         """Begin one step."""
         self._worker.submit(step)

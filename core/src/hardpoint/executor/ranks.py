@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardpoint.executor.calls import ConfigMessage, config_message, config_of
+from hardpoint.executor.calls import CONFIG, from_message, to_message
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
@@ -26,20 +26,15 @@ class RankSpec:
     device: int
     config: WorkerConfig
 
-    @property
-    def where(self) -> str:
-        """Which rank it is, for people."""
-        return f"rank {self.config.rank} of {self.config.world_size}"
-
     def encode(self) -> list[Buffer]:
         """Return it as a message."""
-        return encode((self.backend, self.device, config_message(self.config)))
+        return encode((self.backend, self.device, to_message(self.config)))
 
     @classmethod
     def decode(cls, message: Buffer) -> RankSpec:
         """Return the one of a message; raises MalformedMessage."""
-        backend, device, config = decode(message, tuple[str, int, ConfigMessage])  # type: ignore[valid-type]
-        return cls(backend, device, config_of(config))
+        backend, device, config = decode(message, tuple[str, int, CONFIG])
+        return cls(backend, device, from_message(config))
 
     def make_worker(self) -> Worker:
         """Return the worker of this rank, not started; raises what `resolve_backend` raises."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hardpoint.executor.base import Executor, at_rank, raise_first
-from hardpoint.executor.calls import SCHEMAS, Progress, may_wait_for_others
+from hardpoint.executor.calls import COMMUNICATING, SCHEMAS, Progress
 from hardpoint.executor.failures import Failure, describe, rebuild
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.executor.steps import StepEncoder, decode_output
@@ -88,11 +88,6 @@ class RemoteExecutor(Executor):
             transport.kill()
             self._finalizer()
             raise
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self._all)
 
     @property
     def pids(self) -> list[int]:
@@ -171,7 +166,7 @@ class RemoteExecutor(Executor):
                 self._send(self._all[1:], Kind.CALL, round.call, [header, *schema.encode(quiet)], deadline)
             if schema.takes_weights:
                 raised = self._stream(round, schema.weights_of(args), deadline)
-            outcomes = self._gather(round, deadline, progress, waits=may_wait_for_others(name))
+            outcomes = self._gather(round, deadline, progress, waits=name in COMMUNICATING)
         except EngineDead as error:
             return [error] * len(self._all)
         if raised is not None:

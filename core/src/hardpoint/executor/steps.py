@@ -43,14 +43,15 @@ class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
     logprobs: dict[int, TokenLogprobs]
     embeddings: dict[int, FloatArray]
+    failed: dict[int, str] = {}
 
 
 def encode_output(output: StepOutput) -> list[Buffer]:
     """Return a step's output as a message: numbers of tokens and of bytes that follow them, tokens, and the rest if there is any."""
     tokens = np.ascontiguousarray(output.token_ids, np.int64)
     rest = b""
-    if output.logprobs or output.embeddings:
-        rest = b"".join(encode(_Extras(dict(output.logprobs), dict(output.embeddings))))
+    if output.logprobs or output.embeddings or output.failed:
+        rest = b"".join(encode(_Extras(dict(output.logprobs), dict(output.embeddings), dict(output.failed))))
     return [b"".join([_OUTPUT_HEADER.pack(len(tokens), len(rest)), tokens.data, rest])]
 
 
@@ -67,7 +68,7 @@ def decode_output(message: Buffer) -> StepOutput:
     if not rest:
         return StepOutput(tokens)
     extras: _Extras = decode(memoryview(message)[end:], _Extras)
-    return StepOutput(tokens, extras.logprobs, extras.embeddings)
+    return StepOutput(tokens, extras.logprobs, extras.embeddings, extras.failed)
 
 
 class StepEncoder:

@@ -63,6 +63,7 @@ from hardpoint.interfaces.kernels import (
     LinearRequest,
 )
 from hardpoint.interfaces.platform import Platform
+from hardpoint.interfaces.sampling import Column, SampleFailure, SamplingTables
 from hardpoint.interfaces.worker import (
     WORKER_CALLS,
     MemoryProfile,
@@ -92,6 +93,7 @@ __all__ = [
     "BackendDescriptor",
     "Capabilities",
     "Collectives",
+    "Column",
     "Contract",
     "DType",
     "DecoderProgram",
@@ -123,6 +125,8 @@ __all__ = [
     "Pooling",
     "ProbeResult",
     "Refusal",
+    "SampleFailure",
+    "SamplingTables",
     "SequencePooling",
     "SequenceSampling",
     "SleepPlan",

@@ -128,19 +128,13 @@ class SequenceSampling:
     state_row: int = -1
 
     @property
-    def is_greedy(self) -> bool:
-        """Temperature zero: the token with the highest (processed) logit."""
-        return self.temperature == 0.0
-
-    @property
     def is_plain_argmax(self) -> bool:
-        """The token is the argmax of the unchanged logits, and nothing else is asked of them."""
+        """The token is the argmax of the unchanged logits, and nothing else is asked of them, once `min_tokens` tokens are out."""
         return (
-            self.is_greedy
+            self.temperature == 0.0
             and self.presence_penalty == 0.0
             and self.frequency_penalty == 0.0
             and self.repetition_penalty == 1.0
-            and self.min_tokens == 0
             and not self.logit_bias
             and self.allowed_token_ids is None
             and self.logprobs is None
@@ -192,11 +186,13 @@ class StepOutput:
     """What the worker returns for one step.
 
     Attributes:
-        token_ids: int64[S], one for each of the batch's samples, in order.
+        token_ids: int64[S], one for each of the batch's samples, in order; -1 for a sample that has none.
         logprobs: by index in 0..S, for the samples whose sequence asked for them.
         embeddings: by sequence id, float32[hidden_size], for pooled sequences whose prompt ended in this step.
+        failed: by index in 0..S, why a sample has no token. Its sequence ends with an error; the others go on.
     """
 
     token_ids: Int64Array
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.batch import StepBatch
+    from hardpoint.interfaces.sampling import SamplingTables
 
 
 class Activation(StrEnum):
@@ -233,6 +234,34 @@ class KernelSet(Contract, contract=True):
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
         """Return int64[rows], the lowest index of the highest value in each row of float32[rows, columns]."""
+
+    def sample(self, logits: Tensor, step: Tensor, tables: SamplingTables) -> Tensor | None:
+        """Sample a token for each row of logits, and write it to the tables: `last_tokens`, and the counts of rows with a history.
+
+        `hardpoint.sampling.reference` defines the tokens. A row's token depends on that row alone, bit for bit.
+
+        Args:
+            logits: float32[S, vocab_size], not changed.
+            step: int64[3, S] on the device: each sample's row in the tables, how many tokens its sequence has, and its draw.
+            tables: parameters and state; only `last_tokens` and `history` are written.
+
+        Returns:
+            int64[S] on the device, token ids or a `SampleFailure` for a row that has none; None (the default) where this kernel set has no
+            sampler, and nothing was done.
+        """
+        return None
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return log probabilities of rows of logits: ids and values, [rows, 1 + count], and ranks from 1, int64[rows].
+
+        The token of each row stands first (token 0 for a negative id), then the `count` best ones: the higher logit first, the lower id
+        first among equals. None (the default) where this kernel set does not do it.
+
+        Args:
+            logits: float32[rows, vocab_size].
+            token_ids: int64[rows].
+        """
+        return None
 
     def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
         """Return a program that computes what a model's modules compute, its weights uninitialised, or why there is none.

@@ -76,6 +76,13 @@ class ModelConfig:
             raise self._unusable(name, value, "true or false")
         return value
 
+    def experts_per_token(self, num_experts: int, default: int | None = None) -> int:
+        """Return how many of a layer's experts each token goes through."""
+        count = self.integer("num_experts_per_tok", default)
+        if count > num_experts:
+            raise self._unusable("num_experts_per_tok", count, f"at most the number of experts, {num_experts}")
+        return count
+
     def integers(self, name: str) -> tuple[int, ...]:
         """Return a list of whole numbers; an empty one where there is none."""
         value = self.values.get(name)

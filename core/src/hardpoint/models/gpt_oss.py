@@ -91,9 +91,10 @@ class GptOssLayer(LlamaLayer):
         return Attention(index, layer, config.hidden_size, rotary, context, qkv_bias=bias, output_bias=bias)
 
     def feed_forward(self, config: ModelConfig, index: int, context: ModelContext) -> nn.Module:
+        num_experts = config.integer("num_local_experts")
         shape = ExpertsShape(
-            num_experts=config.integer("num_local_experts"),
-            top_k=config.integer("num_experts_per_tok"),
+            num_experts=num_experts,
+            top_k=config.experts_per_token(num_experts),
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             activation=Activation.CLAMPED_SWIGLU,

@@ -27,9 +27,10 @@ class MixtralLayer(nn.Module):
         self.input_layernorm = RMSNorm(size, config.norm_eps, context)
         self.self_attn = Attention(index, layer, size, rotary, context)
         self.post_attention_layernorm = RMSNorm(size, config.norm_eps, context)
+        num_experts = config.integer("num_local_experts", 8)
         shape = ExpertsShape(
-            num_experts=config.integer("num_local_experts", 8),
-            top_k=config.integer("num_experts_per_tok", 2),
+            num_experts=num_experts,
+            top_k=config.experts_per_token(num_experts, 2),
             hidden_size=size,
             intermediate_size=config.intermediate_size,
             activation=config.activation,

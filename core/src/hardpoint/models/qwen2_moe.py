@@ -59,9 +59,10 @@ def has_experts(config: ModelConfig, index: int) -> bool:
 
 def experts_shape(config: ModelConfig) -> ExpertsShape:
     """Return what the experts of Qwen's layers compute."""
+    num_experts = config.integer("num_experts")
     return ExpertsShape(
-        num_experts=config.integer("num_experts"),
-        top_k=config.integer("num_experts_per_tok"),
+        num_experts=num_experts,
+        top_k=config.experts_per_token(num_experts),
         hidden_size=config.hidden_size,
         intermediate_size=config.integer("moe_intermediate_size"),
         activation=config.activation,

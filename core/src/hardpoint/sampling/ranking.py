@@ -1,53 +1,53 @@
 """Exact ranking of rows of logits in one canonical order: the higher logit first, the lower id first among equals.
 
 Equal logits are common, because models compute in 16 bits; an order that leaves them to chance would let the same request
-give different tokens in different batches. Only the few best leave the device; on the host, numpy's vectorised selection is used, which
-is several times as fast as torch's.
+give different tokens in different batches. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hardpoint.interfaces.batch import FloatArray, Int64Array
-
 _ARGMAX_CHUNK = 64
+_LOW_WORD = (1 << 32) - 1
 
 
-def top_values(logits: Tensor, k: int) -> FloatArray:
-    """Return the k highest logits of each row in falling order: float32[rows, k], 1 ≤ k ≤ columns. NaN counts as highest."""
-    columns = logits.shape[1]
-    if logits.device.type != "cpu":
-        return logits.topk(k, dim=1).values.numpy(force=True)
-    values = logits.numpy()
-    if k < columns:
-        values = np.partition(values, columns - k, axis=1)[:, columns - k :]
-    rising: FloatArray = np.sort(values, axis=1)
-    return rising[:, ::-1]
+def canonical_keys(logits: Tensor) -> Tensor:
+    """Return int64[rows, columns] of float32: distinct numbers that fall in canonical order; those of NaN are above all or below all."""
+    # Adding zero makes one of the two zeros.
+    bits = (logits + 0.0).view(torch.int32)
+    # The bits of a negative number rise with its magnitude.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (ordered << 32) + (_LOW_WORD - ids)
 
 
-def top_k(logits: Tensor, k: int) -> tuple[FloatArray, Int64Array]:
-    """Return the k highest logits of each row in canonical order, and their ids: float32 and int64 [rows, k]."""
-    values = top_values(logits, k)
-    boundary = torch.from_numpy(values[:, -1:].copy()).to(logits.device)
-    places = _true_places(logits >= boundary)
-    rows, ids = np.divmod(places, logits.shape[1])
-    candidates = logits.flatten()[torch.from_numpy(places).to(logits.device)].numpy(force=True)
-    order = np.lexsort((ids, -candidates, rows))
-    starts = rows.searchsorted(np.arange(len(values)))
-    return values, ids[order[starts[:, None] + np.arange(k)]]
+def ids_of(keys: Tensor) -> Tensor:
+    """Return the ids of `canonical_keys`: int64."""
+    return _LOW_WORD - (keys & _LOW_WORD)
 
 
-def ids_at(logits: Tensor, values: FloatArray, nth: Int64Array) -> Int64Array:
-    """Return for each row the id of the `nth` (from 0, rising ids) of its logits that equal `values`: all [rows]."""
-    places = _true_places(logits == torch.from_numpy(values).to(logits.device)[:, None])
-    columns = logits.shape[1]
-    starts = places.searchsorted(np.arange(len(values)) * columns)
-    chosen: Int64Array = places[starts + nth] % columns
-    return chosen
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Return the ids of the k highest logits of each row in canonical order: int64[rows, k]."""
+    return ids_of(canonical_keys(logits).topk(k, dim=1).values)
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log probabilities of the distribution of each row.
+
+    Args:
+        logits: float32[rows, columns].
+        token_ids: int64[rows], the tokens that stand first.
+        count: of the best that follow.
+
+    Returns:
+        Ids, int64[rows, 1 + count]; log probabilities, float32[rows, 1 + count]; ranks of `token_ids`, from 1, int64[rows].
+    """
+    first = token_ids.clamp(min=0)[:, None]
+    ranks = (logits > logits.gather(1, first)).sum(1) + 1
+    ids = torch.cat((first, top_k(logits, count)), dim=1) if count else first
+    return ids, torch.log_softmax(logits, dim=1).gather(1, ids), ranks
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -69,10 +69,3 @@ def argmax(logits: Tensor) -> Tensor:
         ids = torch.cat((ids, tail), dim=1)
     best: Tensor = ids.gather(1, logits.gather(1, ids).argmax(1, keepdim=True))[:, 0]
     return best
-
-
-def _true_places(mask: Tensor) -> npt.NDArray[np.int64]:
-    """Return the flat indices of what is true, rising, on the host."""
-    if mask.device.type == "cpu":
-        return np.flatnonzero(mask.numpy())
-    return mask.flatten().nonzero()[:, 0].numpy(force=True)

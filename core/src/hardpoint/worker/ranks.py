@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hardpoint.interfaces.backend import BackendDescriptor, Device
-from hardpoint.interfaces.batch import Int64Array, SequenceSampling
+from hardpoint.interfaces.batch import Int32Array, Int64Array, SequenceSampling
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.models import ParallelRank, Ranks
@@ -15,6 +17,8 @@ from hardpoint.worker.meeting import MeetingPoint
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.collectives import Collectives
+
+_NEVER = np.iinfo(np.int64).max
 
 
 def place_of(config: WorkerConfig) -> ParallelRank:
@@ -93,24 +97,25 @@ def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Devi
         return Ranks(tensor, pipeline), groups.pop_all()
 
 
-class PlainSequences:
-    """Which sequences are given the argmax of their unchanged logits from first to last.
+class PlainRows:
+    """From which token on the sequence of each row of the state table is given the argmax of its unchanged logits.
 
     All ranks know it alike, so that they compute the same output of a step, which only the driver samples.
     """
 
     def __init__(self) -> None:
-        self._others: set[int] = set()
+        self._first: Int64Array = np.zeros(0, np.int64)
 
-    def add(self, sampling: SequenceSampling) -> None:
-        """Note a new sequence."""
-        if not sampling.is_plain_argmax:
-            self._others.add(sampling.seq_id)
+    def write(self, sequences: Sequence[SequenceSampling]) -> None:
+        """Begin sequences, each in its `state_row`; raises ValueError where one has none."""
+        for sampling in sequences:
+            row = sampling.state_row
+            if row < 0:
+                raise ValueError(f"sequence {sampling.seq_id} has no row of the worker's state")
+            if row >= len(self._first):
+                self._first = np.concatenate((self._first, np.zeros(max(64, row + 1), np.int64)))
+            self._first[row] = sampling.min_tokens if sampling.is_plain_argmax else _NEVER
 
-    def remove(self, seq_ids: Iterable[int]) -> None:
-        """Forget sequences."""
-        self._others.difference_update(seq_ids)
-
-    def all(self, seq_ids: Int64Array) -> bool:
-        """Whether all these sequences are such."""
-        return not self._others or self._others.isdisjoint(seq_ids.tolist())
+    def all(self, rows: Int32Array, positions: Int32Array) -> bool:
+        """Whether the next token of all these rows is such; `positions` are how many tokens their sequences have."""
+        return bool((positions >= self._first[rows]).all())

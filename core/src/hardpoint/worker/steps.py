@@ -1,4 +1,4 @@
-"""A rank's steps, and what sequences need of the worker from one step to the next: samplers, chunked prompts' poolings."""
+"""A rank's steps, and what sequences need of the worker from one step to the next: rows of the sampler, chunked prompts' poolings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from hardpoint.interfaces.batch import FloatArray, Int64Array, StepInput, StepOutput
 from hardpoint.interfaces.errors import OutputFailed
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint.sampling import Sampler
+from hardpoint.sampling import Sampled, Sampler
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.model_runner import ModelRunner
 from hardpoint.worker.pooling import Pooler
-from hardpoint.worker.ranks import PlainSequences
+from hardpoint.worker.ranks import PlainRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +39,8 @@ class Steps:
         """
         self._runner, self._kv, self._sampler = runner, kv, sampler
         self._synchronize = synchronize
-        self._pooler, self._plain = Pooler(), PlainSequences()
-        self._is_driver, self._is_alone = config.rank == config.driver_rank, config.world_size == 1
+        self._pooler, self._plain = Pooler(), PlainRows()
+        self._is_driver = config.rank == config.driver_rank
 
     def execute(self, step: StepInput) -> StepOutput:
         """Swap, copy, compute and sample one step; see `Worker.submit`."""
@@ -60,15 +60,20 @@ class Steps:
         embeddings = self._embeddings(step, hidden)
         if step.pooling and len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
-        plain = self._wants_argmax(batch.sample_seq_ids)
-        result = self._runner.argmax(hidden) if plain else self._runner.logits(hidden)
+        is_plain = self._plain.all(batch.sample_state_rows, batch.sample_positions)
+        result = self._runner.argmax(hidden) if is_plain else self._runner.logits(hidden)
         if not self._is_driver:
             self._synchronize()
             return StepOutput(_NO_TOKENS)
-        if plain:
-            return StepOutput(result.numpy(force=True), embeddings=embeddings)
-        token_ids, logprobs = self._alone(partial(self._sampler.sample, result, batch.sample_seq_ids))
-        return StepOutput(token_ids, logprobs, embeddings)
+        sampled = self._alone(partial(self._sample, step, result, is_plain=is_plain))
+        return StepOutput(sampled.token_ids, sampled.logprobs, embeddings, sampled.failed)
+
+    def _sample(self, step: StepInput, result: Tensor, *, is_plain: bool) -> Sampled:
+        """Return the step's tokens: those that the model chose, or sampled from its logits."""
+        self._sampler.set_rows(step.new_sequences)
+        rows, positions = step.batch.sample_state_rows, step.batch.sample_positions
+        tokens = self._sampler.take(result, rows) if is_plain else self._sampler.sample(result, rows, positions)
+        return tokens.collect()
 
     def _alone(self, make: Callable[[], T]) -> T:
         """Return what a rank makes of a step when it needs the others no more; raises OutputFailed for what fails in it.
@@ -82,18 +87,9 @@ class Steps:
             raise OutputFailed.after(error) from error
 
     def _follow(self, step: StepInput) -> None:
-        """Forget the sequences that ended and begin the new ones."""
-        if step.finished_seq_ids:
-            for state in (self._sampler, self._plain, self._pooler):
-                state.remove(step.finished_seq_ids)
-        for sequence in step.new_sequences:
-            self._plain.add(sequence)
-            if self._is_driver:
-                self._sampler.add(sequence)
-
-    def _wants_argmax(self, seq_ids: Int64Array) -> bool:
-        """Whether a step needs no logits; the same answer on all ranks, of which only the driver counts tokens."""
-        return self._sampler.all_plain_argmax(seq_ids) if self._is_alone else self._plain.all(seq_ids)
+        """Forget the poolings of sequences that ended, and note the new sequences."""
+        self._pooler.remove(step.finished_seq_ids)
+        self._plain.write(step.new_sequences)
 
     def _embeddings(self, step: StepInput, hidden: Tensor) -> dict[int, FloatArray]:
         """Return the embeddings of the prompts that end in a step, on the driver."""

@@ -125,7 +125,7 @@ class StandardWorker(Worker):
         )
         capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
         runner = ModelRunner(model, attention, capture, platform, torch_device=self._device.torch_device)
-        sampler = Sampler(model.info.vocab_size, rank.kernels)
+        sampler = Sampler(model.info.vocab_size, self._device.torch_device, rank.kernels, platform)
         steps = Steps(config, runner, kv, sampler, platform.synchronize)
         sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
         in_flight = StepsInFlight(model.info.steps_in_flight)
