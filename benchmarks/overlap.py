@@ -1,11 +1,11 @@
 """Whether the device waits for the host: the rate of a simulated device, and what the engine makes of it.
 
-    python benchmarks/overlap.py [--json FILE] [--rounds N] [--steps N] [--baseline PATH]
+    python benchmarks/overlap.py [--json FILE] [--rounds N] [--steps N] [--baseline PYTHON]
 
 The device takes 2 ms for a step, in simulated time, whatever the step is. Scheduling, booking, and the text of 256 streams are real: the
 demo model's tokenizer, and a stop string to be looked for in each stream, so that every token is detokenised when it comes. The rate is
-that of the steps of a run of decodes, beside the device's own, with 0, 1 and 2 steps in flight. `--baseline` gives the source tree of an
-older engine (its `core/src`), which runs in a process of its own with the same interpreter. Measurements alternate, one of each in
+that of the steps of a run of decodes, beside the device's own, with 0, 1 and 2 steps in flight. `--baseline` starts the Python of an
+environment in which an older engine is installed. Measurements alternate, one of each in
 every round, and the best of each is reported beside the median: on a busy machine every disturbance makes a step longer.
 
 Beside it, what the loop itself costs on the host with a worker that is idle (no time, constant tokens): processor time of one step of 256
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -126,16 +127,12 @@ def serve(steps: int) -> None:
 class Measured:
     """An engine in a process of its own."""
 
-    def __init__(self, steps: int, source: Path | None) -> None:
-        environment = dict(os.environ)
-        if source is not None:
-            environment["PYTHONPATH"] = os.pathsep.join([str(source), str(ROOT / "benchmarks")])
+    def __init__(self, steps: int, python: list[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", "--steps", str(steps)],
+            [*python, __file__, "--serve", "--steps", str(steps)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
         )
 
     def measure(self, job: str) -> float:
@@ -157,16 +154,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=340)
-    parser.add_argument("--baseline", type=Path, help="source tree of an older engine, its core/src")
+    parser.add_argument("--baseline", help="command that starts the Python of an environment with an older engine")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.steps)
         return
 
-    engines = {"now": Measured(arguments.steps, None)}
+    engines = {"now": Measured(arguments.steps, [sys.executable])}
     if arguments.baseline:
-        engines["baseline"] = Measured(arguments.steps, arguments.baseline)
+        engines["baseline"] = Measured(arguments.steps, shlex.split(arguments.baseline))
     jobs = [("now", job) for job in ("0", "1", "2", "loop")] + ([("baseline", "0")] if arguments.baseline else [])
     samples: dict[tuple[str, str], list[float]] = {job: [] for job in jobs}
     for _ in range(arguments.rounds):

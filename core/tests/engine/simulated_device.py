@@ -136,6 +136,26 @@ class _Parts:
     def status(self) -> Any:
         return interfaces.WorkerStatus(MemoryStats({}, 0))
 
+    # Of an older version of the contract.
+
+    def sleep(self, plan: Any) -> MemoryReport:
+        return MemoryReport(0, 0, 0, {}, 0, 0)
+
+    def wake(self, tags: Any = None) -> MemoryReport:
+        return MemoryReport(0, 0, 0, {}, 0, 0)
+
+    def begin_sleep(self, transaction: int, plan: Any) -> None: ...
+
+    def begin_wake(self, transaction: int, tags: Any = None) -> None: ...
+
+    def update_weights(self, weights: Any) -> int:
+        return 0
+
+    def reload_weights(self, model: str | None = None) -> int:
+        return 0
+
+    def declare_weights_valid(self) -> None: ...
+
     def memory_stats(self) -> MemoryStats:
         return MemoryStats({}, 0)
 
