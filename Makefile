@@ -15,7 +15,7 @@ PROMPT ?= Give three facts about the moon.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-headers \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-engine test-headers \
 	test-flashinfer test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
 help:  ## Show the targets
@@ -43,10 +43,18 @@ lint: $(STAMP)  ## Formatting and lint
 typecheck: $(STAMP)  ## mypy --strict on the core, the simulators and the conformance suite
 	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators conformance_tests/src/hardpoint_conformance
 
-# Not prerequisites: with several jobs, make would begin the longest one last.
+# Two halves of the tests side by side, of about the same length. Not prerequisites: with several jobs, make would begin the longest one last.
+TESTS_OF_ENGINE := core/tests tests
+TESTS_OF_BACKENDS := backends conformance_tests simulators/tests
+
 test: $(STAMP)  ## Run every test
-	$(MAKE) --no-print-directory lint typecheck
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2) lint test-engine test-backends typecheck
+
+test-engine: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS_OF_ENGINE)
+
+test-backends: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS_OF_BACKENDS)
 
 fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k
 	$(BIN)/python -m tests.fault_matrix

@@ -150,7 +150,9 @@ def ring_costs(repeats: int = 2000) -> dict[str, dict[str, float]]:
     for shape, make in SHAPES.items():
         encoder = StepEncoder()
         encoder.block_size = BLOCK_SIZE
-        parts = [encoder.encode(step) for step in make(3)][-1]
+        for step in make(3):
+            parts = encoder.encode(step)
+            encoder.commit()
         written, read = [], []
         for call in range(repeats):
             start = time.perf_counter()

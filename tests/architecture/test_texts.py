@@ -100,3 +100,11 @@ def test_machine_path_is_recognised(path: str) -> None:
 )
 def test_other_path_is_not_taken_for_a_machines(path: str) -> None:
     assert not MACHINE_PATHS.search(path)
+
+
+def test_the_halves_of_make_test_are_all_tests(root: Path) -> None:
+    makefile = (root / "Makefile").read_text("utf-8")
+    halves = re.findall(r"^TESTS_OF_\w+ := (.*)$", makefile, flags=re.MULTILINE)
+    settings = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+    assert len(halves) == 2
+    assert sorted(" ".join(halves).split()) == sorted(settings["tool"]["pytest"]["ini_options"]["testpaths"])

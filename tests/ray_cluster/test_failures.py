@@ -56,7 +56,7 @@ def test_a_rank_that_is_stopped_is_ended_by_the_limit_of_its_call(make: Make, st
 
 
 def test_a_machine_that_is_gone_is_reported_in_time(make: Make, cluster: Any, step: Any) -> None:
-    """Its processes end, so that their connections do; see docs/architecture.md for a machine that falls silent."""
+    """Its processes end, so that their connections do; see docs/ranks.md for a machine that falls silent."""
     node = cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE, resources={"lone": 1})
     executor = make(order("collect", "hang"), ranks=2, ray={"resource": "lone"})
     assert len(set(nodes_of(executor))) == 2

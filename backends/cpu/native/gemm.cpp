@@ -40,6 +40,11 @@ void pack_rows(const T* src, int64_t src_stride, int64_t rows, int64_t k, int64_
       const int64_t lane_begin = std::max(first - i * kTileColumns, int64_t{0});
       const int64_t lane_end = std::min(last - i * kTileColumns, int64_t{kTileColumns});
       const T* row = src + (i * kTileColumns - first) * src_stride;
+      if (group == 1 && lane_begin == 0 && lane_end == kTileColumns) {
+        for (int64_t g = 0; g < groups; ++g)
+          for (int64_t lane = 0; lane < kTileColumns; ++lane) tile[g * kTileColumns + lane] = row[lane * src_stride + g];
+        continue;
+      }
       for (int64_t g = 0; g < groups; ++g)
         for (int64_t lane = lane_begin; lane < lane_end; ++lane)
           for (int64_t j = 0; j < group; ++j) {
@@ -91,8 +96,11 @@ struct ThreadRows {
 }  // namespace
 
 void pack_weight(const void* src, int64_t src_stride, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* tiles) {
-  if (dtype == DType::F32)
-    pack_rows(static_cast<const uint32_t*>(src), src_stride, rows, k, 1, at, static_cast<uint32_t*>(tiles));
+  // Pairs of bf16 are moved as one number where none is cut in two.
+  const bool pairs = dtype == DType::BF16 && k % 2 == 0 && src_stride % 2 == 0 && reinterpret_cast<uintptr_t>(src) % 4 == 0;
+  const int64_t width = pairs ? 2 : 1;
+  if (dtype == DType::F32 || pairs)
+    pack_rows(static_cast<const uint32_t*>(src), src_stride / width, rows, k / width, 1, at, static_cast<uint32_t*>(tiles));
   else
     pack_rows(static_cast<const uint16_t*>(src), src_stride, rows, k, dtype == DType::BF16 ? 2 : 1, at,
               static_cast<uint16_t*>(tiles));

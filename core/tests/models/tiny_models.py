@@ -52,8 +52,30 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7}),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS_ROPE},
+    ),
+    "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7}),
     "qwen2-moe-window": (
         "qwen2_moe",
         {
@@ -65,20 +87,12 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-window": (
         "qwen3_moe",
         {**EXPERTS, "use_sliding_window": True, "sliding_window": 6, "decoder_sparse_step": 2},
     ),
-    "gpt-oss": (
-        "gpt_oss",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS_ROPE},
-    ),
-    "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
-    "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
-    "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING}),
 }
+"""Settings of families that change what is computed in a layer and nothing about how a model is loaded or divided."""
 MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss")) or "-moe" in name]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
@@ -87,13 +101,11 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "scale_attn_by_inverse_layer_idx": True},
     ),
     "olmo": ("olmo", {}),
-    "olmo2": ("olmo2", {}),
     "phi": ("phi", {"num_key_value_heads": 6}),
     "stablelm": ("stablelm", {}),
     "gpt-neox": ("gpt_neox", {}),
     "starcoder2-window": ("starcoder2", {"sliding_window": 6}),
     "cohere": ("cohere", {}),
-    "granite": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
     "smollm3-no-rope-layers": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
 }
 

@@ -104,12 +104,13 @@ def recognise(model: nn.Module) -> Recognised | Refusal:
 
 
 def _names(model: CausalLM, layers: Sequence[nn.Module], spec: DecoderSpec) -> Iterator[tuple[str, str]]:
+    shapes = spec.weight_shapes()
     yield "model.embed_tokens.weight", "embed"
     for number, layer in enumerate(layers):
         for module, name in _EQUATIONS[type(layer).forward].items():
             path = f"model.layers.{number}.{module}"
             for weight, kind in ((f"layers.{number}.{name}", "weight"), (f"layers.{number}.{name}_bias", "bias")):
-                if weight in spec.weight_shapes():
+                if weight in shapes:
                     yield f"{path}.{kind}", weight
     yield "model.norm.weight", "final_norm"
     if not spec.tied:

@@ -1,4 +1,4 @@
-"""The executor of ranks that are reached by frames; see docs/architecture.md for what happens when one of them fails."""
+"""The executor of ranks that are reached by frames; see docs/ranks.md for what happens when one of them fails."""
 
 from __future__ import annotations
 

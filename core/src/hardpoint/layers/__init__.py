@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
-    from hardpoint.layers.norm import RMSNorm
+    from hardpoint.layers.norm import HeadsNorm, RMSNorm
     from hardpoint.layers.operators import TORCH_OPERATORS, TorchOperators
     from hardpoint.layers.parallel import ParallelRank, Ranks
     from hardpoint.layers.rope import Rope
@@ -31,6 +31,7 @@ __all__ = [
     "ExpertsShape",
     "GateUpLinear",
     "GatedMLP",
+    "HeadsNorm",
     "LMHead",
     "Layer",
     "Linear",
@@ -66,6 +67,7 @@ _HOMES = {
     "ModelContext": "hardpoint.layers.context",
     "ParallelRank": "hardpoint.layers.parallel",
     "QKVLinear": "hardpoint.layers.linear",
+    "HeadsNorm": "hardpoint.layers.norm",
     "RMSNorm": "hardpoint.layers.norm",
     "Ranks": "hardpoint.layers.parallel",
     "Rope": "hardpoint.layers.rope",

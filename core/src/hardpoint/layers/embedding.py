@@ -24,7 +24,7 @@ class VocabEmbedding(Layer):
     """Rows of the vocabulary; a rank without a token's row adds zero to the sum.
 
     Args:
-        scale: of the embedding, rounded to the model's dtype as the published models do.
+        scale: of the embedding.
     """
 
     weight: Tensor
@@ -32,7 +32,7 @@ class VocabEmbedding(Layer):
     def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, *, scale: float = 1.0) -> None:
         super().__init__()
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.scale = scale if scale == 1.0 else float(torch.tensor(scale, dtype=context.dtype))
+        self.scale = scale
         self._ranks = context.ranks.tensor
         self._first, self._end = _vocabulary(vocab_size, context)
         whole = WeightShard("weight", (vocab_size, hidden_size))

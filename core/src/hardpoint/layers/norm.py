@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hardpoint.layers.operators import TORCH_OPERATORS
-from hardpoint.layers.weights import Layer, WeightShard, write_rows
+from hardpoint.layers.parallel import head_spans, scaled
+from hardpoint.layers.weights import Layer, WeightShard, take_rows, write_rows
 
 if TYPE_CHECKING:
+    from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.layers.context import ModelContext
 
 
@@ -42,6 +44,39 @@ class RMSNorm(Layer):
         if branch is None:
             return self._operators.rms_norm(x, self.weight, self.eps)
         return self._operators.add_rms_norm(branch, x, self.weight, self.eps)
+
+
+class HeadsNorm(Layer):
+    """RMSNorm over all query heads, or all key heads, at once. A rank has the weights of its heads; the mean square is that of all ranks'.
+
+    Args:
+        layer: the whole layer's heads.
+        of_keys: over the key heads.
+    """
+
+    weight: Tensor
+
+    def __init__(self, layer: AttentionLayer, eps: float, context: ModelContext, *, of_keys: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        heads = layer.num_kv_heads if of_keys else layer.num_heads
+        self.size = heads * layer.head_dim
+        self._operators, self._ranks = context.operators, context.ranks.tensor
+        # Where ranks outnumber KV heads, several have the same one.
+        self._copies = max(1, context.rank.tensor_size // layer.num_kv_heads) if of_keys else 1
+        span = scaled(head_spans(layer, context.rank)[of_keys], layer.head_dim)
+        self.add_weight("weight", take_rows([WeightShard("weight", (self.size,))], [span]), dtype=context.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rank's heads x [T, heads, head_dim] normalised."""
+        rows = x.reshape(len(x), -1)
+        if self._ranks is None:
+            return self._operators.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        wide = rows.float()
+        squares = wide.pow(2).sum(-1, keepdim=True)
+        self._ranks.all_reduce(squares)
+        scale = torch.rsqrt(squares / (self._copies * self.size) + self.eps)
+        return (wide * scale * self.weight).to(x.dtype).view(x.shape)
 
 
 def _write_offset(offset: float, stored: Tensor, row: int, values: Tensor) -> None:

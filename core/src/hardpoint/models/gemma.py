@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from hardpoint.layers import RMSNorm, VocabEmbedding
 from hardpoint.models.decoder import CausalLM, MakesLayer
 from hardpoint.models.llama import LlamaLayer
@@ -49,7 +51,9 @@ class Gemma(CausalLM):
         return [*super().refusals(config), *both_ways]
 
     def embedding(self, config: ModelConfig, context: ModelContext) -> VocabEmbedding:
-        return VocabEmbedding(config.vocab_size, config.hidden_size, context, scale=math.sqrt(config.hidden_size))
+        # The published models round it to their dtype.
+        scale = float(torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype))
+        return VocabEmbedding(config.vocab_size, config.hidden_size, context, scale=scale)
 
     def norm(self, config: ModelConfig, context: ModelContext) -> RMSNorm:
         return gemma_norm(config.hidden_size, config, context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
@@ -108,20 +107,21 @@ def load_model(
     from hardpoint.quantization import packed
 
     scales = source.scales_in_use(plan.request.kv_dtype)
-    operators = TORCH_OPERATORS if kernels is None else kernels
-    context = ModelContext(dtype.to_torch(), rank, ranks, operators, max_context=max_context)
     loaded: FamilyModel | None = None
     if kernels is not None and use_fused_decoder and rank.is_alone:
-        model = description.build(context)
         request = FuseRequest(dtype, plan, max_num_tokens, max_num_samples, max_context)
-        program = kernels.fuse(model, request, allocator)
+        program = kernels.fuse(description.whole, request, allocator)
         if isinstance(program, Refusal):
             logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
         else:
-            loaded = FusedModel(description, model, scales, seed, program)
+            loaded = FusedModel(description, description.whole, scales, seed, program)
     if loaded is None:
         # A program has a layout of its own for the whole model; modules have one for each layer.
-        model = description.build(replace(context, linear_method=packed(operators)))
+        operators = TORCH_OPERATORS if kernels is None else kernels
+        context = ModelContext(
+            dtype.to_torch(), rank, ranks, operators, linear_method=packed(operators), max_context=max_context
+        )
+        model = description.build(context)
         loaded = ModularModel(
             description, model, scales, seed, attention=attention, allocator=allocator, torch_device=torch_device
         )

@@ -36,6 +36,8 @@ _FAMILIES = {
     "Qwen3Moe": _Entry("qwen3_moe", "qwen3_moe"),
     "GptOss": _Entry("gpt_oss", "gpt_oss"),
     "Phi3": _Entry("phi3", "phi3"),
+    "Olmo2": _Entry("olmo2", "olmo2"),
+    "Granite": _Entry("granite", "granite"),
     "Gemma": _Entry("gemma", "gemma"),
     "Gemma2": _Entry("gemma2", "gemma2"),
     "Gemma3": _Entry("gemma3", "gemma3_text", "Gemma3TextModel"),

@@ -1,9 +1,20 @@
-"""Tokenizers: transformers' fast ones, from a model folder or from a GGUF file's metadata."""
+"""Tokenizers, from a model folder or from a GGUF file's metadata.
+
+They are transformers' fast ones. Where the rules of one are known here, or its file holds them all, the `tokenizers` library alone
+reads it, which spares a start the seconds that transformers takes to import; transformers then stands behind it for what the engine
+does not need (`LightTokenizer`).
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.source import ModelSource
@@ -30,12 +41,65 @@ _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codesh
 _GPT2_SPLIT = frozenset({None, "default", "gpt-2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling"})
 _VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that take a tokenizer.json as it is."""
+_CHANGES_BACKEND = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "extra_special_tokens")
+"""Settings by which they do not, or may not."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens in a GGUF file (llama.cpp, llama_token_type)."""
+
+
+class LightTokenizer:
+    """A fast tokenizer that encodes and decodes without transformers, and is transformers' own in everything else.
+
+    Attributes:
+        backend_tokenizer: of the `tokenizers` library.
+        chat_template: in Jinja, None where there is none.
+
+    Args:
+        load: makes transformers' tokenizer of the same vocabulary; called when something else is asked for.
+    """
+
+    def __init__(self, backend: Tokenizer, chat_template: str | None, load: Callable[[], Any]) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template = chat_template
+        self._load = load
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's token ids."""
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Return the text of tokens; see transformers."""
+        return self._transformers.decode(token_ids, **options)
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Return a conversation as the model reads it; see transformers."""
+        return self._transformers.apply_chat_template(conversation, **{"chat_template": self.chat_template, **options})
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return self._transformers(*given, **options)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._transformers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transformers, name)
+
+    @cached_property
+    def _transformers(self) -> Any:
+        return self._load()
 
 
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
-    """Return the model's tokenizer, a transformers fast tokenizer with its chat template; raises ModelError."""
+    """Return the model's tokenizer, a transformers fast tokenizer or a `LightTokenizer`, with its chat template; raises ModelError."""
     if source.gguf is not None:
-        return _from_gguf(source.gguf)
+        light = _light_from_gguf(source.gguf)
+        return _from_gguf(source.gguf) if light is None else light
     if not any(any(source.path.glob(pattern)) for pattern in _VOCABULARY_FILES):
         # transformers makes an empty tokenizer for some architectures then.
         raise ModelError(
@@ -43,18 +107,122 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
             found=f"none of {', '.join(_VOCABULARY_FILES)}",
             hint="Put the model's tokenizer files beside its config.json",
         )
+    light = _light_from_folder(source.path)
+    return _from_folder(source.path, trust_remote_code) if light is None else light
+
+
+def _from_folder(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            str(source.path), trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises whatever a missing or damaged file led to
         raise ModelError(
-            f"{source.path} has no usable tokenizer",
+            f"{folder} has no usable tokenizer",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             hint="Put the model's tokenizer files beside its config.json",
         ) from error
+
+
+def _light_from_folder(folder: Path) -> LightTokenizer | None:
+    """Return the tokenizer of a folder whose tokenizer.json is all of it, None where transformers' classes may change it."""
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    try:
+        given = json.loads(settings.read_text(encoding="utf-8"))
+        if given.get("tokenizer_class") not in _PLAIN_CLASSES or any(
+            given.get(key) is not None for key in _CHANGES_BACKEND
+        ):
+            return None
+        template = given.get("chat_template")
+        beside = folder / "chat_template.jinja"
+        if beside.is_file():
+            template = beside.read_text(encoding="utf-8")
+        if (folder / "additional_chat_templates").exists() or not isinstance(template, (str, type(None))):
+            return None
+        backend = Tokenizer.from_file(str(file))
+        named = [given.get(name) for name in _SPECIAL_TOKENS]
+        if any(not _is_added(backend, token) for token in named if token is not None):
+            return None
+        added = {str(index): token for index, token in backend.get_added_tokens_decoder().items()}
+        listed = given.get("added_tokens_decoder") or {}
+        if any(index not in added or added[index].content != token["content"] for index, token in listed.items()):
+            return None
+    except Exception:  # whatever is wrong with the files, transformers says it
+        return None
+    backend.no_padding()
+    backend.no_truncation()
+    return LightTokenizer(backend, template, partial(_from_folder, folder))
+
+
+def _is_added(backend: Tokenizer, token: object) -> bool:
+    """Whether a special token's name stands for one that the file adds itself."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return any(added.content == text and added.special for added in backend.get_added_tokens_decoder().values())
+
+
+def _light_from_gguf(file: GGUFFile) -> LightTokenizer | None:
+    """Return the tokenizer of a byte-level vocabulary that splits text by a rule known here; None for others.
+
+    The same as transformers' own conversion makes of it.
+    """
+    described = _described(file)
+    kind, tokens, merges = (described.get(name) for name in ("pre_tokenizer_type", "tokens", "merges"))
+    known = kind in _GPT2_SPLIT or kind in _DIGITS_APART
+    if described.get("tokenizer_type") != "gpt2" or not known or tokens is None or merges is None:
+        return None
+    special = {name: token for name, token in _special_tokens(file, described).items() if name in _SPECIAL_TOKENS}
+    spelling = _byte_spelling()
+    alphabet = frozenset(spelling)
+    vocabulary = {
+        token if alphabet.issuperset(token) else "".join(spelling[byte] for byte in token.encode()): index
+        for index, token in enumerate(tokens)
+    }
+    if any(token is not None and token not in vocabulary for token in special.values()):
+        return None
+    try:
+        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
+    except Exception:  # the library raises nothing narrower; transformers' conversion says what is wrong
+        return None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    _split_digits(backend, kind)
+    kinds = described.get("token_type") or ()
+    control = [
+        token for token, number in zip(tokens, kinds, strict=False) if number == _CONTROL and token in vocabulary
+    ]
+    control += [token for token in special.values() if token is not None and token not in control]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    own = [
+        token for token, number in zip(tokens, kinds, strict=False) if number == _USER_DEFINED and token in vocabulary
+    ]
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
+    _add_ends(backend, file, special, vocabulary)
+    return LightTokenizer(backend, file.metadata.get("tokenizer.chat_template"), partial(_from_gguf, file))
+
+
+def _add_ends(backend: Tokenizer, file: GGUFFile, special: Mapping[str, str | None], ids: Mapping[str, int]) -> None:
+    """Have texts begin and end with what the file says they do."""
+    first = special["bos_token"] if file.metadata.get("tokenizer.ggml.add_bos_token") else None
+    last = special["eos_token"] if file.metadata.get("tokenizer.ggml.add_eos_token") else None
+    if first or last:
+        named = [(token, ids[token]) for token in dict.fromkeys((first, last)) if token]
+        single = [part for part in (first, "$A", last) if part]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=named)
+
+
+def _byte_spelling() -> list[str]:
+    """Return the printable character that stands for each byte in a byte-level vocabulary (GPT-2's encoder.py)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _described(file: GGUFFile) -> dict[str, Any]:
+    given = {name: file.metadata.get(f"tokenizer.ggml.{key}") for name, key in _TOKENIZER_KEYS.items()}
+    described = {name: value for name, value in given.items() if value is not None}
+    if "tokens" not in described:
+        raise CorruptWeights(f"{file.path} has no vocabulary", found="no metadata key 'tokenizer.ggml.tokens'")
+    return described
 
 
 def _from_gguf(file: GGUFFile) -> Any:
@@ -62,10 +230,7 @@ def _from_gguf(file: GGUFFile) -> Any:
 
     `AutoTokenizer.from_pretrained(gguf_file=...)` does the same after reading the file two times, in seconds.
     """
-    given = {name: file.metadata.get(f"tokenizer.ggml.{key}") for name, key in _TOKENIZER_KEYS.items()}
-    described = {name: value for name, value in given.items() if value is not None}
-    if "tokens" not in described:
-        raise CorruptWeights(f"{file.path} has no vocabulary", found="no metadata key 'tokenizer.ggml.tokens'")
+    described = _described(file)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -77,7 +242,7 @@ def _from_gguf(file: GGUFFile) -> Any:
         return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     try:
         backend, extra = convert_gguf_tokenizer(file.architecture, described)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise ModelError(
             f"{file.path} has a tokenizer that cannot be read", found=str(error), hint="Use the safetensors checkpoint"
         ) from error
@@ -97,8 +262,6 @@ def _from_gguf(file: GGUFFile) -> Any:
 
 def _split_digits(backend: Any, kind: str | None) -> None:
     if kind in _DIGITS_APART:
-        from tokenizers import pre_tokenizers
-
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )

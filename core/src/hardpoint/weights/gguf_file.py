@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 
@@ -45,7 +46,7 @@ class GGUFTensor:
     nbytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class GGUFFile:
     """An open GGUF file.
 
@@ -128,8 +129,23 @@ def _dequantize(raw: Any, type_id: int) -> Any:
     return dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(type_id))
 
 
+_open_files: WeakValueDictionary[tuple[Path, int, int], GGUFFile] = WeakValueDictionary()
+
+
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a GGUF file and read its metadata and tensor table; raises CorruptWeights, ModelError."""
+    """Map a GGUF file and read its metadata and tensor table; raises CorruptWeights, ModelError.
+
+    A file that is open already, by its path, size and time of change, is not read again: an engine and its worker share it.
+    """
+    status = path.stat()
+    key = path.absolute(), status.st_size, status.st_mtime_ns
+    found = _open_files.get(key)
+    if found is None:
+        found = _open_files[key] = _read_gguf(path)
+    return found
+
+
+def _read_gguf(path: Path) -> GGUFFile:
     with path.open("rb") as file:
         try:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

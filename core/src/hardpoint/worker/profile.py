@@ -23,7 +23,7 @@ from hardpoint.worker.ranks import place_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TIMED_TOKENS = 256
+_TIMED_TOKENS = 128
 """Length of the timed step of a model that needs no memory measured."""
 
 
@@ -65,7 +65,7 @@ def largest_step(
     info, longest = loaded.info, _TIMED_TOKENS if loaded.model.scratch_bytes else sys.maxsize
     batch = dummy_batch(
         num_tokens=min(config.max_num_batched_tokens, longest),
-        max_len=info.max_model_len,
+        max_len=min(info.max_model_len, longest),
         block_size=loaded.plan.block_size,
         max_seqs=config.max_num_seqs,
     )

@@ -80,7 +80,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("tokens", [1, 7, 120])
+@pytest.mark.parametrize("tokens", [1, 7, 50])
 def test_output_is_the_weighted_sum_of_each_tokens_experts(tokens: int, dtype: torch.dtype) -> None:
     Case(tokens, dtype).check()
 
@@ -104,7 +104,7 @@ def test_shapes_that_fill_no_tile(changes: dict[str, Any]) -> None:
 
 
 def test_one_expert_may_get_all_tokens() -> None:
-    case = Case(100)
+    case = Case(50)
     case.logits[:, 4], case.logits[:, 1] = 9.0, 8.0
     case.check()
 

@@ -1,0 +1,104 @@
+"""A configuration is checked value by value, and two models are the same where they differ in their weights alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import LEAN, describe, tiny_config
+
+from hardpoint.interfaces import DType
+from hardpoint.interfaces.errors import ModelError
+from hardpoint.models import open_model
+from hardpoint.models.config import ModelConfig
+from hardpoint.models.description import ModelDescription
+
+ARCHITECTURES = {"llama": "Llama", "gemma2": "Gemma2", "granite": "Granite", "mistral-window": "Mistral"}
+
+
+def description(name: str, **changes: Any) -> ModelDescription:
+    kind, options = LEAN[name]
+    found = describe(f"{ARCHITECTURES[name]}ForCausalLM", tiny_config(kind, **{**options, **changes}))
+    assert isinstance(found, ModelDescription), found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"rms_norm_eps": 1e-3}),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"num_hidden_layers": 2}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        ("mistral-window", {"sliding_window": 8}),
+        ("gemma2", {"query_pre_attn_scalar": 25}),
+        ("gemma2", {"final_logit_softcapping": 5.0}),
+        ("gemma2", {"attn_logit_softcapping": 4.0}),
+        ("granite", {"residual_multiplier": 0.8}),
+        ("granite", {"embedding_multiplier": 2.0}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("granite", {"attention_multiplier": 0.25}),
+    ],
+)
+def test_models_that_compute_something_else_are_not_the_same(name: str, change: dict[str, Any]) -> None:
+    model = description(name)
+    assert model.computes_the_same(description(name))
+    assert not model.computes_the_same(description(name, **change))
+
+
+def test_numbers_in_single_precision_are_the_same() -> None:
+    assert description("llama", rms_norm_eps=1e-5).computes_the_same(description("llama", rms_norm_eps=9.99999974e-6))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 0},
+        {"hidden_size": "512"},
+        {"hidden_size": 2**40},
+        {"vocab_size": None},
+        {"num_attention_heads": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": -1},
+        {"intermediate_size": 1.5},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": -1},
+        {"head_dim": []},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": "full_attention"},
+        {"max_position_embeddings": float("inf")},
+    ],
+)
+def test_impossible_values_are_model_errors_when_a_model_is_opened(tmp_path: Path, change: dict[str, Any]) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = {**json.loads(file.read_text()), "architectures": ["LlamaForCausalLM"], **change}
+    file.write_text(json.dumps(written))
+    with pytest.raises(ModelError, match=next(iter(change))):
+        open_model(str(tmp_path), load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": "wide"},
+        {"rope_parameters": "default"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}},
+        {"rope_parameters": {"rope_type": "llama3"}},
+        {"tie_word_embeddings": "yes"},
+        {"attention_bias": 3},
+        {"original_max_position_embeddings": [1]},
+    ],
+)
+def test_impossible_values_of_a_family_are_refused_before_anything_is_built(change: dict[str, Any]) -> None:
+    values = {**tiny_config("mistral").to_dict(), **change}
+    config = ModelConfig("LlamaForCausalLM", values)
+    try:
+        found = ModelDescription.of(config, DType.FLOAT32)
+    except ModelError:
+        return
+    assert isinstance(found, ModelDescription) is ("sliding_window" in change)
