@@ -3,7 +3,8 @@
     python scripts/triton_aot.py [--jobs N] [--target sm_90] [--cache FOLDER] [--shows-spills]
 
 Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives it, for the element
-types, head dimensions and features below, and those of `hardpoint.triton.row_kernels`, `.expert_kernels` and `.sampling_kernels` for common widths.
+types, head dimensions and features below, and those
+of `hardpoint.triton.row_kernels`, `.expert_kernels` and `.sampling_kernels` for common widths.
 Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel spills registers to memory or needs more shared
 memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from the cubin (cuobjdump
 --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata of the assembly (`.vgpr_spill_count`,

@@ -161,4 +161,4 @@ def activation_constants(width: int, activation: Activation) -> dict[str, int]:
 def sampling_constants(width: int) -> dict[str, int]:
     """Return the compile-time arguments of sampling from rows of `width` logits."""
     block = min(_SAMPLING_BLOCK, padded(width))
-    return {"BLOCK": block, "num_warps": min(8, max(1, block // 128))}
+    return {"BLOCK": block, "num_warps": min(4, max(1, block // 256))}
