@@ -261,7 +261,7 @@ def test_a_failing_worker_ends_its_step_and_the_engine_serves_the_next(
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     engine.add_request("lost", "Once upon a time", params)
     engine.step()
-    executor = engine._core.executor
+    executor = engine._loop.core.executor
 
     def fail(step: Any) -> Any:
         raise RuntimeError("device fell off")

@@ -111,12 +111,12 @@ def test_kv_cache_leaves_room_for_the_graphs_that_follow_it(
         eager = llm.info.num_device_blocks
     with engine(monkeypatch, budgeted(), **sizes) as llm:
         block = llm.info.kv_bytes // llm.info.num_device_blocks
-        (status,) = llm.engine._core.executor.call("status")
+        (status,) = llm.engine._loop.core.executor.call("status")
         held = status.memory
         taken = held.tags[GRAPHS].allocated
         assert taken > Hungry.first + (graphs - 1) * Hungry.other
         assert abs((eager - llm.info.num_device_blocks) * block - taken) < block
-        logits = most * llm.engine._core.model.vocab_size * 4
+        logits = most * llm.engine._loop.core.model.vocab_size * 4
         assert 0 <= TOTAL // 2 - held.allocated - STEP < block + logits
         greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy)

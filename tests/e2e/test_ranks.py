@@ -94,14 +94,14 @@ def _compute(llm: LLM, steps: int) -> None:
 
 
 def _pids(llm: LLM) -> list[int]:
-    executor = llm.engine._core.executor
+    executor = llm.engine._loop.core.executor
     assert isinstance(executor, RemoteExecutor)
     return executor.pids
 
 
 def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
     """A budget that suffices for the smaller of two ranks alone puts none to sleep."""
-    executor = llm.engine._core.executor
+    executor = llm.engine._loop.core.executor
     before = [status.memory for status in executor.call("status")]
     sizes = [stats.tags[WEIGHTS].allocated + stats.tags[BUFFERS].allocated for stats in before]
     assert sizes[0] > sizes[1], "rank 0 has two of the three KV heads"

@@ -73,7 +73,7 @@ class Subject:
         """Leave the engine as it was made, also where a test failed."""
         llm = self.llm
         llm.wake_up()
-        llm.engine.abort_request(list(llm.engine._requests))
+        llm.engine.abort_request(list(llm.engine._requests.ids))
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
         if self.tokens_changed or not llm.sleep_status().weights_valid:
@@ -484,7 +484,7 @@ def test_weights_that_were_written_unseen_are_declared_valid(
     tiny.tokens_changed = True
     tiny.llm.sleep(tier="disk")
     tiny.llm.wake_up()
-    program = tiny.llm.engine._core.executor._worker._loaded.model.model._program
+    program = tiny.llm.engine._loop.core.executor._worker._loaded.model.model._program
     program.load_weight("final_norm", checkpoint[NORM].flip(0))
     tiny.llm.declare_weights_valid()
     changed = tiny.tokens()
@@ -500,7 +500,7 @@ def test_a_write_that_nobody_announced_is_found_where_backups_are_verified(
     tiny.tokens_changed = True
     tiny.llm.sleep(tier="disk")
     tiny.llm.wake_up()
-    program = tiny.llm.engine._core.executor._worker._loaded.model.model._program
+    program = tiny.llm.engine._loop.core.executor._worker._loaded.model.model._program
     program.load_weight("final_norm", checkpoint[NORM].flip(0))
     changed = tiny.tokens()
     with pytest.raises(BackupStale):

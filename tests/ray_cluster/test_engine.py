@@ -19,7 +19,7 @@ from tests.e2e.test_ranks import PROMPTS, REPORTED_WITHIN, TOKENS, _check_dead, 
 @pytest.mark.timeout(300)
 def test_two_ranks_on_two_machines_share_each_layer(cluster: Any, oracle_float32: Any, greedy: Any) -> None:
     with _engine(tensor_parallel_size=2, executor="ray", ray={"resource": "split"}) as llm:
-        executor = llm.engine._core.executor
+        executor = llm.engine._loop.core.executor
         assert isinstance(executor, RemoteExecutor)
         transport = executor._transport
         assert isinstance(transport, RayTransport)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.engine.sleep import EngineState, LifeCycle, SleepRequest, SleepSettings
+from hardpoint.engine.sleep import EngineState, LifeCycle, SleepMode, SleepRequest, SleepSettings
 from hardpoint.engine.sleep.report import over_ranks
 from hardpoint.executor import Executor
 from hardpoint.interfaces import (
@@ -33,7 +33,6 @@ from hardpoint.interfaces.errors import (
     ConfigError,
     CorruptWeights,
     DeviceOutOfMemory,
-    DrainTimeout,
     DriverError,
     EngineAsleep,
     EngineDead,
@@ -220,7 +219,12 @@ class Engine:
         self.drained = 0
 
     def sleep(self, level: Any = 1, mode: Any = "abort", **options: Any) -> Any:
-        return self.life.sleep(SleepRequest(level=level, mode=mode, **options), self._drain)
+        request = SleepRequest(level=level, mode=mode, **options)
+        if request.mode is SleepMode.WAIT and self.scheduler.has_unfinished():
+            self.life.begin_drain(request)
+            self._drain()
+            self.life.end_drain(failed=False)
+        return self.life.sleep(request)
 
     def wake(self, *tags: str) -> Any:
         return self.life.wake(frozenset(tags) if tags else None)
@@ -557,13 +561,12 @@ def test_requests_cannot_be_waited_for_while_the_engine_sleeps() -> None:
 def test_a_drain_that_fails_leaves_the_engine_running() -> None:
     engine = Engine()
     engine.run([1, 2, 3])
-
-    def late() -> None:
-        raise DrainTimeout("too slow")
-
-    with pytest.raises(DrainTimeout):
-        engine.life.sleep(SleepRequest.parse({"mode": "wait"}), late)
+    engine.life.begin_drain(SleepRequest.parse({"mode": "wait"}))
+    with pytest.raises(MemoryBusy, match="draining"):
+        engine.life.sleep(SleepRequest())
+    engine.life.end_drain(failed=True)
     assert engine.life.state is EngineState.RUNNING
+    assert engine.life.totals.failures == 1
     assert engine.workers.calls == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hardpoint.engine.commands import Added, Finish, Generate, StepDone
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.sleep import EngineState
@@ -35,10 +37,24 @@ def make_core(fake: ModuleType) -> Iterator[Make]:
         core.shutdown()
 
 
+_keys = itertools.count()
+
+
 def add(core: EngineCore, tokens: int = 5) -> int:
-    handle = core.scheduler.add_request(list(range(tokens)), max_tokens=20)
-    core.register(SequenceSampling(handle, list(range(tokens)), 0))
-    return handle
+    key = next(_keys)
+    core.execute(Generate(key, list(range(tokens)), (SequenceSampling(-1, (), 0),), max_tokens=20))
+    (added,) = core.take_events()
+    assert added == Added(key, added.first_seq_id)
+    return added.first_seq_id
+
+
+def step(core: EngineCore) -> StepDone:
+    """Go one step on and return what it brought; raises what it failed with."""
+    core.advance()
+    (event,) = core.take_events()
+    if not isinstance(event, StepDone):
+        raise event.error
+    return event
 
 
 def test_one_rank_runs_in_this_process_unless_it_is_asked_for(make_core: Make) -> None:
@@ -46,7 +62,7 @@ def test_one_rank_runs_in_this_process_unless_it_is_asked_for(make_core: Make) -
     apart = make_core(executor="multi_process")
     assert isinstance(apart.executor, RemoteExecutor)
     add(apart)
-    assert len(apart.step().token_ids) == 1
+    assert len(step(apart).token_ids) == 1
 
 
 def test_the_rank_with_the_least_room_decides_and_sizes_add_up(make_core: Make) -> None:
@@ -70,11 +86,11 @@ def test_a_step_that_leaves_ranks_in_step_ends_its_sequences_alone(
     core = make_core({"call": "collect", **order}, tensor_parallel_size=2)
     lost = add(core)
     with pytest.raises(WorkerError, match=text) as raised:
-        core.step()
+        step(core)
     assert raised.value.lost_seq_ids == (lost,)
     assert core.life.state is EngineState.RUNNING
     add(core)
-    assert len(core.step().token_ids) == 1
+    assert len(step(core).token_ids) == 1
 
 
 def test_sequences_that_ended_before_a_failed_step_are_forgotten_with_the_next(
@@ -91,31 +107,33 @@ def test_sequences_that_ended_before_a_failed_step_are_forgotten_with_the_next(
         return submit(step)
 
     monkeypatch.setattr(core.executor, "submit", failing_once)
-    core.forget([41, 42])
+    ended = [add(core), add(core)]
+    core.execute(Finish(tuple(ended)))
     add(core)
     with pytest.raises(WorkerError):
-        core.step()
-    core.forget([43])
+        step(core)
+    core.execute(Finish((add(core),)))
     add(core)
-    core.step()
-    core.step()
-    assert seen == [(41, 42), (41, 42, 43), ()]
+    step(core)
+    step(core)
+    assert [len(ids) for ids in seen] == [2, 4, 0]
+    assert seen[1][:2] == seen[0] == tuple(ended)
 
 
 def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
     orders = {"call": "collect", "does": "kill", "rank": 1, "after": 1}
     core = make_core(orders, pipeline_parallel_size=2)
     add(core)
-    core.step()
+    step(core)
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 failed"):
-        core.step()
+        step(core)
     assert time.monotonic() - start < 5
     assert not core.scheduler.has_unfinished()
     assert core.life.is_dead
     assert core.life.state is EngineState.FAILED
     with pytest.raises(EngineDead, match="rank 1 failed"):
-        core.step()
+        step(core)
     with pytest.raises(EngineDead, match="Make a new engine"):
         core.life.check_admission(0, 5)
     core.shutdown()
@@ -154,5 +172,5 @@ def test_limits_of_the_configuration_hold(make_core: Make) -> None:
     core = make_core({"call": "collect", "does": "hang"}, executor="multi_process", rank_limits={"step": 0.5})
     add(core)
     with pytest.raises(RankFailed, match=r"it has not answered 'step' within 0\.5 s"):
-        core.step()
+        step(core)
     assert EngineConfig("m", rank_limits=RankLimits(step=2)).rank_limits == RankLimits(step=2)

@@ -66,6 +66,7 @@ class EngineConfig(SchedulerSettings):
         ray: settings of the executor "ray", by name; see `hardpoint.executor.RaySettings`.
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
+        max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
@@ -102,6 +103,7 @@ class EngineConfig(SchedulerSettings):
     ray: RaySettings | Mapping[str, Any] | None = None
     communication_timeout: Seconds = 60.0
     threads: PositiveInt | None = None
+    max_commands: PositiveInt = 16384
     use_fused_decoder: bool = True
     seed: Int64 = 0
 

@@ -1,24 +1,65 @@
-"""The engine's core: one backend, one executor, one scheduler, and the step that joins them. It knows tokens, not text."""
+"""The engine's loop: commands in, steps over tokens, events out."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
+import numpy as np
+
+from hardpoint.engine.commands import (
+    Abort,
+    Added,
+    Command,
+    DeclareWeightsValid,
+    Died,
+    Embed,
+    Ended,
+    Event,
+    Finish,
+    Generate,
+    GetStats,
+    GetStatus,
+    Lost,
+    RegisterParticipant,
+    ReloadWeights,
+    Reply,
+    ResetPrefixCache,
+    Sleep,
+    StepDone,
+    UpdateWeights,
+    Wake,
+)
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.sleep import LifeCycle, SleepSettings, SleepTotals
+from hardpoint.engine.sleep import (
+    EngineState,
+    LifeCycle,
+    SleepMode,
+    SleepReport,
+    SleepRequest,
+    SleepSettings,
+    SleepTotals,
+)
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
-from hardpoint.interfaces.batch import FloatArray, SequencePooling, SequenceSampling, StepInput, TokenLogprobs
+from hardpoint.interfaces.batch import SequencePooling, SequenceSampling, StepBatch, StepInput
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
-from hardpoint.interfaces.errors import CapabilityRefused, EngineDead, KVCacheTooSmall, WorkerError
-from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WorkerConfig, WorkerContext
+from hardpoint.interfaces.errors import CapabilityRefused, DrainTimeout, EngineDead, KVCacheTooSmall, WorkerError
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
 from hardpoint.worker.ranks import check_claims
+
+T = TypeVar("T")
+
+_NO_IDS = np.empty(0, np.int64)
 
 _PRESERVED = {WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}
 
@@ -83,28 +124,68 @@ class StepTotals:
     sleep: SleepTotals = field(default_factory=SleepTotals)
 
 
-@dataclass(frozen=True, slots=True)
-class CoreOutput:
-    """What one step brought: sampled tokens by sequence, finished sequences, embeddings.
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was made; see StepTotals for the first ones.
 
     Attributes:
-        seq_ids, token_ids: one entry per sample, in order; samples of sequences that ended before are left out by the reader, as are those
-            without a token, which is -1 then.
-        logprobs: by index into token_ids.
-        finished: (sequence, reason), in order.
-        idle: the scheduler has no sequence left.
+        prefix_queries, prefix_hits: prompt tokens looked up in, and found in, the prefix cache.
+        blocks_used, blocks_free, blocks_cached: device blocks; those cached hold reusable prefixes, in use or free.
+        sleep: what sleeps and wakes did.
     """
 
-    seq_ids: Sequence[int] = ()
-    token_ids: Sequence[int] = ()
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    finished: Sequence[tuple[int, FinishReason]] = ()
-    embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
-    idle: bool = False
+    steps: int
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    sampled_tokens: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    blocks_used: int
+    blocks_free: int
+    blocks_cached: int
+    sleep: SleepTotals = field(default_factory=SleepTotals)
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request in the loop: its first sequence, and those of its sequences that have not ended."""
+
+    handle: int
+    alive: set[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was submitted.
+
+    Attributes:
+        first: sequences that it samples for the first time.
+    """
+
+    batch: StepBatch
+    first: tuple[int, ...]
+    start: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    """A sleep that waits for the requests in progress."""
+
+    request: SleepRequest
+    reply: Future[SleepReport]
+    start: float
+    deadline: float
 
 
 class EngineCore:
-    """Loads a model on the resolved backend and runs steps.
+    """The loop of one engine: the only owner of its scheduler, its life cycle and its executor. It knows tokens, not text.
+
+    `execute` does what a client asks, `advance` goes one step on, and what came of it is taken with `take_events`. As many steps
+    are in flight as the worker can have, so that the device computes while the host plans, books and makes text. Whoever drives
+    it calls from one thread at a time: `hardpoint.engine.loops`.
 
     Raises, while it is made: BackendError, ModelError, CapabilityRefused, ClusterError, ConfigError, KVCacheTooSmall, DeviceOutOfMemory,
     RankFailed; what was started by then is shut down again.
@@ -129,9 +210,31 @@ class EngineCore:
             raise
         self.life = LifeCycle(self.executor, self.scheduler, memory, settings, resolved.descriptor.name)
         self.totals = StepTotals(sleep=self.life.totals)
+        self._requests: dict[int, _Request] = {}
+        self._keys: dict[int, int] = {}
+        self._queued: set[int] = set()
         self._new_sampling: dict[int, SequenceSampling] = {}
         self._pooling: dict[int, SequencePooling] = {}
         self._forgotten: list[int] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_booking = 0.0
+        self._drain: _Drain | None = None
+        self._events: list[Event] = []
+        self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
+            Generate: self._generate,
+            Embed: self._embed,
+            Abort: self._abort,
+            Finish: self._finish,
+            Sleep: self._sleep,
+            Wake: lambda command: self._between_steps(self.life.wake, command.tags),
+            UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, command.weights),
+            ReloadWeights: lambda command: self._change_weights(WeightWrite.RELOAD, (), command.model),
+            DeclareWeightsValid: lambda command: self._change_weights(WeightWrite.DECLARE),
+            GetStats: lambda command: self._stats(),
+            GetStatus: lambda command: self.life.status(),
+            ResetPrefixCache: lambda command: self.scheduler.reset_prefix_cache(),
+            RegisterParticipant: lambda command: self.life.register(command.participant),
+        }
 
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
         call = self.executor.call
@@ -154,6 +257,7 @@ class EngineCore:
                 block_size=spec.block_size,
                 num_device_blocks=num_blocks,
                 num_host_blocks=num_host,
+                steps_in_flight=model.steps_in_flight,
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 swap_seconds_per_block=max(profile.seconds_per_swapped_block for profile in profiles),
@@ -204,75 +308,278 @@ class EngineCore:
             )
         return int(num_blocks)
 
-    def register(self, sampling: SequenceSampling) -> None:
-        """Say how a sequence will be sampled; sent to the worker with the first step that samples it."""
-        self._new_sampling[sampling.seq_id] = sampling
+    # Commands
 
-    def register_pooling(self, seq_id: int, pooling: SequencePooling) -> None:
-        """Say that a sequence is an embedding request."""
-        self._pooling[seq_id] = pooling
+    def execute(self, command: Command) -> Reply:
+        """Do what a client asks and return the answer, which for a sleep that waits is a future; raises what refuses it."""
+        return self._handlers[type(command)](command)
 
-    def forget(self, seq_ids: Sequence[int]) -> None:
+    def _generate(self, command: Generate) -> None:
+        self._check_admission()
+        handle = self.scheduler.add_request(
+            command.prompt_token_ids,
+            n=len(command.sampling),
+            max_tokens=command.max_tokens,
+            min_tokens=command.min_tokens,
+            stop_token_ids=command.stop_token_ids,
+            priority=command.priority,
+            salt=command.salt,
+        )
+        for seq_id, sampling in enumerate(command.sampling, start=handle):
+            self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
+        self._note_added(command.key, handle, len(command.sampling))
+
+    def _embed(self, command: Embed) -> None:
+        self._check_admission()
+        handle = self.scheduler.add_request(command.prompt_token_ids, pooling=True, skip_prefix_cache=True)
+        self._pooling[handle] = SequencePooling(command.pooling, len(command.prompt_token_ids))
+        self._note_added(command.key, handle, 1)
+
+    def _check_admission(self) -> None:
+        self._queued &= self._requests.keys()
+        self.life.check_admission(len(self._queued), self.config.queue_while_asleep)
+
+    def _note_added(self, key: int, handle: int, count: int) -> None:
+        alive = range(handle, handle + count)
+        self._requests[key] = _Request(handle, set(alive))
+        self._keys.update(dict.fromkeys(alive, key))
+        if self.life.state is not EngineState.RUNNING:
+            self._queued.add(key)
+        self._events.append(Added(key, handle))
+
+    def _abort(self, command: Abort) -> None:
+        for key in command.keys:
+            request = self._requests.get(key)
+            if request is not None:
+                self.scheduler.abort([request.handle])
+                self._forget(sorted(request.alive))
+
+    def _finish(self, command: Finish) -> None:
+        for seq_id in command.seq_ids:
+            if seq_id in self._keys:
+                self.scheduler.finish(seq_id)
+                self._forget([seq_id])
+
+    def _forget(self, seq_ids: Sequence[int]) -> None:
         """Drop what is kept of sequences that ended; the worker is told with the next step."""
         for seq_id in seq_ids:
             self._new_sampling.pop(seq_id, None)
             self._pooling.pop(seq_id, None)
+            key = self._keys.pop(seq_id)
+            request = self._requests[key]
+            request.alive.discard(seq_id)
+            if not request.alive:
+                del self._requests[key]
         self._forgotten.extend(seq_ids)
+        self.scheduler.release(seq_ids)
 
-    def step(self) -> CoreOutput:
-        """Schedule, execute and book one step.
+    def _ended(self, seq_id: int, reason: FinishReason) -> Ended:
+        ended = Ended(seq_id, reason, self.scheduler.output_token_ids(seq_id))
+        self._forget([seq_id])
+        return ended
 
-        A worker that fails ends the sequences of this step (they are aborted and their blocks freed) and raises WorkerError; all
-        others go on with the next step. A rank that is gone raises RankFailed, and no step follows. Raises EngineAsleep,
-        WeightsMissing or EngineDead in a state without steps.
+    def _change_weights(self, write: WeightWrite, *arguments: Any) -> int:
+        return self._between_steps(self.life.change_weights, write, *arguments)
+
+    def _between_steps(self, change: Callable[..., T], *arguments: Any) -> T:
+        """Do what no step may be in flight for."""
+        self._book_all()
+        return change(*arguments)
+
+    def _stats(self) -> EngineStats:
+        blocks, totals = self.scheduler.block_stats, self.totals
+        return EngineStats(
+            **{f.name: getattr(totals, f.name) for f in fields(totals) if f.name != "sleep"},
+            sleep=replace(totals.sleep),
+            prefix_queries=blocks.queried_tokens,
+            prefix_hits=blocks.hit_tokens,
+            blocks_used=blocks.device_used,
+            blocks_free=blocks.device_free,
+            blocks_cached=blocks.cached,
+        )
+
+    # Sleep
+
+    def _sleep(self, command: Sleep) -> SleepReport | Future[SleepReport]:
+        request, start = command.request, time.perf_counter()
+        if self.life.state is EngineState.RUNNING:
+            self._queued.clear()
+        if request.mode is not SleepMode.WAIT or not self._requests:
+            return self._sleep_now(request, start)
+        self.life.begin_drain(request)
+        limit = math.inf if request.drain_timeout is None else request.drain_timeout
+        self._drain = _Drain(request, Future(), start, time.monotonic() + limit)
+        return self._drain.reply
+
+    def _sleep_now(self, request: SleepRequest, start: float) -> SleepReport:
+        self._book_all()
+        report = self.life.sleep(request, start)
+        if request.mode is not SleepMode.ABORT:
+            return replace(report, kept=len(self._requests))
+        aborted = len(self._requests)
+        for one in list(self._requests.values()):
+            self.scheduler.abort([one.handle])
+            ended = [self._ended(seq_id, FinishReason.ABORT) for seq_id in sorted(one.alive)]
+            self._events.append(StepDone(_NO_IDS, _NO_IDS, ended=ended))
+        return replace(report, aborted=aborted)
+
+    def _check_drain(self) -> bool:
+        """Go to sleep where that waited for the requests, and all have ended; or give it up where it has waited long enough.
+
+        Returns whether it did one of them.
         """
+        drain = self._drain
+        if drain is None or (self._requests and time.monotonic() < drain.deadline):
+            return False
+        self.cancel_drain()
+        try:
+            if self._requests:
+                raise DrainTimeout(
+                    f"requests were still running after {drain.request.drain_timeout} seconds",
+                    found=f"{len(self._requests)} in progress",
+                    hint="Give more time, or sleep with the mode 'keep' or 'abort'",
+                )
+            drain.reply.set_result(self._sleep_now(drain.request, drain.start))
+        except Exception as error:
+            drain.reply.set_exception(error)
+        return True
+
+    def cancel_drain(self) -> None:
+        """Give up a sleep that waits for requests; the engine runs on. Does nothing where there is none."""
+        if self._drain is not None:
+            self._drain = None
+            self.life.end_drain(failed=bool(self._requests))
+
+    # Steps
+
+    @property
+    def can_advance(self) -> bool:
+        """There are requests in progress and the engine is in a state to serve them, steps in flight, or a sleep that waits."""
+        return bool(self._in_flight or self._drain) or (bool(self._requests) and self.life.can_step)
+
+    @property
+    def has_events(self) -> bool:
+        """There is something to be taken with `take_events`."""
+        return bool(self._events)
+
+    def take_events(self) -> list[Event]:
+        """Return what came up since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def advance(self) -> None:
+        """Submit steps as far ahead as may be, and book the oldest one.
+
+        A step that fails ends the requests in it; all others go on with the next one. A rank that is gone ends the engine.
+
+        Raises:
+            EngineAsleep, WeightsMissing, EngineDead: a state without steps; requests stay as they are.
+        """
+        if self._check_drain():
+            return
         self.life.check_step()
+        try:
+            while len(self._in_flight) <= self.model.steps_in_flight and self._submit():
+                pass
+            if self._in_flight:
+                self._book()
+        except BaseException as error:
+            self._abandon_steps(error)
+            raise
+        if not self.scheduler.has_unfinished():
+            self._book_all()
+        self._check_drain()
+
+    def _submit(self) -> bool:
+        """Plan and submit the next step; returns whether there is one."""
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
-            return CoreOutput(idle=not self.scheduler.has_unfinished())
-        new = self._new_sampling
-        sampled = batch.sample_seq_ids.tolist()
+            return False
         first: tuple[SequenceSampling, ...] = ()
+        new, pooling = self._new_sampling, self._pooling
         if new:
-            rows = zip(sampled, batch.sample_state_rows.tolist(), strict=True)
+            rows = zip(batch.sample_seq_ids.tolist(), batch.sample_state_rows.tolist(), strict=True)
             first = tuple(replace(new.pop(seq_id), state_row=row) for seq_id, row in rows if seq_id in new)
-        pooling = {s: self._pooling[s] for s in batch.seq_ids.tolist() if s in self._pooling} if self._pooling else {}
+        pooled = {s: pooling[s] for s in batch.seq_ids.tolist() if s in pooling} if pooling else {}
         forgotten, self._forgotten = tuple(self._forgotten), []
-        prefill_tokens = batch.num_tokens - batch.num_decodes
-        preempted = len(batch.preempted)
         try:
-            self.executor.submit(StepInput(batch, first, forgotten, pooling))
-            output = self.executor.collect()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._drop_submitted()
+            self.executor.submit(StepInput(batch, first, forgotten, pooled))
+        except Exception as error:
             # The worker may not have come to forget them; to forget twice does no harm.
             self._forgotten[:0] = forgotten
-            lost = tuple(seq_id for seq_id, _ in self.scheduler.fail_step())
-            if isinstance(error, EngineDead):
-                self.life.die(error)
-                raise
-            if not isinstance(error, Exception):
-                raise
-            raise WorkerError.of(error, lost) from error
-        finished = self.scheduler.update(output.token_ids)
-        self._count(time.perf_counter() - start, prefill_tokens, len(sampled), preempted)
-        for index, reason in output.failed.items():
-            _log.warning("sequence %d ends with an error: %s", sampled[index], reason)
-        return CoreOutput(
-            seq_ids=sampled,
-            token_ids=output.token_ids.tolist(),
-            logprobs=output.logprobs,
-            finished=finished,
-            embeddings=output.embeddings,
-        )
+            while self._in_flight:
+                self._book()
+            self._lose_oldest(error)
+            return False
+        self._in_flight.append(_InFlight(batch, tuple(one.seq_id for one in first), start))
+        return True
 
-    def _drop_submitted(self) -> None:
-        """Collect what an interrupt left between a step's submission and its collection."""
+    def _book(self) -> None:
+        """Take the output of the oldest step."""
+        try:
+            output = self.executor.collect()
+            step = self._in_flight[0]
+            seq_ids, batch = step.batch.sample_seq_ids.copy(), step.batch
+            prefill_tokens, preempted = batch.num_tokens - batch.num_decodes, len(batch.preempted)
+            finished = self.scheduler.update(output.token_ids)
+        except Exception as error:
+            self._in_flight.popleft()
+            self._lose_oldest(error)
+            return
+        self._in_flight.popleft()
+        for index, reason in output.failed.items():
+            _log.warning("sequence %d ends with an error: %s", seq_ids[index], reason)
+        now = time.perf_counter()
+        self._count(now - max(step.start, self._last_booking), prefill_tokens, len(seq_ids), preempted)
+        self._last_booking = now
+        scheduler, keys = self.scheduler, self._keys
+        num_cached = {seq_id: scheduler.num_cached_tokens(seq_id) for seq_id in step.first if seq_id in keys}
+        ended = [self._ended(seq_id, reason) for seq_id, reason in finished]
+        # A copy: the worker may make the next step's tokens in the same memory before a client reads these.
+        token_ids = output.token_ids.copy()
+        self._events.append(StepDone(seq_ids, token_ids, output.logprobs, num_cached, ended, output.embeddings))
+
+    def _book_all(self) -> None:
+        try:
+            while self._in_flight:
+                self._book()
+        except BaseException as error:
+            self._abandon_steps(error)
+            raise
+
+    def _lose_oldest(self, error: Exception) -> None:
+        """End the requests of the oldest step, which failed; with the engine, where a rank is gone."""
+        lost = [seq_id for seq_id, _ in self.scheduler.fail_step()]
+        if isinstance(error, EngineDead):
+            self._die(error)
+            return
+        failure = WorkerError.of(error, tuple(lost))
+        failure.__cause__ = error
+        keys = tuple(dict.fromkeys(self._keys[seq_id] for seq_id in lost if seq_id in self._keys))
+        self._abort(Abort(keys))
+        self._events.append(Lost(keys, failure))
+
+    def _abandon_steps(self, error: BaseException) -> None:
+        """Give up all steps in flight: an interrupt came where it is not known how far they are."""
         for _ in range(self.model.steps_in_flight + 1):
             with contextlib.suppress(Exception):
                 self.executor.collect()
+        self._in_flight.clear()
+        while self.scheduler.num_in_flight:
+            self._lose_oldest(WorkerError("the step was given up", found=type(error).__name__))
+
+    def _die(self, error: EngineDead) -> None:
+        self.life.die(error)
+        self._in_flight.clear()
+        while self.scheduler.num_in_flight:
+            self.scheduler.fail_step()
+        self._abort(Abort(tuple(self._requests)))
+        if self._drain is not None:
+            drain, self._drain = self._drain, None
+            self.life.end_drain(failed=True)
+            drain.reply.set_exception(error)
+        self._events.append(Died(error))
 
     def _count(self, seconds: float, prefill_tokens: int, sampled: int, preempted: int) -> None:
         totals = self.totals
@@ -288,6 +595,9 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers and give all memory back; legal more than once."""
+        if self._drain is not None:
+            self._drain.reply.set_exception(EngineDead("the engine was shut down", hint="Make a new one"))
+            self._drain = None
         self.executor.shutdown()
 
 

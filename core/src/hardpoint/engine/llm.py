@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +14,9 @@ from hardpoint.engine.inputs import Message, Prompt, as_conversations, as_prompt
 from hardpoint.engine.llm_engine import EngineStats, LLMEngine
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.progress import StepProgress
+from hardpoint.engine.request import Recipient
 from hardpoint.engine.sleep import SleepParticipant, SleepReport, SleepStatus, WakeReport
+from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class LLM:
         many = as_prompts(prompts)
         params = pair_with_params(len(many), sampling_params, self.engine.default_sampling_params)
         tokenized = [self.engine.process(prompt) for prompt in many]
-        return self._run(tokenized, params, use_tqdm, priority)
+        return self._generate(tokenized, params, use_tqdm, priority)
 
     def chat(
         self,
@@ -101,7 +103,7 @@ class LLM:
             self.engine.process_chat(conversation, chat_template, add_generation_prompt)
             for conversation in conversations
         ]
-        return self._run(tokenized, params, use_tqdm, None)
+        return self._generate(tokenized, params, use_tqdm, None)
 
     def embed(
         self,
@@ -113,15 +115,11 @@ class LLM:
         """Return one embedding per prompt, pooled from the final hidden states."""
         many = as_prompts(prompts)
         tokenized = [self.engine.process(prompt, reserve=0) for prompt in many]
-        ids = [self._next_id() for _ in tokenized]
-        try:
-            for request_id, prompt in zip(ids, tokenized, strict=True):
-                self.engine.add_embedding_request(request_id, prompt, pooling_params)
-            done = {o.request_id: o for o in self._outputs(len(ids), use_tqdm) if isinstance(o, EmbeddingRequestOutput)}
-        except BaseException:
-            self.engine.abort_request(ids)
-            raise
-        return [done[request_id] for request_id in ids]
+
+        def add(index: int, request_id: str, recipient: Recipient) -> None:
+            self.engine.add_embedding_request(request_id, tokenized[index], pooling_params, recipient=recipient)
+
+        return self._run(len(tokenized), add, use_tqdm)
 
     def sleep(
         self,
@@ -180,30 +178,51 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _run(
+    def _generate(
         self, prompts: Sequence[Any], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int] | None
     ) -> list[RequestOutput]:
-        ids = [self._next_id() for _ in prompts]
         priorities = pair_with_params(len(prompts), priority, 0)
+
+        def add(index: int, request_id: str, recipient: Recipient) -> None:
+            final = params[index].clone(output_kind=RequestOutputKind.FINAL_ONLY)
+            self.engine.add_request(request_id, prompts[index], final, priority=priorities[index], recipient=recipient)
+
+        return self._run(len(prompts), add, use_tqdm)
+
+    def _run(self, count: int, add: Callable[[int, str, Recipient], None], use_tqdm: bool) -> list[Any]:
+        """Add requests, drive the engine until they have ended, and return their outputs in order; aborts them if that fails."""
+        ids = [self._next_id() for _ in range(count)]
+        done: dict[str, Any] = {}
+        failures: list[Exception] = []
+        recipient = Recipient(lambda output: done.setdefault(output.request_id, output), failures.append)
         try:
-            for request_id, prompt, one, rank in zip(ids, prompts, params, priorities, strict=True):
-                final = one.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                self.engine.add_request(request_id, prompt, final, priority=rank)
-            done = {o.request_id: o for o in self._outputs(len(ids), use_tqdm) if isinstance(o, RequestOutput)}
+            for index, request_id in enumerate(ids):
+                add(index, request_id, recipient)
+            bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if use_tqdm else nullcontext()
+            with bar as progress:
+                self._drive(ids, done, failures, progress)
         except BaseException:
             self.engine.abort_request(ids)
             raise
         return [done[request_id] for request_id in ids]
 
-    def _outputs(self, count: int, use_tqdm: bool) -> Iterator[RequestOutput | EmbeddingRequestOutput]:
-        """Step until nothing is left, and yield what finishes."""
-        bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if use_tqdm else nullcontext()
-        with bar as progress:
-            while self.engine.has_unfinished_requests():
-                finished = [output for output in self.engine.step() if output.finished]
-                if progress is not None:
-                    progress.update(len(finished), self.engine.totals)
-                yield from finished
+    def _drive(
+        self, ids: Sequence[str], done: Sized, failures: Sequence[Exception], progress: StepProgress | None
+    ) -> None:
+        """Drive the engine until all requests are done; other threads may do so in between."""
+        shown = 0
+        while len(done) < len(ids):
+            with self.engine.driving():
+                if failures:
+                    raise failures[0]
+                if len(done) == len(ids):
+                    return
+                if not any(map(self.engine.is_in_progress, ids)):
+                    raise InvalidRequest("the requests were aborted", hint="Another thread ended them")
+                self.engine.advance()
+            if progress is not None and len(done) > shown:
+                progress.update(len(done) - shown, self.engine.stats())
+                shown = len(done)
 
     def _next_id(self) -> str:
         return f"offline-{next(self._request_ids)}"

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from hardpoint.engine.core import StepTotals
+    from hardpoint.engine.core import EngineStats, StepTotals
 
 
 class StepProgress:
@@ -28,7 +28,7 @@ class StepProgress:
         )
         self._task = self._bar.add_task("requests", total=num_requests, speed="")
 
-    def update(self, finished: int, totals: StepTotals) -> None:
+    def update(self, finished: int, totals: StepTotals | EngineStats) -> None:
         """Count requests as finished and show the rates so far."""
         prefill = totals.prefill_tokens / totals.prefill_seconds if totals.prefill_seconds else 0.0
         decode = totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else 0.0

@@ -1,35 +1,41 @@
-"""What the engine keeps of a request in progress, and the outputs made of it."""
+"""What a client keeps of its requests in progress: prompts, text as it grows, stop strings, and the outputs made of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
+import numpy as np
+
+from hardpoint.engine.commands import Added, Died, Event, Lost, StepDone
 from hardpoint.engine.detokenizer import Detokenizer, TextStream
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import (
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
     best_completions,
     position_logprobs,
 )
-from hardpoint.interfaces.batch import TokenLogprobs
-from hardpoint.sampling import RequestOutputKind, SamplingParams
+from hardpoint.interfaces.batch import FloatArray, TokenLogprobs
+from hardpoint.interfaces.errors import InvalidRequest
+from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
 
 
 @dataclass(slots=True)
-class SequenceState:
+class Completion:
     """One completion of a request while it grows.
 
     Tokens, text and log probabilities are filled token by token only where the request is followed (streaming, stop texts, log
     probabilities); otherwise once, at the end.
     """
 
-    seq_id: int
     index: int
     stream: TextStream
     token_ids: list[int] = field(default_factory=list)
@@ -46,92 +52,133 @@ class SequenceState:
         return self.finish_reason is not None
 
 
-class RequestState:
-    """A request in progress: its prompt, its parameters, its completions.
+Output: TypeAlias = RequestOutput | EmbeddingRequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Recipient:
+    """Who is told what becomes of a request; called wherever the client reads the loop's events.
+
+    Attributes:
+        deliver: takes each output, as the request's `output_kind` says; the last one is finished.
+        fail: takes the error with which the request ended, after which nothing more comes.
+    """
+
+    deliver: Callable[[Output], object]
+    fail: Callable[[Exception], object]
+
+
+@dataclass(slots=True)
+class EmbeddingRequest:
+    """An embedding request in progress."""
+
+    request_id: str
+    key: int
+    prompt: TokenizedPrompt
+    params: PoolingParams
+    recipient: Recipient
+
+    def output(self, vector: FloatArray | None) -> EmbeddingRequestOutput:
+        """Return its output; without a vector, of a request that was ended before."""
+        reason = "stop"
+        if vector is None:
+            vector, reason = np.empty(0, np.float32), "abort"
+        elif self.params.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        return EmbeddingRequestOutput(
+            request_id=self.request_id,
+            outputs=EmbeddingOutput(embedding=vector),
+            prompt_token_ids=self.prompt.token_ids,
+            finished=True,
+            finish_reason=reason,
+        )
+
+
+class Request:
+    """The text side of a generation request: its prompt, its parameters, its completions.
 
     Args:
-        seq_ids: of its sequences, in fork order.
+        key: by which the loop knows it.
         eos_ids: the model's end-of-text tokens.
     """
 
     def __init__(
         self,
         request_id: str,
+        key: int,
         prompt: TokenizedPrompt,
         params: SamplingParams,
-        seq_ids: Sequence[int],
         detokenizer: Detokenizer | None,
         eos_ids: frozenset[int],
+        recipient: Recipient,
     ) -> None:
         if detokenizer is None:
             params = params.clone(detokenize=False)
         self.request_id = request_id
+        self.key = key
         self.prompt = prompt
         self.params = params
+        self.recipient = recipient
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
         self.num_cached_tokens = 0
         self._detokenizer = detokenizer
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
-        self.sequences = [
-            SequenceState(seq_id, index, TextStream(detokenizer, prompt.token_ids, params))
-            for index, seq_id in enumerate(seq_ids)
+        self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self.completions = [
+            Completion(index, TextStream(detokenizer, prompt.token_ids, params))
+            for index in range(params.num_sequences)
         ]
 
     @property
     def is_followed(self) -> bool:
         """Each token must be looked at when it comes, not only at the end."""
         params = self.params
-        return (
-            params.output_kind is not RequestOutputKind.FINAL_ONLY
-            or bool(params.stop_texts)
-            or params.logprobs is not None
-            or params.needs_ranking
-        )
+        return self.is_streamed or bool(params.stop_texts) or params.logprobs is not None or params.needs_ranking
 
     @property
     def finished(self) -> bool:
         """All completions have ended."""
-        return all(sequence.finished for sequence in self.sequences)
+        return all(completion.finished for completion in self.completions)
 
     def first_token(self, num_cached_tokens: int) -> None:
         """Note that the first token is out, and how many prompt tokens the prefix cache had."""
         self.metrics = replace(self.metrics, first_token_time=time.perf_counter())
         self.num_cached_tokens = num_cached_tokens
 
-    def append(self, sequence: SequenceState, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
+    def append(self, completion: Completion, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
         """Take a followed sequence's next token; returns True when its text has reached a stop text.
 
         Args:
             ends: the scheduler ended the sequence with this token.
         """
-        sequence.token_ids.append(token_id)
+        completion.token_ids.append(token_id)
         if logprobs is not None:
-            self._append_logprobs(sequence, logprobs)
-        stop = sequence.stream.append(token_id, is_stop_token=ends and token_id in self._stop_ids)
+            self._append_logprobs(completion, logprobs)
+        stop = completion.stream.append(token_id, is_stop_token=ends and token_id in self._stop_ids)
         if stop is not None:
-            sequence.stop_reason = stop
+            completion.stop_reason = stop
         return stop is not None
 
-    def finish(self, sequence: SequenceState, reason: FinishReason, token_ids: Sequence[int]) -> None:
+    def finish(self, completion: Completion, reason: FinishReason, token_ids: Sequence[int]) -> None:
         """End a sequence; `token_ids` are all its tokens."""
         if not self.is_followed:
             ended_by_token = reason is FinishReason.STOP
             for position, token_id in enumerate(token_ids, start=1):
-                self.append(sequence, token_id, None, ends=ended_by_token and position == len(token_ids))
-        sequence.finish_reason = reason
-        found = sequence.stream.finish()
+                self.append(completion, token_id, None, ends=ended_by_token and position == len(token_ids))
+        completion.finish_reason = reason
+        found = completion.stream.finish()
         if found is not None:
-            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, found
-        elif reason is FinishReason.STOP and sequence.stop_reason is None:
-            last = sequence.token_ids[-1]
-            sequence.stop_reason = last if last in self._stop_ids and last not in self._eos_ids else None
+            completion.finish_reason, completion.stop_reason = FinishReason.STOP, found
+        elif reason is FinishReason.STOP and completion.stop_reason is None:
+            last = completion.token_ids[-1]
+            completion.stop_reason = last if last in self._stop_ids and last not in self._eos_ids else None
         if self.finished:
             self.metrics = replace(self.metrics, finished_time=time.perf_counter())
 
     def output(self) -> RequestOutput:
         """Return the request as it stands; of a delta request, what is new since the last output."""
-        completions = [self._completion(sequence) for sequence in self.sequences]
+        completions = [self._output_of(completion) for completion in self.completions]
         if self.params.needs_ranking:
             # One that was ended before its first token has no rank.
             ranked = self.finished and all(one.cumulative_logprob is not None for one in completions)
@@ -146,28 +193,155 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
         )
 
-    def _completion(self, sequence: SequenceState) -> CompletionOutput:
+    def _output_of(self, completion: Completion) -> CompletionOutput:
         is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        first_token = sequence.shown_tokens if is_delta else 0
-        first_char = sequence.shown_chars if is_delta else 0
-        text = sequence.stream.text
-        sequence.shown_tokens, sequence.shown_chars = len(sequence.token_ids), len(text)
+        first_token = completion.shown_tokens if is_delta else 0
+        first_char = completion.shown_chars if is_delta else 0
+        text = completion.stream.text
+        completion.shown_tokens, completion.shown_chars = len(completion.token_ids), len(text)
         return CompletionOutput(
-            index=sequence.index,
+            index=completion.index,
             text=text[first_char:],
-            token_ids=sequence.token_ids[first_token:],
-            cumulative_logprob=sequence.cumulative_logprob,
-            logprobs=None if self.params.logprobs is None else sequence.logprobs[first_token:],
-            finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.name.lower(),
-            stop_reason=sequence.stop_reason,
+            token_ids=completion.token_ids[first_token:],
+            cumulative_logprob=completion.cumulative_logprob,
+            logprobs=None if self.params.logprobs is None else completion.logprobs[first_token:],
+            finish_reason=None if completion.finish_reason is None else completion.finish_reason.name.lower(),
+            stop_reason=completion.stop_reason,
         )
 
-    def _append_logprobs(self, sequence: SequenceState, entry: TokenLogprobs) -> None:
-        sequence.cumulative_logprob = (sequence.cumulative_logprob or 0.0) + float(entry.logprobs[0])
+    def _append_logprobs(self, completion: Completion, entry: TokenLogprobs) -> None:
+        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(entry.logprobs[0])
         if self.params.logprobs is not None:
-            sequence.logprobs.append(position_logprobs(entry, [self._text_of(t) for t in entry.token_ids.tolist()]))
+            completion.logprobs.append(position_logprobs(entry, [self._text_of(t) for t in entry.token_ids.tolist()]))
 
     def _text_of(self, token_id: int) -> str | None:
         if self._detokenizer is None or not self.params.detokenize:
             return None
         return self._detokenizer.token_text(token_id)
+
+
+class RequestTable:
+    """A client's requests in progress, and what the loop's events make of them. Not safe to use from several threads at once."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request | EmbeddingRequest] = {}
+        self._by_key: dict[int, Request | EmbeddingRequest] = {}
+        self._embeddings: dict[int, EmbeddingRequest] = {}
+        self._completions: dict[int, tuple[Request, Completion]] = {}
+        self._followed: dict[int, tuple[Request, Completion]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the requests in progress."""
+        return list(self._by_id)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for request_id in self.ids:
+            self.remove(request_id)
+
+    def add(self, request: Request | EmbeddingRequest) -> None:
+        """Take a request, before the loop is told of it; raises InvalidRequest where its id is in use."""
+        if request.request_id in self._by_id:
+            raise InvalidRequest(
+                f"the request id '{request.request_id}' is in use", hint="Give each request an id of its own"
+            )
+        self._by_id[request.request_id] = self._by_key[request.key] = request
+
+    def remove(self, request_id: str) -> int | None:
+        """Forget a request, whatever comes of it; returns its key, None where it is not in progress."""
+        request = self._by_id.pop(request_id, None)
+        if request is None:
+            return None
+        del self._by_key[request.key]
+        if isinstance(request, EmbeddingRequest):
+            self._embeddings = {s: one for s, one in self._embeddings.items() if one is not request}
+        else:
+            for seq_id in [s for s, (one, _) in self._completions.items() if one is request]:
+                del self._completions[seq_id]
+                self._followed.pop(seq_id, None)
+        return request.key
+
+    def apply(self, event: Event) -> list[int]:
+        """Pass on what an event brings; returns sequences that must be ended, since their text has reached a stop string."""
+        match event:
+            case StepDone():
+                return self._step_done(event)
+            case Added():
+                self._added(event)
+            case Lost():
+                for key in event.keys:
+                    self._fail(self._by_key.get(key), event.error)
+            case Died():
+                for request in list(self._by_id.values()):
+                    self._fail(request, event.error)
+        return []
+
+    def _added(self, event: Added) -> None:
+        request = self._by_key.get(event.key)
+        if isinstance(request, EmbeddingRequest):
+            self._embeddings[event.first_seq_id] = request
+        elif request is not None:
+            for seq_id, completion in enumerate(request.completions, start=event.first_seq_id):
+                self._completions[seq_id] = request, completion
+                if request.is_followed:
+                    self._followed[seq_id] = request, completion
+
+    def _fail(self, request: Request | EmbeddingRequest | None, error: Exception) -> None:
+        if request is not None:
+            self.remove(request.request_id)
+            request.recipient.fail(error)
+
+    def _step_done(self, event: StepDone) -> list[int]:
+        for seq_id, num_cached in event.num_cached.items():
+            if seq_id in self._completions:
+                self._completions[seq_id][0].first_token(num_cached)
+        changed: dict[int, Request] = {}
+        stopped: list[int] = []
+        if self._followed:
+            self._follow(event, changed, stopped)
+        for ended in event.ended:
+            if ended.seq_id in self._completions:
+                request, _ = self._completions[ended.seq_id]
+                self._finish(ended.seq_id, ended.reason, ended.token_ids.tolist())
+                changed[request.key] = request
+            elif ended.seq_id in self._embeddings:
+                embedding = self._embeddings.pop(ended.seq_id)
+                self.remove(embedding.request_id)
+                embedding.recipient.deliver(embedding.output(event.embeddings.get(ended.seq_id)))
+        for request in changed.values():
+            if request.is_streamed or request.finished:
+                request.recipient.deliver(request.output())
+        return stopped
+
+    def _follow(self, event: StepDone, changed: dict[int, Request], stopped: list[int]) -> None:
+        """Give followed completions their tokens; end those whose text has reached a stop string."""
+        ended = {one.seq_id for one in event.ended} if event.ended else ()
+        followed, logprobs = self._followed, event.logprobs
+        for sample, (seq_id, token_id) in enumerate(zip(event.seq_ids.tolist(), event.token_ids.tolist(), strict=True)):
+            entry = followed.get(seq_id)
+            if entry is None or token_id < 0:
+                continue
+            request, completion = entry
+            ends = seq_id in ended
+            if request.append(completion, token_id, logprobs.get(sample) if logprobs else None, ends=ends):
+                if not ends:
+                    stopped.append(seq_id)
+                self._finish(seq_id, FinishReason.STOP, ())
+                changed[request.key] = request
+            elif request.is_streamed:
+                changed[request.key] = request
+
+    def _finish(self, seq_id: int, reason: FinishReason, token_ids: Sequence[int]) -> None:
+        """End one completion, and its request with the last one."""
+        request, completion = self._completions.pop(seq_id)
+        self._followed.pop(seq_id, None)
+        request.finish(completion, reason, token_ids)
+        if request.finished:
+            self.remove(request.request_id)

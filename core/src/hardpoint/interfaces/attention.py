@@ -42,6 +42,10 @@ class KVCacheSpec:
     Attributes:
         axes: names of a layer's axes in order, a permutation of ("kv", "block", "head", "token", "dim"); "kv" is the axis
             of keys (0) and values (1). The tensor has one leading axis more, the layer.
+
+    All layers share one cache, and so have the same KV heads and head dimension (`AttentionCapabilities.explain`). Layers that differ
+    would be groups: a spec, a plan and a tensor for each group, and in `StepBatch` a block table and slots for each. Models are ready for
+    it: each layer states its own `AttentionLayer` and takes its cache from the step (`hardpoint.layers.attention.Step`).
     """
 
     num_layers: int

@@ -306,6 +306,10 @@ class EngineAsleep(HardpointError, RuntimeError):
     """A request or step came while the engine is asleep; `wake_up` it first."""
 
 
+class InboxFull(HardpointError, RuntimeError):
+    """More commands wait for the engine than its inbox holds; nothing was done, and a later try may succeed."""
+
+
 class DrainTimeout(HardpointError, TimeoutError):
     """Requests were still running when the time to drain them was over; the engine did not sleep and runs on."""
 

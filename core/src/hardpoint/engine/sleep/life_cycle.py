@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +118,7 @@ class LifeCycle:
         self._paused = False
         self._level: int | None = None
         self._asleep: frozenset[str] = frozenset()
+        self._last_status: Sequence[WorkerStatus] = ()
         self._slept: dict[str, _Slept] = {}
         self._missing: frozenset[str] = frozenset()
         self._in_flight: EngineState | None = None
@@ -159,11 +160,15 @@ class LifeCycle:
         self._failure = f"{type(error).__name__}: {error}"
         self._paused = self._is_dead = True
 
+    @property
+    def can_step(self) -> bool:
+        """Whether a step can be computed."""
+        return self.state in (EngineState.RUNNING, EngineState.DRAINING)
+
     def check_step(self) -> None:
         """Raise EngineAsleep, WeightsMissing or EngineDead unless a step can be computed."""
-        state = self.state
-        if state is not EngineState.RUNNING and state is not EngineState.DRAINING:
-            raise self._refusal(state, "a step cannot be computed")
+        if not self.can_step:
+            raise self._refusal(self.state, "a step cannot be computed")
 
     def check_admission(self, queued: int, limit: int) -> None:
         """Raise EngineAsleep, WeightsMissing or EngineDead unless the engine runs, or may queue one more request.
@@ -203,25 +208,41 @@ class LifeCycle:
 
     # Sleep
 
-    def sleep(self, request: SleepRequest, drain: Callable[[], None]) -> SleepReport:
-        """Put the engine to sleep.
+    def begin_drain(self, request: SleepRequest) -> None:
+        """Serve the requests in progress to their end and take no new ones, until `end_drain`: a sleep waits for them.
+
+        Raises:
+            SleepRefused, UnknownTag, CapabilityRefused, MemoryBusy, EngineDead: the sleep is not possible; nothing was done.
+        """
+        self._check_sleep(request)
+        if self.state is not EngineState.RUNNING:
+            raise SleepRefused(
+                "requests in progress cannot be waited for",
+                found=f"the engine is {self.state.value}",
+                hint="Wake it up first, or use the mode 'keep' or 'abort'",
+            )
+        self._in_flight = EngineState.DRAINING
+
+    def end_drain(self, *, failed: bool) -> None:
+        """End what `begin_drain` began: the sleep can follow, unless it has failed."""
+        self._in_flight = None
+        self.totals.failures += failed
+
+    def sleep(self, request: SleepRequest, start: float | None = None) -> SleepReport:
+        """Put the engine to sleep; no step is in flight.
 
         Args:
-            drain: serves the requests in progress to their end, for the mode "wait".
+            start: when it was asked for, of `time.perf_counter`; None for now.
 
         Raises:
             SleepRefused, UnknownTag, CapabilityRefused: it is not possible as asked, or not in this state; nothing was done.
             MemoryBusy: a sleep or wake is under way.
             EngineDead: the state is FAILED.
             RanksDiverged: some ranks sleep and others do not, and the state is FAILED now.
-            What `drain`, a participant or the workers raise: the engine is as it was and runs on.
+            What a participant or the workers raise: the engine is as it was and runs on.
         """
-        start = time.perf_counter()
-        self._check_not_busy()
-        self._check_not_failed("the engine cannot sleep")
-        work = None if request.level == 0 else self._work(request)
-        if request.mode is SleepMode.WAIT and self._scheduler.has_unfinished():
-            self._drain(drain)
+        start = time.perf_counter() if start is None else start
+        work = self._check_sleep(request)
         changed = not self._paused if work is None else bool(work.tags)
         reports: Sequence[MemoryReport] = ()
         if work is not None and work.tags:
@@ -234,6 +255,12 @@ class LifeCycle:
             self.totals.count_sleep(report.seconds, report.memory)
             self._log_sleep(report)
         return report
+
+    def _check_sleep(self, request: SleepRequest) -> _Work | None:
+        """Return what a sleep has to do; None for one that touches no memory."""
+        self._check_not_busy()
+        self._check_not_failed("the engine cannot sleep")
+        return None if request.level == 0 else self._work(request)
 
     def _sleep_report(
         self, request: SleepRequest, work: _Work | None, reports: Sequence[MemoryReport], changed: bool, seconds: float
@@ -253,16 +280,6 @@ class LifeCycle:
             residual={} if memory is None else {**memory.residual, **self.participants.resident_bytes()},
             ranks=by_rank(reports),
         )
-
-    def _drain(self, drain: Callable[[], None]) -> None:
-        if self.state is not EngineState.RUNNING:
-            raise SleepRefused(
-                "requests in progress cannot be waited for",
-                found=f"the engine is {self.state.value}",
-                hint="Wake it up first, or use the mode 'keep' or 'abort'",
-            )
-        with self._flying(EngineState.DRAINING):
-            drain()
 
     def _sleep_memory(self, request: SleepRequest, work: _Work) -> Sequence[MemoryReport]:
         plan = self._plan(request, work)
@@ -492,9 +509,9 @@ class LifeCycle:
         """
         failure: BaseException | None = after if isinstance(after, RanksDiverged) else None
         try:
-            workers = self._workers()
-            self._asleep = frozenset().union(*(status.memory.asleep for status in workers))
-            self._missing = frozenset().union(*(status.missing_weights for status in workers))
+            self._last_status = self._workers()
+            self._asleep = frozenset().union(*(status.memory.asleep for status in self._last_status))
+            self._missing = frozenset().union(*(status.missing_weights for status in self._last_status))
         except EngineDead as error:
             self.die(error)
             return
@@ -507,7 +524,7 @@ class LifeCycle:
         if report.memory is None:
             _log.info("paused in %.3f s, all memory stays", report.seconds)
             return
-        mapped = sum(tag.mapped for status in self._workers() for tag in status.memory.tags.values())
+        mapped = sum(tag.mapped for status in self._last_status for tag in status.memory.tags.values())
         _log.info(
             "asleep at level %d in %.3f s: %.1f MiB freed, %.1f MiB preserved, %.1f MiB of the engine still in use%s",
             report.level,

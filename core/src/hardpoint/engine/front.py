@@ -1,0 +1,146 @@
+"""What all clients of an engine share: how it is started, and how a prompt and its parameters become a request and a command."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from hardpoint.engine.commands import Embed, Generate
+from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.detokenizer import Detokenizer
+from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
+from hardpoint.engine.loops import Loop
+from hardpoint.engine.request import EmbeddingRequest, Recipient, Request
+from hardpoint.interfaces.batch import Pooling
+from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
+from hardpoint.interfaces.worker import ModelInfo
+from hardpoint.models import ModelSource, load_tokenizer, open_model
+from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling.random import stream_key
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+L = TypeVar("L", bound=Loop)
+
+_UNSEEDED = 0x6861726470_6F696E74
+"""Keeps the seeds of requests without one apart from those that users choose."""
+
+
+def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -> tuple[L, RequestMaker]:
+    """Start a loop, with the tokenizer loaded beside it; nothing is left of what fails."""
+    source = open_model(
+        config.model,
+        load_format=config.load_format,
+        trust_remote_code=config.trust_remote_code,
+        generation_config=config.generation_config,
+    )
+    params = _recommended_params(source)
+    with ThreadPoolExecutor(1) as background:
+        # Beside the weights, which are read and converted outside the interpreter lock.
+        tokenizer = background.submit(_load_tokenizer, config, source)
+        loop = make_loop(config)
+        try:
+            return loop, RequestMaker(config, loop.model, tokenizer.result(), frozenset(source.eos_token_ids), params)
+        except BaseException:
+            loop.shutdown()
+            raise
+
+
+class RequestMaker:
+    """Makes requests of what callers pass, for one engine; safe to use from any thread.
+
+    Args:
+        eos_ids: the model's end-of-text tokens.
+        default_sampling_params: for callers that give none.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelInfo,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_ids: frozenset[int],
+        default_sampling_params: SamplingParams,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.default_sampling_params = default_sampling_params
+        self.process = PromptProcessor(tokenizer, model.vocab_size, model.max_model_len)
+        self._config, self._model, self._eos_ids = config, model, eos_ids
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._keys, self._numbers = itertools.count(), itertools.count()
+
+    def generation(
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: SamplingParams,
+        priority: int,
+        recipient: Recipient,
+    ) -> tuple[Request, Generate]:
+        """Return a generation request and the command that queues it; raises InvalidRequest."""
+        RequestArguments(request_id, priority)
+        check_params(params, SamplingParams)
+        if not self._model.is_generative:
+            raise InvalidRequest("the model has no language-model head", hint="Use embed")
+        tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt)
+        params.check_vocab(self._model.vocab_size)
+        if params.num_sequences > self._config.max_num_seqs:
+            raise InvalidSamplingParams(
+                f"{params.num_sequences} completions are asked for",
+                found=f"the engine runs at most {self._config.max_num_seqs} sequences at a time",
+                hint="Lower n or best_of, or raise max_num_seqs",
+            )
+        seed = unseeded(self._config.seed, next(self._numbers))
+        command = Generate(
+            key=next(self._keys),
+            prompt_token_ids=tokens.token_ids,
+            sampling=tuple(
+                params.to_sequence_sampling(-1, (), fork, seed, self._eos_ids) for fork in range(params.num_sequences)
+            ),
+            stop_token_ids=tuple(sorted(params.all_stop_token_ids(self._eos_ids))),
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            priority=priority,
+            salt=tokens.cache_salt or "",
+        )
+        request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
+        return request, command
+
+    def embedding(
+        self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None, recipient: Recipient
+    ) -> tuple[EmbeddingRequest, Embed]:
+        """Return an embedding request and the command that queues it; raises InvalidRequest."""
+        RequestArguments(request_id)
+        params = PoolingParams() if params is None else params
+        check_params(params, PoolingParams)
+        tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
+        command = Embed(next(self._keys), tokens.token_ids, params.pooling or Pooling.LAST)
+        return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
+
+
+def unseeded(engine_seed: int, number: int) -> int:
+    """Return the seed of an engine's `number`-th request that names none: of a stream that no seed which people choose is in."""
+    return stream_key(stream_key(engine_seed ^ _UNSEEDED) + number)
+
+
+def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        source = open_model(config.tokenizer, trust_remote_code=config.trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.trust_remote_code)
+    return tokenizer
+
+
+def _recommended_params(source: ModelSource) -> SamplingParams:
+    try:
+        return SamplingParams(**source.generation_defaults)
+    except InvalidSamplingParams as error:
+        raise ModelError(
+            "the model's recommended sampling parameters are not possible",
+            found=str(error),
+            hint="Correct its generation_config.json, or give generation_config='vllm' to leave it out",
+        ) from error

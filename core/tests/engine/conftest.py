@@ -1,0 +1,55 @@
+"""Engines over a device in simulated time, with the demo model's tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint import LLM
+from hardpoint.engine import front
+from hardpoint.models import load_tokenizer
+from hardpoint.plugins import installed
+
+sys.path.insert(0, str(Path(__file__).parent))
+import simulated_device
+
+_loaded: list[Any] = []
+
+
+def _tokenizer(*arguments: Any) -> Any:
+    """Load the demo model's tokenizer once for all engines."""
+    if not _loaded:
+        _loaded.append(load_tokenizer(*arguments))
+    return _loaded[0]
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The name of the simulated device's backend, installed where this process looks for backends."""
+    site = tmp_path_factory.mktemp("site")
+    simulated_device.install(site)
+    yield simulated_device.NAME
+    sys.path.remove(str(site))
+    installed(refresh=True)
+
+
+@pytest.fixture
+def make_llm(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Return what makes an engine with so many steps in flight, of so many seconds each."""
+    monkeypatch.setattr(front, "load_tokenizer", _tokenizer)
+    made: list[LLM] = []
+
+    def make(depth: int = 1, seconds: float = 0.0, **settings: Any) -> LLM:
+        monkeypatch.setenv("HARDPOINT_SIMULATED_DEPTH", str(depth))
+        monkeypatch.setenv("HARDPOINT_SIMULATED_STEP", str(seconds))
+        defaults = {"backend": device, "num_device_blocks": 512, "max_num_seqs": 64, "swap_space": 0}
+        made.append(LLM("demo", **{**defaults, **settings}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()

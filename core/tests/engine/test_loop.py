@@ -1,0 +1,253 @@
+"""The engine's loop and its synchronous clients, over a device that computes in simulated time with steps in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hardpoint import LLM, LLMEngine, SamplingParams
+from hardpoint.engine.front import unseeded
+from hardpoint.interfaces.errors import (
+    DrainTimeout,
+    EngineAsleep,
+    EngineDead,
+    InvalidRequest,
+    SleepRefused,
+    WorkerError,
+)
+from hardpoint.sampling import RequestOutputKind
+
+Make = Callable[..., LLM]
+
+PROMPTS = ["The capital of France is", "Once upon a time", "one two three", "Dear Sir", "0 1 1 2 3 5", "x"] * 4
+PARAMS = [
+    SamplingParams(max_tokens=30, ignore_eos=True),
+    SamplingParams(max_tokens=12, n=3, seed=5),
+    SamplingParams(max_tokens=25, stop=["ing", "er"], ignore_eos=True),
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=40, min_tokens=3, stop_token_ids=list(range(300, 1000)), ignore_eos=True),
+    SamplingParams(max_tokens=9, n=1, best_of=2, logprobs=0, ignore_eos=True),
+] * 4
+SMALL = {"num_device_blocks": 24, "block_size": 16, "max_num_seqs": 8}
+
+
+def results(outputs: Any) -> Any:
+    return [[(c.index, c.text, list(c.token_ids), c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+
+
+def drain(engine: LLMEngine) -> dict[str, list[Any]]:
+    outputs: dict[str, list[Any]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def worker_of(llm: LLM) -> Any:
+    return llm.engine._loop.core.executor._worker  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("settings", [{}, SMALL, {"enable_prefix_caching": False, "max_num_batched_tokens": 64}])
+def test_outputs_do_not_depend_on_how_many_steps_are_in_flight(make_llm: Make, settings: dict[str, Any]) -> None:
+    found = [make_llm(depth, **settings).generate(PROMPTS, PARAMS) for depth in (0, 1, 2)]
+    assert results(found[0]) == results(found[1]) == results(found[2])
+    assert any(c.finish_reason == "stop" for o in found[0] for c in o.outputs)
+
+
+def test_embeddings_and_generations_share_steps_in_flight(make_llm: Make) -> None:
+    llm = make_llm(2, max_num_batched_tokens=64)
+    llm.engine.add_request("text", "Once upon a time", SamplingParams(max_tokens=20, ignore_eos=True))
+    vectors = llm.embed([{"prompt_token_ids": [7] * n} for n in (3, 150, 64)])
+    assert [v.outputs.embedding[0] for v in vectors] == pytest.approx([0.5] * 3)
+    assert len(drain(llm.engine)["text"][-1].outputs[0].token_ids) == 20
+
+
+def test_the_device_does_not_wait_for_the_host(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.01)
+    engine = llm.engine
+    engine.add_request("a", "x", SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.step()
+    start = time.perf_counter()
+    while engine.has_unfinished_requests():
+        engine.step()
+        time.sleep(0.005)  # the client's own work
+    seconds = time.perf_counter() - start
+    assert seconds < 29 * 0.015, "the client's work is done while the device computes"
+
+
+def test_three_threads_are_each_given_their_own_outputs(make_llm: Make) -> None:
+    llm = make_llm(1)
+    params = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+    expected = {prompt: results(llm.generate(prompt, params)) for prompt in PROMPTS[:6]}
+
+    def run(number: int) -> None:
+        for prompt in PROMPTS[number : number + 4]:
+            assert results(llm.generate(prompt, params)) == expected[prompt]
+            assert len(llm.embed(prompt)) == 1
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, range(3)))
+    assert llm.stats().blocks_used == 0
+
+
+def test_a_request_without_a_seed_does_not_repeat_one_that_a_user_chose(make_llm: Make) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    llm = make_llm(0, seed=0)
+    free = [tuple(llm.generate("x", params)[0].outputs[0].token_ids) for _ in range(8)]
+    chosen = {tuple(llm.generate("x", params.clone(seed=n))[0].outputs[0].token_ids) for n in range(16)}
+    assert len(set(free)) == 8
+    assert not chosen.intersection(free)
+    again = make_llm(1, seed=0)
+    assert [tuple(again.generate("x", params)[0].outputs[0].token_ids) for _ in range(8)] == free
+    assert len({unseeded(seed, number) for seed in range(50) for number in range(50)}) == 2500
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_step_that_fails_ends_its_requests_and_the_others_go_on(make_llm: Make, depth: int) -> None:
+    llm = make_llm(depth)
+    engine, params = llm.engine, SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    expected = results(llm.generate("Dear Sir", params))
+    worker = worker_of(llm)
+    engine.add_request("lost", "x", params)
+    engine.step()
+    worker.fails = {worker.num_steps + 1}
+    with pytest.raises(WorkerError, match="fails") as raised:
+        drain(engine)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert not engine.has_unfinished_requests()
+    assert results(llm.generate("Dear Sir", params)) == expected
+    assert engine.stats().blocks_used == 0
+
+
+def test_an_interrupt_in_a_step_leaves_an_engine_that_goes_on(make_llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(1)
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    expected = results(llm.generate("Dear Sir", params))
+    core = llm.engine._loop.core  # type: ignore[attr-defined]
+    for owner, name, after in (
+        (core.scheduler, "schedule", 3),
+        (core.executor, "collect", 2),
+        (core.scheduler, "update", 2),
+    ):
+        real, calls = getattr(owner, name), [0]
+
+        def interrupted(*arguments: Any, real: Any = real, calls: list[int] = calls, after: int = after) -> Any:
+            calls[0] += 1
+            result = real(*arguments)
+            if calls[0] == after:
+                raise KeyboardInterrupt
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("x", params)
+        assert core.scheduler.num_in_flight == 0
+        assert results(llm.generate("Dear Sir", params)) == expected
+    assert llm.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_request_is_cancelled_before_in_and_after_a_step_in_flight(make_llm: Make, depth: int, steps: int) -> None:
+    llm = make_llm(depth)
+    engine, params = llm.engine, SamplingParams(max_tokens=10, seed=2, ignore_eos=True)
+    expected = results(llm.generate("Dear Sir", params))
+    engine.add_request("stays", "Dear Sir", params)
+    engine.add_request("goes", "x", params.clone(n=2))
+    for _ in range(steps):
+        engine.step()
+    engine.abort_request("goes")
+    outputs = drain(engine)
+    assert "goes" not in outputs
+    assert results([outputs["stays"][-1]]) == expected
+    assert engine.stats().blocks_used == 0
+
+
+def test_streamed_deltas_add_up_with_steps_in_flight(make_llm: Make) -> None:
+    llm = make_llm(2)
+    params = SamplingParams(max_tokens=30, seed=4, ignore_eos=True, stop=["zzzz"])
+    (expected,) = llm.generate("x", params)
+    llm.engine.add_request("s", "x", params.clone(output_kind=RequestOutputKind.DELTA))
+    outputs = drain(llm.engine)["s"]
+    assert "".join(o.outputs[0].text for o in outputs) == expected.outputs[0].text
+    assert [t for o in outputs for t in o.outputs[0].token_ids] == list(expected.outputs[0].token_ids)
+    assert len(outputs) == 30
+
+
+def test_a_sleep_that_waits_serves_the_requests_first(make_llm: Make) -> None:
+    llm = make_llm(1)
+    llm.engine.add_request("a", "x", SamplingParams(max_tokens=20, ignore_eos=True))
+    llm.engine.step()
+    report = llm.sleep(0, mode="wait")
+    assert (report.kept, report.aborted) == (0, 0)
+    assert len(llm.engine.step()[-1].outputs[0].token_ids) == 20
+    with pytest.raises(EngineAsleep):
+        llm.generate("x")
+    llm.wake_up()
+    assert llm.generate("x")[0].finished
+
+
+def test_a_drain_that_takes_too_long_leaves_the_engine_running(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.01)
+    llm.engine.add_request("a", "x", SamplingParams(max_tokens=500, ignore_eos=True))
+    with pytest.raises(DrainTimeout, match="1 in progress"):
+        llm.sleep(0, mode="wait", drain_timeout=0.05)
+    assert llm.sleep_status().state == "running"
+    llm.engine.abort_request("a")
+    assert llm.generate("x")[0].finished
+
+
+def test_two_threads_that_put_it_to_sleep_at_once_are_both_answered(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.002)
+    llm.engine.add_request("a", "x", SamplingParams(max_tokens=40, ignore_eos=True))
+    reports: list[Any] = []
+
+    def sleep() -> None:
+        try:
+            reports.append(llm.sleep(0, mode="wait"))
+        except SleepRefused as error:
+            reports.append(error)
+
+    threads = [threading.Thread(target=sleep) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(report.changed for report in reports) == [False, True]
+    assert llm.is_sleeping()
+
+
+def test_commands_to_an_engine_that_was_shut_down_are_refused(make_llm: Make) -> None:
+    llm = make_llm(1)
+    llm.shutdown()
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate("x"),
+        lambda: llm.sleep(0),
+        llm.wake_up,
+        llm.engine.step,
+        llm.reload_weights,
+        llm.stats,
+        lambda: llm.engine.add_request("a", "x", SamplingParams()),
+    ]
+    for call in calls:
+        with pytest.raises(EngineDead, match="shut down"):
+            call()
+    llm.engine.abort_request("a")
+    llm.shutdown()
+
+
+def test_requests_that_another_thread_aborts_end_with_an_error(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.002)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(llm.generate, "x", SamplingParams(max_tokens=400, ignore_eos=True))
+        while not llm.engine.get_num_unfinished_requests():
+            time.sleep(0.001)
+        llm.engine.abort_request("offline-0")
+        with pytest.raises(InvalidRequest, match="aborted"):
+            running.result(10)
