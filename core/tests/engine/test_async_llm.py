@@ -111,3 +111,18 @@ def test_a_full_inbox_is_an_error_and_nothing_else_is_lost(run: Callable[..., An
         assert len(await tokens(llm, "x")) == 20
 
     run(body, max_commands=1)
+
+
+def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: Callable[..., Any]) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        whole = await tokens(llm, "x")
+        stream = llm.generate("x", PARAMS.clone(output_kind=RequestOutputKind.DELTA))
+        outputs = [await anext(stream)]
+        while len(await tokens(llm, "Dear Sir")) != 20:
+            pass
+        outputs += [output async for output in stream if not outputs[-1].finished]
+        assert len(outputs) <= 2, "of twenty steps"
+        assert [t for output in outputs for t in output.outputs[0].token_ids] == whole
+        assert outputs[-1].finished
+
+    run(body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.engine.commands import (
@@ -31,10 +32,62 @@ from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
 from hardpoint.engine.sleep import SleepReport, SleepRequest, SleepStatus, Tags, WakeReport
 from hardpoint.interfaces.errors import EngineDead
-from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class _Mailbox:
+    """What the reader of a request has not taken yet: at most one output, and the error that ended the request.
+
+    Attributes:
+        joins: a later output is added to one that was not taken, instead of taking its place.
+    """
+
+    def __init__(self) -> None:
+        self.joins = False
+        self._output: Output | None = None
+        self._error: Exception | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        """Take an output."""
+        before = self._output
+        if self.joins and isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
+            output = _joined(before, output)
+        self._output = output
+        self._filled.set()
+
+    def fail(self, error: Exception) -> None:
+        """Take the error that ended the request."""
+        self._error = error
+        self._filled.set()
+
+    async def get(self) -> Output:
+        """Wait for an output and return it; raises the error once none is left."""
+        await self._filled.wait()
+        output, self._output = self._output, None
+        if output is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._filled.clear()
+        return output
+
+
+def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Return two deltas of one request as one."""
+    completions = [
+        replace(
+            later,
+            text=earlier.text + later.text,
+            token_ids=[*earlier.token_ids, *later.token_ids],
+            logprobs=None if later.logprobs is None else [*(earlier.logprobs or ()), *later.logprobs],
+        )
+        for earlier, later in zip(first.outputs, second.outputs, strict=True)
+    ]
+    return replace(second, outputs=completions)
 
 
 class AsyncLLM:
@@ -67,8 +120,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Complete a prompt and yield its outputs as they come, as `params.output_kind` says; the last one is finished.
 
-        A caller that leaves early, or whose task is cancelled, aborts the request. One that does not read holds nobody up: outputs
-        that it has not taken are kept for it.
+        A caller that leaves early, or whose task is cancelled, aborts the request. One that does not read holds nobody up: what it has not
+        taken becomes one output, of all deltas together, or the latest of others.
 
         Raises:
             InvalidRequest, EngineAsleep, WeightsMissing, InboxFull: nothing was queued.
@@ -76,9 +129,11 @@ class AsyncLLM:
             EngineDead: the engine was closed, or cannot go on.
         """
         params = self._maker.default_sampling_params if params is None else params
-        arrived: asyncio.Queue[Output | Exception] = asyncio.Queue()
-        recipient = Recipient(arrived.put_nowait, arrived.put_nowait)
-        request, command = self._maker.generation(self._name(request_id), prompt, params, priority, recipient)
+        arrived = _Mailbox()
+        request, command = self._maker.generation(
+            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail)
+        )
+        arrived.joins = request.params.output_kind is RequestOutputKind.DELTA
         async for output in self._outputs(request, command, arrived):
             assert isinstance(output, RequestOutput)
             yield output
@@ -87,8 +142,8 @@ class AsyncLLM:
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
         """Return the embedding of a prompt; errors as for `generate`."""
-        arrived: asyncio.Queue[Output | Exception] = asyncio.Queue()
-        recipient = Recipient(arrived.put_nowait, arrived.put_nowait)
+        arrived = _Mailbox()
+        recipient = Recipient(arrived.put, arrived.fail)
         request, command = self._maker.embedding(self._name(request_id), prompt, params, recipient)
         found = [output async for output in self._outputs(request, command, arrived)]
         assert isinstance(found[0], EmbeddingRequestOutput)
@@ -135,7 +190,7 @@ class AsyncLLM:
         self,
         request: Request | EmbeddingRequest,
         command: Generate | Embed,
-        arrived: asyncio.Queue[Output | Exception],
+        arrived: _Mailbox,
     ) -> AsyncIterator[Output]:
         self._check_open()
         self._requests.add(request)
@@ -143,11 +198,9 @@ class AsyncLLM:
             await self._call(command)
             finished = False
             while not finished:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                finished = item.finished
-                yield item
+                output = await arrived.get()
+                finished = output.finished
+                yield output
         finally:
             if request.request_id in self._requests:
                 self._requests.remove(request.request_id)
