@@ -88,13 +88,13 @@ def test_weights_and_cache_lie_in_the_devices_memory(started: Any, machine: Any,
     cache = held[KV_CACHE]
     assert cache.device == torch.device(machine.devices[1].torch_device)
     assert {tensor.device for tensor in held.values()} == {cache.device}
-    embedding = held["embed"].cpu().float()
+    embedding = held["model.embed_tokens.weight"].cpu().float()
     assert torch.equal(embedding, model.weights["model.embed_tokens.weight"].to(torch.bfloat16).float())
     books = worker.status().memory.tags
     block_size = machine.descriptor.capabilities(machine.devices[1]).attention.default_block_size
     assert books[KV_CACHE].allocated == cache.nbytes == BLOCKS * 2 * 2 * block_size * 2 * 64 * 2
     assert books[WEIGHTS].allocated == sum(
-        held[name].nbytes for name in held if name[:4] not in ("kv_c", "cos_", "sin_")
+        tensor.nbytes for name, tensor in held.items() if name != KV_CACHE and not name.startswith("model.rotary.")
     )
     assert torch.get_default_dtype() is torch.float32
 
@@ -130,9 +130,11 @@ def test_weights_are_updated_in_place(started: Any, model: Model) -> None:
     places = addresses(held)
     new = torch.full_like(model.weights["model.norm.weight"], 0.5)
     assert worker.write_weights(WeightWrite.UPDATE, [("model.norm.weight", new)]) == 1
-    assert held["final_norm"].cpu().float().unique().tolist() == [0.5]
+    assert held["model.norm.weight"].cpu().float().unique().tolist() == [0.5]
     assert worker.write_weights(WeightWrite.RELOAD) == len(model.weights)
-    assert torch.equal(held["final_norm"].cpu().float(), model.weights["model.norm.weight"].to(torch.bfloat16).float())
+    assert torch.equal(
+        held["model.norm.weight"].cpu().float(), model.weights["model.norm.weight"].to(torch.bfloat16).float()
+    )
     assert addresses(held) == places
 
 

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 
 from hardpoint.interfaces import (
-    DeviceAllocator,
     DType,
     FileExtent,
     LiveRanges,
@@ -35,7 +34,7 @@ from hardpoint.interfaces import (
     Policy,
     SleepPlan,
 )
-from hardpoint.memory import DriverTable, VirtualPool
+from hardpoint.memory import DriverTable, TensorAllocator, VirtualPool
 from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.target import Target
 
@@ -111,7 +110,7 @@ class Memory(ABC):
 
     @property
     @abstractmethod
-    def _engine(self) -> DeviceAllocator | VirtualPool:
+    def _engine(self) -> TensorAllocator | VirtualPool:
         """What keeps the books."""
 
     @abstractmethod
@@ -208,7 +207,7 @@ class TensorMemory(Memory):
         self.unit = granularity(target)
 
     @property
-    def _engine(self) -> DeviceAllocator:
+    def _engine(self) -> TensorAllocator:
         return self.allocator
 
     def allocate(self, size: int, tag: str = "weights", policy: Policy = Policy.PRESERVE, capacity: int = 0) -> Block:

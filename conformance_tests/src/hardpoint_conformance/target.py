@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hardpoint.interfaces import (
     AttentionBackend,
     BackendDescriptor,
     Capabilities,
     Device,
-    DeviceAllocator,
     Worker,
     WorkerConfig,
     WorkerContext,
 )
 from hardpoint.interfaces.errors import BackendBroken, BackendNotFound, BackendUnavailable, ConfigError
+from hardpoint.memory import TensorAllocator
 from hardpoint.plugins import BackendRecord, BackendState, installed
 from hardpoint_conformance.claims import claimed
 
@@ -100,9 +100,9 @@ class Target:
         """Open the memory driver; None for a backend whose allocator is all its own."""
         return None if self.descriptor.driver is None else self.descriptor.driver(self.device)
 
-    def allocator(self) -> DeviceAllocator:
-        """Make an allocator."""
-        return self.descriptor.allocator()(self.device)  # type: ignore[call-arg]
+    def allocator(self) -> TensorAllocator:
+        """Make an allocator; the suite also calls what `TensorAllocator`, the base of allocators, has beside the contract."""
+        return cast("TensorAllocator", self.descriptor.allocator()(self.device))  # type: ignore[call-arg]
 
     def attention(self) -> AttentionBackend:
         """Make an attention backend."""

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hardpoint.engine.async_llm import AsyncLLM
     from hardpoint.engine.config import EngineConfig
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.llm_engine import LLMEngine
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
@@ -33,6 +35,7 @@ __all__ = [
 # Resolved on first use, so that backends' descriptors and light commands import no torch.
 _HOMES = {
     "LLM": "hardpoint.engine.llm",
+    "AsyncLLM": "hardpoint.engine.async_llm",
     "CompletionOutput": "hardpoint.engine.outputs",
     "EmbeddingRequestOutput": "hardpoint.engine.outputs",
     "EngineConfig": "hardpoint.engine.config",

@@ -12,13 +12,13 @@ from torch import Tensor
 from hardpoint.interfaces import (
     KV_CACHE,
     Capabilities,
-    DeviceAllocator,
     DType,
     GraphLevel,
     GraphRunner,
     Refusal,
     SleepPlan,
 )
+from hardpoint.memory import TensorAllocator
 from hardpoint_conformance.batches import (
     Bench,
     Case,
@@ -54,7 +54,7 @@ class Captured:
         self, target: Target, claims: Capabilities, rng: np.random.Generator, sizes: Sequence[int] = (len(LENGTHS),)
     ) -> None:
         self.case: Case = make_case(rng, plain_layer(claims), dtypes_claimed(claims)[0], LENGTHS)
-        self.allocator: DeviceAllocator = target.allocator()
+        self.allocator: TensorAllocator = target.allocator()
         self.runner: GraphRunner = target.descriptor.make("graph_runner", target.device)
         self.runner.start(self.allocator)
         plain = Bench(target, self.case, rng=rng)

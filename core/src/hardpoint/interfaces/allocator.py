@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
@@ -233,7 +232,7 @@ class DeviceAllocator(Contract, contract=True):
     ) -> Tensor:
         """Return an uninitialised contiguous tensor in this memory; raises DeviceOutOfMemory, InvalidAllocation.
 
-        With `max_rows` it is elastic: `resize` changes the extent of its first axis, up to so many, at the same address.
+        With `max_rows` it is elastic, where `capabilities().elastic` says so: addresses for so many rows of its first axis are reserved.
         """
 
     @abstractmethod
@@ -246,10 +245,6 @@ class DeviceAllocator(Contract, contract=True):
     @abstractmethod
     def adopt(self, module: nn.Module, tag: str = WEIGHTS) -> None:
         """Move a module's parameters and buffers into this memory, values, ties and views kept."""
-
-    @abstractmethod
-    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
-        """Return a context in which torch allocates from this memory, as far as `capabilities().torch_pool` says."""
 
     @abstractmethod
     def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
@@ -283,32 +278,9 @@ class DeviceAllocator(Contract, contract=True):
         then stays asleep with its backups.
         """
 
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back as planned: `begin_sleep` and its commit."""
-        return self.begin_sleep(plan).commit()
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Map memory again and restore what was preserved: `begin_wake` and its commit."""
-        return self.begin_wake(tags).commit()
-
     @abstractmethod
     def discard_backup(self, tags: Sequence[str]) -> None:
         """Drop the backups of memory that is asleep: it wakes with undefined content. The way out of BackupCorrupt."""
-
-    @abstractmethod
-    def read_backup(self, tensor: Tensor) -> Tensor:
-        """Return a copy, on the host, of a sleeping tensor's bytes, as a tensor of the same shape and dtype.
-
-        Raises MemoryFault when it is awake or its bytes were discarded, BackupCorrupt.
-        """
-
-    @abstractmethod
-    def resize(self, tensor: Tensor, rows: int) -> Tensor:
-        """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent.
-
-        Rows that stay keep their bytes. Older tensors over the memory must not be used beyond it. Raises DeviceOutOfMemory,
-        InvalidAllocation for one that is not elastic or more than its `max_rows`, MemoryAsleep, CapabilityRefused.
-        """
 
     @abstractmethod
     def stats(self) -> MemoryStats:

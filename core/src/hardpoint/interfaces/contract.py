@@ -22,13 +22,17 @@ class Contract(ABC):  # noqa: B024 - the contracts that derive from it have the 
     """Base class of the contracts. `class X(Contract, contract=True)` declares one; a plain subclass implements it.
 
     `partial=True` marks a subclass that implements only a part (a shared base for several backends): its methods are
-    checked, missing ones are left to its subclasses.
+    checked, missing ones are left to its subclasses. `beside` names public methods that such a base has beyond the contract.
     """
 
     __contract__: ClassVar[type[Contract] | None] = None
+    __beside__: ClassVar[frozenset[str]] = frozenset()
 
-    def __init_subclass__(cls, *, contract: bool = False, partial: bool = False, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, *, contract: bool = False, partial: bool = False, beside: frozenset[str] = frozenset(), **kwargs: Any
+    ) -> None:
         super().__init_subclass__(**kwargs)
+        cls.__beside__ = cls.__beside__ | beside
         if contract:
             cls.__contract__ = cls
         else:
@@ -59,7 +63,7 @@ def _check(cls: type[Contract], partial: bool) -> None:
                 problems.append(f"{name} is missing")
     known = frozenset(name for contract in contracts for name in contract_methods(contract))
     if contracts:
-        problems[:0] = _unknown(cls, known)
+        problems[:0] = _unknown(cls, known | cls.__beside__)
     if problems:
         names = " and ".join(contract.__name__ for contract in contracts)
         raise ContractError(

@@ -12,6 +12,7 @@ from hardpoint.interfaces.allocator import (
     WEIGHTS,
     DeviceAllocator,
     FileExtent,
+    MemoryReport,
     MemoryStats,
     MemoryTransaction,
     Policy,
@@ -23,6 +24,10 @@ from hardpoint.interfaces.errors import CapabilityRefused
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+BESIDE_THE_CONTRACT = frozenset({"pool", "read_backup", "resize", "sleep", "wake"})
+"""What users of memory alone find convenient, and the engine does not call."""
 
 
 class Books:
@@ -60,14 +65,17 @@ class Books:
             return MemoryStats(tags=tags, peak_allocated=self._peak)
 
 
-class TensorAllocator(DeviceAllocator, partial=True):
+class TensorAllocator(DeviceAllocator, partial=True, beside=BESIDE_THE_CONTRACT):
     """`materialise` and `adopt` over an allocator's `empty`; sleep is refused, for memory that cannot be given back.
+
+    Beside the contract, which is what the engine calls, it has what users of memory alone find convenient: `sleep` and `wake` in one call,
+    `pool`, `resize`, `read_backup`.
 
     Tensors are re-homed by storage, so that tied parameters and views stay tied and views.
     """
 
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
-        """Refused."""
+        """Return a context in which torch allocates from this memory, as far as `capabilities().torch_pool` says. Refused."""
         raise _refusal("let torch allocate from a pool")
 
     def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
@@ -88,16 +96,31 @@ class TensorAllocator(DeviceAllocator, partial=True):
         """Refused."""
         raise _refusal("wake")
 
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        """Give device memory back as planned: `begin_sleep` and its commit."""
+        return self.begin_sleep(plan).commit()
+
+    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Map memory again and restore what was preserved: `begin_wake` and its commit."""
+        return self.begin_wake(tags).commit()
+
     def discard_backup(self, tags: Sequence[str]) -> None:
         """Refused."""
         raise _refusal("discard a backup")
 
     def read_backup(self, tensor: Tensor) -> Tensor:
-        """Refused."""
+        """Return a copy, on the host, of a sleeping tensor's bytes, as a tensor of the same shape and dtype. Refused.
+
+        Raises MemoryFault when it is awake or its bytes were discarded, BackupCorrupt.
+        """
         raise _refusal("read a backup")
 
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
-        """Refused."""
+        """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent. Refused.
+
+        Rows that stay keep their bytes. Older tensors over the memory must not be used beyond it. Raises DeviceOutOfMemory,
+        InvalidAllocation for one that is not elastic or more than its `max_rows`, MemoryAsleep, CapabilityRefused.
+        """
         raise _refusal("resize a tensor in place")
 
     def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:

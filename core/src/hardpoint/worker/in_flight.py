@@ -32,11 +32,11 @@ class StepsInFlight:
 
     def add(self, compute: Callable[[], StepOutput]) -> None:
         """Compute a step and keep its outcome."""
+        # Without a name for the exception that outlives it: its traceback leads to this frame, and the two would keep the step's tensors.
         try:
-            outcome: StepOutput | Exception = compute()
+            self._outcomes.append(compute())
         except Exception as error:
-            outcome = error
-        self._outcomes.append(outcome)
+            self._outcomes.append(error)
 
     def collect(self) -> StepOutput:
         """Return the oldest step's output, or raise what it failed with; raises NothingToCollect."""

@@ -1,0 +1,234 @@
+"""The asynchronous interface: a model whose requests are awaited side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.engine.commands import (
+    Abort,
+    Command,
+    Embed,
+    Event,
+    Finish,
+    Generate,
+    GetStats,
+    GetStatus,
+    ReloadWeights,
+    Reply,
+    Sleep,
+    UpdateWeights,
+    Wake,
+)
+from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.core import EngineInfo, EngineStats
+from hardpoint.engine.front import start_engine
+from hardpoint.engine.inputs import Prompt, TokenizedPrompt
+from hardpoint.engine.loops import ThreadLoop
+from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
+from hardpoint.engine.sleep import SleepReport, SleepRequest, SleepStatus, Tags, WakeReport
+from hardpoint.interfaces.errors import EngineDead
+from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Mailbox:
+    """What the reader of a request has not taken yet: at most one output, and the error that ended the request.
+
+    Attributes:
+        joins: a later output is added to one that was not taken, instead of taking its place.
+    """
+
+    def __init__(self) -> None:
+        self.joins = False
+        self._output: Output | None = None
+        self._error: Exception | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        """Take an output."""
+        before = self._output
+        if self.joins and isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
+            output = _joined(before, output)
+        self._output = output
+        self._filled.set()
+
+    def fail(self, error: Exception) -> None:
+        """Take the error that ended the request."""
+        self._error = error
+        self._filled.set()
+
+    async def get(self) -> Output:
+        """Wait for an output and return it; raises the error once none is left."""
+        await self._filled.wait()
+        output, self._output = self._output, None
+        if output is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._filled.clear()
+        return output
+
+
+def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Return two deltas of one request as one."""
+    completions = [
+        replace(
+            later,
+            text=earlier.text + later.text,
+            token_ids=[*earlier.token_ids, *later.token_ids],
+            logprobs=None if later.logprobs is None else [*(earlier.logprobs or ()), *later.logprobs],
+        )
+        for earlier, later in zip(first.outputs, second.outputs, strict=True)
+    ]
+    return replace(second, outputs=completions)
+
+
+class AsyncLLM:
+    """A model on a backend for one asyncio event loop; settings and errors as for `LLM`.
+
+    The engine runs in a thread of its own, text is made in the event loop's. Made within a running event loop, used in that one
+    alone, and ended with `close`.
+
+    Example:
+        >>> async for output in llm.generate("The capital of France is", SamplingParams(output_kind=RequestOutputKind.DELTA)):
+        ...     print(output.outputs[0].text, end="")
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        config = EngineConfig.from_arguments(model, settings)
+        self._loop, self._maker = start_engine(config, lambda one: ThreadLoop(one, self._deliver))
+        self.info: EngineInfo = self._loop.info
+        self._requests = RequestTable()
+        self._ids = itertools.count()
+        self._closed = False
+
+    async def generate(
+        self,
+        prompt: Prompt | TokenizedPrompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete a prompt and yield its outputs as they come, as `params.output_kind` says; the last one is finished.
+
+        A caller that leaves early, or whose task is cancelled, aborts the request. One that does not read holds nobody up: what it has not
+        taken becomes one output, of all deltas together, or the latest of others.
+
+        Raises:
+            InvalidRequest, EngineAsleep, WeightsMissing, InboxFull: nothing was queued.
+            WorkerError: the worker failed in a step of this request.
+            EngineDead: the engine was closed, or cannot go on.
+        """
+        params = self._maker.default_sampling_params if params is None else params
+        arrived = _Mailbox()
+        request, command = self._maker.generation(
+            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail)
+        )
+        arrived.joins = request.params.output_kind is RequestOutputKind.DELTA
+        async for output in self._outputs(request, command, arrived):
+            assert isinstance(output, RequestOutput)
+            yield output
+
+    async def embed(
+        self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
+    ) -> EmbeddingRequestOutput:
+        """Return the embedding of a prompt; errors as for `generate`."""
+        arrived = _Mailbox()
+        recipient = Recipient(arrived.put, arrived.fail)
+        request, command = self._maker.embedding(self._name(request_id), prompt, params, recipient)
+        found = [output async for output in self._outputs(request, command, arrived)]
+        assert isinstance(found[0], EmbeddingRequestOutput)
+        return found[0]
+
+    async def sleep(self, **arguments: Any) -> SleepReport:
+        """Put the engine to sleep; arguments and errors as for `LLM.sleep`."""
+        report: SleepReport = await self._call(Sleep(SleepRequest.parse(arguments)))
+        return report
+
+    async def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
+        """Take memory again; see `LLM.wake_up`."""
+        report: WakeReport = await self._call(Wake(Tags.parse({"tags": tags}).tags))
+        return report
+
+    async def sleep_status(self) -> SleepStatus:
+        """Return state, level, sleeping tags, and whether the weights are valid."""
+        status: SleepStatus = await self._call(GetStatus())
+        return status
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights; see `LLM.update_weights`. The pairs are read in the engine's thread."""
+        count: int = await self._call(UpdateWeights(weights))
+        return count
+
+    async def reload_weights(self, model: str | None = None) -> int:
+        """Load the weights again; see `LLM.reload_weights`."""
+        count: int = await self._call(ReloadWeights(model))
+        return count
+
+    async def stats(self) -> EngineStats:
+        """Return the counters."""
+        stats: EngineStats = await self._call(GetStats())
+        return stats
+
+    async def close(self) -> None:
+        """Take no more requests, serve those in progress to their end, and end the engine. Idempotent."""
+        self._closed = True
+        while len(self._requests):
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(self._loop.shutdown)
+
+    async def _outputs(
+        self,
+        request: Request | EmbeddingRequest,
+        command: Generate | Embed,
+        arrived: _Mailbox,
+    ) -> AsyncIterator[Output]:
+        self._check_open()
+        self._requests.add(request)
+        try:
+            await self._call(command)
+            finished = False
+            while not finished:
+                output = await arrived.get()
+                finished = output.finished
+                yield output
+        finally:
+            if request.request_id in self._requests:
+                self._requests.remove(request.request_id)
+                self._tell(Abort((request.key,)))
+
+    async def _call(self, command: Command) -> Reply:
+        return await asyncio.wrap_future(self._loop.submit(command))
+
+    def _tell(self, command: Command) -> None:
+        try:
+            self._loop.submit(command)
+        except EngineDead:
+            return
+
+    def _deliver(self, events: list[Event]) -> None:
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._apply, events)
+
+    def _apply(self, events: list[Event]) -> None:
+        stopped: list[int] = []
+        for event in events:
+            stopped += self._requests.apply(event)
+        if stopped:
+            self._tell(Finish(tuple(stopped)))
+
+    def _name(self, request_id: str | None) -> str:
+        return f"async-{next(self._ids)}" if request_id is None else request_id
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed", hint="Make a new one")

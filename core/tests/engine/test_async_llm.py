@@ -1,0 +1,128 @@
+"""The asynchronous client, over a device that computes in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.interfaces.errors import EngineDead, InboxFull, InvalidRequest
+from hardpoint.sampling import RequestOutputKind
+
+PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def run(make_llm: Callable[..., LLM], device: str) -> Callable[..., Any]:
+    """Return what runs a coroutine with an asynchronous engine."""
+    make_llm().shutdown()
+
+    def with_engine(body: Any, **settings: Any) -> Any:
+        async def whole() -> Any:
+            llm = AsyncLLM("demo", backend=device, num_device_blocks=512, max_num_seqs=64, swap_space=0, **settings)
+            try:
+                return await asyncio.wait_for(body(llm), 60)
+            finally:
+                await asyncio.wait_for(llm.close(), 60)
+
+        return asyncio.run(whole())
+
+    return with_engine
+
+
+async def tokens(llm: AsyncLLM, prompt: str, params: SamplingParams = PARAMS) -> list[int]:
+    outputs = [output async for output in llm.generate(prompt, params)]
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+def test_requests_are_served_side_by_side_as_the_synchronous_client_does(
+    run: Callable[..., Any], make_llm: Callable[..., LLM]
+) -> None:
+    prompts = ["x", "Dear Sir", "one two three"] * 4
+    expected = [list(o.outputs[0].token_ids) for o in make_llm().generate(prompts, PARAMS)]
+
+    async def body(llm: AsyncLLM) -> list[list[int]]:
+        assert (await llm.embed("x")).finished
+        return await asyncio.gather(*(tokens(llm, prompt) for prompt in prompts))
+
+    assert run(body) == expected
+
+
+def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any]) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        params = PARAMS.clone(output_kind=RequestOutputKind.DELTA, max_tokens=2000)
+        seen = 0
+        stream = llm.generate("x", params)
+        async for output in stream:
+            seen += len(output.outputs[0].token_ids)
+            if seen >= 5:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+        task = asyncio.create_task(tokens(llm, "y", params))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await llm.stats()).blocks_used == 0
+        assert len(await tokens(llm, "x")) == 20
+
+    run(body)
+
+
+def test_sleep_waits_and_wake_goes_on(run: Callable[..., Any]) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(tokens(llm, "x"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        report = await llm.sleep(level=0, mode="wait")
+        assert report.changed
+        assert len(await task) == 20
+        assert (await llm.sleep_status()).state == "sleeping"
+        await llm.wake_up()
+        assert len(await tokens(llm, "x")) == 20
+
+    run(body)
+
+
+def test_refusals_are_typed_and_a_closed_engine_says_so(run: Callable[..., Any]) -> None:
+    kept: list[AsyncLLM] = []
+
+    async def body(llm: AsyncLLM) -> None:
+        kept.append(llm)
+        with pytest.raises(InvalidRequest):
+            await tokens(llm, "")
+        await llm.close()
+        for call in (tokens(llm, "x"), llm.stats(), llm.sleep(level=0)):
+            with pytest.raises(EngineDead):
+                await call
+
+    run(body)
+
+
+def test_a_full_inbox_is_an_error_and_nothing_else_is_lost(run: Callable[..., Any]) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        results = await asyncio.gather(*(tokens(llm, "x") for _ in range(40)), return_exceptions=True)
+        assert {type(r) for r in results} <= {list, InboxFull}
+        assert all(len(r) == 20 for r in results if isinstance(r, list))
+        assert len(await tokens(llm, "x")) == 20
+
+    run(body, max_commands=1)
+
+
+def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: Callable[..., Any]) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        whole = await tokens(llm, "x")
+        stream = llm.generate("x", PARAMS.clone(output_kind=RequestOutputKind.DELTA))
+        outputs = [await anext(stream)]
+        while len(await tokens(llm, "Dear Sir")) != 20:
+            pass
+        outputs += [output async for output in stream if not outputs[-1].finished]
+        assert len(outputs) <= 2, "of twenty steps"
+        assert [t for output in outputs for t in output.outputs[0].token_ids] == whole
+        assert outputs[-1].finished
+
+    run(body)
