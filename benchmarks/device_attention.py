@@ -40,12 +40,12 @@ DTYPE = DType.BFLOAT16
 CACHED = 512 << 20
 """Bytes of keys and values of all layers together, at least: several times the caches of devices."""
 
-MOST_LAYERS = 16
+MAX_LAYERS = 16
 BAR = 0.7
 BARRED_SEQUENCES = 32
 """Least sequences for which the bar holds: fewer do not keep a large device busy."""
 
-MOST_ERROR = 0.02
+MAX_ERROR = 0.02
 """Most of |ours - theirs| / |theirs|: bfloat16 has 8 bits of mantissa, and orders of summation differ."""
 
 CHOICE = "HARDPOINT_ATTENTION"
@@ -119,7 +119,7 @@ class Problem:
                 f"the cache has the axes {plan.kv_cache.axes}, over which torch's attention was not written"
             )
         self.plan = plan
-        self.layers = 1 if small else min(max(1, -(-CACHED // case.kv_bytes)), MOST_LAYERS)
+        self.layers = 1 if small else min(max(1, -(-CACHED // case.kv_bytes)), MAX_LAYERS)
         blocks = -(-case.context // plan.block_size)
         order = torch.randperm(case.sequences * blocks, generator=torch.Generator().manual_seed(0))
         self.table = order.view(case.sequences, blocks).int()
@@ -190,7 +190,7 @@ class Problem:
         expected = scaled_dot_product_attention(queries, keys, values, is_causal=self.case.prefill, enable_gqa=True)
         expected = expected.transpose(1, 2).reshape(self.q.shape)
         error = float((found.float() - expected).norm() / expected.norm())
-        if not error < MOST_ERROR:
+        if not error < MAX_ERROR:
             raise ValueError(f"{whose} is wrong by {error:.3g} of the result's norm")
 
 

@@ -43,7 +43,7 @@ from device_steps import (
 
 BACKENDS = ("cuda", "rocm", "ascend")
 PROBE_SECONDS = 60
-LEAST_SECONDS = 20.0
+MIN_SECONDS = 20.0
 """Less than this is no time for any step."""
 
 STEPS = {
@@ -232,7 +232,7 @@ def main() -> int:
             if finding.devices:
                 say(f"{finding.backend} device 0: {finding.devices[0]}{' (simulated)' if finding.simulated else ''}")
                 for name in options.only:
-                    if run.left < LEAST_SECONDS:
+                    if run.left < MIN_SECONDS:
                         run.add(Step(name, "not run", NO_TIME))
                     else:
                         checks(gib)[name](run, finding)

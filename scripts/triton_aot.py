@@ -3,7 +3,8 @@
     python scripts/triton_aot.py [--jobs N] [--target sm_90] [--cache FOLDER] [--shows-spills]
 
 Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives it, for the element
-types, head dimensions and features below, and those of `hardpoint.triton.row_kernels` and `.expert_kernels` for common widths.
+types, head dimensions and features below, and those
+of `hardpoint.triton.row_kernels`, `.expert_kernels` and `.sampling_kernels` for common widths.
 Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel spills registers to memory or needs more shared
 memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from the cubin (cuobjdump
 --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata of the assembly (`.vgpr_spill_count`,
@@ -43,12 +44,12 @@ from hardpoint.triton.experts import (
     sum_constants,
 )
 from hardpoint.triton.launch import KernelConstants
-from hardpoint.triton.operators import activation_constants, norm_constants, rotary_constants
+from hardpoint.triton.operators import activation_constants, norm_constants, rotary_constants, sampling_constants
 from hardpoint.triton.tiles import COPY_WORDS, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 _KERNELS = ROOT / "core" / "src" / "hardpoint" / "triton"
-SOURCES = [_KERNELS / f"{name}.py" for name in ("kernels", "row_kernels", "expert_kernels")]
+SOURCES = [_KERNELS / f"{name}.py" for name in ("kernels", "row_kernels", "expert_kernels", "sampling_kernels")]
 BLOCK_SIZE = 32
 
 
@@ -82,8 +83,16 @@ MACHINES = {
 USUAL = ("sm_80", "sm_90", "gfx90a", "gfx942")
 """Compiled where no target is named; the others have the tiles of one of these, and are for looking at."""
 TYPES = {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT8_E4M3: "fp8e4nv"}
-INTS = {"header", "contexts", "starts", "items", "tables", "slots", "pairs"} | {"chosen", "sorted_rows", "tile_experts"}
-SINGLES = {"partial", "partial_state", "sinks", "slopes", "shares"}
+INTS = (
+    {"parameters", "masks", "history"}
+    | {"header", "contexts", "starts", "items", "tables", "slots", "pairs"}
+    | {
+        "chosen",
+        "sorted_rows",
+        "tile_experts",
+    }
+)
+SINGLES = {"logits", "biases", "partial", "partial_state", "sinks", "slopes", "shares"}
 EXPERT_TENSORS = {"logits", "gate_up", "down", "bias", "inner", "parts"}
 FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor", "eps"}
 ALIGNED = {"q_stride", "out_stride", "k_stride", "v_stride", "block_stride", "x_stride", "residual_stride"}
@@ -158,7 +167,7 @@ def requests() -> Iterator[tuple[str, AttentionRequest]]:
 
 def jobs(machines: Sequence[str]) -> Iterator[Job]:
     """Yield everything that is compiled."""
-    from hardpoint.triton import expert_kernels, kernels, row_kernels
+    from hardpoint.triton import expert_kernels, kernels, row_kernels, sampling_kernels
 
     seen = set()
     for name in machines:
@@ -182,6 +191,7 @@ def jobs(machines: Sequence[str]) -> Iterator[Job]:
                     yield job
         for kernel, what, values in row_operators():
             yield _job(name, kernel, f"bf16 {what}", getattr(row_kernels, kernel), values, {"q": "bf16"})
+        yield _job(name, "sample", "151936 logits", sampling_kernels.sample, sampling_constants(151936), {})
         for dtype, kernel, what, values in expert_operators():
             yield _job(name, kernel, f"{dtype} {what}", getattr(expert_kernels, kernel), values, {"q": dtype})
         yield _job(name, "copy_blocks", "any", kernels.copy_blocks, {"WORDS": COPY_WORDS, "num_warps": 4}, {})
@@ -254,7 +264,7 @@ def _type(argument: str, types: dict[str, str]) -> str:
         return "*i64"
     if argument in ("q", "out", "k", "v", "x", "residual", "weight") or argument in EXPERT_TENSORS:
         return f"*{types['q']}"
-    return "*i64" if argument in ("source", "destination") else "i32"
+    return "*i64" if argument in ("source", "destination", "step", "last_tokens", "tokens") else "i32"
 
 
 def compiled(job: Job, folder: Path) -> Resources:
@@ -266,9 +276,9 @@ def compiled(job: Job, folder: Path) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hardpoint.triton import expert_kernels, kernels, row_kernels
+    from hardpoint.triton import expert_kernels, kernels, row_kernels, sampling_kernels
 
-    module = next(m for m in (row_kernels, expert_kernels, kernels) if hasattr(m, job.kernel))
+    module = next(m for m in (row_kernels, expert_kernels, sampling_kernels, kernels) if hasattr(m, job.kernel))
     function, machine, began = getattr(module, job.kernel), MACHINES[job.machine], time.perf_counter()
     signature = {name: job.types.get(name, "constexpr") for name in function.arg_names}
     # What Triton knows of arguments at run time: where tensors and rows begin is a multiple of 16.

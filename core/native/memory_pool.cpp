@@ -125,7 +125,7 @@ std::unique_ptr<Allocation> Pool::beside_lost_ones(const std::function<std::uniq
   std::vector<std::unique_ptr<Allocation>> misplaced;
   const auto give_back = [&] {
     for (auto& allocation : misplaced) {
-      if (!destroy(*allocation)) bury(std::move(allocation));
+      if (!destroy(*allocation)) defer_release(std::move(allocation));
     }
   };
   try {
@@ -223,7 +223,7 @@ std::unique_ptr<Allocation> Pool::take_memory(size_t size, uint32_t tag, Policy 
       chunk.intact = true;
     }
   } catch (...) {
-    if (!destroy(*allocation)) bury(std::move(allocation));
+    if (!destroy(*allocation)) defer_release(std::move(allocation));
     throw;
   }
   return allocation;
@@ -302,7 +302,7 @@ void Pool::free(uint64_t address) {
     doomed = std::move(entry->second);
     allocations_.erase(entry);
   }
-  if (!destroy(*doomed)) bury(std::move(doomed));
+  if (!destroy(*doomed)) defer_release(std::move(doomed));
 }
 
 bool Pool::destroy(Allocation& allocation) noexcept {
@@ -331,7 +331,7 @@ bool Pool::destroy(Allocation& allocation) noexcept {
   }
 }
 
-void Pool::bury(std::unique_ptr<Allocation> allocation) {
+void Pool::defer_release(std::unique_ptr<Allocation> allocation) {
   std::lock_guard lock(books_);
   unreturned_.push_back(std::move(allocation));
 }
@@ -343,7 +343,7 @@ void Pool::retry_unreturned() {
     waiting.swap(unreturned_);
   }
   for (auto& allocation : waiting) {
-    if (!destroy(*allocation)) bury(std::move(allocation));
+    if (!destroy(*allocation)) defer_release(std::move(allocation));
   }
 }
 
@@ -362,7 +362,7 @@ void Pool::resize(uint64_t address, size_t size) {
         allocations_.erase(entry);
       }
     }
-    if (doomed && !destroy(*doomed)) bury(std::move(doomed));
+    if (doomed && !destroy(*doomed)) defer_release(std::move(doomed));
     end_operation();
   };
   try {
@@ -555,7 +555,7 @@ std::vector<uint64_t> Pool::callbacks() const {
   for (const auto& [address, allocation] : allocations_) {
     for (const Source& source : allocation->sources) found.insert(source.rebuild);
     if (!allocation->backup) continue;
-    for (const Piece& piece : allocation->backup->pieces) found.insert(piece.rebuild);
+    for (const WeightShard& piece : allocation->backup->pieces) found.insert(piece.rebuild);
   }
   found.erase(0);
   return {found.begin(), found.end()};

@@ -133,7 +133,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<bool> selected(const std::optional<std::vector<std::string>>& tags) const;  // books locked; throws kUnknownTag
   Allocation* find(uint64_t address) const;                                               // books locked
   Allocation& need(uint64_t address) const;                                               // books locked; throws kForeign
-  // The allocation, when `size` bytes from `address` on may be copied now. Books locked; throws kForeign, kAsleep, kInvalid.
+  // The allocation, when `size` bytes from `address` on may be copied now. Accounting locked; throws kForeign, kAsleep, kInvalid.
   Allocation& transferable(uint64_t address, size_t size, const char* what) const;
   uint64_t generation(const Allocation& allocation) const { return tags_[allocation.tag].writes + allocation.writes; }
   std::unique_ptr<Allocation> make(size_t size, uint32_t tag, Policy policy, size_t capacity);
@@ -146,7 +146,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void count_allocated(int64_t bytes);  // books locked
   // Gives all memory and addresses of an allocation back; returns false, with what is left still in it, when the driver refuses.
   bool destroy(Allocation& allocation) noexcept;
-  void bury(std::unique_ptr<Allocation> allocation);
+  void defer_release(std::unique_ptr<Allocation> allocation);
   void retry_unreturned();
   // Gives backups up. Removing large files takes long and nobody waits for it: a thread does it.
   void drop(std::vector<std::shared_ptr<Backup>> backups);

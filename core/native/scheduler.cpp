@@ -100,7 +100,7 @@ int64_t Scheduler::add_request(Request request) {
   }
   if (request.n > 1) forks_of_.emplace(handle, Forks{request.n, request.n});
   Sequence& first = *by_id_.at(handle);
-  first.forks_to_come = request.n - 1;
+  first.pending_forks = request.n - 1;
   first.storage = std::move(request.prompt);
   first.num_tokens = first.prompt_len;
   reserve_tokens(first, prompt_len + std::min(max_total - prompt_len, kReservedOutput));
@@ -248,12 +248,12 @@ void Scheduler::schedule_swapped() {
   while (!swapped_.empty() && budget_ > 0) {
     Sequence& sequence = **swapped_.begin();
     if (sequence.in_flight > 0) return;
-    if (num_free_rows_ < 1 + sequence.forks_to_come) return;
+    if (num_free_rows_ < 1 + sequence.pending_forks) return;
     if (!config_.enable_chunked_prefill && sequence.remaining() > budget_) return;
     const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
     if (blocks_.can_take(total) != AllocStatus::ok) return;
     swapped_.erase(swapped_.begin());
-    take_row(sequence);
+    alloc_row(sequence);
     blocks_.swap_in(sequence.table, sequence.host_blocks, total, swap_in);
     sequence.register_at = config_.blocks.block_size;
     start_running(sequence);
@@ -273,7 +273,7 @@ void Scheduler::schedule_waiting() {
   while (!waiting_.empty() && budget_ > 0) {
     Sequence& sequence = **waiting_.begin();
     if (sequence.in_flight > 0) return;
-    if (num_free_rows_ < 1 + sequence.forks_to_come) return;
+    if (num_free_rows_ < 1 + sequence.pending_forks) return;
     if (&sequence == blocked_ && blocks_.num_free_device() <= blocked_free_ && ++blocked_steps_ < kStepsBetweenTrials) return;
     if (admit(sequence) != AllocStatus::ok) return;
     dequeue(sequence);
@@ -288,7 +288,7 @@ void Scheduler::schedule_waiting() {
 // Blocks for all known tokens are taken at admission, so a prefill that has begun does not wait for blocks midway.
 AllocStatus Scheduler::admit(Sequence& sequence) {
   const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
-  take_row(sequence);
+  alloc_row(sequence);
   blocks_.open(sequence.table, sequence.table.root);
   kv::PrefixMatch match;
   match.parent = sequence.table.parent;
@@ -302,7 +302,7 @@ AllocStatus Scheduler::admit(Sequence& sequence) {
       blocked_free_ = blocks_.num_free_device();
       blocked_steps_ = 0;
     }
-    give_row(sequence);
+    free_row(sequence);
     return AllocStatus::later;
   }
   blocks_.allocate(sequence.table, match, total);
@@ -344,7 +344,7 @@ void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
   ++sequence.in_flight;
   if (last == sequence.num_tokens && !sequence.pooling) {
     sequence.decoding = true;
-    for (int32_t i = 0; i <= sequence.forks_to_come; ++i) {
+    for (int32_t i = 0; i <= sequence.pending_forks; ++i) {
       Sequence* sampled = i == 0 ? &sequence : find_unfinished(sequence.id + i);
       if (sampled == nullptr) continue;
       if (sampled->state_row < 0) take_state_row(*sampled);
@@ -363,7 +363,7 @@ void Scheduler::note_passed_over(const Sequence& admitted) {
   std::vector<Sequence*> to_boost;
   for (Sequence* waiting : waiting_by_arrival_) {
     if (std::tie(waiting->arrival, waiting->id) > std::tie(admitted.arrival, admitted.id)) break;
-    if (++waiting->num_passed_over >= config_.fairness_bound && !waiting->boosted) to_boost.push_back(waiting);
+    if (++waiting->num_passed_over >= config_.starvation_limit && !waiting->boosted) to_boost.push_back(waiting);
   }
   for (Sequence* sequence : to_boost) {
     waiting_.erase(sequence);
@@ -381,16 +381,16 @@ void Scheduler::start_running(Sequence& sequence) {
   }
 }
 
-void Scheduler::take_row(Sequence& sequence) {
-  num_free_rows_ -= 1 + sequence.forks_to_come;
+void Scheduler::alloc_row(Sequence& sequence) {
+  num_free_rows_ -= 1 + sequence.pending_forks;
   sequence.row = free_rows_.back();
   free_rows_.pop_back();
   sequence.table.blocks = block_table.data() + static_cast<size_t>(sequence.row) * max_blocks_per_seq;
   sequence.table.max_blocks = max_blocks_per_seq;
 }
 
-void Scheduler::give_row(Sequence& sequence) {
-  num_free_rows_ += 1 + sequence.forks_to_come;
+void Scheduler::free_row(Sequence& sequence) {
+  num_free_rows_ += 1 + sequence.pending_forks;
   free_rows_.push_back(sequence.row);
   sequence.row = -1;
 }
@@ -410,7 +410,7 @@ void Scheduler::preempt(Sequence& sequence) {
   running_.pop_back();
   may_admit_ = false;
   preempted.push_back(sequence.id);
-  if (++sequence.num_preemptions >= config_.fairness_bound) sequence.boosted = true;
+  if (++sequence.num_preemptions >= config_.starvation_limit) sequence.boosted = true;
   if (swap_is_better(sequence)) {
     blocks_.swap_out(sequence.table, blocks_.blocks_for(sequence.num_computed), sequence.host_blocks, swap_out);
     sequence.state = SequenceState::swapped;
@@ -423,7 +423,7 @@ void Scheduler::preempt(Sequence& sequence) {
     restart(sequence);
     ++stats_.preemptions_by_recompute;
   }
-  give_row(sequence);
+  free_row(sequence);
 }
 
 void Scheduler::restart(Sequence& sequence) {
@@ -439,7 +439,7 @@ void Scheduler::recompute_all(bool swapped) {
   blocked_ = nullptr;
   for (Sequence* sequence : running_) {
     blocks_.free(sequence->table);
-    give_row(*sequence);
+    free_row(*sequence);
     restart(*sequence);
   }
   running_.clear();
@@ -512,7 +512,7 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
       report(*sequence, FinishReason::pooled);
       continue;
     }
-    if (sample > first && sequence->forks_to_come > 0) fork(*sequence);
+    if (sample > first && sequence->pending_forks > 0) fork(*sequence);
     for (int32_t i = first; i < sample; ++i) {
       Sequence* sampled_for = find_unfinished(plan.sample_seq_ids[i]);
       if (sampled_for != nullptr) accept(*sampled_for, static_cast<int32_t>(sampled[i]));
@@ -565,8 +565,8 @@ FinishReason Scheduler::stop_reason(const Sequence& sequence, int32_t token) con
 
 void Scheduler::fork(Sequence& parent) {
   const bool shares_blocks = parent.state == SequenceState::running;
-  const int32_t forks = parent.forks_to_come;
-  parent.forks_to_come = 0;
+  const int32_t forks = parent.pending_forks;
+  parent.pending_forks = 0;
   if (shares_blocks) num_free_rows_ += forks;
   for (int32_t i = 1; i <= forks; ++i) {
     Sequence* unfinished = find_unfinished(parent.id + i);
@@ -582,7 +582,7 @@ void Scheduler::fork(Sequence& parent) {
       restart(child);
       continue;
     }
-    take_row(child);
+    alloc_row(child);
     blocks_.fork(parent.table, child.table, parent.num_computed);
     child.num_computed = parent.num_computed;
     child.register_at = parent.register_at;
@@ -609,11 +609,11 @@ void Scheduler::end(Sequence& sequence, FinishReason reason) {
       break;
     case SequenceState::running:
       blocks_.free(sequence.table);
-      give_row(sequence);
+      free_row(sequence);
       has_ended_ = true;
       break;
   }
-  sequence.forks_to_come = 0;
+  sequence.pending_forks = 0;
   sequence.state = SequenceState::finished;
   sequence.finish_reason = reason;
   sequence.decoding = false;
@@ -639,7 +639,7 @@ const Finished& Scheduler::fail_step() {
   for (int32_t row = 0; row < plan.counts.num_seqs; ++row) {
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
-    const int64_t last = sequence->id + sequence->forks_to_come;
+    const int64_t last = sequence->id + sequence->pending_forks;
     for (int64_t id = sequence->id; id <= last; ++id) {
       Sequence* affected = find_unfinished(id);
       if (affected == nullptr) continue;
@@ -676,7 +676,7 @@ void Scheduler::abort(const std::vector<int64_t>& handles) {
 bool Scheduler::finish(int64_t id, FinishReason reason) {
   Sequence* sequence = find_unfinished(id);
   if (sequence == nullptr) return false;
-  if (sequence->forks_to_come > 0)
+  if (sequence->pending_forks > 0)
     throw std::invalid_argument("a sequence that carries the prompt of its forks can only be aborted with its request");
   end(*sequence, reason);
   if (has_ended_) sweep_running();
@@ -723,7 +723,7 @@ std::string Scheduler::check() const {
     if (sequence->state == SequenceState::running) {
       tables.push_back(&sequence->table);
       ++rows_used;
-      rows_promised += sequence->forks_to_come;
+      rows_promised += sequence->pending_forks;
       if (!distinct_rows.insert(sequence->row).second) return "two running sequences share a row";
       if (sequence->table.num_blocks < blocks_.blocks_for(sequence->num_computed))
         return "a sequence has fewer blocks than computed tokens";

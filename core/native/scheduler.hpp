@@ -6,7 +6,7 @@
 //
 // Order. Sequences are ranked by (boosted, priority, arrival, id). Running ones go first, then swapped ones come back, then
 // waiting ones are admitted, strictly in rank. The victim of a preemption is the running sequence of lowest rank, so the first
-// one always makes progress; one that was preempted, or passed over in the queue, `fairness_bound` times is boosted above all
+// one always makes progress; one that was preempted, or passed over in the queue, `starvation_limit` times is boosted above all
 // that are not. Hence nothing starves.
 //
 // Steps in flight. Steps are planned before the tokens of earlier ones are known: schedule() may be called up to
@@ -52,7 +52,7 @@ struct SchedulerConfig {
   double swap_seconds_per_block = 0;
   double recompute_seconds_per_token = 0;
   Policy policy = Policy::fcfs;
-  int32_t fairness_bound = 8;
+  int32_t starvation_limit = 8;
 };
 
 struct Request {
@@ -93,7 +93,7 @@ struct alignas(kCacheLine) Sequence {
   int32_t state_row = -1;      // of the worker's per-sequence state, from its first sample to its release
   int32_t prompt_len = 0;
   int32_t max_total = 0;      // tokens, prompt included
-  int32_t forks_to_come = 0;  // dormant sequences id + 1 ... that this one carries the prompt for
+  int32_t pending_forks = 0;  // dormant sequences id + 1 ... that this one carries the prompt for
   int32_t capacity = 0;       // of `storage`
   SequenceState state = SequenceState::finished;
   bool decoding = false;  // all tokens but the last, sampled one are computed; that one may be in flight
@@ -121,7 +121,7 @@ struct alignas(kCacheLine) Sequence {
   Rank rank() const { return {!boosted, priority, arrival, id}; }
   int32_t remaining() const { return num_tokens - num_computed; }
   // It is not planned before its sampled token is known: forks share its blocks from then on.
-  bool waits_for_token() const { return in_flight != 0 && (!plan_ahead || forks_to_come > 0); }
+  bool waits_for_token() const { return in_flight != 0 && (!plan_ahead || pending_forks > 0); }
 };
 
 struct StepCounts {
@@ -160,7 +160,7 @@ class Scheduler {
   // Plans a step; the plan holds until it is booked, the moves below until the next call. Null when nothing can run now. Every
   // plan is answered by one update() or fail_step(); std::logic_error when more than `steps_in_flight` + 1 are not.
   const Plan* schedule();
-  // Books the oldest step. `sampled`: a token for each of its samples, -1 where there is none, which ends its sequence with `error`. The sequences that ended, in step order. Tokens of sequences
+  // Accounting the oldest step. `sampled`: a token for each of its samples, -1 where there is none, which ends its sequence with `error`. The sequences that ended, in step order. Tokens of sequences
   // that ended meanwhile are ignored. std::invalid_argument, with nothing changed, on a wrong count or token.
   const Finished& update(const int64_t* sampled, int64_t count);
   // The oldest step was not done, or only in part: sequences in it end with `error`, since what their blocks hold is unknown;
@@ -242,8 +242,8 @@ class Scheduler {
   void dequeue(Sequence& sequence);
   void note_passed_over(const Sequence& admitted);
   void start_running(Sequence& sequence);
-  void take_row(Sequence& sequence);
-  void give_row(Sequence& sequence);
+  void alloc_row(Sequence& sequence);
+  void free_row(Sequence& sequence);
   void take_state_row(Sequence& sequence);
 
   Plan& take_oldest();

@@ -49,7 +49,7 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "steps_in_flight", config.steps_in_flight);
   take(settings, "swap_seconds_per_block", config.swap_seconds_per_block);
   take(settings, "recompute_seconds_per_token", config.recompute_seconds_per_token);
-  take(settings, "fairness_bound", config.fairness_bound);
+  take(settings, "starvation_limit", config.starvation_limit);
   const auto mode = settings.attr("preemption_mode").cast<std::string>();
   if (mode == "swap") config.preemption_mode = PreemptionMode::swap;
   if (mode == "recompute") config.preemption_mode = PreemptionMode::recompute;

@@ -485,7 +485,7 @@ def test_weights_that_were_written_unseen_are_declared_valid(
     tiny.llm.sleep(tier="disk")
     tiny.llm.wake_up()
     program = tiny.llm.engine._loop.core.executor._worker._loaded.model.model._program
-    program.load_weight("final_norm", checkpoint[NORM].flip(0))
+    program.load_weight("model.norm.weight", checkpoint[NORM].flip(0))
     tiny.llm.declare_weights_valid()
     changed = tiny.tokens()
     assert changed != tiny.expected
@@ -501,7 +501,7 @@ def test_a_write_that_nobody_announced_is_found_where_backups_are_verified(
     tiny.llm.sleep(tier="disk")
     tiny.llm.wake_up()
     program = tiny.llm.engine._loop.core.executor._worker._loaded.model.model._program
-    program.load_weight("final_norm", checkpoint[NORM].flip(0))
+    program.load_weight("model.norm.weight", checkpoint[NORM].flip(0))
     changed = tiny.tokens()
     with pytest.raises(BackupStale):
         tiny.llm.sleep(tier="disk", verify=True)

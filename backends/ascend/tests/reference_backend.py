@@ -61,7 +61,7 @@ def descriptor() -> BackendDescriptor:
     return BackendDescriptor(
         name=NAME,
         vendor="tests",
-        api=(2, 2),
+        api=(1, 1),
         probe=probe,
         capabilities=capabilities,
         allocator=allocator,

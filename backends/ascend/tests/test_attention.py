@@ -171,7 +171,7 @@ def test_sequences_that_share_more_blocks_than_there_are_take_several_calls(
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize(("name", "limit"), [("MOST_SEQUENCES", 2), ("MOST_TOKENS", 4)])
+@pytest.mark.parametrize(("name", "limit"), [("MAX_SEQUENCES", 2), ("MAX_TOKENS", 4)])
 def test_steps_beyond_one_calls_limits_are_divided(
     attention: AscendAttention, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
@@ -198,8 +198,8 @@ def test_calls_divide_a_step_in_order_and_within_the_limits(
     table = [list(range(count)) for count in blocks]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capabilities, "requirements", tuple)
-        patch.setattr(module, "MOST_SEQUENCES", limits[0])
-        patch.setattr(module, "MOST_TOKENS", limits[1])
+        patch.setattr(module, "MAX_SEQUENCES", limits[0])
+        patch.setattr(module, "MAX_TOKENS", limits[1])
         attention = AscendAttention(DEVICE)
         step = attention.prepare(plan_of(attention), batch_of(queries, contexts, table))
         cache = max(blocks) + spare

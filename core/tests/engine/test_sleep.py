@@ -214,25 +214,25 @@ class Engine:
         capabilities = options.pop("capabilities", None) or MemoryCapabilities(
             sleep_levels=frozenset({0, 1, 2}), tiers=frozenset({SleepTier.HOST, SleepTier.DISK})
         )
-        self.life = LifeCycle(self.workers, self.scheduler, capabilities, SleepSettings(**options), "acme")
+        self.lifecycle = LifeCycle(self.workers, self.scheduler, capabilities, SleepSettings(**options), "acme")
         self.diary: list[str] = []
         self.drained = 0
 
     def sleep(self, level: Any = 1, mode: Any = "abort", **options: Any) -> Any:
         request = SleepRequest(level=level, mode=mode, **options)
         if request.mode is SleepMode.WAIT and self.scheduler.has_unfinished():
-            self.life.begin_drain(request)
+            self.lifecycle.begin_drain(request)
             self._drain()
-            self.life.end_drain(failed=False)
-        return self.life.sleep(request)
+            self.lifecycle.end_drain(failed=False)
+        return self.lifecycle.sleep(request)
 
     def wake(self, *tags: str) -> Any:
-        return self.life.wake(frozenset(tags) if tags else None)
+        return self.lifecycle.wake(frozenset(tags) if tags else None)
 
     def witness(self, *names: str) -> list[Witness]:
         witnesses = [Witness(name, self.diary) for name in names]
         for witness in witnesses:
-            self.life.register(witness)
+            self.lifecycle.register(witness)
         return witnesses
 
     def run(self, prompt: list[int], max_tokens: int = 8) -> int:
@@ -247,8 +247,8 @@ class Engine:
         self.scheduler.update(np.full(len(batch.sample_rows), 9, np.int64))
 
     def _drain(self) -> None:
-        assert self.life.state is EngineState.DRAINING
-        self.life.check_step()
+        assert self.lifecycle.state is EngineState.DRAINING
+        self.lifecycle.check_step()
         while self.scheduler.has_unfinished():
             self.step()
         self.drained += 1
@@ -259,31 +259,31 @@ class Engine:
 
 def test_an_engine_sleeps_and_wakes() -> None:
     engine = Engine()
-    assert engine.life.state is EngineState.RUNNING
-    engine.life.check_step()
+    assert engine.lifecycle.state is EngineState.RUNNING
+    engine.lifecycle.check_step()
     report = engine.sleep()
     assert (report.changed, report.level, report.tier) == (True, 1, SleepTier.HOST)
     assert report.tags == report.asleep == ALL_TAGS
     assert report.freed == sum(SIZES.values())
     assert report.weights_valid
-    status = engine.life.status()
+    status = engine.lifecycle.status()
     assert (status.state, status.level, status.asleep) == (EngineState.SLEEPING, 1, ALL_TAGS)
     with pytest.raises(EngineAsleep, match="wake_up"):
-        engine.life.check_step()
+        engine.lifecycle.check_step()
     woken = engine.wake()
     assert (woken.changed, woken.tags, woken.asleep, woken.state) == (True, ALL_TAGS, frozenset(), EngineState.RUNNING)
     assert woken.memory.preserved == SIZES[WEIGHTS] + SIZES[BUFFERS] + SIZES[DEFAULT]
-    assert engine.life.status().level is None
-    engine.life.check_step()
+    assert engine.lifecycle.status().level is None
+    engine.lifecycle.check_step()
 
 
 def test_level_0_pauses_and_touches_no_memory() -> None:
     engine = Engine()
     report = engine.sleep(0)
     assert (report.changed, report.level, report.asleep, report.memory) == (True, 0, frozenset(), None)
-    assert engine.life.status().level == 0
+    assert engine.lifecycle.status().level == 0
     with pytest.raises(EngineAsleep):
-        engine.life.check_step()
+        engine.lifecycle.check_step()
     assert engine.wake().state is EngineState.RUNNING
     assert engine.workers.calls == []
 
@@ -292,9 +292,9 @@ def test_a_paused_engine_can_sleep_deeper() -> None:
     engine = Engine()
     engine.sleep(0)
     assert engine.sleep(1).tags == ALL_TAGS
-    assert engine.life.status().level == 1
+    assert engine.lifecycle.status().level == 1
     assert not engine.sleep(0).changed
-    assert engine.life.status().level == 1
+    assert engine.lifecycle.status().level == 1
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -308,7 +308,7 @@ def test_a_repeated_sleep_or_wake_does_nothing_and_says_so(level: int) -> None:
     assert not engine.wake().changed
     assert not engine.wake(WEIGHTS).changed
     assert engine.workers.calls == (["sleep", "wake"] if level else [])
-    assert (engine.life.totals.sleeps, engine.life.totals.wakes) == (1, 1)
+    assert (engine.lifecycle.totals.sleeps, engine.lifecycle.totals.wakes) == (1, 1)
 
 
 def test_a_wake_of_some_tags_says_what_is_still_asleep_and_steps_wait_for_the_rest() -> None:
@@ -316,10 +316,10 @@ def test_a_wake_of_some_tags_says_what_is_still_asleep_and_steps_wait_for_the_re
     engine.sleep()
     first = engine.wake(WEIGHTS)
     assert first.tags == {WEIGHTS, BUFFERS, DEFAULT}
-    assert first.asleep == engine.life.status().asleep == {KV_CACHE}
+    assert first.asleep == engine.lifecycle.status().asleep == {KV_CACHE}
     assert first.state is EngineState.SLEEPING
     with pytest.raises(EngineAsleep, match=KV_CACHE):
-        engine.life.check_step()
+        engine.lifecycle.check_step()
     assert engine.wake(KV_CACHE).state is EngineState.RUNNING
 
 
@@ -327,7 +327,7 @@ def test_the_kv_cache_sleeps_alone() -> None:
     engine = Engine()
     assert engine.sleep(tags="kv_cache").tags == {KV_CACHE}
     assert engine.workers.asleep == {KV_CACHE}
-    assert engine.life.status().weights_valid
+    assert engine.lifecycle.status().weights_valid
     assert engine.sleep().tags == ALL_TAGS - {KV_CACHE}
     assert engine.wake().state is EngineState.RUNNING
 
@@ -374,8 +374,8 @@ def test_an_impossible_sleep_is_one_typed_error_that_lists_what_is_known(
     with pytest.raises(error, match=text):
         engine.sleep(**arguments)
     assert (engine.workers.calls, engine.diary) == ([], [])
-    assert engine.life.state is EngineState.RUNNING
-    assert engine.life.totals.failures == 0
+    assert engine.lifecycle.state is EngineState.RUNNING
+    assert engine.lifecycle.totals.failures == 0
 
 
 def test_an_unknown_tag_wakes_nothing() -> None:
@@ -405,9 +405,9 @@ def test_discarded_weights_are_never_served() -> None:
     woken = engine.wake()
     assert (woken.weights_valid, woken.state) == (False, EngineState.WEIGHTS_MISSING)
     with pytest.raises(WeightsMissing, match="reload_weights"):
-        engine.life.check_step()
+        engine.lifecycle.check_step()
     with pytest.raises(WeightsMissing):
-        engine.life.check_admission(0, 0)
+        engine.lifecycle.check_admission(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -418,10 +418,10 @@ def test_weights_are_valid_after(call: str, arguments: tuple[Any, ...]) -> None:
     engine = Engine()
     engine.sleep(2)
     with pytest.raises(MemoryAsleep):
-        engine.life.change_weights(call, *arguments)
+        engine.lifecycle.change_weights(call, *arguments)
     engine.wake(WEIGHTS)
-    engine.life.change_weights(call, *arguments)
-    assert engine.life.status().weights_valid
+    engine.lifecycle.change_weights(call, *arguments)
+    assert engine.lifecycle.status().weights_valid
     assert engine.wake().state is EngineState.RUNNING
 
 
@@ -429,20 +429,20 @@ def test_weights_are_missing_until_updates_have_covered_all() -> None:
     engine = Engine()
     engine.sleep(2)
     engine.wake()
-    assert engine.life.change_weights(WeightWrite.UPDATE, [("a", 0), ("b", 0)]) == 2
-    assert engine.life.status().missing_weights == 1
-    assert engine.life.state is EngineState.WEIGHTS_MISSING
-    assert engine.life.change_weights(WeightWrite.UPDATE, [("c", 0)]) == 1
-    assert engine.life.state is EngineState.RUNNING
+    assert engine.lifecycle.change_weights(WeightWrite.UPDATE, [("a", 0), ("b", 0)]) == 2
+    assert engine.lifecycle.status().missing_weights == 1
+    assert engine.lifecycle.state is EngineState.WEIGHTS_MISSING
+    assert engine.lifecycle.change_weights(WeightWrite.UPDATE, [("c", 0)]) == 1
+    assert engine.lifecycle.state is EngineState.RUNNING
 
 
 def test_an_update_that_breaks_off_leaves_the_weights_missing() -> None:
     engine = Engine()
     with pytest.raises(CorruptWeights):
-        engine.life.change_weights(WeightWrite.UPDATE, [("a", 0), ("nonsense", 0)])
-    assert engine.life.state is EngineState.WEIGHTS_MISSING
-    engine.life.change_weights(WeightWrite.RELOAD)
-    assert engine.life.state is EngineState.RUNNING
+        engine.lifecycle.change_weights(WeightWrite.UPDATE, [("a", 0), ("nonsense", 0)])
+    assert engine.lifecycle.state is EngineState.WEIGHTS_MISSING
+    engine.lifecycle.change_weights(WeightWrite.RELOAD)
+    assert engine.lifecycle.state is EngineState.RUNNING
 
 
 def test_missing_weights_cannot_be_preserved() -> None:
@@ -482,7 +482,7 @@ def test_a_change_of_weights_makes_everything_computed_before_void() -> None:
     second = engine.run([2] * 7, 9)
     while engine.scheduler.state(second) is not SequenceState.SWAPPED:
         engine.step()
-    engine.life.change_weights(WeightWrite.UPDATE, [("a", 0)])
+    engine.lifecycle.change_weights(WeightWrite.UPDATE, [("a", 0)])
     assert [engine.scheduler.state(s) for s in (first, second)] == [SequenceState.WAITING] * 2
     assert engine.scheduler.block_stats.cached == 0
 
@@ -555,30 +555,30 @@ def test_requests_cannot_be_waited_for_while_the_engine_sleeps() -> None:
     engine.sleep(mode="keep")
     with pytest.raises(SleepRefused, match="'keep' or 'abort'"):
         engine.sleep(2, mode="wait")
-    assert engine.life.status().level == 1
+    assert engine.lifecycle.status().level == 1
 
 
 def test_a_drain_that_fails_leaves_the_engine_running() -> None:
     engine = Engine()
     engine.run([1, 2, 3])
-    engine.life.begin_drain(SleepRequest.parse({"mode": "wait"}))
+    engine.lifecycle.begin_drain(SleepRequest.parse({"mode": "wait"}))
     with pytest.raises(MemoryBusy, match="draining"):
-        engine.life.sleep(SleepRequest())
-    engine.life.end_drain(failed=True)
-    assert engine.life.state is EngineState.RUNNING
-    assert engine.life.totals.failures == 1
+        engine.lifecycle.sleep(SleepRequest())
+    engine.lifecycle.end_drain(failed=True)
+    assert engine.lifecycle.state is EngineState.RUNNING
+    assert engine.lifecycle.totals.failures == 1
     assert engine.workers.calls == []
 
 
 def test_a_stopped_engine_takes_no_more_requests_than_its_queue_holds() -> None:
     engine = Engine()
-    engine.life.check_admission(0, 0)
+    engine.lifecycle.check_admission(0, 0)
     engine.sleep()
     with pytest.raises(EngineAsleep, match="wake_up"):
-        engine.life.check_admission(0, 0)
-    engine.life.check_admission(1, 2)
+        engine.lifecycle.check_admission(0, 0)
+    engine.lifecycle.check_admission(1, 2)
     with pytest.raises(EngineAsleep, match="2 requests are queued"):
-        engine.life.check_admission(2, 2)
+        engine.lifecycle.check_admission(2, 2)
 
 
 # Failures
@@ -592,12 +592,12 @@ def test_a_sleep_that_fails_leaves_the_engine_as_it_was(error: BaseException) ->
     engine.workers.fail["sleep"] = error
     with pytest.raises(type(error)):
         engine.sleep(mode="keep")
-    assert engine.life.state is EngineState.RUNNING
+    assert engine.lifecycle.state is EngineState.RUNNING
     assert engine.scheduler.state(handle) is SequenceState.RUNNING
     assert engine.scheduler.block_stats.cached == 2
     every = "buffers default kv_cache weights"
     assert engine.diary == ["one sleeps", "two sleeps", f"two wakes with {every}", f"one wakes with {every}"]
-    assert engine.life.totals.failures == 1
+    assert engine.lifecycle.totals.failures == 1
     engine.workers.fail.clear()
     assert engine.sleep(mode="keep").asleep == ALL_TAGS
 
@@ -609,12 +609,12 @@ def test_a_wake_that_fails_leaves_the_engine_asleep_and_a_retry_works() -> None:
     engine.workers.fail["wake"] = DeviceOutOfMemory("no room")
     with pytest.raises(DeviceOutOfMemory):
         engine.wake()
-    assert engine.life.status().state is EngineState.SLEEPING
-    assert engine.life.status().asleep == ALL_TAGS
+    assert engine.lifecycle.status().state is EngineState.SLEEPING
+    assert engine.lifecycle.status().asleep == ALL_TAGS
     assert engine.diary == ["one sleeps"]
     engine.workers.fail.clear()
     assert engine.wake().state is EngineState.RUNNING
-    assert engine.life.totals.failures == 1
+    assert engine.lifecycle.totals.failures == 1
 
 
 def test_a_failing_participant_undoes_those_before_it_and_no_memory_is_touched() -> None:
@@ -629,7 +629,7 @@ def test_a_failing_participant_undoes_those_before_it_and_no_memory_is_touched()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert engine.diary == ["one sleeps", "two sleeps", "two wakes with kv_cache", "one wakes with kv_cache"]
     assert engine.workers.calls == []
-    assert engine.life.state is EngineState.RUNNING
+    assert engine.lifecycle.state is EngineState.RUNNING
 
 
 def test_participants_sleep_in_order_and_wake_in_reverse_each_time_with_what_woke() -> None:
@@ -653,10 +653,10 @@ def test_a_participant_that_cannot_wake_is_waited_for_and_the_next_wake_goes_on_
     one.fails.add("after_wake")
     with pytest.raises(ParticipantError, match="'one'"):
         engine.wake()
-    status = engine.life.status()
+    status = engine.lifecycle.status()
     assert (status.state, status.asleep, status.waiting_for) == (EngineState.SLEEPING, frozenset(), ("one",))
     with pytest.raises(EngineAsleep):
-        engine.life.check_step()
+        engine.lifecycle.check_step()
     one.fails.clear()
     assert engine.wake(KV_CACHE).state is EngineState.RUNNING
     assert engine.diary[2:] == ["two wakes with kv_cache", "one wakes with kv_cache"]
@@ -670,8 +670,8 @@ def test_a_participant_that_cannot_be_undone_is_waited_for(caplog: pytest.LogCap
     engine.workers.fail["sleep"] = DriverError("unmap", 1, "stuck")
     with pytest.raises(DriverError):
         engine.sleep()
-    assert engine.life.status().waiting_for == ("one",)
-    assert engine.life.state is EngineState.SLEEPING
+    assert engine.lifecycle.status().waiting_for == ("one",)
+    assert engine.lifecycle.state is EngineState.SLEEPING
     assert "'one' could not be woken" in caplog.text
     one.fails.clear()
     assert engine.wake().state is EngineState.RUNNING
@@ -685,9 +685,9 @@ def test_workers_that_do_not_say_what_is_asleep_are_a_failed_engine_until_they_d
     engine.workers.ranks[0].status = lambda: original() if not sleeps else (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
     with pytest.raises(DriverError):
         engine.sleep()
-    assert engine.life.state is EngineState.FAILED
-    assert "gone" in (engine.life.status().failure or "")
-    for check in (engine.life.check_step, lambda: engine.life.check_admission(0, 5)):
+    assert engine.lifecycle.state is EngineState.FAILED
+    assert "gone" in (engine.lifecycle.status().failure or "")
+    for check in (engine.lifecycle.check_step, lambda: engine.lifecycle.check_admission(0, 5)):
         with pytest.raises(EngineDead, match="gone"):
             check()
     with pytest.raises(OSError, match="gone"):
@@ -714,10 +714,10 @@ def test_an_interrupt_while_the_books_are_read_leaves_nothing_that_a_wake_does_n
     with pytest.raises(KeyboardInterrupt):
         engine.sleep() if call == "sleep" else engine.wake()
     with pytest.raises(EngineDead, match="interrupted"):
-        engine.life.check_step()
+        engine.lifecycle.check_step()
     assert engine.wake().state is EngineState.RUNNING
     assert not rank.asleep
-    engine.life.check_step()
+    engine.lifecycle.check_step()
 
 
 @pytest.mark.parametrize(
@@ -725,7 +725,7 @@ def test_an_interrupt_while_the_books_are_read_leaves_nothing_that_a_wake_does_n
     [
         lambda engine: engine.sleep(),
         lambda engine: engine.wake(),
-        lambda engine: engine.life.change_weights(WeightWrite.RELOAD),
+        lambda engine: engine.lifecycle.change_weights(WeightWrite.RELOAD),
     ],
 )
 def test_memory_is_not_changed_from_within_a_sleep(again: Callable[[Engine], object]) -> None:
@@ -735,7 +735,7 @@ def test_memory_is_not_changed_from_within_a_sleep(again: Callable[[Engine], obj
     with pytest.raises(ParticipantError) as caught:
         engine.sleep()
     assert isinstance(caught.value.__cause__, MemoryBusy)
-    assert engine.life.state is EngineState.RUNNING
+    assert engine.lifecycle.state is EngineState.RUNNING
 
 
 def test_steps_and_requests_are_refused_while_memory_goes() -> None:
@@ -744,10 +744,10 @@ def test_steps_and_requests_are_refused_while_memory_goes() -> None:
     refused: list[str] = []
 
     def try_both() -> None:
-        for check in (engine.life.check_step, lambda: engine.life.check_admission(0, 0)):
+        for check in (engine.lifecycle.check_step, lambda: engine.lifecycle.check_admission(0, 0)):
             with pytest.raises(EngineAsleep):
                 check()
-            refused.append(engine.life.state.value)
+            refused.append(engine.lifecycle.state.value)
 
     one.on_sleep = try_both
     engine.sleep()
@@ -820,7 +820,7 @@ def test_a_rank_that_cannot_sleep_leaves_the_engine_as_it_was(rank: int) -> None
     engine.workers.fail["sleep", rank] = DriverError("unmap", 1, "stuck")
     with pytest.raises(DriverError, match=f"rank {rank}"):
         engine.sleep()
-    assert engine.life.state is EngineState.RUNNING
+    assert engine.lifecycle.state is EngineState.RUNNING
     assert engine.diary[-1].startswith("one wakes")
     assert all(not one.asleep and not one.open for one in engine.workers.ranks)
     engine.workers.fail.clear()
@@ -828,7 +828,7 @@ def test_a_rank_that_cannot_sleep_leaves_the_engine_as_it_was(rank: int) -> None
     engine.workers.fail["wake", rank] = DriverError("map", 1, "stuck")
     with pytest.raises(DriverError, match=f"rank {rank}"):
         engine.wake()
-    assert engine.life.state is EngineState.SLEEPING
+    assert engine.lifecycle.state is EngineState.SLEEPING
     engine.workers.fail.clear()
     assert engine.wake().state is EngineState.RUNNING
 
@@ -841,20 +841,24 @@ def test_ranks_that_came_apart_serve_nothing_until_a_wake_brings_them_together()
     with pytest.raises(RanksDiverged, match="rank 1"):
         engine.sleep(mode="keep")
     assert engine.scheduler.state(handle) is SequenceState.WAITING, "its keys and values are gone on a rank"
-    status = engine.life.status()
+    status = engine.lifecycle.status()
     assert (status.state, status.asleep) == (EngineState.FAILED, set(SIZES))
     assert "rank 1" in (status.failure or "")
-    for call in (engine.life.check_step, engine.sleep, lambda: engine.life.change_weights(WeightWrite.RELOAD)):
+    for call in (
+        engine.lifecycle.check_step,
+        engine.sleep,
+        lambda: engine.lifecycle.change_weights(WeightWrite.RELOAD),
+    ):
         with pytest.raises(EngineDead, match="rank 1"):
             call()
     with pytest.raises(RanksDiverged):
         engine.wake()
-    assert engine.life.state is EngineState.FAILED
+    assert engine.lifecycle.state is EngineState.FAILED
     engine.workers.fail.clear()
     assert engine.wake().state is EngineState.RUNNING
     assert all(not rank.asleep and not rank.open for rank in engine.workers.ranks)
-    assert engine.life.status().waiting_for == ()
-    assert engine.life.totals.failures == 1
+    assert engine.lifecycle.status().waiting_for == ()
+    assert engine.lifecycle.totals.failures == 1
     assert engine.diary[-1].startswith(f"{one.name} wakes")
 
 
@@ -864,7 +868,7 @@ def test_ranks_that_came_apart_in_a_rollback_are_known_to_be_awake_again() -> No
     engine.workers.fail["rollback", 1] = WorkerError("the message was lost")
     with pytest.raises(RanksDiverged, match="roll back"):
         engine.sleep()
-    assert engine.life.state is EngineState.FAILED
+    assert engine.lifecycle.state is EngineState.FAILED
     engine.workers.fail.clear()
     report = engine.wake()
     assert (report.state, report.tags) == (EngineState.RUNNING, frozenset())
@@ -878,7 +882,7 @@ def test_totals_count_what_was_done_and_what_failed() -> None:
     engine.workers.fail["sleep"] = DriverError("copy", 1, "stuck")
     with pytest.raises(DriverError):
         engine.sleep()
-    totals = engine.life.totals
+    totals = engine.lifecycle.totals
     assert (totals.sleeps, totals.wakes, totals.failures) == (1, 1, 1)
     assert totals.freed_bytes == sum(SIZES.values())
     assert totals.preserved_bytes == totals.restored_bytes == sum(SIZES.values()) - SIZES[KV_CACHE]

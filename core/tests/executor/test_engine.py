@@ -88,7 +88,7 @@ def test_a_step_that_leaves_ranks_in_step_ends_its_sequences_alone(
     with pytest.raises(WorkerError, match=text) as raised:
         step(core)
     assert raised.value.lost_seq_ids == (lost,)
-    assert core.life.state is EngineState.RUNNING
+    assert core.lifecycle.state is EngineState.RUNNING
     add(core)
     assert len(step(core).token_ids) == 1
 
@@ -130,12 +130,12 @@ def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
         step(core)
     assert time.monotonic() - start < 5
     assert not core.scheduler.has_unfinished()
-    assert core.life.is_dead
-    assert core.life.state is EngineState.FAILED
+    assert core.lifecycle.is_dead
+    assert core.lifecycle.state is EngineState.FAILED
     with pytest.raises(EngineDead, match="rank 1 failed"):
         step(core)
     with pytest.raises(EngineDead, match="Make a new engine"):
-        core.life.check_admission(0, 5)
+        core.lifecycle.check_admission(0, 5)
     core.shutdown()
     core.shutdown()
 

@@ -12,7 +12,7 @@ import pytest
 
 from hardpoint.interfaces.errors import BackendBroken, DriverError
 from hardpoint.memory.driver_library import DriverLibrary, LibraryMissing, LibraryUnusable
-from hardpoint.memory.driver_probe import take_inventory
+from hardpoint.memory.driver_probe import query_devices
 
 VARIABLE = "HARDPOINT_TEST_DRIVER"
 
@@ -53,7 +53,7 @@ def build(tmp_path: Path) -> Build:
 
 def ask(script: Path, library: Path, monkeypatch: pytest.MonkeyPatch, time_limit: float = 8.0):  # type: ignore[no-untyped-def]
     monkeypatch.setenv(VARIABLE, str(library))
-    return take_inventory(script, VARIABLE, ("libacme.so.1",), time_limit)
+    return query_devices(script, VARIABLE, ("libacme.so.1",), time_limit)
 
 
 def test_devices_are_listed_as_the_driver_gives_them(
@@ -70,7 +70,7 @@ def test_devices_are_listed_as_the_driver_gives_them(
 
 def test_library_that_is_not_installed_is_a_reason_and_no_error(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    found = take_inventory(script, VARIABLE, ("libacme.so.1", "libacme.so"))
+    found = query_devices(script, VARIABLE, ("libacme.so.1", "libacme.so"))
     assert (found.devices, found.reason) == ((), "no libacme.so.1 or libacme.so is installed")
 
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from hardpoint.interfaces import BUFFERS, DEFAULT, WEIGHTS, DType, MemoryInfo, MemoryStats, Policy
 from hardpoint.interfaces.capabilities import MemoryCapabilities
-from hardpoint.memory import Books, TensorAllocator
+from hardpoint.memory import Accounting, TensorAllocator
 
 
 class PlainAllocator(TensorAllocator):
     """Torch's own memory, with books; every tensor is remembered by address."""
 
     def __init__(self) -> None:
-        self.books = Books()
+        self.books = Accounting()
         self.homes: dict[int, str] = {}
 
     def capabilities(self) -> MemoryCapabilities:
@@ -118,7 +118,7 @@ def test_materialise_fills_meta_tensors_only_and_keeps_ties(allocator: PlainAllo
 
 
 def test_books_count_by_tag_and_remember_the_peak() -> None:
-    books = Books()
+    books = Accounting()
     books.add("weights", 100)
     books.add("kv_cache", 50)
     books.remove("weights", 100)

@@ -178,8 +178,8 @@ def test_the_default_seed_counts_only_where_none_is_given() -> None:
 
 
 def test_temperatures_too_small_to_divide_by_are_greedy() -> None:
-    assert SamplingParams(temperature=1e-6).to_sequence_sampling(0, [1], 0, 0, []).is_plain_argmax
-    assert not SamplingParams(temperature=1e-4).to_sequence_sampling(0, [1], 0, 0, []).is_plain_argmax
+    assert SamplingParams(temperature=1e-6).to_sequence_sampling(0, [1], 0, 0, []).is_pure_greedy
+    assert not SamplingParams(temperature=1e-4).to_sequence_sampling(0, [1], 0, 0, []).is_pure_greedy
 
 
 def test_best_of_asks_for_the_log_probabilities_it_ranks_by() -> None:

@@ -606,7 +606,7 @@ def test_priority_serves_lower_numbers_first() -> None:
 
 def test_a_request_is_passed_over_no_more_than_the_bound() -> None:
     bound = 4
-    s = scheduler(max_num_seqs=1, scheduling_policy="priority", fairness_bound=bound)
+    s = scheduler(max_num_seqs=1, scheduling_policy="priority", starvation_limit=bound)
     poor = s.add_request([1], max_tokens=1, priority=100)
     order: list[int] = []
     for _ in range(20):
@@ -617,13 +617,13 @@ def test_a_request_is_passed_over_no_more_than_the_bound() -> None:
     assert order.index(poor) == bound
 
 
-def preemptions_of_the_last(fairness_bound: int) -> int:
+def preemptions_of_the_last(starvation_limit: int) -> int:
     """How often the sequence of lowest rank is preempted while others, of higher rank, keep coming."""
     s = scheduler(
         num_device_blocks=6,
         max_model_len=24,
         max_num_seqs=3,
-        fairness_bound=fairness_bound,
+        starvation_limit=starvation_limit,
         preemption_mode="recompute",
     )
     last = s.add_request([9] * 7, max_tokens=12, arrival=1000)
@@ -635,8 +635,8 @@ def preemptions_of_the_last(fairness_bound: int) -> int:
 
 
 def test_a_sequence_is_preempted_no_more_than_the_bound() -> None:
-    assert preemptions_of_the_last(fairness_bound=1000) > 2
-    assert preemptions_of_the_last(fairness_bound=2) == 2
+    assert preemptions_of_the_last(starvation_limit=1000) > 2
+    assert preemptions_of_the_last(starvation_limit=2) == 2
 
 
 # Abort and failure
@@ -842,7 +842,7 @@ def test_prompts_of_the_wrong_type_are_type_errors(prompt: Any) -> None:
         {"watermark": 1.0},
         {"preemption_mode": "both"},
         {"scheduling_policy": "random"},
-        {"fairness_bound": 0},
+        {"starvation_limit": 0},
         {"num_lookahead_slots": -1},
         {"enable_chunked_prefill": False},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 8},

@@ -330,7 +330,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
         num_lookahead_slots=draw(st.sampled_from([0, 0, 3])),
         steps_in_flight=draw(st.sampled_from([0, 1, 2])),
-        fairness_bound=draw(st.sampled_from([1, 2, 8])),
+        starvation_limit=draw(st.sampled_from([1, 2, 8])),
         hash_bits=draw(st.sampled_from([0, 3, 64])),
     )
 

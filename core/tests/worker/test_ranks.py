@@ -22,11 +22,11 @@ from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
 from hardpoint.sampling import Sampler
 from hardpoint.worker import StandardWorker
-from hardpoint.worker.collectives import insist_on
+from hardpoint.worker.collectives import require_env
 from hardpoint.worker.dummy import dummy_batch
-from hardpoint.worker.meeting import MeetingPoint
 from hardpoint.worker.pooling import Pooler
 from hardpoint.worker.ranks import PlainRows, check_ranks, place_of
+from hardpoint.worker.rendezvous import RendezvousPoint
 
 ADDRESS = "tcp://127.0.0.1:9/nobody"
 
@@ -75,24 +75,24 @@ def test_a_configuration_says_where_its_rank_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "meeting"),
+    ("text", "rendezvous"),
     [
-        ("tcp://10.0.0.1:29500", MeetingPoint("10.0.0.1", 29500)),
-        ("tcp://node:1/engine/7", MeetingPoint("node", 1, "engine/7")),
-        ("tcp://[::1]:5/x?served", MeetingPoint("::1", 5, "x", True)),
+        ("tcp://10.0.0.1:29500", RendezvousPoint("10.0.0.1", 29500)),
+        ("tcp://node:1/engine/7", RendezvousPoint("node", 1, "engine/7")),
+        ("tcp://[::1]:5/x?served", RendezvousPoint("::1", 5, "x", True)),
     ],
 )
-def test_a_meeting_point_is_read(text: str, meeting: MeetingPoint) -> None:
-    assert MeetingPoint.parse(text) == meeting
-    inner = MeetingPoint.parse(meeting.subgroup("stage0", served=False))
-    assert inner == replace(meeting, group=f"{meeting.group}/stage0".lstrip("/"))
-    assert MeetingPoint.parse(meeting.subgroup("stage0", served=True)).served
+def test_a_rendezvous_point_is_read(text: str, rendezvous: RendezvousPoint) -> None:
+    assert RendezvousPoint.parse(text) == rendezvous
+    inner = RendezvousPoint.parse(rendezvous.subgroup("stage0", served=False))
+    assert inner == replace(rendezvous, group=f"{rendezvous.group}/stage0".lstrip("/"))
+    assert RendezvousPoint.parse(rendezvous.subgroup("stage0", served=True)).served
 
 
 @pytest.mark.parametrize("text", ["", "tcp://", "tcp://host", "tcp://:5", "tcp://host:x", "tcp://h:1?no", "file:///x"])
 def test_what_is_no_meeting_point_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="tcp://host:port/group"):
-        MeetingPoint.parse(text)
+        RendezvousPoint.parse(text)
 
 
 def test_rows_are_plain_once_their_min_tokens_are_out() -> None:
@@ -259,11 +259,11 @@ def test_a_variable_that_a_library_must_find_is_set_or_its_other_value_is_refuse
 ) -> None:
     monkeypatch.delenv("LIBRARY_MODE", raising=False)
     for _ in range(2):
-        insist_on("LIBRARY_MODE", "0", because="it would")
+        require_env("LIBRARY_MODE", "0", because="it would")
         assert os.environ["LIBRARY_MODE"] == "0"
     monkeypatch.setenv("LIBRARY_MODE", "1")
     with pytest.raises(ConfigError, match=r"LIBRARY_MODE=1.*it would.*Unset LIBRARY_MODE"):
-        insist_on("LIBRARY_MODE", "0", because="it would")
+        require_env("LIBRARY_MODE", "0", because="it would")
 
 
 NO_TOKEN_LEFT = {"temperature": 0.7, "allowed_token_ids": (4,), "min_tokens": 1, "stop_token_ids": frozenset({4})}
@@ -326,7 +326,7 @@ def test_a_device_that_failed_is_no_failed_output(model: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
-def test_ranks_are_in_step_after_an_output_that_failed_on_the_driver(
+def test_ranks_stay_consistent_after_an_output_that_failed_on_the_driver(
     model: str, tensor: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a sample without a token, and of a pooled output; the others know nothing of it, and the step after gives what it gives alone."""

@@ -77,7 +77,7 @@ Result DeviceMemory::create(int device, std::size_t size, std::size_t granularit
   if (size % granularity) return broken(Result::InvalidValue, "size is not a multiple of the granularity");
   // ROCm 6.x: one large hipMemCreate fails where several small ones work (vLLM #12695).
   if (settings_.max_chunk && size > settings_.max_chunk) return Result::OutOfMemory;
-  Books& books = books_[device];
+  Accounting& books = books_[device];
   if (books.used > settings_.capacity || size > settings_.capacity - books.used) return Result::OutOfMemory;
   off_t offset = 0;
   if (!file_.allocate(size, &offset)) return Result::OutOfMemory;
@@ -374,7 +374,7 @@ void DeviceMemory::drop_if_unused(Handles::iterator it) {
 }
 
 void DeviceMemory::give_back(int device, std::size_t size) {
-  Books& books = books_[device];
+  Accounting& books = books_[device];
   books.used -= size;
   // Free-memory counters lag behind (vLLM polls ROCm's for up to five seconds).
   if (settings_.free_counter_lag) {
@@ -435,7 +435,7 @@ Result DeviceMemory::fill(Address address, std::uint8_t value, std::size_t size)
 }
 
 std::size_t DeviceMemory::reported_free(int device) {
-  Books& books = books_[device];
+  Accounting& books = books_[device];
   const std::size_t shown_used = books.used + books.unreported;
   if (books.queries_left && --books.queries_left == 0) books.unreported = 0;
   return settings_.capacity > shown_used ? settings_.capacity - shown_used : 0;

@@ -129,7 +129,7 @@ class DeviceMemory {
     int device;
     std::size_t size;
   };
-  struct Books {
+  struct Accounting {
     std::size_t used = 0;
     std::size_t unreported = 0;       // released, and not yet visible in the counter
     std::uint64_t queries_left = 0;
@@ -168,7 +168,7 @@ class DeviceMemory {
   Handles handles_{&nodes_};
   Mappings mappings_{&nodes_};
   std::multimap<Address, Held> held_;  // released, but returned only when the reservation at the address is freed
-  std::array<Books, kMaxDevices> books_{};
+  std::array<Accounting, kMaxDevices> books_{};
   HandleId next_handle_ = 0x51d00001;
 };
 

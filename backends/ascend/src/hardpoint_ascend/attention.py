@@ -24,7 +24,7 @@ import torch
 from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
 from hardpoint.interfaces.errors import InvalidBatch
 from hardpoint.worker import copy_blocks
-from hardpoint_ascend.capabilities import MOST_ELEMENTS, capabilities, reasons_beyond_claims
+from hardpoint_ascend.capabilities import MAX_ELEMENTS, capabilities, reasons_beyond_claims
 from hardpoint_ascend.operators import ATTEND, KV_LENGTHS, WRITE_KV
 from hardpoint_ascend.step import AscendStep, StaticStep, needed_blocks
 
@@ -231,9 +231,9 @@ def _halves(kv_cache: Tensor, step: AscendStep) -> tuple[Tensor, Tensor]:
         )
     if shape[1] < step.num_blocks:
         raise InvalidBatch(f"the step uses block {step.num_blocks - 1}", found=f"a cache of {shape[1]} blocks")
-    if kv_cache[0].numel() > MOST_ELEMENTS:
+    if kv_cache[0].numel() > MAX_ELEMENTS:
         raise InvalidBatch(
-            f"the attention operator addresses {MOST_ELEMENTS} elements of a layer's keys",
+            f"the attention operator addresses {MAX_ELEMENTS} elements of a layer's keys",
             found=f"{kv_cache[0].numel()} in a cache of {shape[1]} blocks",
             hint="Use fewer blocks",
         )

@@ -29,13 +29,13 @@ from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 GRAPHS_VARIABLE = "HARDPOINT_ASCEND_GRAPHS"
 """Environment variable that asks for decode steps as graphs (1), which are left out while no device has shown them."""
 
-MOST_ELEMENTS = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 """Elements of a layer's keys that the attention operator can address."""
 
-MOST_SEQUENCES = 4096
+MAX_SEQUENCES = 4096
 """Sequences in one call of the attention operator."""
 
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 """Query tokens in one call of the attention operator."""
 
 _MOST_HEADS = 256
@@ -47,7 +47,7 @@ _DTYPES = frozenset({DType.FLOAT16, DType.BFLOAT16})
 CHIPS = ("Ascend910B", "Ascend910_93")
 """Beginnings of the names of chips for which torch_npu describes the operators: the Atlas A2 and A3 series."""
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Devices of one machine that share a model's layers."""
 
 INSTALL = "Install the torch_npu that goes with torch, and CANN"
@@ -70,7 +70,7 @@ def capabilities(device: Device) -> Capabilities:
         memory=MemoryCapabilities(
             sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=_torch_pool_scope()
         ),
-        tensor_parallel=IntSet() if missing else IntSet.between(1, MOST_RANKS),
+        tensor_parallel=IntSet() if missing else IntSet.between(1, MAX_RANKS),
         collectives=() if missing else ("hccl",),
         notes=tuple(f"no attention: {reason}" for reason in missing) or (_graphs_note(), *NOTES),
     )
@@ -135,7 +135,7 @@ def _attention() -> AttentionCapabilities:
         ),
         graph_level=GraphLevel.UNIFORM_DECODE if graphs_wanted() else GraphLevel.NONE,
         determinism=Determinism.NONE,
-        max_cache_elements=MOST_ELEMENTS,
+        max_cache_elements=MAX_ELEMENTS,
     )
 
 

@@ -76,7 +76,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return BackendDescriptor(
         name="ascend",
         vendor="Huawei",
-        api=(2, 2),
+        api=(1, 1),
         probe=probe,
         capabilities=capabilities.capabilities,
         allocator=allocator.allocator,

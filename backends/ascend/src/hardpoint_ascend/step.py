@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.interfaces import AttentionPlan
 from hardpoint.interfaces.errors import InvalidBatch
-from hardpoint_ascend.capabilities import MOST_SEQUENCES, MOST_TOKENS
+from hardpoint_ascend.capabilities import MAX_SEQUENCES, MAX_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,8 +77,8 @@ class AscendStep:
                 first = edges[-1]
                 is_full = (
                     taken + count > cache_blocks
-                    or seq - first >= MOST_SEQUENCES
-                    or self.query_start[seq + 1] - self.query_start[first] > MOST_TOKENS
+                    or seq - first >= MAX_SEQUENCES
+                    or self.query_start[seq + 1] - self.query_start[first] > MAX_TOKENS
                 )
                 if is_full and seq > first:
                     edges.append(seq)

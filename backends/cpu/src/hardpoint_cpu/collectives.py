@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 from hardpoint.worker.collectives import TorchCollectives
-from hardpoint.worker.meeting import local_address
+from hardpoint.worker.rendezvous import local_address
 from hardpoint_cpu.host_group import SLOT_BYTES, HostGroup, Offer, find
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return BackendDescriptor(
         name="cpu",
         vendor="Hardpoint",
-        api=(2, 2),
+        api=(1, 1),
         probe=_probe,
         capabilities=capabilities,
         allocator=_allocator,

@@ -14,7 +14,7 @@ from hardpoint.triton.build import TorchBuild
 from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
 from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle, flashinfer_version
 
-LEAST_COMPUTE_CAPABILITY = (8, 0)
+MIN_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
 
 BUILD = TorchBuild("cuda", "CUDA", partial(torch_has_library, "libtorch_cuda.so"), "nccl", targets="sm_80 and sm_90")
@@ -31,8 +31,8 @@ def reasons(device: Device) -> tuple[str, ...]:
     """Return why nothing can be computed on a device, one sentence each; empty when it can. Torch is not imported."""
     found = requirements()
     version = device.properties.get("compute_capability", "")
-    if version and tuple(map(int, version.split("."))) < LEAST_COMPUTE_CAPABILITY:
-        least = ".".join(map(str, LEAST_COMPUTE_CAPABILITY))
+    if version and tuple(map(int, version.split("."))) < MIN_COMPUTE_CAPABILITY:
+        least = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
         found += (f"the device has compute capability {version}, and Triton's kernels need {least}",)
     return found
 

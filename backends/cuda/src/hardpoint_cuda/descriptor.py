@@ -45,7 +45,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return triton_backend(
         capabilities.BUILD,
         vendor="NVIDIA",
-        api=(2, 2),
+        api=(1, 1),
         library="NVIDIA's driver (libcuda.so.1)",
         variable=DRIVER_VARIABLE,
         probe=probe,

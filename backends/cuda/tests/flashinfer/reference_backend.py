@@ -64,7 +64,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return BackendDescriptor(
         name=NAME,
         vendor="tests",
-        api=(2, 2),
+        api=(1, 1),
         probe=probe,
         capabilities=capabilities,
         allocator=host.allocator,

@@ -45,7 +45,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return triton_backend(
         capabilities.BUILD,
         vendor="AMD",
-        api=(2, 2),
+        api=(1, 1),
         library="ROCm's HIP runtime (libamdhip64.so)",
         variable=DRIVER_VARIABLE,
         probe=probe,

@@ -663,7 +663,7 @@ def callback_runs_for_each_tensor(base: Any) -> Methods:
     return {"declare_source": declare_source}
 
 
-# Books and sizes
+# Accounting and sizes
 
 
 @fault("The books count every allocation twice.", "alloc.books.agree@1")

@@ -208,8 +208,8 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.life = LifeCycle(self.executor, self.scheduler, memory, settings, resolved.descriptor.name)
-        self.totals = StepTotals(sleep=self.life.totals)
+        self.lifecycle = LifeCycle(self.executor, self.scheduler, memory, settings, resolved.descriptor.name)
+        self.totals = StepTotals(sleep=self.lifecycle.totals)
         self._requests: dict[int, _Request] = {}
         self._keys: dict[int, int] = {}
         self._queued: set[int] = set()
@@ -226,14 +226,14 @@ class EngineCore:
             Abort: self._abort,
             Finish: self._finish,
             Sleep: self._sleep,
-            Wake: lambda command: self._between_steps(self.life.wake, command.tags),
+            Wake: lambda command: self._between_steps(self.lifecycle.wake, command.tags),
             UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, command.weights),
             ReloadWeights: lambda command: self._change_weights(WeightWrite.RELOAD, (), command.model),
             DeclareWeightsValid: lambda command: self._change_weights(WeightWrite.DECLARE),
             GetStats: lambda command: self._stats(),
-            GetStatus: lambda command: self.life.status(),
+            GetStatus: lambda command: self.lifecycle.status(),
             ResetPrefixCache: lambda command: self.scheduler.reset_prefix_cache(),
-            RegisterParticipant: lambda command: self.life.register(command.participant),
+            RegisterParticipant: lambda command: self.lifecycle.register(command.participant),
         }
 
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
@@ -337,13 +337,13 @@ class EngineCore:
 
     def _check_admission(self) -> None:
         self._queued &= self._requests.keys()
-        self.life.check_admission(len(self._queued), self.config.queue_while_asleep)
+        self.lifecycle.check_admission(len(self._queued), self.config.queue_while_asleep)
 
     def _note_added(self, key: int, handle: int, count: int) -> None:
         alive = range(handle, handle + count)
         self._requests[key] = _Request(handle, set(alive))
         self._keys.update(dict.fromkeys(alive, key))
-        if self.life.state is not EngineState.RUNNING:
+        if self.lifecycle.state is not EngineState.RUNNING:
             self._queued.add(key)
         self._events.append(Added(key, handle))
 
@@ -379,7 +379,7 @@ class EngineCore:
         return ended
 
     def _change_weights(self, write: WeightWrite, *arguments: Any) -> int:
-        return self._between_steps(self.life.change_weights, write, *arguments)
+        return self._between_steps(self.lifecycle.change_weights, write, *arguments)
 
     def _between_steps(self, change: Callable[..., T], *arguments: Any) -> T:
         """Do what no step may be in flight for."""
@@ -402,18 +402,18 @@ class EngineCore:
 
     def _sleep(self, command: Sleep) -> SleepReport | Future[SleepReport]:
         request, start = command.request, time.perf_counter()
-        if self.life.state is EngineState.RUNNING:
+        if self.lifecycle.state is EngineState.RUNNING:
             self._queued.clear()
         if request.mode is not SleepMode.WAIT or not self._requests:
             return self._sleep_now(request, start)
-        self.life.begin_drain(request)
+        self.lifecycle.begin_drain(request)
         limit = math.inf if request.drain_timeout is None else request.drain_timeout
         self._drain = _Drain(request, Future(), start, time.monotonic() + limit)
         return self._drain.reply
 
     def _sleep_now(self, request: SleepRequest, start: float) -> SleepReport:
         self._book_all()
-        report = self.life.sleep(request, start)
+        report = self.lifecycle.sleep(request, start)
         if request.mode is not SleepMode.ABORT:
             return replace(report, kept=len(self._requests))
         aborted = len(self._requests)
@@ -448,14 +448,14 @@ class EngineCore:
         """Give up a sleep that waits for requests; the engine runs on. Does nothing where there is none."""
         if self._drain is not None:
             self._drain = None
-            self.life.end_drain(failed=bool(self._requests))
+            self.lifecycle.end_drain(failed=bool(self._requests))
 
     # Steps
 
     @property
     def can_advance(self) -> bool:
         """There are requests in progress and the engine is in a state to serve them, steps in flight, or a sleep that waits."""
-        return bool(self._in_flight or self._drain) or (bool(self._requests) and self.life.can_step)
+        return bool(self._in_flight or self._drain) or (bool(self._requests) and self.lifecycle.can_step)
 
     @property
     def has_events(self) -> bool:
@@ -477,7 +477,7 @@ class EngineCore:
         """
         if self._check_drain():
             return
-        self.life.check_step()
+        self.lifecycle.check_step()
         try:
             while len(self._in_flight) <= self.model.steps_in_flight and self._submit():
                 pass
@@ -552,7 +552,7 @@ class EngineCore:
         """End the requests of the oldest step, which failed; with the engine, where a rank is gone."""
         lost = [seq_id for seq_id, _ in self.scheduler.fail_step()]
         if isinstance(error, EngineDead):
-            self._die(error)
+            self._mark_dead(error)
             return
         failure = WorkerError.of(error, tuple(lost))
         failure.__cause__ = error
@@ -569,15 +569,15 @@ class EngineCore:
         while self.scheduler.num_in_flight:
             self._lose_oldest(WorkerError("the step was given up", found=type(error).__name__))
 
-    def _die(self, error: EngineDead) -> None:
-        self.life.die(error)
+    def _mark_dead(self, error: EngineDead) -> None:
+        self.lifecycle.mark_dead(error)
         self._in_flight.clear()
         while self.scheduler.num_in_flight:
             self.scheduler.fail_step()
         self._abort(Abort(tuple(self._requests)))
         if self._drain is not None:
             drain, self._drain = self._drain, None
-            self.life.end_drain(failed=True)
+            self.lifecycle.end_drain(failed=True)
             drain.reply.set_exception(error)
         self._events.append(Died(error))
 

@@ -228,7 +228,7 @@ class RequestTable:
         self._by_key: dict[int, Request | EmbeddingRequest] = {}
         self._embeddings: dict[int, EmbeddingRequest] = {}
         self._completions: dict[int, tuple[Request, Completion]] = {}
-        self._followed: dict[int, tuple[Request, Completion]] = {}
+        self._streaming: dict[int, tuple[Request, Completion]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -265,7 +265,7 @@ class RequestTable:
         else:
             for seq_id in [s for s, (one, _) in self._completions.items() if one is request]:
                 del self._completions[seq_id]
-                self._followed.pop(seq_id, None)
+                self._streaming.pop(seq_id, None)
         return request.key
 
     def apply(self, event: Event) -> list[int]:
@@ -291,7 +291,7 @@ class RequestTable:
             for seq_id, completion in enumerate(request.completions, start=event.first_seq_id):
                 self._completions[seq_id] = request, completion
                 if request.is_followed:
-                    self._followed[seq_id] = request, completion
+                    self._streaming[seq_id] = request, completion
 
     def _fail(self, request: Request | EmbeddingRequest | None, error: Exception) -> None:
         if request is not None:
@@ -304,7 +304,7 @@ class RequestTable:
                 self._completions[seq_id][0].first_token(num_cached)
         changed: dict[int, Request] = {}
         stopped: list[int] = []
-        if self._followed:
+        if self._streaming:
             self._follow(event, changed, stopped)
         for ended in event.ended:
             if ended.seq_id in self._completions:
@@ -323,7 +323,7 @@ class RequestTable:
     def _follow(self, event: StepDone, changed: dict[int, Request], stopped: list[int]) -> None:
         """Give followed completions their tokens; end those whose text has reached a stop string."""
         ended = {one.seq_id for one in event.ended} if event.ended else ()
-        followed, logprobs = self._followed, event.logprobs
+        followed, logprobs = self._streaming, event.logprobs
         for sample, (seq_id, token_id) in enumerate(zip(event.seq_ids.tolist(), event.token_ids.tolist(), strict=True)):
             entry = followed.get(seq_id)
             if entry is None or token_id < 0:
@@ -341,7 +341,7 @@ class RequestTable:
     def _finish(self, seq_id: int, reason: FinishReason, token_ids: Sequence[int]) -> None:
         """End one completion, and its request with the last one."""
         request, completion = self._completions.pop(seq_id)
-        self._followed.pop(seq_id, None)
+        self._streaming.pop(seq_id, None)
         request.finish(completion, reason, token_ids)
         if request.finished:
             self.remove(request.request_id)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.platform import Platform
     from hardpoint.interfaces.worker import Worker
 
-API_VERSION = 2
+API_VERSION = 1
 """Version of the contract that this core implements."""
 
 

@@ -128,7 +128,7 @@ class SequenceSampling:
     state_row: int = -1
 
     @property
-    def is_plain_argmax(self) -> bool:
+    def is_pure_greedy(self) -> bool:
         """The token is the argmax of the unchanged logits, and nothing else is asked of them, once `min_tokens` tokens are out."""
         return (
             self.temperature == 0.0

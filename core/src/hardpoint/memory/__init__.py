@@ -11,7 +11,7 @@ from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverStatu
 from hardpoint.memory.factory_calls import factory_call_pool
 from hardpoint.memory.native_files import driver_file, include_dir
 from hardpoint.memory.pool import PoolBooks, VirtualPool, default_sleep_directory
-from hardpoint.memory.tensors import Books, TensorAllocator
+from hardpoint.memory.tensors import Accounting, TensorAllocator
 from hardpoint.memory.torch_graph_pool import TorchGraphPool
 from hardpoint.memory.torch_pool import (
     TorchPoolAllocator,
@@ -23,7 +23,7 @@ from hardpoint.memory.torch_pool import (
 from hardpoint.memory.virtual import VirtualAllocator, open_driver
 
 __all__ = [
-    "Books",
+    "Accounting",
     "DriverFlags",
     "DriverQuirks",
     "DriverStatus",

@@ -74,7 +74,7 @@ def probe_devices(
     torch_type: str,
     obstacles: Callable[[Device], tuple[str, ...]],
 ) -> ProbeResult:
-    """Look for a vendor's driver and its devices, in a process of its own; see `take_inventory` for arguments and errors.
+    """Look for a vendor's driver and its devices, in a process of its own; see `query_devices` for arguments and errors.
 
     Devices on which nothing can be computed are listed, with the reasons: their memory works.
 
@@ -82,13 +82,13 @@ def probe_devices(
         torch_type: torch knows device i as `torch_type:i`.
         obstacles: why nothing can be computed on a device, one sentence each.
     """
-    inventory = take_inventory(script, variable, sonames)
+    inventory = query_devices(script, variable, sonames)
     devices = inventory.as_devices(backend, torch_type)
     reasons = [obstacles(device) for device in devices]
     return ProbeResult(devices, inventory.reason or ("; ".join(reasons[0]) if all(reasons) else ""))
 
 
-def take_inventory(script: Path, variable: str, sonames: Sequence[str], time_limit: float = TIME_LIMIT) -> Inventory:
+def query_devices(script: Path, variable: str, sonames: Sequence[str], time_limit: float = TIME_LIMIT) -> Inventory:
     """Return the devices of the driver that an environment variable or the usual names lead to.
 
     Args:

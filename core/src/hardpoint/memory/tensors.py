@@ -30,7 +30,7 @@ BESIDE_THE_CONTRACT = frozenset({"pool", "read_backup", "resize", "sleep", "wake
 """What users of memory alone find convenient, and the engine does not call."""
 
 
-class Books:
+class Accounting:
     """Bytes handed out, by tag; safe to use from several threads and from finalizers."""
 
     def __init__(self) -> None:

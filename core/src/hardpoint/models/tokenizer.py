@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.source import ModelSource
-from hardpoint.weights.gguf_file import GGUFFile
+from hardpoint.weights.gguf_file import GGUFFile, read_gguf
 
 _TOKENIZER_KEYS = {
     "tokenizer_type": "model",
@@ -197,7 +197,12 @@ def _light_from_gguf(file: GGUFFile) -> LightTokenizer | None:
     ]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
     _add_ends(backend, file, special, vocabulary)
-    return LightTokenizer(backend, file.metadata.get("tokenizer.chat_template"), partial(_from_gguf, file))
+    return LightTokenizer(backend, file.metadata.get("tokenizer.chat_template"), partial(_reopened, file.path))
+
+
+def _reopened(path: Path) -> Any:
+    """Return transformers' tokenizer of a GGUF file, which a tokenizer does not keep open."""
+    return _from_gguf(read_gguf(path))
 
 
 def _add_ends(backend: Tokenizer, file: GGUFFile, special: Mapping[str, str | None], ids: Mapping[str, int]) -> None:

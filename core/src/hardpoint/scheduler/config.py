@@ -49,7 +49,7 @@ class SchedulerConfig(SchedulerSettings):
             twice); with both unknown (0) it recomputes.
         steps_in_flight: steps that may be planned beyond the oldest one that was not booked.
         num_lookahead_slots: slots kept ready behind each decoding sequence.
-        fairness_bound: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
+        starvation_limit: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
             this many times, goes before all others that were not.
         vocab_size: token ids are checked against it; 0 checks only that they fit int32.
         hash_bits: bits of the prefix hash in use. A hit is verified in full, so fewer only cost time; for tests.
@@ -67,7 +67,7 @@ class SchedulerConfig(SchedulerSettings):
     recompute_seconds_per_token: NonNegativeFloat = 0.0
     steps_in_flight: Annotated[int, Meta(ge=0, le=7)] = 0
     num_lookahead_slots: NonNegativeInt = 0
-    fairness_bound: PositiveInt = 8
+    starvation_limit: PositiveInt = 8
     vocab_size: NonNegativeInt = 0
     hash_bits: Annotated[int, Meta(ge=0, le=64)] = 64
 

@@ -64,7 +64,7 @@ class Scheduler:
     Each step serves, in this order and each by rank, decodes, prompts begun before, swapped sequences, and waiting requests.
     Rank is priority (scheduling_policy "priority"), then arrival. When blocks run out, the running sequence of lowest rank is preempted;
     the step then admits nothing. No request starves: the running sequence of highest rank always makes progress, the queue
-    is served strictly by rank, and `fairness_bound` limits how often one can be passed over or preempted before it outranks
+    is served strictly by rank, and `starvation_limit` limits how often one can be passed over or preempted before it outranks
     the rest. Blocks for all known tokens of a sequence are taken at admission, so a prefill that has begun never waits for
     blocks.
 

@@ -18,7 +18,7 @@ from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import attention_choice
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Devices of one machine that share a model's layers."""
 
 
@@ -81,7 +81,7 @@ class TorchBuild:
             memory=MemoryCapabilities(
                 sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=scope
             ),
-            tensor_parallel=IntSet() if missing else IntSet.between(1, MOST_RANKS if collectives else 1),
+            tensor_parallel=IntSet() if missing else IntSet.between(1, MAX_RANKS if collectives else 1),
             collectives=collectives,
             notes=tuple(f"no attention: {reason}" for reason in missing)
             or (*attention_notes(), *self._notes(has_collectives)),

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.backend import Device
+    from hardpoint.interfaces.sampling import SamplingTables
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
 """By the numbers that the kernels know them by."""
 _ROTARY_HEADS = 16
 """Heads that one program rotates."""
 _ACTIVATION_BLOCK = 1024
+_SAMPLING_BLOCK = 1024
+"""Logits that a program looks at together."""
 
 
 class TritonKernels(KernelSet):
@@ -42,6 +45,7 @@ class TritonKernels(KernelSet):
                 ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
             )
         self._kernels: Any = importlib.import_module("hardpoint.triton.row_kernels")
+        self._sampling: Any = importlib.import_module("hardpoint.triton.sampling_kernels")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm over the last axis of x, which has two or three axes, computed in float32, in x's dtype."""
@@ -96,6 +100,28 @@ class TritonKernels(KernelSet):
         """Return int64[rows], the lowest index of the highest value in each row; torch's reduction keeps to the lowest."""
         return logits.argmax(dim=-1)
 
+    def sample(self, logits: Tensor, step: Tensor, tables: SamplingTables) -> Tensor | None:
+        """Return a token for each row of logits, int64[S], and write it to the tables; see `KernelSet.sample`."""
+        rows, width = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows:
+            self._sampling.sample[(rows,)](
+                logits,
+                step,
+                tables.parameters,
+                tables.masks,
+                tables.biases,
+                tables.history,
+                tables.last_tokens,
+                tokens,
+                logits.stride(0),
+                rows,
+                width,
+                -(-width // 32),
+                **sampling_constants(width),
+            )
+        return tokens
+
     def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
         """Return the experts of a mixture in Triton."""
         from hardpoint.triton.experts import TritonExperts
@@ -130,3 +156,9 @@ def activation_constants(width: int, activation: Activation) -> dict[str, int]:
         "ACTIVATION": ACTIVATIONS.index(activation),
         "num_warps": 4,
     }
+
+
+def sampling_constants(width: int) -> dict[str, int]:
+    """Return the compile-time arguments of sampling from rows of `width` logits."""
+    block = min(_SAMPLING_BLOCK, padded(width))
+    return {"BLOCK": block, "num_warps": min(4, max(1, block // 256))}

@@ -31,7 +31,7 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ParallelRank:
     """Where a tensor stands in a stacked one: `stacked[expert, first_row : first_row + rows]`; a router's is the other one as a whole."""
 
     stacked: str
@@ -45,7 +45,7 @@ class Place:
         return self.first_row + self.rows
 
 
-def places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+def places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParallelRank]:
     """Return where each expert's tensor, and each router's that is named otherwise there, stands in a stacked checkpoint.
 
     Args:
@@ -59,16 +59,16 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
         # Mixtral's block is named as other families' when it is stacked.
         block = re.sub(r"\.block_sparse_moe$", ".mlp", single[1])
         stacked, part = _PARTS[single[3]]
-        found[name] = Place(f"{block}.experts.{stacked}", int(single[2]), part * shape[0], shape[0])
+        found[name] = ParallelRank(f"{block}.experts.{stacked}", int(single[2]), part * shape[0], shape[0])
         if block != single[1]:
-            found[f"{single[1]}.gate.weight"] = Place(f"{block}.gate.weight")
+            found[f"{single[1]}.gate.weight"] = ParallelRank(f"{block}.gate.weight")
     return found
 
 
 class UnstackedCheckpoint(Checkpoint):
     """A checkpoint with stacked experts, as one with single tensors."""
 
-    def __init__(self, inner: Checkpoint, found: Mapping[str, Place]) -> None:
+    def __init__(self, inner: Checkpoint, found: Mapping[str, ParallelRank]) -> None:
         self._inner, self._places = inner, found
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -111,7 +111,7 @@ def unstacked(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> 
     A stacked tensor of another shape than the experts' is left alone, to be found wrong by its name.
     """
     given = checkpoint.shapes()
-    found: dict[str, Place] = {}
+    found: dict[str, ParallelRank] = {}
     for stacked, parts in _by_stacked(shapes).items():
         if stacked in given and not parts.keys() & given.keys() and given[stacked] == _whole(parts, shapes):
             found |= parts
@@ -132,15 +132,15 @@ def unstacked_pairs(
             yield part, values if place.expert is None else values[place.expert, place.first_row : place.end_row]
 
 
-def _by_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, Place]]:
+def _by_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, ParallelRank]]:
     """Return, for each stacked tensor, where the model's tensors stand in it."""
-    found: dict[str, dict[str, Place]] = {}
+    found: dict[str, dict[str, ParallelRank]] = {}
     for name, place in places(shapes).items():
         found.setdefault(place.stacked, {})[name] = place
     return found
 
 
-def _whole(parts: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _whole(parts: Mapping[str, ParallelRank], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the shape of the stacked tensor that the model's tensors make together."""
     name, place = next(iter(parts.items()))
     if place.expert is None:

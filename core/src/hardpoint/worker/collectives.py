@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore
 from hardpoint.interfaces.backend import Device
 from hardpoint.interfaces.collectives import Collectives
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, WorkerError
-from hardpoint.worker.meeting import MeetingPoint, store_at
+from hardpoint.worker.rendezvous import RendezvousPoint, store_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class TorchCollectives(Collectives):
                 hint="Install torch's build for this device, or run one rank",
             )
         # What captured steps reduce would be mapped into the other ranks' processes, which would still read that memory after a sleep.
-        insist_on(
+        require_env(
             f"{library.upper()}_GRAPH_REGISTER",
             "0",
             because=f"{library} would go on reading memory of captured steps that a sleep has given back",
@@ -69,7 +69,7 @@ class TorchCollectives(Collectives):
         """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds."""
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not one of {world_size}", hint="Ranks count from 0")
-        address = MeetingPoint.parse(init_method)
+        address = RendezvousPoint.parse(init_method)
         self.stop()
         end = time.monotonic() + timeout
         try:
@@ -157,7 +157,7 @@ class TorchCollectives(Collectives):
             ) from error
 
 
-def insist_on(variable: str, value: str, *, because: str) -> None:
+def require_env(variable: str, value: str, *, because: str) -> None:
     """Set an environment variable that a library reads at its first use; raises ConfigError where it has another value already."""
     found = os.environ.setdefault(variable, value)
     if found != value:

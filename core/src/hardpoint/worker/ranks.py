@@ -13,7 +13,7 @@ from hardpoint.interfaces.batch import Int32Array, Int64Array, SequenceSampling
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.models import ParallelRank, Ranks
-from hardpoint.worker.meeting import MeetingPoint
+from hardpoint.worker.rendezvous import RendezvousPoint
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.collectives import Collectives
@@ -49,7 +49,7 @@ def check_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Dev
             found="an empty init_method",
             hint="Give init_method as tcp://host:port/group",
         )
-    MeetingPoint.parse(config.init_method)
+    RendezvousPoint.parse(config.init_method)
 
 
 def check_claims(config: WorkerConfig, descriptor: BackendDescriptor, device: Device) -> None:
@@ -80,7 +80,7 @@ def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Devi
     Raises:
         WorkerError: not all ranks came within `communication_timeout` seconds.
     """
-    meeting, place = MeetingPoint.parse(config.init_method), place_of(config)
+    rendezvous, place = RendezvousPoint.parse(config.init_method), place_of(config)
     with ExitStack() as groups:
 
         def join(name: str, rank: int, size: int) -> Collectives | None:
@@ -88,7 +88,7 @@ def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Devi
                 return None
             collectives: Collectives = descriptor.make("collectives", device)
             groups.callback(collectives.stop)
-            method = meeting.subgroup(name, served=config.rank != 0)
+            method = rendezvous.subgroup(name, served=config.rank != 0)
             collectives.start(rank, size, method, config.communication_timeout)
             return collectives
 
@@ -114,7 +114,7 @@ class PlainRows:
                 raise ValueError(f"sequence {sampling.seq_id} has no row of the worker's state")
             if row >= len(self._first):
                 self._first = np.concatenate((self._first, np.zeros(max(64, row + 1), np.int64)))
-            self._first[row] = sampling.min_tokens if sampling.is_plain_argmax else _NEVER
+            self._first[row] = sampling.min_tokens if sampling.is_pure_greedy else _NEVER
 
     def all(self, rows: Int32Array, positions: Int32Array) -> bool:
         """Whether the next token of all these rows is such; `positions` are how many tokens their sequences have."""

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _NO_TOKENS: Int64Array = np.empty(0, np.int64)
 
 
-class Steps:
+class StepExecutor:
     """Executes steps: blocks are moved, the model runs, the driver samples and pools."""
 
     def __init__(

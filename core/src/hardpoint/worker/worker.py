@@ -27,7 +27,7 @@ from hardpoint.worker.memory_changes import SleepCycle, Transactions
 from hardpoint.worker.model_runner import ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
-from hardpoint.worker.steps import Steps
+from hardpoint.worker.steps import StepExecutor
 from hardpoint.worker.weights import KEPT, Weights
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Loaded:
     kv: KVMemory
     capture: DecodeCapture
     runner: ModelRunner
-    steps: Steps
+    steps: StepExecutor
     sleep: SleepCycle
     in_flight: StepsInFlight
 
@@ -126,7 +126,7 @@ class StandardWorker(Worker):
         capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
         runner = ModelRunner(model, attention, capture, platform, torch_device=self._device.torch_device)
         sampler = Sampler(model.info.vocab_size, self._device.torch_device, rank.kernels, platform)
-        steps = Steps(config, runner, kv, sampler, platform.synchronize)
+        steps = StepExecutor(config, runner, kv, sampler, platform.synchronize)
         sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
         in_flight = StepsInFlight(model.info.steps_in_flight)
         self._model = _Loaded(model, weights, kv, capture, runner, steps, sleep, in_flight)

@@ -110,7 +110,7 @@ def hardpoint_backend() -> BackendDescriptor:
     return BackendDescriptor(
         name="triton_interpreter",
         vendor="Hardpoint",
-        api=(2, 2),
+        api=(1, 1),
         probe=probe,
         capabilities=capabilities,
         allocator=_allocator,

@@ -155,7 +155,7 @@ class LifeCycle:
         """A rank is gone: there is no way back."""
         return self._is_dead
 
-    def die(self, error: EngineDead) -> None:
+    def mark_dead(self, error: EngineDead) -> None:
         """Note that a rank is gone."""
         self._failure = f"{type(error).__name__}: {error}"
         self._paused = self._is_dead = True
@@ -283,7 +283,7 @@ class LifeCycle:
 
     def _sleep_memory(self, request: SleepRequest, work: _Work) -> Sequence[MemoryReport]:
         plan = self._plan(request, work)
-        with self._flying(EngineState.SLEEPING):
+        with self._transition(EngineState.SLEEPING):
             if work.new:
                 self.participants.before_sleep(plan, work.new)
             self._failure = _INTERRUPTED
@@ -434,7 +434,7 @@ class LifeCycle:
 
     def _wake_memory(self, woken: frozenset[str]) -> Sequence[MemoryReport]:
         reports: Sequence[MemoryReport] = ()
-        with self._flying(EngineState.WAKING):
+        with self._transition(EngineState.WAKING):
             if woken:
                 self._failure = _INTERRUPTED
                 try:
@@ -482,7 +482,7 @@ class LifeCycle:
             raise self._refusal(EngineState.FAILED, problem)
 
     @contextmanager
-    def _flying(self, state: EngineState) -> Iterator[None]:
+    def _transition(self, state: EngineState) -> Iterator[None]:
         """Be in a passing state; a failure inside is counted, and leaves the engine paused when not all is awake."""
         self._in_flight = state
         try:
@@ -513,7 +513,7 @@ class LifeCycle:
             self._asleep = frozenset().union(*(status.memory.asleep for status in self._last_status))
             self._missing = frozenset().union(*(status.missing_weights for status in self._last_status))
         except EngineDead as error:
-            self.die(error)
+            self.mark_dead(error)
             return
         except Exception as error:
             failure = error

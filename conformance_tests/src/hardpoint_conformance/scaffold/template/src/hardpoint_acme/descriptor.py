@@ -38,6 +38,6 @@ def worker() -> type[Worker]:
 def hardpoint_backend() -> BackendDescriptor:
     """Return the descriptor."""
     return BackendDescriptor(
-        name="acme", vendor="Acme", api=(2, 2), priority=50, probe=probe, capabilities=capabilities,
+        name="acme", vendor="Acme", api=(1, 1), priority=50, probe=probe, capabilities=capabilities,
         allocator=lambda: AcmeAllocator, attention=attention, worker=worker, driver=lambda device: driver_table(device.index),
     )  # fmt: skip

@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class RendezvousPoint:
     """An `init_method`, taken apart.
 
     Attributes:
@@ -37,7 +37,7 @@ class MeetingPoint:
     served: bool = False
 
     @classmethod
-    def parse(cls, init_method: str) -> MeetingPoint:
+    def parse(cls, init_method: str) -> RendezvousPoint:
         """Read `tcp://host:port[/group][?served]`; raises ConfigError."""
         try:
             parts = urlsplit(init_method)
@@ -59,7 +59,7 @@ class MeetingPoint:
         return f"tcp://{host}:{self.port}/{group}" + (f"?{_SERVED}" if self.served or served else "")
 
 
-def store_at(meeting: MeetingPoint, *, serve: bool, timeout: timedelta) -> Store:
+def store_at(rendezvous: RendezvousPoint, *, serve: bool, timeout: timedelta) -> Store:
     """Return the store at an address, which ends when nobody of this process holds it any more; raises RuntimeError, OSError.
 
     Args:
@@ -68,13 +68,13 @@ def store_at(meeting: MeetingPoint, *, serve: bool, timeout: timedelta) -> Store
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if not serve:
-        client: Store = TCPStore(meeting.host, meeting.port, timeout=timeout, wait_for_workers=False)
+        client: Store = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout, wait_for_workers=False)
         return client
-    address = (meeting.host, meeting.port)
+    address = (rendezvous.host, rendezvous.port)
     with _lock:
         store = _servers.get(address)
         if store is None:
-            family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+            family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
             with socket.create_server(address, family=family, backlog=_BACKLOG) as listening:
                 # The store owns the file descriptor from here on.
                 store = TCPStore(
