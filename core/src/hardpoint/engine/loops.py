@@ -1,4 +1,4 @@
-"""Who drives an engine's loop: its client, a thread, or (in `process.py`) a process of its own."""
+"""Who drives an engine's loop: its client, or a thread."""
 
 from __future__ import annotations
 
