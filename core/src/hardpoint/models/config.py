@@ -189,7 +189,7 @@ class ModelConfig:
     @property
     def sliding_window(self) -> int | None:
         """Visible keys of windowed layers, None for all."""
-        return None if self.values.get("sliding_window") is None else self.integer("sliding_window")
+        return None if self.values.get("sliding_window") is None else self.integer("sliding_window", least=0)
 
     def attention(
         self, *, sliding_window: int | None = None, scale: float | None = None, soft_cap: float | None = None
