@@ -126,3 +126,19 @@ def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: C
         assert outputs[-1].finished
 
     run(body)
+
+
+def test_an_engine_is_a_context_manager(make_llm: Callable[..., LLM], device: str) -> None:
+    make_llm().shutdown()
+
+    async def body() -> AsyncLLM:
+        async with AsyncLLM("demo", backend=device, num_device_blocks=512, max_num_seqs=64, swap_space=0) as llm:
+            assert len(await tokens(llm, "x")) == PARAMS.max_tokens
+        return llm
+
+    async def whole() -> None:
+        llm = await body()
+        with pytest.raises(EngineDead):
+            await tokens(llm, "x")
+
+    asyncio.run(whole())

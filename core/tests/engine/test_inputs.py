@@ -16,8 +16,9 @@ from hardpoint.engine.inputs import (
     as_prompts,
     check_params,
     pair_with_params,
+    weight_pairs,
 )
-from hardpoint.interfaces.errors import ConfigError, EmptyPrompt, InvalidRequest, TokenOutOfRange
+from hardpoint.interfaces.errors import ConfigError, CorruptWeights, EmptyPrompt, InvalidRequest, TokenOutOfRange
 from hardpoint.sampling import PoolingParams, SamplingParams
 
 HELLO = {"role": "user", "content": "hello"}
@@ -188,3 +189,20 @@ def test_parameters_of_another_kind_are_refused(params: Any) -> None:
     check_params(SamplingParams(), SamplingParams)
     with pytest.raises(InvalidRequest, match="must be SamplingParams"):
         check_params(params, SamplingParams)
+
+
+@pytest.mark.parametrize("weights", [5, None, "weights", [5], ["ab"], [("a",)], [(1, 2)], [("a", 2)], {"a": 1}])
+def test_weights_that_are_no_pairs_are_refused(weights: object) -> None:
+    with pytest.raises(CorruptWeights, match="pairs of a checkpoint name and a tensor"):
+        list(weight_pairs(weights))
+
+
+def test_what_the_source_of_weights_raises_is_raised() -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(1)
+        raise KeyError("b")
+
+    pairs = weight_pairs(weights())
+    assert next(pairs)[0] == "a"
+    with pytest.raises(KeyError):
+        next(pairs)

@@ -13,10 +13,12 @@ import pytest
 from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.engine.front import unseeded
 from hardpoint.interfaces.errors import (
+    CorruptWeights,
     DrainTimeout,
     EngineAsleep,
     EngineDead,
     InvalidRequest,
+    ModelError,
     SleepRefused,
     WorkerError,
 )
@@ -251,3 +253,13 @@ def test_requests_that_another_thread_aborts_end_with_an_error(make_llm: Make) -
         llm.engine.abort_request("offline-0")
         with pytest.raises(InvalidRequest, match="aborted"):
             running.result(10)
+
+
+def test_weights_are_pairs_and_checkpoints_and_requests_have_names(make_llm: Make) -> None:
+    llm = make_llm(0)
+    with pytest.raises(CorruptWeights, match="pairs of a checkpoint name and a tensor"):
+        llm.update_weights(5)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="named by its path"):
+        llm.reload_weights(5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="named by their ids"):
+        llm.engine.abort_request(5)  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from hardpoint.engine.commands import (
     Abort,
@@ -185,6 +186,14 @@ class AsyncLLM:
         while len(self._requests):
             await asyncio.sleep(0.005)
         await asyncio.to_thread(self._loop.shutdown)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     async def _outputs(
         self,

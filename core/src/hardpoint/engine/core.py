@@ -38,6 +38,7 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.inputs import check_checkpoint, weight_pairs
 from hardpoint.engine.sleep import (
     EngineState,
     LifeCycle,
@@ -227,8 +228,8 @@ class EngineCore:
             Finish: self._finish,
             Sleep: self._sleep,
             Wake: lambda command: self._between_steps(self.lifecycle.wake, command.tags),
-            UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, command.weights),
-            ReloadWeights: lambda command: self._change_weights(WeightWrite.RELOAD, (), command.model),
+            UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, weight_pairs(command.weights)),
+            ReloadWeights: self._reload_weights,
             DeclareWeightsValid: lambda command: self._change_weights(WeightWrite.DECLARE),
             GetStats: lambda command: self._stats(),
             GetStatus: lambda command: self.lifecycle.status(),
@@ -377,6 +378,10 @@ class EngineCore:
         ended = Ended(seq_id, reason, self.scheduler.output_token_ids(seq_id))
         self._forget([seq_id])
         return ended
+
+    def _reload_weights(self, command: ReloadWeights) -> int:
+        check_checkpoint(command.model)
+        return self._change_weights(WeightWrite.RELOAD, (), command.model)
 
     def _change_weights(self, write: WeightWrite, *arguments: Any) -> int:
         return self._between_steps(self.lifecycle.change_weights, write, *arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -10,8 +10,10 @@ from msgspec import Meta
 
 from hardpoint.interfaces.errors import (
     ConfigError,
+    CorruptWeights,
     EmptyPrompt,
     InvalidRequest,
+    ModelError,
     PromptTooLong,
     TokenOutOfRange,
 )
@@ -19,6 +21,7 @@ from hardpoint.sampling import PoolingParams, SamplingParams
 from hardpoint.validation import INT32_MAX, Validated, shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -164,6 +167,43 @@ def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams
     """Raise InvalidRequest unless `params` is of the kind that a request needs."""
     if not isinstance(params, kind):
         raise InvalidRequest(f"the request's parameters must be {kind.__name__}", found=shown(params))
+
+
+def weight_pairs(weights: object) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator over (checkpoint name, tensor) pairs; it raises CorruptWeights at the first item that is none."""
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise CorruptWeights(
+            "weights must be pairs of a checkpoint name and a tensor",
+            found=f"a {type(weights).__name__}",
+            hint="Give an iterable such as `state_dict().items()`",
+        )
+    return map(_weight_pair, weights)
+
+
+def _weight_pair(item: object) -> tuple[str, Tensor]:
+    import torch
+
+    if isinstance(item, (tuple, list)):
+        if len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], torch.Tensor):
+            return item[0], item[1]
+        found = f"({', '.join(type(one).__name__ for one in item)})"
+    else:
+        found = type(item).__name__
+    raise CorruptWeights(
+        "weights must be pairs of a checkpoint name and a tensor",
+        found=f"an item of type {found}",
+        hint="Give (name, tensor) tuples",
+    )
+
+
+def check_checkpoint(model: object) -> None:
+    """Raise ModelError for what cannot name a checkpoint."""
+    if model is not None and not isinstance(model, str):
+        raise ModelError(
+            "a checkpoint is named by its path",
+            found=f"a {type(model).__name__}",
+            hint="Give a text, or None for the checkpoint that was loaded",
+        )
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

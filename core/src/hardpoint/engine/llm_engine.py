@@ -39,7 +39,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
-from hardpoint.interfaces.errors import EngineDead
+from hardpoint.interfaces.errors import EngineDead, InvalidRequest
 from hardpoint.sampling import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -166,6 +166,12 @@ class LLMEngine:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests and free their blocks; ids that are not in progress are passed over."""
+        if not isinstance(request_ids, Iterable):
+            raise InvalidRequest(
+                "requests are named by their ids",
+                found=f"a {type(request_ids).__name__}",
+                hint="Give one id or several",
+            )
         with self._lock:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             keys = [key for key in map(self._requests.remove, ids) if key is not None]
