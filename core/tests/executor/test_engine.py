@@ -130,7 +130,7 @@ def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
         step(core)
     assert time.monotonic() - start < 5
     assert not core.scheduler.has_unfinished()
-    assert core.lifecycle.is_dead
+    assert core.lifecycle.death is not None
     assert core.lifecycle.state is EngineState.FAILED
     with pytest.raises(EngineDead, match="rank 1 failed"):
         step(core)

@@ -220,6 +220,7 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
         self._drain: _Drain | None = None
+        self._is_dead = False
         self._events: list[Event] = []
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             Generate: self._generate,
@@ -387,9 +388,14 @@ class EngineCore:
         return self._between_steps(self.lifecycle.change_weights, write, *arguments)
 
     def _between_steps(self, change: Callable[..., T], *arguments: Any) -> T:
-        """Do what no step may be in flight for."""
+        """Do what no step may be in flight for; a rank that is found gone meanwhile ends the engine."""
         self._book_all()
-        return change(*arguments)
+        try:
+            return change(*arguments)
+        finally:
+            death = self.lifecycle.death
+            if death is not None and not self._is_dead:
+                self._mark_dead(death)
 
     def _stats(self) -> EngineStats:
         blocks, totals = self.scheduler.block_stats, self.totals
@@ -417,8 +423,7 @@ class EngineCore:
         return self._drain.reply
 
     def _sleep_now(self, request: SleepRequest, start: float) -> SleepReport:
-        self._book_all()
-        report = self.lifecycle.sleep(request, start)
+        report = self._between_steps(self.lifecycle.sleep, request, start)
         if request.mode is not SleepMode.ABORT:
             return replace(report, kept=len(self._requests))
         aborted = len(self._requests)
@@ -575,6 +580,7 @@ class EngineCore:
             self._lose_oldest(WorkerError("the step was given up", found=type(error).__name__))
 
     def _mark_dead(self, error: EngineDead) -> None:
+        self._is_dead = True
         self.lifecycle.mark_dead(error)
         self._in_flight.clear()
         while self.scheduler.num_in_flight:

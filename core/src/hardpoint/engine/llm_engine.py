@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hardpoint.engine.commands import (
     Abort,
+    Command,
     DeclareWeightsValid,
     Event,
     Finish,
@@ -18,6 +19,7 @@ from hardpoint.engine.commands import (
     GetStatus,
     RegisterParticipant,
     ReloadWeights,
+    Reply,
     ResetPrefixCache,
     Sleep,
     UpdateWeights,
@@ -256,9 +258,7 @@ class LLMEngine:
                 "progress": progress,
             }
         )
-        with self._lock:
-            report: SleepReport = self._loop.call(Sleep(command))
-            self._apply(self._loop.pending())
+        report: SleepReport = self._call(Sleep(command))
         return report
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> WakeReport:
@@ -272,7 +272,7 @@ class LLMEngine:
             DeviceOutOfMemory, DriverError, BackupCorrupt, ParticipantError and others: the engine is asleep still; try again.
         """
         self._check_alive()
-        report: WakeReport = self._loop.call(Wake(Tags.parse({"tags": tags}).tags))
+        report: WakeReport = self._call(Wake(Tags.parse({"tags": tags}).tags))
         return report
 
     def is_sleeping(self) -> bool:
@@ -295,7 +295,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        count: int = self._loop.call(UpdateWeights(weights))
+        count: int = self._call(UpdateWeights(weights))
         return count
 
     def reload_weights(self, model: str | None = None) -> int:
@@ -308,7 +308,7 @@ class LLMEngine:
             MemoryAsleep: the weights are asleep.
         """
         self._check_alive()
-        count: int = self._loop.call(ReloadWeights(model))
+        count: int = self._call(ReloadWeights(model))
         return count
 
     def declare_weights_valid(self) -> None:
@@ -317,11 +317,19 @@ class LLMEngine:
         Backups of them, and KV blocks computed before, are void. Raises MemoryAsleep while the weights are asleep.
         """
         self._check_alive()
-        self._loop.call(DeclareWeightsValid())
+        self._call(DeclareWeightsValid())
 
     def register_participant(self, participant: SleepParticipant) -> None:
         """Let something take part in sleep and wake; raises ConfigError when its name is taken."""
         self._loop.call(RegisterParticipant(participant))
+
+    def _call(self, command: Command) -> Reply:
+        """Have a command done, and tell recipients what came up by it: requests that it ended, or the engine's end."""
+        with self._lock:
+            try:
+                return self._loop.call(command)
+            finally:
+                self._apply(self._loop.pending())
 
     def _apply(self, events: Iterable[Event]) -> None:
         stopped: list[int] = []

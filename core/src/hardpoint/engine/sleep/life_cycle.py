@@ -123,7 +123,7 @@ class LifeCycle:
         self._missing: frozenset[str] = frozenset()
         self._in_flight: EngineState | None = None
         self._failure: str | None = None
-        self._is_dead = False
+        self.death: EngineDead | None = None
 
     # State
 
@@ -150,15 +150,10 @@ class LifeCycle:
             failure=self._failure,
         )
 
-    @property
-    def is_dead(self) -> bool:
-        """A rank is gone: there is no way back."""
-        return self._is_dead
-
     def mark_dead(self, error: EngineDead) -> None:
-        """Note that a rank is gone."""
+        """Note that a rank is gone: there is no way back."""
         self._failure = f"{type(error).__name__}: {error}"
-        self._paused = self._is_dead = True
+        self._paused, self.death = True, error
 
     @property
     def can_step(self) -> bool:
@@ -183,7 +178,7 @@ class LifeCycle:
         raise self._refusal(state, "a new request cannot be taken", f"{queued} requests are queued" if limit else None)
 
     def _refusal(self, state: EngineState, problem: str, queue: str | None = None) -> HardpointError:
-        if self._is_dead:
+        if self.death is not None:
             return EngineDead(problem, found=self._failure, hint="Make a new engine")
         if state is EngineState.FAILED:
             return EngineDead(
