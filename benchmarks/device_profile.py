@@ -42,8 +42,8 @@ def decoding(llm: Any, decoder: Decoder, batch: int, context: int, steps: int) -
     for number in range(batch):
         prompt = [source.randrange(decoder.vocab) for _ in range(context)]
         engine.add_request(str(number), engine.process({"prompt_token_ids": prompt}), params)
-    end = engine.totals.prefill_tokens + batch * context
-    while engine.totals.prefill_tokens < end:
+    end = engine.stats().prefill_tokens + batch * context
+    while engine.stats().prefill_tokens < end:
         engine.step()
 
 

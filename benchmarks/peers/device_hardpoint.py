@@ -54,8 +54,8 @@ class Hardpoint:
         params = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
         requests = [engine.process({"prompt_token_ids": list(prompt)}) for prompt in prompts]
         prompt_tokens = sum(map(len, prompts))
-        totals = engine.totals
-        sampled, prefilled = totals.sampled_tokens, totals.prefill_tokens
+        before = engine.stats()
+        sampled, prefilled = before.sampled_tokens, before.prefill_tokens
         emissions: list[tuple[float, int]] = []
         first_token = first_end = 0.0
         steps, context, count, firsts = 0, 0, 0, [-1] * len(prompts)
@@ -65,12 +65,12 @@ class Hardpoint:
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = time.perf_counter()
-            tokens = totals.sampled_tokens - sampled - count
+            tokens = engine.stats().sampled_tokens - sampled - count
             if first_token and not first_end:
                 steps, context = steps + 1, context + prompt_tokens + count
             count += tokens
             emissions.append((now, tokens))
-            if not first_token and totals.prefill_tokens - prefilled >= prompt_tokens:
+            if not first_token and engine.stats().prefill_tokens - prefilled >= prompt_tokens:
                 first_token = now
             if outputs and not first_end:
                 first_end = now

@@ -35,10 +35,12 @@ def collect_once() -> Iterator[None]:
     """Collect the tests once for each set of claims: importing all of them takes seconds."""
     found: dict[bytes, list[dict[str, Any]]] = {}
 
-    def cached(claims: Report, scratch: Path, modules: Sequence[Path], *, explore: int = 0) -> list[dict[str, Any]]:
+    def cached(
+        claims: Report, scratch: Path, modules: Sequence[Path], *, explore: int = 0, **options: Any
+    ) -> list[dict[str, Any]]:
         key = canonical([claims, [module.name for module in modules], explore])
         if key not in found:
-            found[key] = collect(claims, scratch, modules, explore=explore)
+            found[key] = collect(claims, scratch, modules, explore=explore, **options)
         return copy.deepcopy(found[key])
 
     with pytest.MonkeyPatch.context() as patch:

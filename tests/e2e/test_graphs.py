@@ -60,7 +60,7 @@ def tokens(llm: LLM) -> list[list[list[int]]]:
 def eager() -> list[list[list[int]]]:
     with pytest.MonkeyPatch.context() as monkeypatch, engine(monkeypatch, enforce_eager=True) as llm:
         found = tokens(llm)
-        assert llm.engine.totals.preemptions > 0
+        assert llm.stats().preemptions > 0
     assert not Recorder.replays
     return found
 
@@ -69,7 +69,7 @@ def eager() -> list[list[list[int]]]:
 def test_tokens_are_those_of_eager_steps(eager: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     with engine(monkeypatch, preemption_mode=mode) as llm:
         assert tokens(llm) == eager
-        assert llm.engine.totals.preemptions > 0
+        assert llm.stats().preemptions > 0
     assert set(Recorder.replays) == {1, 2, 4, 6}
 
 
