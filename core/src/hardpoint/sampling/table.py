@@ -57,8 +57,8 @@ class SamplingTable:
             upload: copies an array to the device without waiting for it.
         """
         self._vocab_size, self._device, self._upload = vocab_size, device, upload
-        self._parameters = torch.zeros((0, len(Column)), dtype=torch.int32, device=device)
-        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device)
+        self._parameters = torch.empty((0, len(Column)), dtype=torch.int32, device=device)
+        self._last_tokens = torch.empty(0, dtype=torch.int64, device=device)
         self._records: Records = np.zeros(0, _PARAMETERS)
         self.host: Records = np.zeros(0, _HOST)
         self._masks = _Pool(-(-vocab_size // 32), torch.int32, device)
@@ -186,7 +186,7 @@ class _Pool:
     """Slots of equal width on the device, for the rows that need one; grows by doubling."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.zeros((0, width), dtype=dtype, device=device)
+        self.tensor = torch.empty((0, width), dtype=dtype, device=device)
         self._free: list[int] = []
 
     def take(self) -> int:
