@@ -193,7 +193,9 @@ def jobs(machines: Sequence[str]) -> Iterator[Job]:
             yield _job(name, kernel, f"bf16 {what}", getattr(row_kernels, kernel), values, {"q": "bf16"})
         yield _job(name, "sample", "151936 logits", sampling_kernels.sample, sampling_constants(151936), {})
         for dtype, kernel, what, values in expert_operators():
-            yield _job(name, kernel, f"{dtype} {what}", getattr(expert_kernels, kernel), values, {"q": dtype})
+            yield _job(
+                name, kernel, f"{dtype} {what}", getattr(expert_kernels, kernel), values, {"q": dtype, "experts": dtype}
+            )
         yield _job(name, "copy_blocks", "any", kernels.copy_blocks, {"WORDS": COPY_WORDS, "num_warps": 4}, {})
 
 
@@ -250,6 +252,8 @@ def _job(machine: str, name: str, what: str, kernel: Any, values: dict[str, Any]
 
 
 def _type(argument: str, types: dict[str, str]) -> str:
+    if argument in EXPERT_TENSORS and "experts" in types:
+        return f"*{types['experts']}"
     if argument in INTS:
         return "*i32"
     if argument in SINGLES:
@@ -262,7 +266,7 @@ def _type(argument: str, types: dict[str, str]) -> str:
         return "*fp32"
     if argument == "positions":
         return "*i64"
-    if argument in ("q", "out", "k", "v", "x", "residual", "weight") or argument in EXPERT_TENSORS:
+    if argument in ("q", "out", "k", "v", "x", "residual", "weight"):
         return f"*{types['q']}"
     return "*i64" if argument in ("source", "destination", "step", "last_tokens", "tokens") else "i32"
 
