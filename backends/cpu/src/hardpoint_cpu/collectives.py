@@ -80,6 +80,6 @@ class CpuCollectives(TorchCollectives):
         return torch.cat([part.view(tensor.shape) for part in parts], dim=axis)
 
     def stop(self) -> None:
-        """Leave the group; legal in any state."""
+        """Leave the group; callable in any state."""
         self._shared = None
         super().stop()

@@ -1,7 +1,7 @@
 """What goes into the engine's loop and what comes out of it: commands of its clients, and the events of its steps.
 
-They are values, so that a loop in a process of its own is told and answers the same. A client names a request by a key that it
-chooses; the loop answers with the ids of the request's sequences, in `Added`, before any token of theirs.
+A client names a request by a key that it chooses; the loop answers with the ids of the request's sequences, in `Added`, before
+any token of theirs.
 """
 
 from __future__ import annotations

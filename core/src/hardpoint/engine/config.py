@@ -66,7 +66,7 @@ class EngineConfig(SchedulerSettings):
         ray: settings of the executor "ray", by name; see `hardpoint.executor.RaySettings`.
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
-        max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
+        max_commands: most commands that wait for a loop in a thread of its own; one more is InboxFull.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 

@@ -605,7 +605,7 @@ class EngineCore:
             totals.decode_seconds += seconds
 
     def shutdown(self) -> None:
-        """End the workers and give all memory back; legal more than once."""
+        """End the workers and give all memory back; idempotent."""
         if self._drain is not None:
             self._drain.reply.set_exception(EngineDead("the engine was shut down", hint="Make a new one"))
             self._drain = None

@@ -120,7 +120,7 @@ class TextStream:
         return self._cut_at_stop()
 
     def finish(self) -> str | None:
-        """End the stream: what was held back belongs to the text, an incomplete character as U+FFFD. Legal more than once.
+        """End the stream: what was held back belongs to the text, an incomplete character as U+FFFD. Idempotent.
 
         Returns:
             The stop text that the held back text completes, if any.

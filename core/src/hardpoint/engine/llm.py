@@ -167,7 +167,7 @@ class LLM:
         self.engine.register_participant(participant)
 
     def shutdown(self) -> None:
-        """End the engine and give its memory back; legal more than once."""
+        """End the engine and give its memory back; idempotent."""
         self.engine.shutdown()
 
     def __enter__(self) -> Self:

@@ -31,7 +31,7 @@ from hardpoint.engine.front import RequestMaker, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
 from hardpoint.engine.loops import InlineLoop, Loop
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
-from hardpoint.engine.request import Output, Recipient, RequestTable
+from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
 from hardpoint.engine.sleep import (
     EngineState,
     SleepParticipant,
@@ -96,14 +96,7 @@ class LLMEngine:
         """
         self._check_alive()
         request, command = self._maker.generation(request_id, prompt, params, priority, recipient or self._own)
-        with self._lock:
-            self._requests.add(request)
-            try:
-                self._loop.call(command)
-            except BaseException:
-                self._requests.remove(request_id)
-                raise
-            self._apply(self._loop.pending())
+        self._add(request, command)
 
     def add_embedding_request(
         self,
@@ -116,12 +109,15 @@ class LLMEngine:
         """Queue an embedding request; arguments as for `add_request`. Raises InvalidRequest, EngineAsleep, WeightsMissing."""
         self._check_alive()
         request, command = self._maker.embedding(request_id, prompt, params, recipient or self._own)
+        self._add(request, command)
+
+    def _add(self, request: Request | EmbeddingRequest, command: Command) -> None:
         with self._lock:
             self._requests.add(request)
             try:
                 self._loop.call(command)
             except BaseException:
-                self._requests.remove(request_id)
+                self._requests.remove(request.request_id)
                 raise
             self._apply(self._loop.pending())
 
@@ -202,7 +198,7 @@ class LLMEngine:
         return stats
 
     def shutdown(self) -> None:
-        """End the engine: requests in progress are dropped, memory is given back. Legal more than once."""
+        """End the engine: requests in progress are dropped, memory is given back. Idempotent."""
         with self._lock:
             self._dead = True
             self._requests.clear()

@@ -50,4 +50,4 @@ class Collectives(Contract, contract=True):
 
     @abstractmethod
     def stop(self) -> None:
-        """Leave the group; legal in any state."""
+        """Leave the group; callable in any state."""

@@ -293,7 +293,7 @@ class Worker(Contract, contract=True):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give everything back, after rolling back what is open; legal in any state and more than once."""
+        """Give everything back, after rolling back what is open; callable in any state, idempotent."""
 
 
 WORKER_CALLS = frozenset(contract_methods(Worker))

@@ -123,10 +123,6 @@ class ScalesInUse:
                 raise _fixed(f"(k_scale, v_scale) of layer {layer} are {other}, and {one} are in use")
 
 
-NO_SCALES = ScalesInUse()
-"""Of a cache that takes none."""
-
-
 def quantises_weights(config: Mapping[str, Any]) -> bool:
     """Whether a `quantization_config` may be about more than the KV cache: all of it that is not known to be about less."""
     config = _flat(config)

@@ -126,7 +126,7 @@ class TorchCollectives(Collectives):
         flag.item()
 
     def stop(self) -> None:
-        """Leave the group; legal in any state."""
+        """Leave the group; callable in any state."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
             self._end_group(group)
