@@ -239,7 +239,7 @@ def measure_block(limits: Limits, rounds: int) -> dict[str, list[float]]:
     pool = VirtualPool(table)
     exported = ctypes.CDLL(str(table.module))
     exported.hp_torch_install(ctypes.c_void_p(_native.torch_functions()))
-    _native.enter_torch_pool(pool.native, 0, WEIGHTS, _native.MemoryPolicy.preserve)
+    _native.enter_torch_pool(pool.native, 0, WEIGHTS, Policy.PRESERVE)
     block, count = ctypes.c_size_t(2 << 20), 500
     samples: dict[str, list[float]] = {"engine": [], "bare": []}
     for round_ in range(4 * rounds + 1):

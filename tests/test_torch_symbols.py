@@ -13,7 +13,6 @@ from hardpoint import _native
 from hardpoint.interfaces import Policy, SleepPlan
 from hardpoint.memory import VirtualPool
 from hardpoint.memory.driver_table import DriverTable
-from hardpoint.memory.pool import native_policy
 from hardpoint_simulators import Simulator
 
 MIB = 1 << 20
@@ -55,7 +54,7 @@ class Machine:
         self.used_before = self.simulator.used()
 
     def enter(self, tag: str, policy: Policy = Policy.PRESERVE, device: int = 0) -> None:
-        _native.enter_torch_pool(self.memory.native, device, tag, native_policy(policy))
+        _native.enter_torch_pool(self.memory.native, device, tag, policy)
 
     def allocated(self, tag: str) -> int:
         books = self.memory.stats().tags.get(tag)
@@ -203,7 +202,7 @@ def test_threads_have_their_own_blocks(machine: Machine) -> None:
 def test_two_engines_have_their_own_memory(machine: Machine) -> None:
     other = VirtualPool(machine.driver)
     machine.enter("weights")
-    _native.enter_torch_pool(other.native, 0, "weights", native_policy(Policy.PRESERVE))
+    _native.enter_torch_pool(other.native, 0, "weights", Policy.PRESERVE)
     address = take(machine)
     assert (machine.allocated("weights"), other.stats().allocated) == (0, 2 * MIB)
     other.close()

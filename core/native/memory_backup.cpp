@@ -70,20 +70,20 @@ void SourceFile::read(uint64_t offset, void* data, size_t size) const {
 }
 
 Backup::~Backup() {
-  for (const WeightShard& piece : pieces) {
+  for (const BackupPiece& piece : pieces) {
     if (piece.span.size > 0) arena_.give(piece.span);  // none before the sleep has found room
   }
 }
 
 bool Backup::copied() const {
   return std::any_of(pieces.begin(), pieces.end(),
-                     [](const WeightShard& piece) { return piece.kind == WeightShard::Kind::kHost || piece.kind == WeightShard::Kind::kDisk; });
+                     [](const BackupPiece& piece) { return piece.kind == BackupPiece::Kind::kHost || piece.kind == BackupPiece::Kind::kDisk; });
 }
 
 uint64_t Backup::held() const {
   uint64_t sum = 0;
-  for (const WeightShard& piece : pieces) {
-    if (piece.kind == WeightShard::Kind::kHost || piece.kind == WeightShard::Kind::kDisk) sum += piece.range.size;
+  for (const BackupPiece& piece : pieces) {
+    if (piece.kind == BackupPiece::Kind::kHost || piece.kind == BackupPiece::Kind::kDisk) sum += piece.range.size;
   }
   return sum - rounding;
 }
@@ -91,20 +91,20 @@ uint64_t Backup::held() const {
 void Backup::read(Range range, std::byte* target) const {
   uint64_t found = 0;
   if (!complete) throw MemoryFault(Fault::kAsleep, "these bytes cannot be read", "the sleep that was to save them failed; wake them");
-  for (const WeightShard& piece : pieces) {
+  for (const BackupPiece& piece : pieces) {
     const Range part = overlap(piece.range, range);
     if (part.size == 0) continue;
     std::byte* to = target + (part.start - range.start);
     const uint64_t within = part.start - piece.range.start;
     switch (piece.kind) {
-      case WeightShard::Kind::kHost:
+      case BackupPiece::Kind::kHost:
         std::memcpy(to, piece.span.data + within, part.size);
         break;
-      case WeightShard::Kind::kFile:
+      case BackupPiece::Kind::kFile:
         piece.file->check();
         piece.file->read(piece.offset + within, to, part.size);
         break;
-      case WeightShard::Kind::kDisk: {
+      case BackupPiece::Kind::kDisk: {
         // Whole pieces, since that is what the checksum is of.
         void* buffer = nullptr;
         const uint64_t size = (piece.range.size + kSector - 1) / kSector * kSector;
@@ -117,7 +117,7 @@ void Backup::read(Range range, std::byte* target) const {
         std::memcpy(to, static_cast<std::byte*>(buffer) + within, part.size);
         break;
       }
-      case WeightShard::Kind::kRebuild:
+      case BackupPiece::Kind::kRebuild:
         throw MemoryFault(Fault::kAsleep, "these bytes cannot be read while they are asleep",
                           "a callback writes them again on wake");
     }

@@ -56,7 +56,7 @@ struct Source {
   uint64_t rebuild = 0;
 };
 
-struct WeightShard {
+struct BackupPiece {
   enum class Kind { kHost, kDisk, kFile, kRebuild };
   Kind kind;
   Range range;
@@ -66,8 +66,8 @@ struct WeightShard {
   std::shared_ptr<const SourceFile> file;  // kFile
   uint64_t rebuild = 0;                    // kRebuild
 
-  static WeightShard at(Kind kind, Range range) {
-    WeightShard piece{};
+  static BackupPiece at(Kind kind, Range range) {
+    BackupPiece piece{};
     piece.kind = kind;
     piece.range = range;
     return piece;
@@ -89,7 +89,7 @@ class Backup {
 
   const Tier tier;
   const uint64_t generation;  // of the allocation's content
-  std::vector<WeightShard> pieces;  // by range, without overlap
+  std::vector<BackupPiece> pieces;  // by range, without overlap
   uint64_t rounding = 0;      // bytes of the copies that nobody asked to keep: gaps between small blocks, and a disk's blocks are whole
   std::shared_ptr<DiskFile> disk;
   bool complete = false;  // every piece has been written; set once, when the sleep has done its work

@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 #include "bind.hpp"
@@ -14,10 +16,32 @@
 
 namespace py = pybind11;
 
+// A Policy of the contract, by its value.
+template <>
+struct pybind11::detail::type_caster<hardpoint::memory::Policy> {
+  PYBIND11_TYPE_CASTER(hardpoint::memory::Policy, const_name("hardpoint.interfaces.Policy"));
+
+  bool load(handle source, bool) {
+    static constexpr const char* kNames[] = {"preserve", "discard", "zero", "rebuild", "resident"};  // in the order of the enumeration
+    const object name = getattr(source, "_value_", none());
+    if (!isinstance<str>(name)) return false;
+    const auto text = name.cast<std::string_view>();
+    for (size_t index = 0; index < std::size(kNames); ++index) {
+      if (text != kNames[index]) continue;
+      value = static_cast<hardpoint::memory::Policy>(index);
+      return true;
+    }
+    return false;
+  }
+};
+
 namespace hardpoint {
 namespace {
 
 using namespace memory;
+
+constexpr const char* kTiers[] = {"host", "disk", "source"};  // in the order of the enumeration
+
 using Released = py::call_guard<ReleasedGil>;
 
 // Pools that may still live when the interpreter ends, some of them only by tensors that torch never drops.
@@ -94,47 +118,91 @@ Progress progress_of(const py::object& callback) {
   };
 }
 
-py::dict to_dict(const Report& report) {
-  py::dict seconds;
+py::object attribute(const char* module, const char* name) { return py::module_::import(module).attr(name); }
+
+py::object to_tags(const std::vector<std::string>& tags) { return py::frozenset(py::cast(tags)); }
+
+// A MemoryReport of the contract.
+py::object to_python(const Report& report) {
+  const py::object tier = attribute("hardpoint.interfaces.capabilities", "SleepTier");
+  py::dict seconds, tiers;
   for (const auto& [phase, value] : report.seconds) seconds[py::str(phase)] = value;
-  py::dict dict;
-  dict["preserved"] = report.preserved;
-  dict["discarded"] = report.discarded;
-  dict["skipped"] = report.skipped;
-  dict["unmapped"] = report.unmapped;
-  dict["retained"] = report.retained;
-  dict["tiers"] = py::make_tuple(report.tiers[0], report.tiers[1], report.tiers[2]);
-  dict["free_before"] = report.free_before;
-  dict["free_after"] = report.free_after;
-  dict["allocations"] = report.allocations;
-  dict["disk_direct"] = report.disk_direct;
-  dict["seconds"] = seconds;
-  dict["still_asleep"] = report.still_asleep;
-  return dict;
+  for (size_t index = 0; index < std::size(kTiers); ++index) {
+    if (report.tiers[index] > 0) tiers[tier(kTiers[index])] = report.tiers[index];
+  }
+  return attribute("hardpoint.interfaces.allocator", "MemoryReport")(
+      py::arg("preserved") = report.preserved, py::arg("discarded") = report.discarded, py::arg("skipped") = report.skipped,
+      py::arg("seconds") = seconds, py::arg("free_before") = report.free_before, py::arg("free_after") = report.free_after,
+      py::arg("tiers") = tiers, py::arg("unmapped") = report.unmapped, py::arg("retained") = report.retained,
+      py::arg("direct_io") = report.disk_direct, py::arg("still_asleep") = to_tags(report.still_asleep));
 }
 
-py::dict to_dict(const Stats& stats) {
+// The MemoryStats of the contract.
+py::object to_python(const Stats& stats) {
+  const py::object of_tag = attribute("hardpoint.interfaces.allocator", "TagStats");
   py::dict tags;
+  std::vector<std::string> asleep;
   for (const TagStats& tag : stats.tags) {
-    py::dict one;
-    one["allocated"] = tag.allocated;
-    one["mapped"] = tag.mapped;
-    one["backed_up"] = tag.backed_up;
-    one["allocations"] = tag.allocations;
-    one["sourced"] = tag.sourced;
-    one["asleep"] = tag.asleep;
-    tags[py::str(tag.tag)] = one;
+    tags[py::str(tag.tag)] = of_tag(py::arg("allocated") = tag.allocated, py::arg("mapped") = tag.mapped, py::arg("backed_up") = tag.backed_up,
+                                    py::arg("allocations") = tag.allocations, py::arg("sourced") = tag.sourced);
+    if (tag.asleep) asleep.push_back(tag.tag);
   }
-  py::dict dict;
-  dict["tags"] = tags;
-  dict["allocated"] = stats.allocated;
-  dict["peak_allocated"] = stats.peak_allocated;
-  dict["reserved"] = stats.reserved;
-  dict["host_held"] = stats.host_held;
-  dict["host_used"] = stats.host_used;
-  dict["disk_used"] = stats.disk_used;
-  dict["unreturned"] = stats.unreturned;
-  return dict;
+  return attribute("hardpoint.interfaces.allocator", "MemoryStats")(
+      py::arg("tags") = tags, py::arg("peak_allocated") = stats.peak_allocated, py::arg("asleep") = to_tags(asleep));
+}
+
+Stats stats_of(const Pool& pool) {
+  const ReleasedGil released;
+  return pool.stats();
+}
+
+// What is beside the tags.
+py::dict to_books(const Stats& stats) {
+  py::dict books;
+  books["reserved"] = stats.reserved;
+  books["host_held"] = stats.host_held;
+  books["host_used"] = stats.host_used;
+  books["disk_used"] = stats.disk_used;
+  books["unreturned"] = stats.unreturned;
+  return books;
+}
+
+template <class T>
+T field(const py::handle& plan, const char* name) {
+  py::detail::make_caster<T> caster;
+  if (!caster.load(plan.attr(name), true)) throw py::type_error(std::string("a plan's ") + name + " is of another type");
+  return py::detail::cast_op<T>(std::move(caster));
+}
+
+// Sorted, so that the same plan has the same effects in the same order.
+std::vector<std::string> tags_of(const py::handle& tags) {
+  std::vector<std::string> result;
+  for (const py::handle tag : tags) result.push_back(py::cast<std::string>(tag));
+  std::sort(result.begin(), result.end());
+  return result;
+}
+
+// Reads a SleepPlan of the contract.
+SleepPlan plan_of(const py::object& given) {
+  SleepPlan plan;
+  if (const py::object tags = given.attr("tags"); !tags.is_none()) plan.tags = tags_of(tags);
+  for (const auto& [tag, policy] : py::dict(given.attr("policies"))) plan.policies[py::cast<std::string>(tag)] = py::cast<memory::Policy>(policy);
+  plan.keep = tags_of(given.attr("keep"));
+  const std::string tier = field<std::string>(given.attr("tier"), "value");
+  for (size_t index = 0; index < std::size(kTiers); ++index) {
+    if (tier == kTiers[index]) plan.tier = static_cast<Tier>(index);
+  }
+  plan.verify = field<bool>(given, "verify");
+  plan.host_budget = field<std::optional<uint64_t>>(given, "host_budget");
+  plan.disk_budget = field<std::optional<uint64_t>>(given, "disk_budget");
+  plan.disk_directory = field<std::optional<std::string>>(given, "disk_directory").value_or("");
+  for (const py::handle one : given.attr("live")) {
+    std::vector<Range>& live = plan.live[field<uint64_t>(one, "address")];
+    const auto ranges = field<std::vector<std::pair<uint64_t, uint64_t>>>(one, "ranges");
+    live.reserve(live.size() + ranges.size());
+    for (const auto& [start, size] : ranges) live.push_back({start, size});
+  }
+  return plan;
 }
 
 std::vector<Source> sources_of(Pool& pool, const py::list& extents, uint64_t size, uint64_t rebuild) {
@@ -158,30 +226,6 @@ void bind_memory(py::module_& m) {
     }
   });
 
-  py::enum_<memory::Policy>(m, "MemoryPolicy")
-      .value("preserve", memory::Policy::kPreserve)
-      .value("discard", memory::Policy::kDiscard)
-      .value("zero", memory::Policy::kZero)
-      .value("rebuild", memory::Policy::kRebuild)
-      .value("resident", memory::Policy::kResident);
-  py::enum_<Tier>(m, "MemoryTier").value("host", Tier::kHost).value("disk", Tier::kDisk).value("source", Tier::kSource);
-
-  py::class_<SleepPlan>(m, "MemorySleepPlan")
-      .def(py::init())
-      .def_readwrite("tags", &SleepPlan::tags)
-      .def_readwrite("policies", &SleepPlan::policies)
-      .def_readwrite("keep", &SleepPlan::keep)
-      .def_readwrite("tier", &SleepPlan::tier)
-      .def_readwrite("verify", &SleepPlan::verify)
-      .def_readwrite("host_budget", &SleepPlan::host_budget)
-      .def_readwrite("disk_budget", &SleepPlan::disk_budget)
-      .def_readwrite("disk_directory", &SleepPlan::disk_directory)
-      .def("add_live", [](SleepPlan& plan, uint64_t address, const std::vector<std::pair<uint64_t, uint64_t>>& ranges) {
-        std::vector<Range>& live = plan.live[address];
-        live.reserve(live.size() + ranges.size());
-        for (const auto& [start, size] : ranges) live.push_back({start, size});
-      });
-
   py::class_<Operation>(m, "MemoryOperation")
       .def("hold", &Operation::hold, Released())
       .def("commit",
@@ -191,7 +235,7 @@ void bind_memory(py::module_& m) {
                const ReleasedGil released;
                report = operation.commit();
              }
-             return to_dict(report);
+             return to_python(report);
            })
       .def("rollback", &Operation::rollback, Released())
       .def("rebuilds", &Operation::rebuilds);
@@ -237,14 +281,19 @@ void bind_memory(py::module_& m) {
       .def("callbacks", &Pool::callbacks)
       .def("mark_written", &Pool::mark_written, Released())
       .def("discard_backup", &Pool::discard_backup, Released())
-      .def("prepare_host", &Pool::prepare_host, Released())
+      .def("prepare_host",
+           [](Pool& pool, const py::object& given) {
+             const SleepPlan plan = plan_of(given);
+             const ReleasedGil released;
+             pool.prepare_host(plan);
+           })
       .def("begin_sleep",
-           [](Pool& pool, const SleepPlan& plan, const py::object& progress) {
-             const Progress watch = progress_of(progress);
+           [](Pool& pool, const py::object& given) {
+             const SleepPlan plan = plan_of(given);
+             const Progress watch = progress_of(given.attr("progress"));
              const ReleasedGil released;
              return pool.begin_sleep(plan, watch);
-           },
-           py::arg("plan"), py::arg("progress") = py::none())
+           })
       .def("begin_wake",
            [](Pool& pool, const std::optional<std::vector<std::string>>& tags, const py::object& progress) {
              const Progress watch = progress_of(progress);
@@ -252,15 +301,8 @@ void bind_memory(py::module_& m) {
              return pool.begin_wake(tags, watch);
            },
            py::arg("tags") = py::none(), py::arg("progress") = py::none())
-      .def("stats",
-           [](const Pool& pool) {
-             Stats stats;
-             {
-               const ReleasedGil released;
-               stats = pool.stats();
-             }
-             return to_dict(stats);
-           })
+      .def("stats", [](const Pool& pool) { return to_python(stats_of(pool)); })
+      .def("books", [](const Pool& pool) { return to_books(stats_of(pool)); })
       .def("memory_info",
            [](const Pool& pool) {
              Driver::Info info{};

@@ -98,17 +98,17 @@ struct TestedFile {
   std::unique_ptr<DiskFile> file;
 };
 
-using WeightShard = std::tuple<uint64_t, uint64_t, uint64_t>;
+using Piece = std::tuple<uint64_t, uint64_t, uint64_t>;
 
-void commit(TestedFile& self, const std::vector<WeightShard>& pieces) {
+void commit(TestedFile& self, const std::vector<Piece>& pieces) {
   std::vector<DiskPiece> list;
   for (const auto& [offset, size, checksum] : pieces) list.push_back({offset, size, checksum});
   const ReleasedGil release;
   self.file->commit(std::move(list));
 }
 
-std::vector<WeightShard> pieces_of(const TestedFile& self) {
-  std::vector<WeightShard> list;
+std::vector<Piece> pieces_of(const TestedFile& self) {
+  std::vector<Piece> list;
   for (const DiskPiece& piece : self.file->pieces()) list.emplace_back(piece.offset, piece.size, piece.checksum);
   return list;
 }

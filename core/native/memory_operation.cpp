@@ -88,8 +88,8 @@ std::vector<PoolOperation::Group> PoolOperation::group(const std::vector<size_t>
   for (const size_t index : order) {
     const Entry& entry = entries_[index];
     const Allocation& allocation = *entry.allocation;
-    static const std::vector<WeightShard> none;
-    const std::vector<WeightShard>& pieces = entry.moves ? entry.backup->pieces : none;
+    static const std::vector<BackupPiece> none;
+    const std::vector<BackupPiece>& pieces = entry.moves ? entry.backup->pieces : none;
     uint32_t piece = 0;
     for (uint32_t chunk = 0; chunk < allocation.num_chunks(); ++chunk) {
       if (groups.empty() || bytes >= limit || groups.back().size() >= kGroupUnits) begin_group();
@@ -119,11 +119,11 @@ const StagingBuffer& PoolOperation::staging_of(Mover& mover) const {
   return *mover.staging;
 }
 
-void PoolOperation::restore(const Entry& entry, const WeightShard& piece, Mover& mover) const {
+void PoolOperation::restore(const Entry& entry, const BackupPiece& piece, Mover& mover) const {
   const Driver& driver = pool_.driver_;
   const uint64_t address = entry.allocation->address + piece.range.start;
-  if (piece.kind == WeightShard::Kind::kRebuild) return;
-  if (piece.kind == WeightShard::Kind::kHost) {
+  if (piece.kind == BackupPiece::Kind::kRebuild) return;
+  if (piece.kind == BackupPiece::Kind::kHost) {
     driver.copy_to_device(address, piece.span.data, piece.range.size, stream_of(mover));
     return;
   }
@@ -131,7 +131,7 @@ void PoolOperation::restore(const Entry& entry, const WeightShard& piece, Mover&
   for (uint64_t at = 0; at < piece.range.size; at += kStaging) {
     const uint64_t size = std::min(kStaging, piece.range.size - at);
     std::byte* target = direct ? reinterpret_cast<std::byte*>(address + at) : staging_of(mover).data();
-    if (piece.kind == WeightShard::Kind::kFile) {
+    if (piece.kind == BackupPiece::Kind::kFile) {
       piece.file->read(piece.offset + at, target, size);
     } else {
       with_disk_faults([&] {

@@ -64,7 +64,7 @@ class PoolOperation : public Operation {
   const Driver::Stream& stream_of(Mover& mover) const;
   const StagingBuffer& staging_of(Mover& mover) const;
   // Writes a piece's bytes to device memory. Host pieces are under way on the mover's stream when it returns; others are there.
-  void restore(const Entry& entry, const WeightShard& piece, Mover& mover) const;
+  void restore(const Entry& entry, const BackupPiece& piece, Mover& mover) const;
   // Maps memory at the chunk's address. Returns whether it is new; otherwise it has the bytes it had.
   bool attach(Allocation& allocation, size_t chunk) const;
   // Where memory returns only with its addresses: gives the range up and takes it again, when nothing of the allocation is mapped. Sets
@@ -102,7 +102,7 @@ class Sleep final : public PoolOperation {
   void check_sources() const;
   void take_room(const SleepPlan& plan);
   void verify();
-  bool is_same(const Entry& entry, const WeightShard& piece, Mover& mover) const;
+  bool is_same(const Entry& entry, const BackupPiece& piece, Mover& mover) const;
   void work();
   void copy_out(const Group& group, Mover& mover);
   bool unmaps_last() const;

@@ -555,7 +555,7 @@ std::vector<uint64_t> Pool::callbacks() const {
   for (const auto& [address, allocation] : allocations_) {
     for (const Source& source : allocation->sources) found.insert(source.rebuild);
     if (!allocation->backup) continue;
-    for (const WeightShard& piece : allocation->backup->pieces) found.insert(piece.rebuild);
+    for (const BackupPiece& piece : allocation->backup->pieces) found.insert(piece.rebuild);
   }
   found.erase(0);
   return {found.begin(), found.end()};
@@ -658,7 +658,6 @@ Stats Pool::stats() const {
       if (allocation->chunks[index].state != Chunk::State::kEmpty) stats.unreturned += allocation->chunk_range(index).size;
     }
   }
-  stats.allocated = allocated_;
   stats.peak_allocated = peak_allocated_;
   stats.host_held = arena_.held();
   stats.host_used = arena_.used();

@@ -42,7 +42,6 @@ struct Report {
   uint64_t unmapped = 0;  // device bytes given back, or taken on wake
   uint64_t tiers[3] = {};
   uint64_t free_before = 0, free_after = 0;
-  uint64_t allocations = 0;
   uint64_t retained = 0;  // bytes whose release the driver refused: kept in the books, released later
   bool disk_direct = true;
   std::vector<std::pair<std::string, double>> seconds;
@@ -57,7 +56,7 @@ struct TagStats {
 
 struct Stats {
   std::vector<TagStats> tags;
-  uint64_t allocated = 0, peak_allocated = 0;
+  uint64_t peak_allocated = 0;
   uint64_t reserved = 0;                   // bytes of addresses
   uint64_t host_held = 0, host_used = 0;   // bytes of the host arena, and of backups in it
   uint64_t disk_used = 0;
@@ -133,7 +132,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<bool> selected(const std::optional<std::vector<std::string>>& tags) const;  // books locked; throws kUnknownTag
   Allocation* find(uint64_t address) const;                                               // books locked
   Allocation& need(uint64_t address) const;                                               // books locked; throws kForeign
-  // The allocation, when `size` bytes from `address` on may be copied now. Accounting locked; throws kForeign, kAsleep, kInvalid.
+  // The allocation, when `size` bytes from `address` on may be copied now. Books locked; throws kForeign, kAsleep, kInvalid.
   Allocation& transferable(uint64_t address, size_t size, const char* what) const;
   uint64_t generation(const Allocation& allocation) const { return tags_[allocation.tag].writes + allocation.writes; }
   std::unique_ptr<Allocation> make(size_t size, uint32_t tag, Policy policy, size_t capacity);

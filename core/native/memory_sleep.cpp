@@ -100,7 +100,7 @@ std::unique_ptr<Allocation> remains(const Chunk& chunk, size_t size) {
   return allocation;
 }
 
-bool is_source(const WeightShard& piece) { return piece.kind == WeightShard::Kind::kFile || piece.kind == WeightShard::Kind::kRebuild; }
+bool is_source(const BackupPiece& piece) { return piece.kind == BackupPiece::Kind::kFile || piece.kind == BackupPiece::Kind::kRebuild; }
 
 // The range, and where it ends with a block, what lies between that and the next one: nobody's bytes, which nothing has to hold.
 Range with_gap(const Allocation& allocation, Range range) {
@@ -119,7 +119,7 @@ std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& alloc
         const uint64_t start = std::max(range.start, source.range.start), end = std::min(range.end(), source.range.end());
         if (end <= start) continue;
         cut({start, end - start}, allocation.chunk_size, kHostPiece, [&](const Range& part) {
-          WeightShard piece = WeightShard::at(source.file ? WeightShard::Kind::kFile : WeightShard::Kind::kRebuild, part);
+          BackupPiece piece = BackupPiece::at(source.file ? BackupPiece::Kind::kFile : BackupPiece::Kind::kRebuild, part);
           piece.file = source.file;
           piece.offset = source.offset + (part.start - source.range.start);
           piece.rebuild = source.rebuild;
@@ -136,14 +136,14 @@ std::shared_ptr<Backup> planned_backup(HostArena& arena, const Allocation& alloc
     }
     to_copy = merged(std::move(to_copy));
   }
-  const WeightShard::Kind kind = tier == Tier::kDisk ? WeightShard::Kind::kDisk : WeightShard::Kind::kHost;
+  const BackupPiece::Kind kind = tier == Tier::kDisk ? BackupPiece::Kind::kDisk : BackupPiece::Kind::kHost;
   for (const Range& range : to_copy) {
     cut(range, allocation.chunk_size, tier == Tier::kDisk ? kDiskPiece : kHostPiece,
-        [&](const Range& part) { backup->pieces.push_back(WeightShard::at(kind, part)); });
+        [&](const Range& part) { backup->pieces.push_back(BackupPiece::at(kind, part)); });
   }
-  std::sort(backup->pieces.begin(), backup->pieces.end(), [](const WeightShard& a, const WeightShard& b) { return a.range.start < b.range.start; });
+  std::sort(backup->pieces.begin(), backup->pieces.end(), [](const BackupPiece& a, const BackupPiece& b) { return a.range.start < b.range.start; });
   uint64_t planned = 0;
-  for (const WeightShard& piece : backup->pieces) planned += piece.range.size;
+  for (const BackupPiece& piece : backup->pieces) planned += piece.range.size;
   backup->rounding = planned - wanted.bytes;
   return backup;
 }
@@ -239,7 +239,7 @@ void Sleep::choose(const SleepPlan& plan) {
     if (entry.policy == Policy::kRebuild) {
       entry.backup = planned_backup(pool_.arena_, *allocation, live, Tier::kSource, pool_.generation(*allocation));
       if (entry.backup->held() > 0 || std::any_of(entry.backup->pieces.begin(), entry.backup->pieces.end(),
-                                                  [](const WeightShard& piece) { return piece.kind != WeightShard::Kind::kRebuild; })) {
+                                                  [](const BackupPiece& piece) { return piece.kind != BackupPiece::Kind::kRebuild; })) {
         throw MemoryFault(Fault::kInvalid, "cannot sleep with policy rebuild",
                           "a tensor with tag '" + pool_.tags_[allocation->tag].name + "' has no callback",
                           "Give it one with declare_source");
@@ -252,7 +252,7 @@ void Sleep::choose(const SleepPlan& plan) {
       entry.moves = !reuse && entry.backup->copied();
       const uint64_t counted = live.bytes;
       uint64_t sourced = 0;
-      for (const WeightShard& piece : entry.backup->pieces) {
+      for (const BackupPiece& piece : entry.backup->pieces) {
         if (is_source(piece)) sourced += piece.range.size;
       }
       sourced = std::min(sourced, counted);  // a kept backup may also have blocks that were freed since
@@ -270,14 +270,13 @@ void Sleep::choose(const SleepPlan& plan) {
     keep_.push_back(keep);
   }
   for (const Entry& entry : entries_) entry.allocation->state = State::kSaving;
-  report_.allocations = entries_.size();
 }
 
 void Sleep::check_sources() const {
   std::set<const void*> seen;
   for (const Entry& entry : entries_) {
     if (!entry.backup) continue;
-    for (const WeightShard& piece : entry.backup->pieces) {
+    for (const BackupPiece& piece : entry.backup->pieces) {
       if (piece.file && seen.insert(piece.file.get()).second) piece.file->check();
     }
   }
@@ -289,10 +288,10 @@ void Sleep::take_room(const SleepPlan& plan) {
   size_t disk_count = 0;
   for (const Entry& entry : entries_) {
     if (!entry.moves) continue;
-    for (const WeightShard& piece : entry.backup->pieces) {
+    for (const BackupPiece& piece : entry.backup->pieces) {
       if (!is_source(piece)) bytes_in_all_ += piece.range.size;
-      if (piece.kind == WeightShard::Kind::kHost) host += round_up(piece.range.size, kSpanAlignment);
-      if (piece.kind != WeightShard::Kind::kDisk) continue;
+      if (piece.kind == BackupPiece::Kind::kHost) host += round_up(piece.range.size, kSpanAlignment);
+      if (piece.kind != BackupPiece::Kind::kDisk) continue;
       disk += piece.range.size;
       ++disk_count;
     }
@@ -305,15 +304,15 @@ void Sleep::take_room(const SleepPlan& plan) {
   for (Entry& entry : entries_) {
     if (!entry.moves) continue;
     if (disk_) entry.backup->disk = disk_;
-    std::vector<WeightShard> placed;
-    for (const WeightShard& piece : entry.backup->pieces) {
-      if (piece.kind == WeightShard::Kind::kDisk) {
+    std::vector<BackupPiece> placed;
+    for (const BackupPiece& piece : entry.backup->pieces) {
+      if (piece.kind == BackupPiece::Kind::kDisk) {
         placed.push_back(piece);
         placed.back().offset = offset;
         offset += piece.range.size;
         continue;
       }
-      if (piece.kind != WeightShard::Kind::kHost) {
+      if (piece.kind != BackupPiece::Kind::kHost) {
         placed.push_back(piece);
         continue;
       }
@@ -321,7 +320,7 @@ void Sleep::take_room(const SleepPlan& plan) {
         HostArena::Span& from = spans[span];
         const uint64_t size = std::min<uint64_t>(piece.range.size - at, from.size);
         const uint64_t taken = std::min<uint64_t>(round_up(size, kSpanAlignment), from.size);
-        placed.push_back(WeightShard::at(WeightShard::Kind::kHost, {piece.range.start + at, size}));
+        placed.push_back(BackupPiece::at(BackupPiece::Kind::kHost, {piece.range.start + at, size}));
         placed.back().span = {from.data, taken, from.slab};
         from.data += taken;
         from.size -= taken;
@@ -341,9 +340,9 @@ void Sleep::verify() {
   Mover mover;
   for (const size_t index : to_verify_) {
     const Entry& entry = entries_[index];
-    for (const WeightShard& piece : entry.backup->pieces) {
+    for (const BackupPiece& piece : entry.backup->pieces) {
       // A piece that this sleep is to write is no claim yet.
-      if (piece.kind == WeightShard::Kind::kRebuild || (entry.moves && !is_source(piece)) || is_same(entry, piece, mover)) continue;
+      if (piece.kind == BackupPiece::Kind::kRebuild || (entry.moves && !is_source(piece)) || is_same(entry, piece, mover)) continue;
       throw MemoryFault(Fault::kStale,
                         std::string(is_source(piece) ? "the declared source" : "the kept backup") + " of tag '" +
                             pool_.tag_name(*entry.allocation) + "' is not what the device holds",
@@ -354,9 +353,9 @@ void Sleep::verify() {
   if (!to_verify_.empty()) lap("verify");
 }
 
-bool Sleep::is_same(const Entry& entry, const WeightShard& piece, Mover& mover) const {
+bool Sleep::is_same(const Entry& entry, const BackupPiece& piece, Mover& mover) const {
   Xxh64 hash;
-  std::vector<std::byte> expected(piece.kind == WeightShard::Kind::kFile ? std::min(kStaging, piece.range.size) : 0);
+  std::vector<std::byte> expected(piece.kind == BackupPiece::Kind::kFile ? std::min(kStaging, piece.range.size) : 0);
   for (uint64_t at = 0; at < piece.range.size; at += kStaging) {
     const uint64_t size = std::min(kStaging, piece.range.size - at);
     const std::byte* held = staging_of(mover).data();
@@ -367,14 +366,14 @@ bool Sleep::is_same(const Entry& entry, const WeightShard& piece, Mover& mover) 
       stream_of(mover).drain();  // the copy may be under way, and its host memory is about to be given back
       throw;
     }
-    if (piece.kind == WeightShard::Kind::kDisk) {
+    if (piece.kind == BackupPiece::Kind::kDisk) {
       hash.update(held, size);
       continue;
     }
-    if (piece.kind == WeightShard::Kind::kFile) piece.file->read(piece.offset + at, expected.data(), size);
-    if (std::memcmp(held, piece.kind == WeightShard::Kind::kFile ? expected.data() : piece.span.data + at, size) != 0) return false;
+    if (piece.kind == BackupPiece::Kind::kFile) piece.file->read(piece.offset + at, expected.data(), size);
+    if (std::memcmp(held, piece.kind == BackupPiece::Kind::kFile ? expected.data() : piece.span.data + at, size) != 0) return false;
   }
-  return piece.kind != WeightShard::Kind::kDisk || hash.digest() == piece.checksum;
+  return piece.kind != BackupPiece::Kind::kDisk || hash.digest() == piece.checksum;
 }
 
 void Sleep::work() {
@@ -401,13 +400,13 @@ void Sleep::copy_out(const Group& units, Mover& mover) {
   for (const Unit& unit : units) {
     Entry& entry = entries_[unit.entry];
     for (uint32_t index = unit.first_piece; index < unit.first_piece + unit.num_pieces; ++index) {
-      WeightShard& piece = entry.backup->pieces[index];
+      BackupPiece& piece = entry.backup->pieces[index];
       const uint64_t address = entry.allocation->address + piece.range.start;
-      if (piece.kind == WeightShard::Kind::kHost) {
+      if (piece.kind == BackupPiece::Kind::kHost) {
         driver.copy_to_host(piece.span.data, address, piece.range.size, stream_of(mover));
         pending += piece.range.size;
         if (pending >= kSyncBytes) complete();
-      } else if (piece.kind == WeightShard::Kind::kDisk) {
+      } else if (piece.kind == BackupPiece::Kind::kDisk) {
         const std::byte* bytes = reinterpret_cast<const std::byte*>(address);
         if (!driver.has_flag(HP_HOST_ACCESSIBLE)) {
           driver.copy_to_host(staging_of(mover).data(), address, piece.range.size, stream_of(mover));
@@ -443,8 +442,8 @@ std::vector<DiskPiece> Sleep::disk_pieces() const {
   std::vector<DiskPiece> pieces;
   for (const Entry& entry : entries_) {
     if (!entry.moves) continue;
-    for (const WeightShard& piece : entry.backup->pieces) {
-      if (piece.kind == WeightShard::Kind::kDisk) pieces.push_back({piece.offset, piece.range.size, piece.checksum});
+    for (const BackupPiece& piece : entry.backup->pieces) {
+      if (piece.kind == BackupPiece::Kind::kDisk) pieces.push_back({piece.offset, piece.range.size, piece.checksum});
     }
   }
   return pieces;
@@ -564,8 +563,8 @@ void Pool::prepare_host(const SleepPlan& plan) {
       if (is_void(allocation->backup, generation(*allocation))) replaced.push_back(std::move(allocation->backup));
       if (kept[allocation->tag] && !live.narrowed && is_reusable(allocation->backup, plan.tier, generation(*allocation))) continue;
       const std::shared_ptr<Backup> backup = planned_backup(arena_, *allocation, live, plan.tier, 0);
-      for (const WeightShard& piece : backup->pieces) {
-        if (piece.kind == WeightShard::Kind::kHost) bytes += round_up(piece.range.size, kSpanAlignment);
+      for (const BackupPiece& piece : backup->pieces) {
+        if (piece.kind == BackupPiece::Kind::kHost) bytes += round_up(piece.range.size, kSpanAlignment);
       }
     }
   }

@@ -34,7 +34,7 @@ void Wake::await_callbacks() {
   for (const Entry& entry : entries_) {
     if (!entry.backup) continue;
     const auto& pieces = entry.backup->pieces;
-    const bool waits = std::any_of(pieces.begin(), pieces.end(), [](const WeightShard& piece) { return piece.rebuild != 0; });
+    const bool waits = std::any_of(pieces.begin(), pieces.end(), [](const BackupPiece& piece) { return piece.rebuild != 0; });
     if (waits) entry.allocation->state = State::kRebuilding;
   }
 }
@@ -66,8 +66,8 @@ void Wake::choose(const std::optional<std::vector<std::string>>& tags) {
       report_.discarded += entry.allocation->live_bytes();
       continue;
     }
-    for (const WeightShard& piece : entry.backup->pieces) {
-      const Tier tier = piece.kind == WeightShard::Kind::kHost ? Tier::kHost : piece.kind == WeightShard::Kind::kDisk ? Tier::kDisk : Tier::kSource;
+    for (const BackupPiece& piece : entry.backup->pieces) {
+      const Tier tier = piece.kind == BackupPiece::Kind::kHost ? Tier::kHost : piece.kind == BackupPiece::Kind::kDisk ? Tier::kDisk : Tier::kSource;
       report_.tiers[static_cast<int>(tier)] += piece.range.size;
       bytes_in_all_ += piece.range.size;
     }
@@ -75,7 +75,6 @@ void Wake::choose(const std::optional<std::vector<std::string>>& tags) {
     report_.tiers[static_cast<int>(copies)] -= entry.backup->rounding;
   }
   for (const uint64_t bytes : report_.tiers) report_.preserved += bytes;
-  report_.allocations = entries_.size();
 }
 
 void Wake::check_backups() const {
@@ -85,7 +84,7 @@ void Wake::check_backups() const {
     if (entry.backup->disk && seen.insert(entry.backup->disk.get()).second) {
       with_disk_faults([&] { entry.backup->disk->verify_header(); });
     }
-    for (const WeightShard& piece : entry.backup->pieces) {
+    for (const BackupPiece& piece : entry.backup->pieces) {
       if (piece.file && seen.insert(piece.file.get()).second) piece.file->check();
     }
   }
@@ -113,7 +112,7 @@ void Wake::fill_in(const Group& units, Mover& mover) {
       driver.fill(allocation.address + range.start, 0, range.size, stream_of(mover));
     }
     for (uint32_t index = unit.first_piece; index < unit.first_piece + unit.num_pieces; ++index) {
-      const WeightShard& piece = entry.backup->pieces[index];
+      const BackupPiece& piece = entry.backup->pieces[index];
       if (!allocation.chunks[unit.chunk].intact) restore(entry, piece, mover);
       pending += piece.range.size;
       if (pending < kSyncBytes || !mover.stream) continue;
@@ -130,7 +129,7 @@ std::vector<uint64_t> Wake::rebuilds() const {
   std::set<uint64_t> callbacks;
   for (const Entry& entry : entries_) {
     if (!entry.backup) continue;
-    for (const WeightShard& piece : entry.backup->pieces) {
+    for (const BackupPiece& piece : entry.backup->pieces) {
       if (piece.rebuild != 0) callbacks.insert(piece.rebuild);
     }
   }

@@ -183,14 +183,13 @@ def test_a_closed_pool_keeps_what_lives_and_hands_out_nothing(pool: TrackedPool)
 
 def test_an_operation_ends_once(pool: TrackedPool) -> None:
     address = pool.filled(content(pool.unit))
-    native_plan = pool._native_plan(SleepPlan(), {})
-    prepared = pool.native.begin_sleep(native_plan)
+    prepared = pool.begin_sleep(SleepPlan())
     prepared.rollback()
     assert not pool.is_asleep(address)
     for call in (prepared.commit, prepared.rollback):
         with pytest.raises(InvalidTransaction, match="ended"):
             call()
-    kept = pool.native.begin_sleep(native_plan)
+    kept = pool.begin_sleep(SleepPlan())
     kept.commit()
     with pytest.raises(InvalidTransaction, match="ended"):
         kept.rollback()
@@ -201,7 +200,7 @@ def test_an_operation_ends_once(pool: TrackedPool) -> None:
 def test_an_operation_dropped_before_its_end_is_undone(pool: TrackedPool, target: FaultTarget) -> None:
     address = pool.filled(content(pool.unit))
     held = dict(target.held())
-    prepared = pool.native.begin_sleep(pool._native_plan(SleepPlan(), {}))
+    prepared = pool.begin_sleep(SleepPlan())
     del prepared
     gc.collect()
     assert pool.read(address, pool.unit) == content(pool.unit)

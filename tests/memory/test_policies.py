@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import FileExtent, Policy, SleepPlan, SleepTier
+from hardpoint.interfaces import FileExtent, LiveRanges, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
     DriverError,
@@ -287,7 +287,7 @@ def test_live_ranges_alone_are_copied(pool: TrackedPool) -> None:
     data = content(4 * unit)
     address, other = pool.filled(data), pool.filled(data, "buffers")
     ranges = [(0, 10), (unit - 5, 10), (2 * unit, unit), (4 * unit - 1, 1)]
-    report = pool.sleep(SleepPlan(), live={address: ranges})
+    report = pool.sleep(SleepPlan(live=(LiveRanges(address, ranges),)))
     assert report.preserved == sum(size for _, size in ranges) + len(data)
     with pytest.raises(MemoryFault, match="not preserved"):
         pool.read_backup(address + 20, 1)
@@ -299,7 +299,7 @@ def test_live_ranges_alone_are_copied(pool: TrackedPool) -> None:
 
 def test_no_live_range_at_all_is_a_discard(pool: TrackedPool) -> None:
     address = pool.filled(content(pool.unit), "kv_cache")
-    assert pool.sleep(SleepPlan(), live={address: []}).preserved == 0
+    assert pool.sleep(SleepPlan(live=(LiveRanges(address, []),))).preserved == 0
     assert pool.books().host_used == 0
     pool.wake()
     pool.read(address, pool.unit)
@@ -308,7 +308,7 @@ def test_no_live_range_at_all_is_a_discard(pool: TrackedPool) -> None:
 def test_live_ranges_of_a_block_leave_its_neighbours_whole(pool: TrackedPool) -> None:
     data = [content(5000, seed) for seed in range(3)]
     blocks = [pool.filled(part, "kv_cache", shared=True) for part in data]
-    pool.sleep(SleepPlan(), live={blocks[1]: [(100, 50)]})
+    pool.sleep(SleepPlan(live=(LiveRanges(blocks[1], [(100, 50)]),)))
     pool.wake()
     assert pool.read(blocks[0], 5000) == data[0]
     assert pool.read(blocks[2], 5000) == data[2]
@@ -320,7 +320,7 @@ def test_live_ranges_beyond_their_tensor_are_refused(pool: TrackedPool, ranges: 
     first = pool.filled(content(5000), shared=True)
     pool.filled(content(5000), shared=True)
     with pytest.raises(InvalidAllocation, match="live ranges"):
-        pool.sleep(SleepPlan(), live={first: ranges})
+        pool.sleep(SleepPlan(live=(LiveRanges(first, ranges),)))
     assert pool.read(first, 5000) == content(5000)
 
 
@@ -328,7 +328,7 @@ def test_live_ranges_of_foreign_memory_are_refused(pool: TrackedPool) -> None:
     block = pool.filled(content(5000), shared=True)
     for foreign in (4096, block + 6000):
         with pytest.raises(ForeignMemory):
-            pool.sleep(SleepPlan(), live={foreign: [(0, 1)]})
+            pool.sleep(SleepPlan(live=(LiveRanges(foreign, [(0, 1)]),)))
     assert not pool.is_asleep(block)
 
 
@@ -436,7 +436,7 @@ def test_a_failed_sleep_of_some_bytes_leaves_all(pool: TrackedPool, target: Faul
     for nth in (1, 2):
         target.fail(release[target.name.split()[0]], nth)
         try:
-            pool.sleep(SleepPlan(), live={address: [(5, 10)]})
+            pool.sleep(SleepPlan(live=(LiveRanges(address, [(5, 10)]),)))
         except DriverError:
             assert pool.read(address, len(data)) == data
             assert pool.read(scratch, len(data)) == data

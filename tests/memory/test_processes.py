@@ -69,7 +69,7 @@ FORKED_IN_AN_OPERATION = """
     pool = VirtualPool(driver_table())
     address = pool.allocate(8 << 20, "weights")
     pool.write(address, b"abcdefgh" * (1 << 20))
-    operation = pool.native.begin_sleep(pool._native_plan(SleepPlan(), {}))
+    operation = pool.begin_sleep(SleepPlan())
     child = os.fork()
     if child == 0:
         del operation, pool
@@ -105,10 +105,10 @@ ENDS = {
     "asleep on the host": "pool.sleep(SleepPlan())",
     "asleep on disk": "pool.sleep(disk)",
     "half awake": "pool.sleep(disk); pool.wake(['kv_cache'])",
-    "a sleep prepared": "operation = pool.native.begin_sleep(pool._native_plan(SleepPlan(), {}))",
-    "a sleep to disk prepared": "operation = pool.native.begin_sleep(pool._native_plan(disk, {}))",
-    "a wake prepared": "pool.sleep(disk); operation = pool.native.begin_wake()",
-    "a sleep prepared in a cycle": "cycle = [pool.native.begin_sleep(pool._native_plan(disk, {}))]; cycle.append(cycle)",
+    "a sleep prepared": "operation = pool.begin_sleep(SleepPlan())",
+    "a sleep to disk prepared": "operation = pool.begin_sleep(disk)",
+    "a wake prepared": "pool.sleep(disk); operation = pool.begin_wake()",
+    "a sleep prepared in a cycle": "cycle = [pool.begin_sleep(disk)]; cycle.append(cycle)",
     "pinning in the background": "pool.prepare_sleep(SleepPlan())",
     "removing a file in the background": "pool.sleep(disk); pool.wake()",
     "closed": "pool.sleep(disk); pool.close()",

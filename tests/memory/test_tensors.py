@@ -105,7 +105,7 @@ def test_a_shape_beyond_every_address_is_out_of_memory(allocator: CpuAllocator) 
 def test_live_ranges_of_a_tensor_are_kept(allocator: CpuAllocator) -> None:
     cache = allocator.empty((1 << 20,), DType.FLOAT32, "kv_cache", Policy.PRESERVE)
     cache.copy_(torch.arange(float(1 << 20)))
-    report = allocator.sleep(SleepPlan(live=(LiveRanges(cache, [(4096, 8192)]),)))
+    report = allocator.sleep(SleepPlan(live=(LiveRanges(cache.data_ptr(), [(4096, 8192)]),)))
     assert report.preserved == 8192
     allocator.wake()
     assert torch.equal(cache[1024:3072], torch.arange(1024.0, 3072.0))

@@ -196,6 +196,11 @@ class Memory(ABC):
         """Free what a test left, close, and check that nothing stays behind."""
 
 
+def _narrowed(plan: SleepPlan | None, live: Mapping[Block, Ranges] | None) -> SleepPlan:
+    given = tuple(LiveRanges(block.address, ranges) for block, ranges in (live or {}).items())
+    return replace(plan or SleepPlan(), live=given)
+
+
 class TensorMemory(Memory):
     """Tensors of the backend's allocator."""
 
@@ -237,8 +242,7 @@ class TensorMemory(Memory):
         self.allocator.declare_source(block.tensor, source)
 
     def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
-        given = tuple(LiveRanges(block.tensor, ranges) for block, ranges in (live or {}).items())
-        return self.allocator.sleep(replace(plan or SleepPlan(), live=given))
+        return self.allocator.sleep(_narrowed(plan, live))
 
     def read_backup(self, block: Block) -> bytes:
         return bytes(self.allocator.read_backup(block.tensor).numpy().tobytes())
@@ -312,7 +316,7 @@ class PoolMemory(Memory):
         self.pool.declare_source(block.address, block.size, source)
 
     def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
-        return self.pool.sleep(plan or SleepPlan(), {block.address: ranges for block, ranges in (live or {}).items()})
+        return self.pool.sleep(_narrowed(plan, live))
 
     def read_backup(self, block: Block) -> bytes:
         return self.pool.read_backup(block.address, block.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from hardpoint.interfaces import FileExtent, MemoryTransaction, Policy, SleepPlan, SleepTier
+from hardpoint.interfaces import FileExtent, LiveRanges, MemoryTransaction, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
     DeviceOutOfMemory,
@@ -350,11 +350,12 @@ class Machine(RuleBasedStateMachine):
             for block, policy in sleeping[::2]:
                 if policy is Policy.PRESERVE:
                     live[block.address] = [(0, block.size // 3), (block.size // 2, block.size // 4)]
+        plan = replace(plan, live=tuple(LiveRanges(address, ranges) for address, ranges in live.items()))
         if any(policy is Policy.REBUILD and not block.callback for block, policy in sleeping):
             with pytest.raises(InvalidAllocation):
-                self.pool.sleep(plan, live)
+                self.pool.sleep(plan)
             return
-        self.change(fault, phases, lambda: self.pool.sleep(plan, live), lambda: self.pool.begin_sleep(plan, live))
+        self.change(fault, phases, lambda: self.pool.sleep(plan), lambda: self.pool.begin_sleep(plan))
         for block, policy in sleeping:
             block.asleep = True
             known = block.known.within(live[block.address]) if block.address in live else block.known

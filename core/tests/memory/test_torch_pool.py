@@ -100,14 +100,12 @@ def torch(library: Path) -> Torch:
 @pytest.fixture
 def memory(library: Path) -> Any:
     pool = VirtualPool(driver_table(options={"budget": 256 * MIB}))
-    return SimpleNamespace(
-        driver=SimpleNamespace(module=library), native=pool.native, is_asleep=pool.is_asleep, stats=pool.stats
-    )
+    return SimpleNamespace(driver=SimpleNamespace(module=library), native=pool.native, stats=pool.stats)
 
 
 @pytest.fixture
 def pools(memory: Any, torch: Torch) -> TorchPools:
-    return TorchPools(memory, 0, torch.functions())
+    return TorchPools(memory.driver, memory.native, 0, torch.functions())
 
 
 def allocated(memory: Any) -> dict[str, int]:
@@ -152,7 +150,7 @@ def test_leaving_what_was_not_entered_is_refused(pools: TorchPools) -> None:
 def test_pool_of_another_kind_of_device_with_the_same_index_is_refused(
     pools: TorchPools, torch: Torch, memory: Any
 ) -> None:
-    other = TorchPools(memory, 0, torch.functions(("hp_other_malloc", "hp_other_free")))
+    other = TorchPools(memory.driver, memory.native, 0, torch.functions(("hp_other_malloc", "hp_other_free")))
     with pools.context("a", Policy.PRESERVE):
         with pytest.raises(MemoryBusy, match="another kind of device"):
             other.context("a", Policy.PRESERVE).__enter__()
@@ -180,7 +178,7 @@ def test_what_torch_cannot_do_is_refused_before_anything_is_done(memory: Any, to
     def refuse() -> None:
         raise CapabilityRefused("no", ["torch is not built for it"])
 
-    pools = TorchPools(memory, 0, replace(torch.functions(), check=refuse))
+    pools = TorchPools(memory.driver, memory.native, 0, replace(torch.functions(), check=refuse))
     with pytest.raises(CapabilityRefused):
         pools.context("a", Policy.PRESERVE).__enter__()
     assert torch.pools == []

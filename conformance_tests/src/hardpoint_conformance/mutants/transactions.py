@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -229,10 +229,8 @@ class _OtherCommit(VirtualPool):
         """Return what a commit reports, or raise, given the right report."""
         raise NotImplementedError
 
-    def begin_sleep(
-        self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None
-    ) -> MemoryTransaction:
-        right = super().begin_sleep(plan, live)
+    def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
+        right = super().begin_sleep(plan)
         return _Altered(lambda: self.ended(right.commit()), right.rollback)
 
 

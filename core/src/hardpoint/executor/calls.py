@@ -18,7 +18,7 @@ import msgspec
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.interfaces.allocator import MemoryChange, SleepPlan, WakePlan
 from hardpoint.interfaces.batch import StepInput
-from hardpoint.interfaces.errors import ContractError, MalformedMessage
+from hardpoint.interfaces.errors import ContractError
 from hardpoint.interfaces.worker import WORKER_CALLS, Worker, WorkerConfig
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -39,8 +39,8 @@ def _message_type(cls: type, tag: str | None = None, **other: Any) -> Any:
     return msgspec.defstruct(f"{cls.__name__}Message", fields_of, tag=tag, frozen=True, forbid_unknown_fields=True)
 
 
-# Of a sleep plan's callback it is sent whether there is one; tensors only a worker adds.
-_SLEEP = _message_type(SleepPlan, "sleep", live=tuple[()], progress=bool)
+# Of a sleep plan's callback it is sent whether there is one.
+_SLEEP = _message_type(SleepPlan, "sleep", progress=bool)
 _WAKE = _message_type(WakePlan, "wake")
 CONFIG = _message_type(WorkerConfig, prepare_sleep=_SLEEP | None)
 """What is sent for a `WorkerConfig`."""
@@ -50,10 +50,6 @@ _SENT_AS: dict[Any, Any] = {MemoryChange: _SLEEP | _WAKE, _WEIGHTS: None}
 def to_message(value: Any) -> Any:
     """Return what is sent for a plan or a worker's configuration, and others as they are; raises MalformedMessage."""
     if isinstance(value, SleepPlan):
-        if value.live:
-            raise MalformedMessage(
-                "a sleep plan with tensors cannot be sent to another process", hint="Name KV blocks in live_blocks"
-            )
         return _SLEEP(**vars(value) | {"progress": value.progress is not None})
     if isinstance(value, WorkerConfig):
         return CONFIG(**vars(value) | {"prepare_sleep": to_message(value.prepare_sleep)})

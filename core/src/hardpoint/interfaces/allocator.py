@@ -51,10 +51,11 @@ class LiveRanges:
     """The bytes of one tensor that count; the rest of it is undefined after wake.
 
     Attributes:
+        address: of the tensor's first byte.
         ranges: (first byte, number of bytes) within the tensor; increasing, without overlap.
     """
 
-    tensor: Tensor
+    address: int
     ranges: Sequence[tuple[int, int]]
 
 
@@ -81,7 +82,7 @@ class SleepPlan:
     tier: SleepTier = SleepTier.HOST
     keep: frozenset[str] = frozenset()
     verify: bool = False
-    live: Sequence[LiveRanges] = ()
+    live: tuple[LiveRanges, ...] = ()
     live_blocks: Sequence[int] | None = None
     host_budget: int | None = None
     disk_directory: str | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hardpoint import _native
 from hardpoint.interfaces.allocator import (
@@ -23,7 +23,6 @@ from hardpoint.interfaces.allocator import (
     MemoryTransaction,
     Policy,
     SleepPlan,
-    TagStats,
 )
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, InvalidAllocation, MemoryFault
@@ -33,10 +32,6 @@ STANDARD_TAGS = (WEIGHTS, BUFFERS, KV_CACHE, DEFAULT)
 SLEEP_DIRECTORY_VARIABLE = "HARDPOINT_SLEEP_DIR"
 
 _ADDRESSES = 1 << 63
-
-_POLICIES = {policy: getattr(_native.MemoryPolicy, policy.value) for policy in Policy}
-_TIERS = {tier: getattr(_native.MemoryTier, tier.value) for tier in SleepTier}
-_REPORTED_TIERS = (SleepTier.HOST, SleepTier.DISK, SleepTier.SOURCE)
 
 
 @dataclass(frozen=True)
@@ -65,11 +60,6 @@ def check_size(size: int, capacity: int = 0) -> None:
         raise DeviceOutOfMemory(f"cannot allocate {max(size, capacity)} bytes", found="no address space is that large")
 
 
-def native_policy(policy: Policy) -> Any:
-    """Return a policy as the native engine knows it."""
-    return _POLICIES[policy]
-
-
 def default_sleep_directory() -> Path:
     """Return where backups on disk go when nothing is said: HARDPOINT_SLEEP_DIR, or the user's cache directory."""
     named = os.environ.get(SLEEP_DIRECTORY_VARIABLE)
@@ -79,11 +69,11 @@ def default_sleep_directory() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "hardpoint" / "sleep"
 
 
-class VirtualPool:
-    """Memory of one device for one engine, by address.
+class VirtualMemory:
+    """What a `VirtualPool` and a `VirtualAllocator` have in common: the native engine over a driver, its sleeps, wakes and books.
 
-    Every method may be called from any thread. Operations (sleep, wake, resize) follow one another; `allocate` and `free` go on
-    meanwhile. Errors are those of the contract (`hardpoint.interfaces.errors`), ForkedProcess in a forked child.
+    Every method may be called from any thread. Operations (sleep, wake, resize) follow one another; allocations go on meanwhile.
+    Errors are those of the contract (`hardpoint.interfaces.errors`), ForkedProcess in a forked child.
 
     Attributes:
         driver: the device's memory driver.
@@ -99,10 +89,99 @@ class VirtualPool:
         self._rebuilds_lock = threading.Lock()  # between adding a callback and declaring it, nobody may find it unused
         self._many_rebuilds = 16
 
-    @property
-    def quirks(self) -> DriverQuirks:
-        """What the driver found by probing when the device was opened."""
-        return DriverQuirks(self.native.quirks)
+    def mark_written(self, tags: Sequence[str]) -> None:
+        """Void kept backups and declared sources of tags; raises UnknownTag."""
+        self.native.mark_written(list(tags))
+
+    def prepare_sleep(self, plan: SleepPlan) -> None:
+        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
+        self.native.prepare_host(_placed(plan))
+
+    def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
+        """Do everything of a sleep that can fail; see `DeviceAllocator.begin_sleep`.
+
+        Until it ends, operations of any thread raise MemoryBusy.
+        """
+        with self._quiet(plan):
+            operation = self.native.begin_sleep(_placed(plan))
+            operation.hold()
+            return operation
+
+    def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
+        """Do everything of a wake that can fail, callbacks of declared sources included; see `DeviceAllocator.begin_wake`.
+
+        Until it ends, operations of any thread raise MemoryBusy.
+        """
+        operation = self.native.begin_wake(None if tags is None else list(tags))
+        self._rebuild(operation)
+        operation.hold()
+        return operation
+
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        """Give device memory back as planned; operations of other threads wait for it."""
+        with self._quiet(plan):
+            return self.native.begin_sleep(_placed(plan)).commit()
+
+    def wake(
+        self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> MemoryReport:
+        """Map memory again at the same addresses and restore what was preserved; operations of other threads wait for it."""
+        operation = self.native.begin_wake(None if tags is None else list(tags), progress)
+        self._rebuild(operation)
+        return operation.commit()
+
+    def discard_backup(self, tags: Sequence[str]) -> None:
+        """Drop the backups of memory that is asleep; raises UnknownTag."""
+        self.native.discard_backup(list(tags))
+
+    def stats(self) -> MemoryStats:
+        """Return the books by tag."""
+        return self.native.stats()
+
+    def memory_info(self) -> MemoryInfo:
+        """Return the device's free and total memory as its driver reports them."""
+        free, total = self.native.memory_info()
+        quirks = tuple(quirk.name.lower() for quirk in DriverQuirks(self.native.quirks) if quirk.name)
+        return MemoryInfo(free=free, total=total, quirks=quirks)
+
+    def close(self) -> None:
+        """Refuse new memory; what is in use stays until it is freed."""
+        self.native.close()
+
+    def _quiet(self, plan: SleepPlan) -> AbstractContextManager[None]:
+        """Keep others from the memory that a sleep takes, for the time of its work; may refuse it. Default: nothing."""
+        return nullcontext()
+
+    def _declare(self, address: int, size: int, source: Sequence[FileExtent] | Callable[[], None]) -> None:
+        """Say where the bytes at an address come from."""
+        if callable(source):
+            with self._rebuilds_lock:
+                self._drop_unused_callbacks()
+                self._rebuilds[id(source)] = source
+                self.native.declare_source(address, size, [], id(source))
+            return
+        extents = [(extent.start, extent.size, extent.path, extent.offset) for extent in source]
+        self.native.declare_source(address, size, extents)
+
+    def _rebuild(self, operation: _native.MemoryOperation) -> None:
+        """Run the callbacks that a wake waits for; rolls it back where one fails."""
+        try:
+            for key in operation.rebuilds():
+                self._rebuilds[key]()
+        except BaseException:
+            operation.rollback()
+            raise
+
+    def _drop_unused_callbacks(self) -> None:
+        if len(self._rebuilds) < self._many_rebuilds:
+            return
+        used = set(self.native.callbacks())
+        self._rebuilds = {key: callback for key, callback in self._rebuilds.items() if key in used}
+        self._many_rebuilds = 2 * len(self._rebuilds) + 16
+
+
+class VirtualPool(VirtualMemory):
+    """Memory of one device for one engine, by address and without torch."""
 
     def allocate(
         self,
@@ -126,10 +205,8 @@ class VirtualPool:
         """
         check_size(size, capacity)
         if shared and not capacity:
-            address: int = self.native.allocate_block(size, tag, _POLICIES[policy])
-        else:
-            address = self.native.allocate(size, tag, _POLICIES[policy], capacity)
-        return address
+            return self.native.allocate_block(size, tag, policy)
+        return self.native.allocate(size, tag, policy, capacity)
 
     def free(self, address: int) -> None:
         """Give an allocation back, awake or asleep; raises ForeignMemory."""
@@ -142,8 +219,7 @@ class VirtualPool:
 
     def is_asleep(self, address: int) -> bool:
         """Return whether an allocation has no memory now; raises ForeignMemory."""
-        asleep: bool = self.native.is_asleep(address)
-        return asleep
+        return self.native.is_asleep(address)
 
     def read(self, address: int, size: int) -> bytes:
         """Return bytes of awake memory; raises MemoryAsleep, ForeignMemory, DriverError."""
@@ -160,57 +236,7 @@ class VirtualPool:
 
     def declare_source(self, address: int, size: int, source: Sequence[FileExtent] | Callable[[], None]) -> None:
         """Say where bytes come from; see `DeviceAllocator.declare_source`."""
-        if callable(source):
-            with self._rebuilds_lock:
-                self._drop_unused_callbacks()
-                self._rebuilds[id(source)] = source
-                self.native.declare_source(address, size, [], id(source))
-            return
-        extents = [(extent.start, extent.size, extent.path, extent.offset) for extent in source]
-        self.native.declare_source(address, size, extents)
-
-    def mark_written(self, tags: Sequence[str]) -> None:
-        """Void kept backups and declared sources of tags; raises UnknownTag."""
-        self.native.mark_written(list(tags))
-
-    def prepare_sleep(self, plan: SleepPlan) -> None:
-        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
-        self.native.prepare_host(self._native_plan(plan, {}))
-
-    def begin_sleep(
-        self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None
-    ) -> MemoryTransaction:
-        """Do everything of a sleep that can fail; see `DeviceAllocator.begin_sleep`.
-
-        Until it ends, operations of any thread raise MemoryBusy.
-
-        Args:
-            live: by address of an allocation: the (first byte, number of bytes) of it that count.
-        """
-        return _Prepared(self._prepared_sleep(plan, live))
-
-    def begin_wake(
-        self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> MemoryTransaction:
-        """Do everything of a wake that can fail, callbacks of declared sources included; see `DeviceAllocator.begin_wake`.
-
-        Until it ends, operations of any thread raise MemoryBusy.
-        """
-        return _Prepared(self._prepared_wake(tags, progress))
-
-    def sleep(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None = None) -> MemoryReport:
-        """Give device memory back as planned; operations of other threads wait for it."""
-        return _report(self._prepared_sleep(plan, live).commit())
-
-    def wake(
-        self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> MemoryReport:
-        """Map memory again and restore what was preserved; operations of other threads wait for it."""
-        return _report(self._prepared_wake(tags, progress).commit())
-
-    def discard_backup(self, tags: Sequence[str]) -> None:
-        """Drop the backups of memory that is asleep; raises UnknownTag."""
-        self.native.discard_backup(list(tags))
+        self._declare(address, size, source)
 
     def read_backup(self, address: int, size: int) -> bytes:
         """Return preserved bytes of sleeping memory; raises MemoryFault where there are none, BackupCorrupt."""
@@ -218,101 +244,24 @@ class VirtualPool:
         self.native.read_backup(address, data)
         return bytes(data)
 
-    def stats(self) -> MemoryStats:
-        """Return the books by tag."""
-        books = self.native.stats()
-        tags = {
-            name: TagStats(**{key: value for key, value in tag.items() if key != "asleep"})
-            for name, tag in books["tags"].items()
-        }
-        asleep = frozenset(name for name, tag in books["tags"].items() if tag["asleep"])
-        return MemoryStats(tags=tags, peak_allocated=books["peak_allocated"], asleep=asleep)
-
     def books(self) -> PoolBooks:
         """Return the books of addresses and backups."""
-        books = self.native.stats()
-        return PoolBooks(**{name: books[name] for name in PoolBooks.__dataclass_fields__})
-
-    def memory_info(self) -> MemoryInfo:
-        """Return the device's free and total memory as its driver reports them."""
-        free, total = self.native.memory_info()
-        quirks = tuple(quirk.name.lower() for quirk in self.quirks if quirk.name)
-        return MemoryInfo(free=free, total=total, quirks=quirks)
+        return PoolBooks(**self.native.books())
 
     def trim(self) -> None:
         """Give host memory that no backup uses back to the operating system."""
         self.native.trim()
 
-    def close(self) -> None:
-        """Refuse new memory; what is in use stays until it is freed."""
-        self.native.close()
 
-    def _prepared_sleep(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]] | None) -> Any:
-        return self.native.begin_sleep(self._native_plan(plan, live or {}), plan.progress)
-
-    def _prepared_wake(self, tags: Sequence[str] | None, progress: Callable[[int, int], None] | None) -> Any:
-        operation = self.native.begin_wake(None if tags is None else list(tags), progress)
-        try:
-            for key in operation.rebuilds():
-                self._rebuilds[key]()
-        except BaseException:
-            operation.rollback()
-            raise
-        return operation
-
-    def _drop_unused_callbacks(self) -> None:
-        if len(self._rebuilds) < self._many_rebuilds:
-            return
-        used = set(self.native.callbacks())
-        self._rebuilds = {key: callback for key, callback in self._rebuilds.items() if key in used}
-        self._many_rebuilds = 2 * len(self._rebuilds) + 16
-
-    def _native_plan(self, plan: SleepPlan, live: Mapping[int, Sequence[tuple[int, int]]]) -> Any:
-        native = _native.MemorySleepPlan()
-        native.tags = None if plan.tags is None else sorted(plan.tags)
-        native.policies = {tag: _POLICIES[policy] for tag, policy in plan.policies.items()}
-        native.keep = sorted(plan.keep)
-        native.tier = _TIERS[plan.tier]
-        native.verify = plan.verify
-        native.host_budget = plan.host_budget
-        native.disk_budget = plan.disk_budget
-        for address, ranges in live.items():
-            native.add_live(address, ranges)
-        if plan.tier is SleepTier.DISK:
-            native.disk_directory = str(_sleep_directory(plan.disk_directory))
-        return native
+# A native operation has the methods of the contract, and no need of a class in between.
+MemoryTransaction.register(_native.MemoryOperation)
 
 
-class _Prepared(MemoryTransaction):
-    """A native operation whose end may be long in coming."""
-
-    def __init__(self, operation: Any) -> None:
-        operation.hold()
-        self._operation = operation
-
-    def commit(self) -> MemoryReport:
-        """Make it so."""
-        return _report(self._operation.commit())
-
-    def rollback(self) -> None:
-        """Return to the state before."""
-        self._operation.rollback()
-
-
-def _report(report: Mapping[str, Any]) -> MemoryReport:
-    return MemoryReport(
-        preserved=report["preserved"],
-        discarded=report["discarded"],
-        skipped=report["skipped"],
-        seconds=report["seconds"],
-        free_before=report["free_before"],
-        free_after=report["free_after"],
-        tiers={tier: size for tier, size in zip(_REPORTED_TIERS, report["tiers"], strict=True) if size},
-        unmapped=report["unmapped"],
-        retained=report["retained"],
-        direct_io=report["disk_direct"],
-        still_asleep=frozenset(report["still_asleep"]),
-    )
+def _placed(plan: SleepPlan) -> SleepPlan:
+    """Return a plan that names the directory of its backups on disk, which is made."""
+    if plan.tier is not SleepTier.DISK:
+        return plan
+    return replace(plan, disk_directory=str(_sleep_directory(plan.disk_directory)))
 
 
 def _sleep_directory(named: str | None) -> Path:

@@ -27,7 +27,6 @@ from hardpoint.interfaces.allocator import Policy, SleepPlan
 from hardpoint.interfaces.capabilities import MemoryCapabilities
 from hardpoint.interfaces.errors import CapabilityRefused, DriverError, MemoryBusy
 from hardpoint.memory.driver_table import DriverTable
-from hardpoint.memory.pool import VirtualPool, native_policy
 from hardpoint.memory.torch_graph_pool import TorchGraphPool
 from hardpoint.memory.virtual import VirtualAllocator
 
@@ -259,7 +258,7 @@ class _Block:
     def begin(self) -> None:
         tag, policy = self.context.key
         with ExitStack() as undo:
-            _native.enter_torch_pool(self.pools.memory.native, self.pools.device, tag, native_policy(policy))
+            _native.enter_torch_pool(self.pools.memory, self.pools.device, tag, policy)
             undo.callback(_native.leave_torch_pool, self.pools.device)
             if self.context.is_routed:
                 undo.enter_context(self.pools.functions.use(self.torch_pool, self.pools.device))
@@ -290,14 +289,18 @@ class TorchPools:
     torch pool that is in use is left alone in favour of another one for the same tag and policy.
     """
 
-    def __init__(self, memory: VirtualPool, device: int, functions: TorchPoolFunctions) -> None:
+    def __init__(
+        self, driver: DriverTable, memory: _native.MemoryPool, device: int, functions: TorchPoolFunctions
+    ) -> None:
         """Connect nothing yet: torch is asked when a block is entered.
 
         Args:
+            driver: the memory's, whose library torch is given.
             memory: where the segments come from.
             device: the device's index as torch counts.
             functions: torch's functions for the device.
         """
+        self._driver = driver
         self.memory = memory
         self.device = device
         self.functions = functions
@@ -425,7 +428,7 @@ class TorchPools:
 
     def make(self) -> Any:
         """Return a new torch pool over the memory, which lives until `end`."""
-        allocator = _torch_objects.allocator(self.memory.driver, self.functions)
+        allocator = _torch_objects.allocator(self._driver, self.functions)
         return _torch_objects.keep(self.functions.pool(allocator, self.device))
 
     def end(self, torch_pool: Any) -> None:
@@ -464,7 +467,7 @@ class TorchPoolAllocator(VirtualAllocator, partial=True):
     ) -> None:
         """Open the device; raises DriverError. `functions` are torch's for this kind of device."""
         super().__init__(driver, device=device, torch_device=torch_device, capabilities=capabilities)
-        self._torch_pools = TorchPools(self._pool, device, functions)
+        self._torch_pools = TorchPools(driver, self.native, device, functions)
 
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
         """Return a context in which this thread's torch allocations on the device come from this memory.

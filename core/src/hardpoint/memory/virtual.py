@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,7 @@ from hardpoint import _native
 from hardpoint.interfaces.allocator import (
     DEFAULT,
     FileExtent,
-    MemoryInfo,
-    MemoryReport,
-    MemoryStats,
-    MemoryTransaction,
     Policy,
-    SleepPlan,
 )
 from hardpoint.interfaces.capabilities import MemoryCapabilities, TorchPoolScope
 from hardpoint.interfaces.dtypes import DType
@@ -24,7 +19,7 @@ from hardpoint.interfaces.errors import InvalidAllocation
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint.memory.factory_calls import factory_call_pool
 from hardpoint.memory.native_files import driver_file
-from hardpoint.memory.pool import VirtualPool, check_size, native_policy
+from hardpoint.memory.pool import VirtualMemory, check_size
 from hardpoint.memory.tensors import TensorAllocator
 
 if TYPE_CHECKING:
@@ -46,7 +41,7 @@ def open_driver(package: str, device: int, options: Mapping[str, object] | None 
     return DriverTable(driver_file(package), device=device, options=options)
 
 
-class VirtualAllocator(TensorAllocator):
+class VirtualAllocator(VirtualMemory, TensorAllocator):
     """A `DeviceAllocator` over a memory driver.
 
     Tensors below 8 MiB share allocations by tag and policy; larger ones have their own. A backend derives from it, and adds `pool`
@@ -66,9 +61,8 @@ class VirtualAllocator(TensorAllocator):
             torch_device: the device's name in torch.
             capabilities: what the backend claims for the device.
         """
-        self._pool = VirtualPool(driver)
-        self._tensors = _native.MemoryTensors(self._pool.native, device)
-        self._device_index = device
+        super().__init__(driver)
+        self._tensors = _native.MemoryTensors(self.native, device)
         self._torch_device = torch_device
         self._capabilities = capabilities
 
@@ -101,7 +95,7 @@ class VirtualAllocator(TensorAllocator):
             return torch.empty(shape, dtype=dtype.to_torch(), device=self._torch_device)
         capacity = 0 if max_rows is None else size // shape[0] * max_rows
         check_size(size, capacity)
-        return self._as_tensor(self._tensors.make(size, tag, native_policy(policy), capacity), shape, dtype.to_torch())
+        return self._as_tensor(self._tensors.make(size, tag, policy, capacity), shape, dtype.to_torch())
 
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
         """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent."""
@@ -124,37 +118,7 @@ class VirtualAllocator(TensorAllocator):
 
     def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
         """Say where a tensor's bytes come from; raises ForeignMemory, InvalidAllocation."""
-        self._pool.declare_source(tensor.data_ptr(), tensor.nbytes, source)
-
-    def mark_written(self, tags: Sequence[str]) -> None:
-        """Void kept backups and declared sources of these tags; raises UnknownTag."""
-        self._pool.mark_written(tags)
-
-    def prepare_sleep(self, plan: SleepPlan) -> None:
-        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
-        self._pool.prepare_sleep(plan)
-
-    def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
-        """Do everything of a sleep that can fail; see `DeviceAllocator.begin_sleep`."""
-        with self._quiet(plan):
-            return self._pool.begin_sleep(plan, _live(plan))
-
-    def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
-        """Do everything of a wake that can fail; see `DeviceAllocator.begin_wake`."""
-        return self._pool.begin_wake(tags)
-
-    def sleep(self, plan: SleepPlan) -> MemoryReport:
-        """Give device memory back as planned; other threads' operations wait for it."""
-        with self._quiet(plan):
-            return self._pool.sleep(plan, _live(plan))
-
-    def wake(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Map memory again at the same addresses and restore what was preserved; other threads' operations wait for it."""
-        return self._pool.wake(tags)
-
-    def discard_backup(self, tags: Sequence[str]) -> None:
-        """Drop the backups of memory that is asleep; raises UnknownTag."""
-        self._pool.discard_backup(tags)
+        self._declare(tensor.data_ptr(), tensor.nbytes, source)
 
     def read_backup(self, tensor: Tensor) -> Tensor:
         """Return a copy, on the host, of a sleeping tensor's bytes."""
@@ -164,32 +128,11 @@ class VirtualAllocator(TensorAllocator):
             raise InvalidAllocation("only a contiguous tensor's backup can be read", found=f"strides {tensor.stride()}")
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.nbytes:
-            self._pool.native.read_backup(tensor.data_ptr(), copy.view(-1).view(torch.uint8).numpy())
+            self.native.read_backup(tensor.data_ptr(), copy.view(-1).view(torch.uint8).numpy())
         return copy
-
-    def stats(self) -> MemoryStats:
-        """Return the books."""
-        return self._pool.stats()
-
-    def memory_info(self) -> MemoryInfo:
-        """Return the device's free and total memory as its driver reports them."""
-        return self._pool.memory_info()
-
-    def close(self) -> None:
-        """Give everything back that nobody uses; tensors still alive keep their memory until they are gone."""
-        self._pool.close()
-
-    def _quiet(self, plan: SleepPlan) -> AbstractContextManager[None]:
-        """Keep others from the memory that a sleep takes, for the time of its work; may refuse it. Default: nothing."""
-        return nullcontext()
 
     def _as_tensor(self, capsule: object, shape: tuple[int, ...], dtype: Any) -> Tensor:
         from torch.utils.dlpack import from_dlpack
 
         storage: Tensor = from_dlpack(capsule)
         return storage.view(dtype).view(shape)
-
-
-def _live(plan: SleepPlan) -> dict[int, Sequence[tuple[int, int]]]:
-    """Return the bytes of tensors that count, by address."""
-    return {live.tensor.data_ptr(): live.ranges for live in plan.live}

@@ -80,7 +80,7 @@ class KVMemory:
         """Return the bytes of these blocks in the cache, None where there are none."""
         num_blocks = self.cache.shape[self._spec.axes.index("block") + 1]
         ranges = live_ranges(blocks, self._spec, num_blocks)
-        return LiveRanges(self.cache, ranges) if ranges else None
+        return LiveRanges(self.cache.data_ptr(), ranges) if ranges else None
 
     # Sizes
 
