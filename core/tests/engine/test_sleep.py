@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.engine.sleep import EngineState, LifeCycle, SleepMode, SleepRequest, SleepSettings
+from hardpoint.engine.sleep import EngineState, LifeCycle, SleepMode, SleepRequest
 from hardpoint.engine.sleep.report import over_ranks
 from hardpoint.executor import Executor
 from hardpoint.interfaces import (
@@ -214,7 +214,7 @@ class Engine:
         capabilities = options.pop("capabilities", None) or MemoryCapabilities(
             sleep_levels=frozenset({0, 1, 2}), tiers=frozenset({SleepTier.HOST, SleepTier.DISK})
         )
-        self.lifecycle = LifeCycle(self.workers, self.scheduler, capabilities, SleepSettings(**options), "acme")
+        self.lifecycle = LifeCycle(self.workers, self.scheduler, capabilities, SleepPlan(**options), "acme")
         self.diary: list[str] = []
         self.drained = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -72,17 +72,16 @@ class Rank:
         if fault is Fault.BEFORE and name in ("commit", "rollback"):
             raise WorkerError("the message was not understood")
         if fault is Fault.BEFORE:
-            self.transactions.begin(args[0], self._fails)
+            self.transactions.take(args[0])
+            raise DriverError("unmap", 1, "stuck")
         result = getattr(self, name)(*args)
         if fault is Fault.LOST:
             raise WorkerError("the answer was lost")
         return result
 
-    def _fails(self) -> PreparedChange:
-        raise DriverError("unmap", 1, "stuck")
-
     def begin(self, transaction: int, change: MemoryChange) -> None:
-        self.transactions.begin(transaction, lambda: PreparedChange(Change(self, isinstance(change, SleepPlan))))
+        self.transactions.take(transaction)
+        self.transactions.open = PreparedChange(Change(self, isinstance(change, SleepPlan)))
 
     def commit(self, transaction: int) -> MemoryReport:
         return self.transactions.commit(transaction)
@@ -277,24 +276,21 @@ def test_a_single_rank_raises_what_its_worker_raises(error: Exception) -> None:
     assert getattr(error, "rank", None) is None
 
 
-def begins(transactions: Transactions, number: int) -> Callable[[], None]:
-    return lambda: transactions.begin(number, lambda: Change(Rank(), True))
-
-
 def test_numbers_grow_and_are_used_up_by_failures() -> None:
     transactions = Transactions()
     for number in (0, -3):
         with pytest.raises(InvalidTransaction):
-            begins(transactions, number)()
-    with pytest.raises(ZeroDivisionError):
-        transactions.begin(2, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+            transactions.take(number)
+    transactions.take(2)
     with pytest.raises(InvalidTransaction, match="not above 2"):
-        begins(transactions, 2)()
-    begins(transactions, 7)()
+        transactions.take(2)
+    transactions.take(7)
+    transactions.open = PreparedChange(Change(Rank(), True))
     with pytest.raises(MemoryBusy, match="7"):
-        begins(transactions, 8)()
+        transactions.take(8)
     transactions.rollback(7)
-    begins(transactions, 8)()
+    transactions.take(8)
+    transactions.open = PreparedChange(Change(Rank(), True))
     transactions.abandon()
     transactions.abandon()
     with pytest.raises(InvalidTransaction, match="none is open"):

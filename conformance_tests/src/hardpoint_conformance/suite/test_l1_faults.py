@@ -112,7 +112,7 @@ def test_a_driver_that_fails_on_and_on_loses_nothing(pool_memory: PoolMemory, op
             pool_memory.wake()
         except ForeignMemory:
             # Given up for its memory, an address can be lost to others; the bytes are not.
-            assert DriverQuirks.ADDRESS_HOLDS_MEMORY in pool_memory.pool.quirks
+            assert DriverQuirks.ADDRESS_HOLDS_MEMORY in driver.quirks()
             assert_bytes(pool_memory, data)
             return
         assert pool_memory.stats().asleep == frozenset()

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from hardpoint.engine.sleep import SleepSettings
 from hardpoint.executor import RankLimits, RaySettings
 from hardpoint.interfaces.allocator import SleepPlan
 from hardpoint.interfaces.capabilities import SleepTier
@@ -156,8 +155,8 @@ class EngineConfig(SchedulerSettings):
         """Most requests to queue while the engine sleeps; 0 where they are rejected."""
         return self.max_queued_while_asleep if self.sleeping_requests == "queue" else 0
 
-    def sleep_settings(self, *, accelerator: bool, tiers: Set[SleepTier]) -> SleepSettings:
-        """Return how the engine sleeps on a device with these tiers.
+    def sleep_settings(self, *, accelerator: bool, tiers: Set[SleepTier]) -> SleepPlan:
+        """Return how the engine sleeps on a device with these tiers, as far as no request says it.
 
         Args:
             accelerator: the device has memory of its own, from which a copy to the host frees something.
@@ -167,7 +166,7 @@ class EngineConfig(SchedulerSettings):
         else:
             preference = _TIERS if accelerator else _TIERS[1:]
             tier = next((tier for tier in preference if tier in tiers), SleepTier.HOST)
-        return SleepSettings(
+        return SleepPlan(
             tier=tier,
             host_budget=_gib(self.sleep_host_budget),
             disk_directory=self.sleep_disk_directory,

@@ -45,7 +45,6 @@ from hardpoint.engine.sleep import (
     SleepMode,
     SleepReport,
     SleepRequest,
-    SleepSettings,
     SleepTotals,
 )
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
@@ -631,7 +630,7 @@ def _share(profile: MemoryProfile, ranks: int) -> MemoryProfile:
     return replace(profile, total=profile.total // ranks, kv_limit=None if limit is None else limit // ranks)
 
 
-def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabilities, settings: SleepSettings) -> None:
+def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabilities, settings: SleepPlan) -> None:
     if not config.enable_sleep_mode:
         return
     reasons = []
@@ -649,7 +648,7 @@ def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabil
         )
 
 
-def _prepared_sleep(config: EngineConfig, resolved: Resolved, settings: SleepSettings) -> SleepPlan | None:
+def _prepared_sleep(config: EngineConfig, resolved: Resolved, settings: SleepPlan) -> SleepPlan | None:
     """Return the sleep to make ready for: pinning host memory takes longer than the sleep that uses it."""
     wanted = config.enable_sleep_mode and resolved.descriptor.accelerator and settings.tier is SleepTier.HOST
-    return SleepPlan(policies=_PRESERVED, host_budget=settings.host_budget) if wanted else None
+    return replace(settings, policies=_PRESERVED) if wanted else None

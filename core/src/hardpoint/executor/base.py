@@ -37,7 +37,12 @@ class Executor(ABC):
 
         Every rank is called, whatever the others answer; then the error of the first rank that failed is raised, with its rank.
         """
-        outcomes = self._checked_call(name, args)
+        if name not in WORKER_CALLS:
+            raise ConfigError(
+                f"'{name}' is not a call of the worker contract",
+                hint=f"The calls are {', '.join(sorted(WORKER_CALLS))}",
+            )
+        outcomes = self._call_all(name, args)
         try:
             raise_first(outcomes)
             return outcomes
@@ -61,7 +66,7 @@ class Executor(ABC):
         # An interrupt may come before the ranks' answers: until all are known to be prepared, the way out is back.
         self._unsettled = "rollback", name
         try:
-            raise_first(self._checked_call("begin", (self._last_transaction, change)))
+            raise_first(self._call_all("begin", (self._last_transaction, change)))
         except EngineDead:
             raise
         except BaseException:
@@ -84,7 +89,7 @@ class Executor(ABC):
     def _end(self, call: str, name: str, *, may_be_over: bool) -> list[Any]:
         """Commit or roll back on every rank; with `may_be_over`, ranks on which it is not open are as they should be."""
         self._unsettled = call, name
-        outcomes = self._checked_call(call, (self._last_transaction,))
+        outcomes = self._call_all(call, (self._last_transaction,))
         failures = {
             rank: outcome
             for rank, outcome in enumerate(outcomes)
@@ -97,14 +102,6 @@ class Executor(ABC):
             raise RanksDiverged.of(f"{_ENDINGS[call]} a {name}", failures) from next(iter(failures.values()))
         self._unsettled = None
         return outcomes
-
-    def _checked_call(self, name: str, args: tuple[Any, ...]) -> list[Any]:
-        if name not in WORKER_CALLS:
-            raise ConfigError(
-                f"'{name}' is not a call of the worker contract",
-                hint=f"The calls are {', '.join(sorted(WORKER_CALLS))}",
-            )
-        return self._call_all(name, args)
 
     @abstractmethod
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
@@ -20,14 +20,11 @@ from hardpoint.interfaces.allocator import (
     MemoryTransaction,
     Policy,
     SleepPlan,
-    WakePlan,
 )
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.errors import HardpointError, InvalidTransaction, MemoryAsleep, MemoryBusy
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.weights import KEPT, Weights
-
-T = TypeVar("T")
 
 _log = logging.getLogger("hardpoint")
 
@@ -52,33 +49,20 @@ class PreparedChange:
     after_commit: Callable[[], None] = _nothing
     on_end: Callable[[], None] = _nothing
 
-    def commit(self) -> MemoryReport:
-        """Note what is lost, and commit."""
-        self.before_commit()
-        try:
-            report = self.memory.commit()
-            self.after_commit()
-            return report
-        finally:
-            self.on_end()
-
-    def rollback(self) -> None:
-        """Roll back, and note where that left the memory."""
-        try:
-            self.memory.rollback()
-        finally:
-            self.on_end()
-
 
 class Transactions:
-    """The transaction that a worker may have open; its number comes from whoever drives all ranks."""
+    """The transaction that a worker may have open; its number comes from whoever drives all ranks.
+
+    Attributes:
+        open: what was prepared for the number that was taken last; None when it has ended, or was not prepared.
+    """
 
     def __init__(self) -> None:
         self._last = 0
-        self._open: PreparedChange | None = None
+        self.open: PreparedChange | None = None
 
-    def begin(self, number: int, prepare: Callable[[], PreparedChange]) -> None:
-        """Open the transaction that `prepare` returns; what it raises leaves nothing open, and the number used up.
+    def take(self, number: int) -> None:
+        """Take a number, for which a change can be prepared and be `open` then; it is used up whatever becomes of that.
 
         Raises InvalidTransaction for a number that is not above all before, MemoryBusy while one is open; nothing was done.
         """
@@ -90,19 +74,23 @@ class Transactions:
             )
         self.check_none("begin another transaction")
         self._last = number
-        self._open = prepare()
 
     def commit(self, number: int) -> MemoryReport:
         """Commit the open transaction; raises InvalidTransaction for another number."""
-        return self._end(self._checked(number, "committed").commit)
+        with self._ending(number, "committed") as change:
+            change.before_commit()
+            report = change.memory.commit()
+            change.after_commit()
+            return report
 
     def rollback(self, number: int) -> None:
         """Roll the open transaction back; raises InvalidTransaction for another number."""
-        self._end(self._checked(number, "rolled back").rollback)
+        with self._ending(number, "rolled back") as change:
+            change.memory.rollback()
 
     def check_none(self, what: str) -> None:
         """Raise MemoryBusy while a transaction is open; `what` cannot be done then."""
-        if self._open is not None:
+        if self.open is not None:
             raise MemoryBusy(
                 f"cannot {what}",
                 found=f"the transaction {self._last} over the ranks' memory is open",
@@ -111,32 +99,32 @@ class Transactions:
 
     def abandon(self) -> None:
         """Roll back what is open, if anything, for a worker that ends."""
-        abandoned, self._open = self._open, None
-        if abandoned is None:
+        if self.open is None:
             return
         try:
-            abandoned.rollback()
+            self.rollback(self._last)
         except HardpointError as error:
             _log.warning("the transaction %d was open at shutdown and could not be rolled back: %s", self._last, error)
 
-    def _checked(self, number: int, how: str) -> PreparedChange:
-        if self._open is None or number != self._last:
+    @contextmanager
+    def _ending(self, number: int, how: str) -> Iterator[PreparedChange]:
+        """End the open transaction. One whose end was interrupted stays open: ending it again is right whether it had ended or not."""
+        change = self.open
+        if change is None or number != self._last:
             raise InvalidTransaction(
                 f"the transaction {number} cannot be {how}",
-                found="none is open" if self._open is None else f"the open one is {self._last}",
+                found="none is open" if change is None else f"the open one is {self._last}",
                 hint="Nothing was done",
             )
-        return self._open
-
-    def _end(self, end: Callable[[], T]) -> T:
-        """End the open transaction. One whose end was interrupted stays open: ending it again is right whether it had ended or not."""
         try:
-            result = end()
+            try:
+                yield change
+            finally:
+                change.on_end()
         except Exception:
-            self._open = None
+            self.open = None
             raise
-        self._open = None
-        return result
+        self.open = None
 
 
 class SleepCycle:
@@ -151,25 +139,28 @@ class SleepCycle:
 
     def prepare(self, change: MemoryChange) -> PreparedChange:
         """Return a sleep or wake that is ready to commit; raises what the allocator raises, and CapabilityRefused without a source."""
+        begun: MemoryTransaction | None = None
         try:
-            return self._prepare_sleep(change) if isinstance(change, SleepPlan) else self._prepare_wake(change)
+            if not isinstance(change, SleepPlan):
+                with torch.no_grad():
+                    begun = self._allocator.begin_wake(None if change.tags is None else sorted(change.tags))
+                return PreparedChange(begun, on_end=self.note_asleep)
+            self._synchronize()
+            before = self._allocator.stats()
+            plan = self._completed(change)
+            if plan.tier is SleepTier.SOURCE and _preserves(plan, WEIGHTS) and WEIGHTS not in before.asleep:
+                self._weights.check_sourced(before)
+            begun = self._allocator.begin_sleep(plan)
+            return self._noting(plan, before, begun)
         except BaseException as error:
-            # After an interrupt, frames may hold a transaction that was begun: dropped, it is rolled back.
+            # After an interrupt, this frame and others may hold a transaction that was begun: dropped, it is rolled back.
+            begun = None
             traceback.clear_frames(error.__traceback__)
             self.note_asleep()
             raise
 
-    def _prepare_wake(self, plan: WakePlan) -> PreparedChange:
-        with torch.no_grad():
-            begun = self._allocator.begin_wake(None if plan.tags is None else sorted(plan.tags))
-        return PreparedChange(begun, on_end=self.note_asleep)
-
-    def _prepare_sleep(self, plan: SleepPlan) -> PreparedChange:
-        self._synchronize()
-        before = self._allocator.stats()
-        plan = self._completed(plan)
-        if plan.tier is SleepTier.SOURCE and _preserves(plan, WEIGHTS) and WEIGHTS not in before.asleep:
-            self._weights.check_sourced(before)
+    def _noting(self, plan: SleepPlan, before: MemoryStats, begun: MemoryTransaction) -> PreparedChange:
+        """Return a sleep that was begun with what is to be noted of it."""
         obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
 
         def note_losses() -> None:
@@ -181,7 +172,7 @@ class SleepCycle:
             if obsolete:
                 self._allocator.discard_backup(obsolete)
 
-        return PreparedChange(self._allocator.begin_sleep(plan), note_losses, drop_backups, self.note_asleep)
+        return PreparedChange(begun, note_losses, drop_backups, self.note_asleep)
 
     def check_awake(self) -> None:
         """Raise MemoryAsleep while anything is asleep."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -206,7 +205,9 @@ class StandardWorker(Worker):
 
         Backups of weights are kept over wake: every write of theirs goes through this worker, or is declared.
         """
-        self._transactions.begin(transaction, partial(self._loaded.sleep.prepare, change))
+        sleep = self._loaded.sleep
+        self._transactions.take(transaction)
+        self._transactions.open = sleep.prepare(change)
 
     def commit(self, transaction: int) -> MemoryReport:
         """Finish what was prepared; raises InvalidTransaction."""

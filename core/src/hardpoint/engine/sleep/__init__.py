@@ -3,7 +3,7 @@
 Memory itself is slept and woken by the workers' allocators; requests and their outputs belong to the engine around this.
 """
 
-from hardpoint.engine.sleep.life_cycle import LifeCycle, SleepSettings
+from hardpoint.engine.sleep.life_cycle import LifeCycle
 from hardpoint.engine.sleep.participants import SleepParticipant
 from hardpoint.engine.sleep.report import EngineState, SleepReport, SleepStatus, SleepTotals, WakeReport
 from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest, Tags
@@ -16,7 +16,6 @@ __all__ = [
     "SleepParticipant",
     "SleepReport",
     "SleepRequest",
-    "SleepSettings",
     "SleepStatus",
     "SleepTotals",
     "Tags",

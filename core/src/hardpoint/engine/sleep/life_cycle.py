@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from hardpoint.engine.sleep.participants import Participants, SleepParticipant
@@ -16,7 +16,6 @@ from hardpoint.engine.sleep.report import (
     SleepStatus,
     SleepTotals,
     WakeReport,
-    by_rank,
     over_ranks,
 )
 from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest
@@ -44,52 +43,6 @@ _INTERRUPTED = "a change of the workers' memory was interrupted"
 """Why an engine is FAILED from the first call that changes memory until the workers' books were read after the last one."""
 
 
-@dataclass(frozen=True)
-class SleepSettings:
-    """How an engine sleeps unless it is told otherwise; see SleepPlan for budgets and directory.
-
-    Attributes:
-        tier: of preserved bytes.
-    """
-
-    tier: SleepTier = SleepTier.HOST
-    host_budget: int | None = None
-    disk_directory: str | None = None
-    disk_budget: int | None = None
-
-
-@dataclass(frozen=True)
-class _Slept:
-    """How a tag that is asleep was put to sleep."""
-
-    policy: Policy
-    tier: SleepTier
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a sleep has to do.
-
-    Attributes:
-        new: tags to put to sleep.
-        dropped: tags that sleep with their bytes preserved, which are given up.
-        policies: of the weights and the KV cache.
-    """
-
-    new: frozenset[str]
-    dropped: frozenset[str]
-    tier: SleepTier
-    policies: dict[str, Policy]
-
-    @property
-    def tags(self) -> frozenset[str]:
-        return self.new | self.dropped
-
-    def loses(self, tag: str) -> bool:
-        """Whether the bytes of a tag are gone after it."""
-        return tag in self.tags and self.policies.get(tag) is Policy.DISCARD
-
-
 class LifeCycle:
     """Sleep and wake of one engine, as transactions over its workers' memory, its KV blocks and its participants.
 
@@ -97,6 +50,7 @@ class LifeCycle:
     read from the workers' books, not remembered. Not safe to call from several threads at once.
 
     Args:
+        settings: how the engine sleeps unless it is told otherwise: tier, budgets and directory.
         backend: its name, for messages.
     """
 
@@ -105,7 +59,7 @@ class LifeCycle:
         executor: Executor,
         scheduler: Scheduler,
         capabilities: MemoryCapabilities,
-        settings: SleepSettings,
+        settings: SleepPlan,
         backend: str,
     ) -> None:
         self.totals = SleepTotals()
@@ -119,7 +73,7 @@ class LifeCycle:
         self._level: int | None = None
         self._asleep: frozenset[str] = frozenset()
         self._last_status: Sequence[WorkerStatus] = ()
-        self._slept: dict[str, _Slept] = {}
+        self._slept: dict[str, SleepPlan] = {}
         self._missing: frozenset[str] = frozenset()
         self._in_flight: EngineState | None = None
         self._failure: str | None = None
@@ -209,7 +163,7 @@ class LifeCycle:
         Raises:
             SleepRefused, UnknownTag, CapabilityRefused, MemoryBusy, EngineDead: the sleep is not possible; nothing was done.
         """
-        self._check_sleep(request)
+        self._plan(request)
         if self.state is not EngineState.RUNNING:
             raise SleepRefused(
                 "requests in progress cannot be waited for",
@@ -237,72 +191,64 @@ class LifeCycle:
             What a participant or the workers raise: the engine is as it was and runs on.
         """
         start = time.perf_counter() if start is None else start
-        work = self._check_sleep(request)
-        changed = not self._paused if work is None else bool(work.tags)
+        plan = self._plan(request)
         reports: Sequence[MemoryReport] = ()
-        if work is not None and work.tags:
-            reports = self._sleep_memory(request, work)
-        if not self._paused or changed:
+        tags = plan.tags if plan is not None and plan.tags else frozenset()
+        new = tags - self._asleep
+        if plan is not None and tags:
+            with self._transition(EngineState.SLEEPING):
+                if new:
+                    self.participants.before_sleep(plan, new)
+                self._failure = _INTERRUPTED
+                try:
+                    reports = self._executor.change(plan)
+                except BaseException as error:
+                    self._read_books(error)
+                    if isinstance(error, RanksDiverged):
+                        self._note_slept(plan, tags)
+                    self.participants.undo(new - self._asleep)
+                    raise
+            self._read_books()
+            self._note_slept(plan, tags)
+        changed = bool(tags) or (plan is None and not self._paused)
+        if changed or not self._paused:
             self._level = max(request.level, self._level or 0)
         self._paused = True
-        report = self._sleep_report(request, work, reports, changed, time.perf_counter() - start)
-        if changed:
-            self.totals.count_sleep(report.seconds, report.memory)
-            self._log_sleep(report)
-        return report
-
-    def _check_sleep(self, request: SleepRequest) -> _Work | None:
-        """Return what a sleep has to do; None for one that touches no memory."""
-        self._check_not_busy()
-        self._check_not_failed("the engine cannot sleep")
-        return None if request.level == 0 else self._work(request)
-
-    def _sleep_report(
-        self, request: SleepRequest, work: _Work | None, reports: Sequence[MemoryReport], changed: bool, seconds: float
-    ) -> SleepReport:
         memory = over_ranks(reports)
-        return SleepReport(
+        report = SleepReport(
             changed=changed,
             level=self._level or 0,
             mode=request.mode.value,
-            tier=None if work is None else work.tier,
-            tags=frozenset() if work is None else work.new,
-            dropped=frozenset() if work is None else work.dropped,
+            tier=None if plan is None else plan.tier,
+            tags=new,
+            dropped=tags - new,
             asleep=self._asleep,
             weights_valid=not self._missing,
-            seconds=seconds,
+            seconds=time.perf_counter() - start,
             memory=memory,
             residual={} if memory is None else {**memory.residual, **self.participants.resident_bytes()},
-            ranks=by_rank(reports),
+            ranks=tuple(reports) if len(reports) > 1 else (),
         )
+        if changed:
+            self.totals.count_sleep(report.seconds, memory)
+            self._log_sleep(report)
+        return report
 
-    def _sleep_memory(self, request: SleepRequest, work: _Work) -> Sequence[MemoryReport]:
-        plan = self._plan(request, work)
-        with self._transition(EngineState.SLEEPING):
-            if work.new:
-                self.participants.before_sleep(plan, work.new)
-            self._failure = _INTERRUPTED
-            try:
-                reports = self._executor.change(plan)
-            except BaseException as error:
-                self._read_books(error)
-                if isinstance(error, RanksDiverged):
-                    self._note_slept(work)
-                self.participants.undo(work.new - self._asleep)
-                raise
-        self._read_books()
-        self._note_slept(work)
-        return reports
-
-    def _note_slept(self, work: _Work) -> None:
-        """Remember how the work's tags sleep, on all ranks or on some, and that bytes of the KV cache are gone."""
-        for tag in work.tags & self._asleep:
-            self._slept[tag] = _Slept(work.policies.get(tag, Policy.PRESERVE), work.tier)
-        if work.loses(KV_CACHE):
+    def _note_slept(self, plan: SleepPlan, tags: frozenset[str]) -> None:
+        """Remember how these tags sleep, on all ranks or on some, and that bytes of the KV cache are gone."""
+        self._slept.update(dict.fromkeys(tags & self._asleep, plan))
+        if KV_CACHE in tags and plan.policies[KV_CACHE] is Policy.DISCARD:
             self._scheduler.recompute_all(swapped=False)
 
-    def _work(self, request: SleepRequest) -> _Work:
-        """Return what there is to do; raises SleepRefused, UnknownTag, CapabilityRefused."""
+    def _plan(self, request: SleepRequest) -> SleepPlan | None:
+        """Return what a sleep does: its tags are those to put to sleep, and those whose preserved bytes are given up.
+
+        None for one that touches no memory. Raises SleepRefused, UnknownTag, CapabilityRefused, MemoryBusy, EngineDead.
+        """
+        self._check_not_busy()
+        self._check_not_failed("the engine cannot sleep")
+        if request.level == 0:
+            return None
         known = self._known_tags()
         target = known if request.tags is None else request.tags
         if not target <= known:
@@ -311,22 +257,31 @@ class LifeCycle:
         self._check_capabilities(request, tier)
         if WEIGHTS in target:
             self._check_weights(request)
-        policies = {
-            WEIGHTS: Policy.PRESERVE if request.level == 1 else Policy.DISCARD,
-            KV_CACHE: Policy.PRESERVE if request.kv is KVChoice.PRESERVE else Policy.DISCARD,
-        }
-        asleep = target & self._asleep
-        preserved = {tag for tag in asleep if self._policy_of(tag) is Policy.PRESERVE}
-        dropped = set()
-        if WEIGHTS in preserved and request.level == 2:
-            dropped.add(WEIGHTS)
-        if KV_CACHE in preserved and (request.level == 2 or request.kv is KVChoice.DISCARD):
-            dropped.add(KV_CACHE)
-        if KV_CACHE in asleep - preserved and request.kv is KVChoice.PRESERVE:
+        preserved = {tag for tag in target & self._asleep if self._is_preserved(tag)}
+        if KV_CACHE in (target & self._asleep) - preserved and request.kv is KVChoice.PRESERVE:
             raise SleepRefused(
                 "the KV cache cannot be preserved", found="it is asleep and was discarded", hint="Wake it up first"
             )
-        return _Work(new=frozenset(target - asleep), dropped=frozenset(dropped), tier=tier, policies=policies)
+        given_up = (
+            {WEIGHTS, KV_CACHE} if request.level == 2 else {KV_CACHE} if request.kv is KVChoice.DISCARD else set()
+        )
+        tags = target - self._asleep | preserved & given_up
+        preserves_kv = request.kv is KVChoice.PRESERVE
+        running = request.mode is not SleepMode.ABORT
+        return replace(
+            self._settings,
+            tags=tags,
+            tier=tier,
+            policies={
+                WEIGHTS: Policy.PRESERVE if request.level == 1 else Policy.DISCARD,
+                KV_CACHE: Policy.PRESERVE if preserves_kv else Policy.DISCARD,
+            },
+            live_blocks=self._scheduler.live_blocks(running=running).tolist()
+            if preserves_kv and KV_CACHE in tags
+            else None,
+            verify=request.verify,
+            progress=request.progress,
+        )
 
     def _check_weights(self, request: SleepRequest) -> None:
         """Refuse to preserve what is not there, and to move preserved weights from one tier to another."""
@@ -360,24 +315,10 @@ class LifeCycle:
                 hint="`hardpoint doctor` lists what the backend supports",
             )
 
-    def _policy_of(self, tag: str) -> Policy:
+    def _is_preserved(self, tag: str) -> bool:
+        """Whether the bytes of a tag that is asleep come back when it wakes."""
         slept = self._slept.get(tag)
-        return Policy.DISCARD if slept is None else slept.policy
-
-    def _plan(self, request: SleepRequest, work: _Work) -> SleepPlan:
-        preserves_kv = KV_CACHE in work.new and work.policies[KV_CACHE] is Policy.PRESERVE
-        running = request.mode is not SleepMode.ABORT
-        return SleepPlan(
-            policies=work.policies,
-            tags=work.tags,
-            tier=work.tier,
-            verify=request.verify,
-            live_blocks=self._scheduler.live_blocks(running=running).tolist() if preserves_kv else None,
-            host_budget=self._settings.host_budget,
-            disk_directory=self._settings.disk_directory,
-            disk_budget=self._settings.disk_budget,
-            progress=request.progress,
-        )
+        return slept is not None and slept.policies.get(tag, Policy.PRESERVE) is Policy.PRESERVE
 
     # Wake
 
@@ -400,12 +341,23 @@ class LifeCycle:
         known = self._known_tags()
         if tags is not None and not tags <= known:
             raise _unknown(tags - known, known)
-        woken = self._woken_with(self._asleep if tags is None else self._asleep & tags)
+        woken = self._asleep if tags is None else self._asleep & tags
+        if woken:
+            woken |= self._asleep - {WEIGHTS, KV_CACHE}
         resumes = bool(woken or self.participants.waiting_for(self._asleep) or tags is None)
         changed = resumes and self._paused
         reports: Sequence[MemoryReport] = ()
         if changed:
-            reports = self._wake_memory(woken)
+            with self._transition(EngineState.WAKING):
+                if woken:
+                    self._failure = _INTERRUPTED
+                    try:
+                        reports = self._executor.change(WakePlan(woken))
+                    except BaseException as error:
+                        self._read_books(error)
+                        raise
+                    self._read_books()
+                self.participants.after_wake(self._asleep)
             if not self._asleep:
                 self._paused, self._level = False, None
         report = WakeReport(
@@ -416,30 +368,12 @@ class LifeCycle:
             state=self.state,
             seconds=time.perf_counter() - start,
             memory=over_ranks(reports),
-            ranks=by_rank(reports),
+            ranks=tuple(reports) if len(reports) > 1 else (),
         )
         if changed:
             self.totals.count_wake(report.seconds, report.memory)
             self._log_wake(report)
         return report
-
-    def _woken_with(self, asked: frozenset[str]) -> frozenset[str]:
-        own = self._asleep - {WEIGHTS, KV_CACHE}
-        return asked | own if asked else asked
-
-    def _wake_memory(self, woken: frozenset[str]) -> Sequence[MemoryReport]:
-        reports: Sequence[MemoryReport] = ()
-        with self._transition(EngineState.WAKING):
-            if woken:
-                self._failure = _INTERRUPTED
-                try:
-                    reports = self._executor.change(WakePlan(woken))
-                except BaseException as error:
-                    self._read_books(error)
-                    raise
-                self._read_books()
-            self.participants.after_wake(self._asleep)
-        return reports
 
     # Weights
 

@@ -149,26 +149,16 @@ class SleepTotals:
             self.restored_bytes += memory.preserved
 
 
-def by_rank(reports: Sequence[MemoryReport]) -> tuple[MemoryReport, ...]:
-    """Return the reports of ranks, where there are several."""
-    return tuple(reports) if len(reports) > 1 else ()
-
-
 def over_ranks(reports: Sequence[MemoryReport]) -> MemoryReport | None:
     """Return one report for all ranks: bytes add up, the slowest rank's time counts; None for no reports."""
     if len(reports) <= 1:
         return reports[0] if reports else None
+    sums = ("preserved", "discarded", "skipped", "free_before", "free_after", "unmapped", "retained")
     return MemoryReport(
-        preserved=sum(report.preserved for report in reports),
-        discarded=sum(report.discarded for report in reports),
-        skipped=sum(report.skipped for report in reports),
+        **{name: sum(getattr(report, name) for report in reports) for name in sums},
         seconds=_combined([report.seconds for report in reports], max),
-        free_before=sum(report.free_before for report in reports),
-        free_after=sum(report.free_after for report in reports),
         residual=_combined([report.residual for report in reports], sum),
         tiers=_combined([report.tiers for report in reports], sum),
-        unmapped=sum(report.unmapped for report in reports),
-        retained=sum(report.retained for report in reports),
         direct_io=all(report.direct_io for report in reports),
         still_asleep=frozenset().union(*(report.still_asleep for report in reports)),
     )
