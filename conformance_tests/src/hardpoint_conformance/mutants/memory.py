@@ -439,7 +439,7 @@ def _other_plan(base: Any, change: Callable[[SleepPlan], SleepPlan]) -> Methods:
 
 
 @fault("Live ranges are passed over where one of them lies beyond the end of its tensor.", "alloc.live.bounds@1")
-def live_ranges_cut_off(base: Any) -> Methods:
+def live_ranges_passed_over(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         report: MemoryReport
         try:
