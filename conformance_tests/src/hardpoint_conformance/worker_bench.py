@@ -37,7 +37,7 @@ from hardpoint.interfaces import (
     Worker,
     WorkerConfig,
 )
-from hardpoint.interfaces.errors import HardpointError
+from hardpoint.interfaces.errors import HardpointError, WorkerError
 from hardpoint_conformance.reference import judge
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model
@@ -206,7 +206,8 @@ class Bench:
     def step(self, work: Mapping[int, int] | None = None) -> StepOutput:
         """Compute tokens of sequences, by id: as many as are given, else all pending ones of all sequences.
 
-        A sequence of which nothing is pending after the step is sampled, and its token appended.
+        A sequence of which nothing is pending after the step is sampled, and its token appended. Raises WorkerError where a sample
+        has no token.
         """
         if work is None:
             work = {seq_id: sequence.pending for seq_id, sequence in self.sequences.items()}
@@ -214,6 +215,10 @@ class Bench:
         parts.sort(key=lambda part: not (part[0].computed and part[1] == 1))
         step = self.input_of(parts)
         output = self.compute(step)
+        if output.failed:
+            raise WorkerError(
+                "a step sampled no token for some of its sequences", found="; ".join(output.failed.values())
+            )
         for sequence, count in parts:
             sequence.computed += count
         for index, seq_id in enumerate(step.batch.sample_seq_ids.tolist()):
