@@ -25,9 +25,12 @@ def _no_rows() -> Int32Array:
     return numpy.empty(0, numpy.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepBatch:
     """One step's work: T tokens of R sequences, of which S rows are sampled.
+
+    Nobody changes a batch. It is not frozen, because one is made in most steps, and setting its fields would take the larger part of
+    the time.
 
     Decodes come first, then prefill chunks. The arrays hold until the step's output was taken, except for the block table, which
     changes with the next step: a worker reads it in `submit`. Before the forward, a worker performs `swap_out`, then `swap_in`, then

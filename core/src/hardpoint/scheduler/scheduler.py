@@ -358,29 +358,29 @@ class _PlanBatches:
         return replace(self._without_moves, swap_out=swap_out, swap_in=swap_in, copies=copies, preempted=preempted)
 
     def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int) -> StepBatch:
-        lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
-        views = [buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=True)]
-        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = views[:8]
-        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = views[8:]
+        tokens, seqs, samples = slice(num_tokens), slice(num_seqs), slice(num_samples)
+        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids, *sampled = self._buffers
+        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = sampled
+        # In the order of the fields: names would cost as much as the views.
         return StepBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slots,
-            query_start=query_start,
-            context_lens=context_lens,
-            block_table=self._block_table,
-            rows=rows,
-            seq_ids=seq_ids,
-            num_decodes=num_decodes,
-            sample_rows=sample_rows,
-            sample_seq_ids=sample_seq_ids,
-            swap_out=_NO_PAIRS,
-            swap_in=_NO_PAIRS,
-            copies=_NO_PAIRS,
-            preempted=_NO_IDS,
-            state_rows=state_rows,
-            sample_state_rows=sample_state_rows,
-            sample_positions=sample_positions,
+            token_ids[tokens],
+            positions[tokens],
+            slots[tokens],
+            query_start[: num_seqs + 1],
+            context_lens[seqs],
+            self._block_table,
+            rows[seqs],
+            seq_ids[seqs],
+            num_decodes,
+            sample_rows[samples],
+            sample_seq_ids[samples],
+            _NO_PAIRS,
+            _NO_PAIRS,
+            _NO_PAIRS,
+            _NO_IDS,
+            state_rows[seqs],
+            sample_state_rows[samples],
+            sample_positions[samples],
         )
 
 
