@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hardpoint._native import BlockStats, SchedulerCore, SchedulerStats, SequenceState
-from hardpoint.interfaces.batch import Int32Array, Int64Array, StepBatch
+from hardpoint.interfaces.batch import Int32Array, Int64Array, KVGroupSlots, StepBatch
 from hardpoint.interfaces.errors import (
     EmptyPrompt,
     InvalidRequest,
@@ -77,7 +77,11 @@ class Scheduler:
         self._num_added = 0
         self._core = SchedulerCore(config)
         table = self._core.block_table()
-        self._plans = [_PlanBatches(buffers, table) for buffers in self._core.buffers()]
+        groups = self._core.group_buffers()
+        self._plans = [
+            _PlanBatches(buffers, table, [(slots[plan], table_of) for table_of, slots in groups])
+            for plan, buffers in enumerate(self._core.buffers())
+        ]
 
     # Requests
 
@@ -135,10 +139,11 @@ class Scheduler:
                 found=f"{length} tokens, with a context of {config.max_model_len}",
                 hint="Shorten the prompt or raise max_model_len",
             )
-        if length + new_tokens > config.num_device_blocks * config.block_size:
+        if length + new_tokens > config.pool_tokens:
             raise RequestNeverFits(
                 "the prompt does not fit the KV cache",
-                found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}",
+                found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}"
+                + (f" for {len(config.group_windows)} KV cache groups" if len(config.group_windows) > 1 else ""),
                 hint="Shorten the prompt or give the KV cache more memory",
             )
         if n < 1 or min_tokens < 0 or (max_tokens is not None and (max_tokens < 1 or min_tokens > max_tokens)):
@@ -340,10 +345,16 @@ class _PlanBatches:
 
     Args:
         buffers: in the order of `SchedulerCore.buffers`.
+        groups: (slots, block table) of each KV cache group after the first.
     """
 
-    def __init__(self, buffers: tuple[npt.NDArray[Any], ...], block_table: Int32Array) -> None:
-        self._buffers, self._block_table = buffers, block_table
+    def __init__(
+        self,
+        buffers: tuple[npt.NDArray[Any], ...],
+        block_table: Int32Array,
+        groups: Sequence[tuple[Int32Array, Int32Array]],
+    ) -> None:
+        self._buffers, self._block_table, self._groups = buffers, block_table, groups
         self._sizes: tuple[int, ...] = ()
         self._without_moves: StepBatch | None = None
 
@@ -381,6 +392,7 @@ class _PlanBatches:
             state_rows[seqs],
             sample_state_rows[samples],
             sample_positions[samples],
+            tuple([KVGroupSlots(slots[tokens], table) for slots, table in self._groups]) if self._groups else (),
         )
 
 
