@@ -415,7 +415,7 @@ class EngineCore:
 
     # Sleep
 
-    def _sleep(self, command: Sleep, drained: _Drain | None = None) -> SleepReport | Future[SleepReport]:
+    def _sleep(self, command: Sleep, drained: _Drain | None = None) -> Reply:
         """Go to sleep; where that waits for requests, return the future that is answered when they were `drained`."""
         request = command.request
         start = time.perf_counter() if drained is None else drained.start
