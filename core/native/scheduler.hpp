@@ -89,7 +89,7 @@ struct alignas(kCacheLine) Sequence {
   int32_t num_computed = 0;    // by steps that were planned, in flight or done
   int32_t slot_offset = 0;     // slot = position + slot_offset, while position < bookkeeping_at
   int32_t bookkeeping_at = 0;  // the first position that needs a look at the block table, or whose token would be one too many
-  int32_t register_at = 0;     // when so many tokens are computed, a block is full and not registered
+  int32_t register_at = 0;     // when this number of tokens is computed, a block is full and not registered
   int32_t row = -1;            // of the block table, while it runs
   int32_t state_row = -1;      // of the worker's per-sequence state, from its first sample to its release
   int32_t prompt_len = 0;
