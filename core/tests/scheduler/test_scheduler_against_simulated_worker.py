@@ -120,7 +120,9 @@ class SimulatedWorker:
                 table = step.block_table[int(step.rows[r])]
                 for position in range(max(query - window + 1, 0) if window else 0, int(batch.context_lens[r])):
                     held, generation = self.device[self._slot(table, position)]
-                    assert held == (group, ids[position]), f"sequence {seq_id} reads another history at position {position}"
+                    assert held == (group, ids[position]), (
+                        f"sequence {seq_id} reads another history at position {position}"
+                    )
                     assert generation >= expected.generation, "a cached block survived reset_prefix_cache"
 
     def _slot(self, table: Any, position: int) -> int:
