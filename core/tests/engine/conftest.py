@@ -61,7 +61,7 @@ def _making(device: str) -> Iterator[Make]:
 
 @pytest.fixture
 def make_llm(device: str) -> Iterator[Make]:
-    """Return what makes an engine with so many steps in flight, of so many seconds each."""
+    """Return what makes an engine with the given number of steps in flight, of the given seconds each."""
     with _making(device) as make:
         yield make
 

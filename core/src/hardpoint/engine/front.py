@@ -129,7 +129,7 @@ def pause_command(mode: str, drain_timeout: float | None) -> Pause:
 
 
 def unseeded(engine_seed: int, number: int) -> int:
-    """Return the seed of an engine's `number`-th request that names none: of a stream that no seed which people choose is in."""
+    """Return the seed of an engine's `number`-th request that names none: of a stream that no seed given by a caller is in."""
     return stream_key(stream_key(engine_seed ^ _UNSEEDED) + number)
 
 
