@@ -38,10 +38,10 @@ PROMPTS = [
 
 
 @contextmanager
-def engine(**settings: Any) -> Iterator[LLM]:
-    """Make an engine of the demo model with float32 weights, and shut it down."""
+def engine(model: str = "demo", **settings: Any) -> Iterator[LLM]:
+    """Make an engine with float32 weights, of the demo model by default, and shut it down."""
     settings = {"dtype": "float32", "backend": "cpu", "max_model_len": 1024, "num_device_blocks": 256} | settings
-    llm = LLM("demo", **settings)
+    llm = LLM(model, **settings)
     try:
         yield llm
     finally:
@@ -99,10 +99,3 @@ def oracle_float32() -> Oracle:
 @pytest.fixture(scope="session")
 def oracle_bfloat16(oracle_float32: Oracle) -> Oracle:
     return Oracle(deepcopy(oracle_float32.model).to(torch.bfloat16))
-
-
-@pytest.fixture(scope="session")
-def reference_tokens(make_engine: Any, greedy: Any) -> list[list[int]]:
-    """Greedy tokens of every prompt served alone, in one chunk, without prefix cache."""
-    with make_engine(enable_prefix_caching=False, max_num_seqs=1) as llm:
-        return [list(llm.generate(prompt, greedy())[0].outputs[0].token_ids) for prompt in PROMPTS]
