@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.models import open_model
+from hardpoint_conformance.tiny_model import demo_file, read_demo
 
 PROMPTS = [
     "The capital of France is",
@@ -81,15 +81,16 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def oracle_float32() -> Oracle:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    """Its configuration and weights are read by the gguf package, as the conformance suite's are, and by nothing of the engine."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
-    path = open_model("demo").path
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_config(config)
-    # What from_pretrained does, which wants a further package for GGUF files.
-    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    file = demo_file()
+    assert file is not None
+    demo = read_demo(file)
+    with no_init_weights():
+        model = LlamaForCausalLM(LlamaConfig(**demo.shape.config))
+    missing, unexpected = model.load_state_dict(dict(demo.weights), strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected
     model.tie_weights()
