@@ -3,7 +3,7 @@
     python benchmarks/device_attention.py --backend cuda [--device 0] [--repeats 20] [--json FILE]
 
 Attention has the shape of Qwen3-0.6B: 16 query heads, 8 heads of keys and values of 128 elements, bfloat16. A case has sequences of
-one length, whose blocks are scattered over a cache of so many layers that they do not fit into the device's caches; one run attends
+one length, whose blocks are scattered over a cache with more layers than fit into the device's caches; one run attends
 over every layer once. Decodes are captured in a graph and replayed, as the engine does it, so that launching is not measured. GB/s
 are bytes of keys and values over time. Torch's attention runs twice: over keys and values that are gathered from the blocks first, as
 paged memory makes it necessary, and over such that lie together already. FlashInfer runs where it is installed, by the backend's adapter.

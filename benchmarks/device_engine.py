@@ -87,7 +87,7 @@ def cases_of(quick: bool) -> list[Case]:
 
 
 def decoding(prompts: int, length: int, budget: int) -> Case:
-    """Return a case with so many output tokens that the first request is still decoding long after the last one is prefilled."""
+    """Return a case with enough output tokens that the first request is still decoding long after the last one is prefilled."""
     steps_of_prefill = -(-prompts * (length + prompts) // budget)
     return Case(
         prompts, length, 96 + 2 * steps_of_prefill if budget == TOKEN_BUDGET else 16 + 2 * steps_of_prefill, True

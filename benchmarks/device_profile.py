@@ -33,7 +33,7 @@ WARM_UP_STEPS = 5
 
 
 def decoding(llm: Any, decoder: Decoder, batch: int, context: int, steps: int) -> None:
-    """Submit requests and step until all of them decode, and none ends for so many steps."""
+    """Submit requests and step until all of them decode, and none ends for the given number of steps."""
     from hardpoint import SamplingParams
 
     source = random.Random(0)

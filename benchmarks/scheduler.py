@@ -36,7 +36,7 @@ PROMPTS = (1_024, 4_096, 32_768)
 POOLS = (10_000, 100_000, 1_000_000)
 POOL = 100_000
 CHUNK = 16
-"""Steps timed together: every sequence gets a new block, and fills one, once in so many steps."""
+"""Steps timed together: every sequence gets a new block, and fills one, once in this number of steps."""
 KINDS = ("cold", "hit", "freed_hit")
 DECODE_BAR_US = {256: 0.1, 1024: 0.1}
 ADMISSION_BAR_MS = {"cold": 0.4, "hit": 0.2, "freed_hit": 0.2}

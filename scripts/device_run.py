@@ -177,7 +177,7 @@ def timed(
 
 
 def _wait(process: subprocess.Popen[str], limit: float) -> tuple[str, str]:
-    """Return what a process writes until it ends, which it is made to after so many seconds: politely, since it may have children."""
+    """Return what a process writes until it ends, and stop it after `limit` seconds, politely, since it may have children."""
     try:
         stdout, stderr = process.communicate(timeout=max(limit, 0.0))
         return stdout, stderr or ""

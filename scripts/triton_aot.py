@@ -103,7 +103,7 @@ class Job:
     """One kernel to compile for one machine.
 
     Attributes:
-        what: of the model, for people.
+        what: of the model, human-readable.
         types: of the run-time arguments, by name, in order.
         constants: compile-time arguments, by name.
         options: of the launch.

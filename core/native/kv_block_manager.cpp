@@ -15,9 +15,24 @@ constexpr int32_t kNodeDistance = 8;
 BlockManager::BlockManager(const BlockManagerConfig& config)
     : config_(config),
       watermark_blocks_(static_cast<int32_t>(config.watermark * config.num_device_blocks)),
+      num_groups_(static_cast<int32_t>(config.windows.size())),
+      has_windows_(std::any_of(config.windows.begin(), config.windows.end(), [](int32_t window) { return window > 0; })),
       device_(config.num_device_blocks),
       host_(config.num_host_blocks),
-      cache_(config.enable_prefix_caching ? config.num_device_blocks : 0, config.block_size, config.hash_bits) {}
+      cache_(config.enable_prefix_caching ? config.num_device_blocks : 0, config.block_size, config.hash_bits) {
+  if (num_groups_ == 1 || !config.enable_prefix_caching) return;
+  const auto num_blocks = static_cast<size_t>(config.num_device_blocks);
+  companions_ = Array<BlockId>(num_blocks * (num_groups_ - 1));
+  owners_ = Array<BlockId>(num_blocks);
+  std::fill_n(companions_.data(), companions_.size(), kNoBlock);
+  std::fill_n(owners_.data(), owners_.size(), kNoBlock);
+}
+
+int64_t BlockManager::held_blocks(const BlockTable& table, int32_t total_blocks) const {
+  int64_t held = 0;
+  for (int32_t group = 0; group < num_groups_; ++group) held += total_blocks - table.first[group];
+  return held;
+}
 
 BlockStats BlockManager::stats() const {
   BlockStats s;
@@ -25,7 +40,7 @@ BlockStats BlockManager::stats() const {
   s.device_used = device_.size() - device_.num_free();
   s.host_free = host_.num_free();
   s.host_used = host_.size() - host_.num_free();
-  s.cached = cache_.size();
+  s.cached = cache_.size() + num_companions_;
   s.queried_tokens = queried_tokens_;
   s.hit_tokens = hit_tokens_;
   s.evictions = evictions_;
@@ -36,14 +51,33 @@ BlockId BlockManager::take_device_block() {
   const BlockId block = device_.take_free();
   if (config_.enable_prefix_caching && cache_.contains(block)) {
     cache_.erase(block);
+    if (num_groups_ > 1) detach_companions(block);
+    ++evictions_;
+  } else if (is_cached(block)) {
+    const BlockId node = owners_[block];
+    for (int32_t group = 1; group < num_groups_; ++group)
+      if (companion(node, group) == block) companion(node, group) = kNoBlock;
+    owners_[block] = kNoBlock;
+    --num_companions_;
     ++evictions_;
   }
   return block;
 }
 
+// Without their node they can never be found again.
+void BlockManager::detach_companions(BlockId node) {
+  for (int32_t group = 1; group < num_groups_; ++group) {
+    BlockId& block = companion(node, group);
+    if (block == kNoBlock) continue;
+    owners_[block] = kNoBlock;
+    block = kNoBlock;
+    --num_companions_;
+  }
+}
+
 void BlockManager::release_device_block(BlockId block) {
   if (!device_.drop_ref(block)) return;
-  if (config_.enable_prefix_caching && cache_.contains(block)) {
+  if (is_cached(block)) {
     device_.put_back(block);
   } else {
     device_.put_front(block);
@@ -52,6 +86,7 @@ void BlockManager::release_device_block(BlockId block) {
 
 void BlockManager::open(BlockTable& table, uint32_t root) const {
   table.num_blocks = table.num_registered = 0;
+  table.first = {};
   table.root = root;
   table.epoch = epoch_;
   table.parent = cache_.root_node(root);
@@ -67,17 +102,27 @@ PrefixMatch BlockManager::match_prefix(BlockTable& table, const int32_t* tokens,
   const auto limit = static_cast<int32_t>(std::min<int64_t>((num_tokens - 1) / size, table.max_blocks));
   uint64_t hashes[kSlotDistance];
   uint64_t ahead = 0;
+  NodeId parent = table.parent;
+  std::array<int32_t, kMaxGroups> missing{};  // of each group, the blocks up to the last one that is not cached
   for (int32_t i = 0; i < limit + kSlotDistance; ++i) {
     const int32_t at = i - kSlotDistance;
     if (at >= 0) {
       const uint64_t hash = hashes[at % kSlotDistance];
-      const BlockId block = cache_.find(hash, match.parent, tokens + static_cast<int64_t>(at) * size);
+      const BlockId block = cache_.find(hash, parent, tokens + static_cast<int64_t>(at) * size);
       if (block == kNoBlock) break;
       table.blocks[at] = block;
-      match.num_free += device_.ref_count(block) == 0;
-      match.parent = cache_.node_id(block);
-      match.chain_hash = hash;
-      match.num_blocks = at + 1;
+      parent = cache_.node_id(block);
+      bool all_groups = true;
+      for (int32_t group = 1; group < num_groups_; ++group) {
+        if (companion(block, group) == kNoBlock) missing[group] = at + 1;
+        all_groups &= missing[group] <= first_seen(group, static_cast<int64_t>(at + 1) * size);
+      }
+      if (all_groups) {
+        match.parent = parent;
+        match.chain_hash = hash;
+        match.num_blocks = at + 1;
+      }
+      if (!has_windows_) match.num_free += device_.ref_count(block) == 0;
     }
     if (i < limit) {
       ahead = cache_.extend_hash(ahead, tokens + static_cast<int64_t>(i) * size);
@@ -87,6 +132,10 @@ PrefixMatch BlockManager::match_prefix(BlockTable& table, const int32_t* tokens,
     const int32_t node = i - kNodeDistance;
     if (node >= 0 && node < limit) cache_.prefetch_node(hashes[node % kSlotDistance]);
   }
+  if (!has_windows_) return match;
+  for (int32_t group = 0; group < num_groups_; ++group)
+    for (int32_t i = first_seen(group, static_cast<int64_t>(match.num_blocks) * size); i < match.num_blocks; ++i)
+      match.num_free += device_.ref_count(group == 0 ? table.blocks[i] : companion(table.blocks[i], group)) == 0;
   return match;
 }
 
@@ -97,21 +146,34 @@ AllocStatus BlockManager::can_take(int64_t num_blocks) const {
 }
 
 void BlockManager::allocate(BlockTable& table, const PrefixMatch& match, int32_t total_blocks) {
-  for (int32_t i = 0; i < match.num_blocks; ++i) device_.add_ref(table.blocks[i]);
+  const auto position = static_cast<int64_t>(match.num_blocks) * config_.block_size;
+  // From the last to the first: the first group's entries lead to the other groups' blocks.
+  for (int32_t group = num_groups_ - 1; group >= 0; --group) {
+    BlockId* blocks = table_of(table, group);
+    table.first[group] = first_seen(group, position);
+    for (int32_t i = table.first[group]; i < match.num_blocks; ++i) {
+      if (group > 0) blocks[i] = companion(table.blocks[i], group);
+      device_.add_ref(blocks[i]);
+    }
+    std::fill_n(blocks, table.first[group], 0);
+  }
   // Looks ahead on the free list, so that what the eviction of a block touches is in the processor's cache by its turn.
   BlockId slot_ahead = device_.peek_free(), node_ahead = slot_ahead;
   for (int32_t i = 0; config_.enable_prefix_caching && i < kSlotDistance; ++i) {
     node_ahead = device_.next_free(node_ahead);
     if (i >= kNodeDistance) slot_ahead = device_.next_free(slot_ahead);
   }
-  for (int32_t i = match.num_blocks; i < total_blocks; ++i) {
-    if (config_.enable_prefix_caching) {
-      cache_.prefetch_entry(node_ahead);
-      cache_.prefetch_slot_of(slot_ahead);
-      node_ahead = device_.next_free(node_ahead);
-      slot_ahead = device_.next_free(slot_ahead);
+  for (int32_t group = 0; group < num_groups_; ++group) {
+    BlockId* blocks = table_of(table, group);
+    for (int32_t i = match.num_blocks; i < total_blocks; ++i) {
+      if (config_.enable_prefix_caching) {
+        cache_.prefetch_entry(node_ahead);
+        cache_.prefetch_slot_of(slot_ahead);
+        node_ahead = device_.next_free(node_ahead);
+        slot_ahead = device_.next_free(slot_ahead);
+      }
+      blocks[i] = take_device_block();
     }
-    table.blocks[i] = take_device_block();
   }
   table.num_blocks = total_blocks;
   table.num_registered = match.num_blocks;
@@ -125,15 +187,20 @@ void BlockManager::count_lookup(int64_t num_tokens, const PrefixMatch& match) {
 }
 
 void BlockManager::grow(BlockTable& table, int64_t position, int32_t total_blocks, std::vector<BlockPair>& copies) {
-  if (shares_block_of(table, position)) {
-    BlockId& tail = table.blocks[position / config_.block_size];
-    const BlockId copy = take_device_block();
-    copies.emplace_back(tail, copy);
-    release_device_block(tail);
-    tail = copy;
+  const bool shares = shares_block_of(table, position);
+  for (int32_t group = 0; group < num_groups_; ++group) {
+    BlockId* blocks = table_of(table, group);
+    if (shares) {
+      BlockId& tail = blocks[position / config_.block_size];
+      const BlockId copy = take_device_block();
+      copies.emplace_back(tail, copy);
+      release_device_block(tail);
+      tail = copy;
+    }
+    for (int32_t i = table.num_blocks; i < total_blocks; ++i) blocks[i] = take_device_block();
   }
   table.may_share_tail = false;
-  while (table.num_blocks < total_blocks) table.blocks[table.num_blocks++] = take_device_block();
+  table.num_blocks = std::max(table.num_blocks, total_blocks);
 }
 
 void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, int64_t num_computed) {
@@ -147,7 +214,7 @@ void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, i
     const int32_t at = i - kSlotDistance;
     if (at >= first) {
       table.chain_hash = hashes[at % kSlotDistance];
-      register_block(table, at, tokens + static_cast<int64_t>(at) * size);
+      if (!register_block(table, at, tokens + static_cast<int64_t>(at) * size)) return;
     }
     if (i < full) {
       ahead = cache_.extend_hash(ahead, tokens + static_cast<int64_t>(i) * size);
@@ -157,64 +224,113 @@ void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, i
   }
 }
 
-void BlockManager::register_block(BlockTable& table, int32_t index, const int32_t* tokens) {
+bool BlockManager::register_block(BlockTable& table, int32_t index, const int32_t* tokens) {
   BlockId& own = table.blocks[index];
-  table.num_registered = index + 1;
+  const bool is_held = index >= table.first[0];
   const BlockId cached = cache_.find(table.chain_hash, table.parent, tokens);
+  if (cached == kNoBlock && !is_held) {
+    // After a swap the blocks before the window are gone, and nothing can be appended to a chain that lacks them.
+    table.epoch = epoch_ - 1;
+    return false;
+  }
+  table.num_registered = index + 1;
   if (cached == kNoBlock) {
     table.parent = cache_.insert(own, table.chain_hash, table.parent, table.root, tokens);
-    return;
+  } else {
+    table.parent = cache_.node_id(cached);
+    if (is_held && cached != own) {
+      device_.add_ref(cached);
+      release_device_block(own);
+      own = cached;
+    }
   }
-  table.parent = cache_.node_id(cached);
-  if (cached == own) return;
-  device_.add_ref(cached);
-  release_device_block(own);
-  own = cached;
+  if (num_groups_ > 1 && is_held) register_companions(table, index);
+  return true;
+}
+
+void BlockManager::register_companions(BlockTable& table, int32_t index) {
+  const BlockId node = table.blocks[index];
+  for (int32_t group = 1; group < num_groups_; ++group) {
+    if (index < table.first[group]) continue;
+    BlockId &own = table_of(table, group)[index], &cached = companion(node, group);
+    if (cached == kNoBlock) {
+      cached = own;
+      owners_[own] = node;
+      ++num_companions_;
+    } else if (cached != own) {
+      device_.add_ref(cached);
+      release_device_block(own);
+      own = cached;
+    }
+  }
+}
+
+void BlockManager::free_unseen(BlockTable& table, int64_t num_computed) {
+  for (int32_t group = 0; group < num_groups_; ++group) {
+    BlockId* blocks = table_of(table, group);
+    const int32_t first = std::min(first_seen(group, num_computed), table.num_blocks);
+    for (int32_t& i = table.first[group]; i < first; ++i) {
+      release_device_block(blocks[i]);
+      blocks[i] = 0;
+    }
+  }
 }
 
 void BlockManager::fork(BlockTable& parent, BlockTable& child, int64_t num_computed) {
   BlockId* blocks = child.blocks;
   const int32_t max_blocks = child.max_blocks;
   const int32_t shared = blocks_for(num_computed);
-  for (int32_t i = 0; i < shared; ++i) {
-    blocks[i] = parent.blocks[i];
-    device_.add_ref(blocks[i]);
-  }
   parent.may_share_tail = true;
   child = parent;
   child.blocks = blocks;
   child.max_blocks = max_blocks;
   child.num_blocks = shared;
+  for (int32_t group = 0; group < num_groups_; ++group) {
+    std::copy_n(table_of(parent, group), shared, table_of(child, group));
+    for (int32_t i = child.first[group]; i < shared; ++i) device_.add_ref(table_of(child, group)[i]);
+  }
 }
 
 void BlockManager::free(BlockTable& table) {
-  for (int32_t i = table.num_blocks - 1; i >= 0; --i) release_device_block(table.blocks[i]);
+  for (int32_t i = table.num_blocks - 1; i >= 0; --i)
+    for (int32_t group = 0; group < num_groups_; ++group)
+      if (i >= table.first[group]) release_device_block(table_of(table, group)[i]);
   table.num_blocks = table.num_registered = 0;
   table.may_share_tail = false;
 }
 
-AllocStatus BlockManager::can_swap_out(int32_t keep) const {
-  if (keep > host_.size()) return AllocStatus::never;
-  return keep <= host_.num_free() ? AllocStatus::ok : AllocStatus::later;
+AllocStatus BlockManager::can_swap_out(const BlockTable& table, int32_t keep) const {
+  const int64_t held = held_blocks(table, keep);
+  if (held > host_.size()) return AllocStatus::never;
+  return held <= host_.num_free() ? AllocStatus::ok : AllocStatus::later;
 }
 
 void BlockManager::swap_out(BlockTable& table, int32_t keep, std::vector<BlockId>& host_blocks, std::vector<BlockPair>& moves) {
   host_blocks.clear();
-  host_blocks.reserve(keep);
-  for (int32_t i = 0; i < keep; ++i) {
-    host_blocks.push_back(host_.take_free());
-    moves.emplace_back(table.blocks[i], host_blocks.back());
+  host_blocks.reserve(static_cast<size_t>(held_blocks(table, keep)));
+  for (int32_t group = 0; group < num_groups_; ++group) {
+    for (int32_t i = table.first[group]; i < keep; ++i) {
+      host_blocks.push_back(host_.take_free());
+      moves.emplace_back(table_of(table, group)[i], host_blocks.back());
+    }
   }
   free(table);
 }
 
 void BlockManager::swap_in(BlockTable& table, std::vector<BlockId>& host_blocks, int32_t total_blocks,
                            std::vector<BlockPair>& moves) {
-  for (const BlockId host_block : host_blocks) {
-    table.blocks[table.num_blocks++] = take_device_block();
-    moves.emplace_back(host_block, table.blocks[table.num_blocks - 1]);
+  // Each group has the same number of entries, of which the first ones may not be held.
+  const auto keep = static_cast<int32_t>((static_cast<int64_t>(host_blocks.size()) - held_blocks(table, 0)) / num_groups_);
+  auto host_block = host_blocks.begin();
+  for (int32_t group = 0; group < num_groups_; ++group) {
+    BlockId* blocks = table_of(table, group);
+    std::fill_n(blocks, table.first[group], 0);
+    for (int32_t i = table.first[group]; i < total_blocks; ++i) {
+      blocks[i] = take_device_block();
+      if (i < keep) moves.emplace_back(*host_block++, blocks[i]);
+    }
   }
-  while (table.num_blocks < total_blocks) table.blocks[table.num_blocks++] = take_device_block();
+  table.num_blocks = total_blocks;
   // The blocks are new ones: they join the cache, or give way to equal cached ones, with the next registration.
   table.num_registered = 0;
   table.parent = cache_.root_node(table.root);
@@ -232,6 +348,9 @@ void BlockManager::free_host(std::vector<BlockId>& host_blocks) {
 void BlockManager::reset_prefix_cache() {
   if (!config_.enable_prefix_caching) return;
   cache_.clear();
+  std::fill_n(companions_.data(), companions_.size(), kNoBlock);
+  std::fill_n(owners_.data(), owners_.size(), kNoBlock);
+  num_companions_ = 0;
   ++epoch_;
 }
 
@@ -244,19 +363,41 @@ std::string BlockManager::check(const std::vector<const BlockTable*>& tables,
   std::unordered_map<BlockId, const BlockTable*> writers;
   for (const BlockTable* table : tables) {
     if (table->num_blocks > table->max_blocks) return "a table has more blocks than room";
+    const bool is_registered = table->epoch == epoch_ && config_.enable_prefix_caching;
     NodeId parent = cache_.root_node(table->root);
     for (int32_t i = 0; i < table->num_blocks; ++i) {
-      const BlockId block = table->blocks[i];
-      if (block < 0 || block >= device_.size()) return "a table names a block outside the pool";
-      ++device_refs[block];
-      if (i >= table->num_registered || table->epoch != epoch_ || !config_.enable_prefix_caching) continue;
-      if (!cache_.contains(block)) return "a registered block of a live table is not cached";
-      if (cache_.parent_id(block) != parent) return "a registered chain is broken";
-      parent = cache_.node_id(block);
+      for (int32_t group = 0; group < num_groups_; ++group) {
+        const BlockId block = table_of(*table, group)[i];
+        if (i < table->first[group]) {
+          if (block != 0) return "an entry before the window is not 0";
+          continue;
+        }
+        if (block < 0 || block >= device_.size()) return "a table names a block outside the pool";
+        ++device_refs[block];
+        if (i >= table->num_registered || !is_registered) continue;
+        if (group > 0) {
+          if (i >= table->first[0] && companion(table->blocks[i], group) != block) return "a registered block is not its node's";
+          continue;
+        }
+        if (!cache_.contains(block)) return "a registered block of a live table is not cached";
+        if ((i == 0 || i > table->first[0]) && cache_.parent_id(block) != parent) return "a registered chain is broken";
+        parent = cache_.node_id(block);
+      }
     }
-    if (table->epoch == epoch_ && config_.enable_prefix_caching && table->num_blocks > 0 && parent != table->parent)
+    const bool is_known = table->first[0] == 0 || table->num_registered > table->first[0];
+    if (is_registered && is_known && table->num_blocks > 0 && parent != table->parent)
       return "a table does not continue the chain of its registered blocks";
   }
+  int32_t num_companions = 0;
+  for (BlockId b = 0; num_groups_ > 1 && config_.enable_prefix_caching && b < device_.size(); ++b) {
+    for (int32_t group = 1; group < num_groups_; ++group) {
+      const BlockId block = companion(b, group);
+      if (block == kNoBlock) continue;
+      ++num_companions;
+      if (!cache_.contains(b) || owners_[block] != b || cache_.contains(block)) return "a node and its companions disagree";
+    }
+  }
+  if (num_companions != num_companions_) return "cached blocks of other groups are miscounted";
   for (const std::vector<BlockId>* blocks : host_tables)
     for (const BlockId block : *blocks) ++host_refs[block];
   for (BlockId b = 0; b < device_.size(); ++b) {

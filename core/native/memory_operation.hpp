@@ -44,7 +44,7 @@ class PoolOperation : public Operation {
 
   // Ends the operation for good: another one may begin, however long this object lives.
   void end();
-  // Begins the end of the operation; the time for which it was held is nobody's. Throws kEnded when it has ended, kForked; `what`: what cannot be
+  // Begins the end of the operation; the time for which it was held counts for no phase. Throws kEnded when it has ended, kForked; `what`: what cannot be
   // done with it.
   void begin_end(const char* what);
   // Whether the driver may still be called: false in a forked child and at the end of the process.

@@ -183,7 +183,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 class Operation {
  public:
   virtual ~Operation() = default;
-  // Says that its end is long in coming, for others vote on it: operations that would wait for it throw kBusy instead, and its memory is nobody's.
+  // Says that its end is long in coming, for others vote on it: operations that would wait for it throw kBusy instead, and its memory is unowned.
   // To be called when callbacks have run.
   virtual void hold() = 0;
   // Ends it for good and returns what was done. No call of the driver makes it fail.

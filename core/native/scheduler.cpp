@@ -14,12 +14,12 @@ constexpr int32_t kStepsBetweenTrials = 16;
 
 }  // namespace
 
-Plan::Plan(size_t max_tokens, size_t max_seqs)
+Plan::Plan(size_t max_tokens, size_t max_seqs, size_t num_groups)
     : token_ids(max_tokens),
       positions(max_tokens),
       seq_ids(max_seqs),
       sample_seq_ids(max_seqs),
-      slot_mapping(max_tokens),
+      slot_mapping(num_groups * max_tokens),
       query_start(max_seqs + 1),
       context_lens(max_seqs),
       rows(max_seqs),
@@ -33,9 +33,10 @@ Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(config), blocks_(config.blocks), num_free_rows_(config.max_num_seqs) {
   const auto max_seqs = static_cast<size_t>(config.max_num_seqs);
   max_blocks_per_seq = blocks_.blocks_for(static_cast<int64_t>(config.max_model_len) + config.num_lookahead_slots);
-  block_table = Array<BlockId>(max_seqs * max_blocks_per_seq);
+  const auto num_groups = static_cast<size_t>(blocks_.num_groups());
+  block_table = Array<BlockId>(num_groups * max_seqs * max_blocks_per_seq);
   for (int32_t i = 0; i <= config.steps_in_flight; ++i)
-    plans_.emplace_back(static_cast<size_t>(config.max_num_batched_tokens), max_seqs);
+    plans_.emplace_back(static_cast<size_t>(config.max_num_batched_tokens), max_seqs, num_groups);
   running_.reserve(max_seqs);
   for (int32_t row = config.max_num_seqs - 1; row >= 0; --row) free_rows_.push_back(row);
 }
@@ -78,8 +79,7 @@ int64_t Scheduler::add_request(Request request) {
   next_id_ += request.n;
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
   // A sequence ends where neither the context nor the whole pool could hold one more token.
-  const int64_t limit = std::min<int64_t>(
-      config_.max_model_len, static_cast<int64_t>(config_.blocks.num_device_blocks) * config_.blocks.block_size);
+  const int64_t limit = std::min<int64_t>(config_.max_model_len, pool_slots());
   const int64_t max_total = request.pooling ? prompt_len : std::min(prompt_len + request.max_tokens, limit);
   for (int32_t i = 0; i < request.n; ++i) {
     Sequence* sequence = new_sequence();
@@ -188,14 +188,15 @@ Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
 }
 
 int64_t Scheduler::slots_wanted(int64_t num_tokens) const {
-  const int64_t pool = static_cast<int64_t>(config_.blocks.num_device_blocks) * config_.blocks.block_size;
-  return std::max(num_tokens, std::min(num_tokens + config_.num_lookahead_slots, pool));
+  return std::max(num_tokens, std::min(num_tokens + config_.num_lookahead_slots, pool_slots()));
 }
 
 void Scheduler::locate(Sequence& sequence, int64_t position) {
   const int32_t size = config_.blocks.block_size;
   const auto index = static_cast<int32_t>(position / size);
   sequence.slot_offset = (sequence.table.blocks[index] - index) * size;
+  for (int32_t group = 1; group < blocks_.num_groups(); ++group)
+    sequence.group_offsets[group] = (sequence.table.blocks[group * sequence.table.group_stride + index] - index) * size;
   sequence.bookkeeping_at = std::min({(index + 1) * size, sequence.table.num_blocks * size - config_.num_lookahead_slots,
                                       sequence.max_total - 1});
 }
@@ -206,6 +207,8 @@ void Scheduler::emit_decode(Sequence& sequence, int32_t row) {
   plan.token_ids[row] = position < sequence.num_tokens ? sequence.tokens[position] : -1;
   plan.positions[row] = position;
   plan.slot_mapping[row] = position + sequence.slot_offset;
+  for (int32_t group = 1; group < blocks_.num_groups(); ++group)
+    plan.slot_mapping[group * static_cast<size_t>(config_.max_num_batched_tokens) + row] = position + sequence.group_offsets[group];
   plan.rows[row] = sequence.row;
   plan.state_rows[row] = sequence.state_row;
   plan.sample_positions[row] = position + 1 - sequence.prompt_len;
@@ -251,7 +254,7 @@ void Scheduler::schedule_swapped() {
     if (num_free_rows_ < 1 + sequence.pending_forks) return;
     if (!config_.enable_chunked_prefill && sequence.remaining() > budget_) return;
     const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
-    if (blocks_.can_take(total) != AllocStatus::ok) return;
+    if (blocks_.can_take(blocks_.held_blocks(sequence.table, total)) != AllocStatus::ok) return;
     swapped_.erase(swapped_.begin());
     alloc_row(sequence);
     blocks_.swap_in(sequence.table, sequence.host_blocks, total, swap_in);
@@ -323,16 +326,19 @@ void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
   const int32_t* tokens = sequence.tokens + first;
   int64_t* ids = plan.token_ids.data() + plan.counts.num_tokens;
   int64_t* at = plan.positions.data() + plan.counts.num_tokens;
-  int32_t* slots = plan.slot_mapping.data() + plan.counts.num_tokens;
   for (int32_t i = 0; i < length; ++i) {
     ids[i] = static_cast<uint32_t>(tokens[i]);
     at[i] = static_cast<uint32_t>(first + i);
   }
-  for (int32_t position = first; position < last;) {
-    const int32_t index = position / size;
-    const int32_t offset = (sequence.table.blocks[index] - index) * size;
-    const int32_t block_end = std::min((index + 1) * size, last);
-    for (; position < block_end; ++position) slots[position - first] = position + offset;
+  for (int32_t group = 0; group < blocks_.num_groups(); ++group) {
+    const BlockId* blocks = sequence.table.blocks + group * sequence.table.group_stride;
+    int32_t* slots = plan.slot_mapping.data() + group * static_cast<size_t>(config_.max_num_batched_tokens) + plan.counts.num_tokens;
+    for (int32_t position = first; position < last;) {
+      const int32_t index = position / size;
+      const int32_t offset = (blocks[index] - index) * size;
+      const int32_t block_end = std::min((index + 1) * size, last);
+      for (; position < block_end; ++position) slots[position - first] = position + offset;
+    }
   }
   plan.query_start[row] = plan.counts.num_tokens;
   plan.context_lens[row] = last;
@@ -386,6 +392,7 @@ void Scheduler::alloc_row(Sequence& sequence) {
   sequence.row = free_rows_.back();
   free_rows_.pop_back();
   sequence.table.blocks = block_table.data() + static_cast<size_t>(sequence.row) * max_blocks_per_seq;
+  sequence.table.group_stride = static_cast<int64_t>(config_.max_num_seqs) * max_blocks_per_seq;
   sequence.table.max_blocks = max_blocks_per_seq;
 }
 
@@ -457,7 +464,9 @@ std::vector<BlockId> Scheduler::live_blocks(bool running) const {
   if (running) {
     for (const Sequence* sequence : running_) {
       const int32_t computed = blocks_.blocks_for(sequence->num_computed);
-      for (int32_t i = 0; i < computed; ++i) is_live[sequence->table.blocks[i]] = true;
+      for (int32_t group = 0; group < blocks_.num_groups(); ++group)
+        for (int32_t i = sequence->table.first[group]; i < computed; ++i)
+          is_live[sequence->table.blocks[group * sequence->table.group_stride + i]] = true;
     }
   }
   std::vector<BlockId> blocks;
@@ -469,9 +478,10 @@ std::vector<BlockId> Scheduler::live_blocks(bool running) const {
 bool Scheduler::swap_is_better(const Sequence& sequence) const {
   if (config_.preemption_mode == PreemptionMode::recompute || sequence.num_computed == 0) return false;
   const int32_t keep = blocks_.blocks_for(sequence.num_computed);
-  if (blocks_.can_swap_out(keep) != AllocStatus::ok) return false;
+  if (blocks_.can_swap_out(sequence.table, keep) != AllocStatus::ok) return false;
   if (config_.preemption_mode == PreemptionMode::swap) return true;
-  return 2.0 * keep * config_.swap_seconds_per_block < sequence.num_computed * config_.recompute_seconds_per_token;
+  const auto moved = static_cast<double>(blocks_.held_blocks(sequence.table, keep));
+  return 2.0 * moved * config_.swap_seconds_per_block < sequence.num_computed * config_.recompute_seconds_per_token;
 }
 
 // Results of a step
@@ -534,7 +544,10 @@ void Scheduler::computed(Sequence& sequence, int32_t num_computed) {
   if (num_computed < sequence.register_at || sequence.state != SequenceState::running) return;
   const int32_t size = config_.blocks.block_size;
   blocks_.register_computed(sequence.table, sequence.tokens, num_computed);
-  sequence.register_at = config_.blocks.enable_prefix_caching ? (num_computed / size + 1) * size : kNever;
+  // Steps in flight are of later queries, which see no more of the earlier keys than the next one.
+  if (blocks_.has_windows()) blocks_.free_unseen(sequence.table, num_computed);
+  const bool comes_again = config_.blocks.enable_prefix_caching || blocks_.has_windows();
+  sequence.register_at = comes_again ? (num_computed / size + 1) * size : kNever;
 }
 
 void Scheduler::accept(Sequence& sequence, int32_t token) {

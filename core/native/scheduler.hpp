@@ -15,6 +15,7 @@
 // are free at once, even those that steps in flight use: the worker runs steps in the order of their plans, so a later step
 // writes to them only after earlier ones are done. A preempted sequence waits until no step in flight has it.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <set>
@@ -88,7 +89,7 @@ struct alignas(kCacheLine) Sequence {
   int32_t num_computed = 0;    // by steps that were planned, in flight or done
   int32_t slot_offset = 0;     // slot = position + slot_offset, while position < bookkeeping_at
   int32_t bookkeeping_at = 0;  // the first position that needs a look at the block table, or whose token would be one too many
-  int32_t register_at = 0;     // when so many tokens are computed, a block is full and not registered
+  int32_t register_at = 0;     // when this number of tokens is computed, a block is full and not registered
   int32_t row = -1;            // of the block table, while it runs
   int32_t state_row = -1;      // of the worker's per-sequence state, from its first sample to its release
   int32_t prompt_len = 0;
@@ -105,6 +106,7 @@ struct alignas(kCacheLine) Sequence {
   bool many_stop_ids = false;
   FinishReason finish_reason = FinishReason::none;
   kv::BlockTable table;
+  std::array<int32_t, kv::kMaxGroups> group_offsets{};  // slot_offset of the groups after the first
 
   std::vector<int32_t> storage;
   std::vector<int32_t> more_stop_ids;  // sorted; all of them when there are more than four
@@ -132,12 +134,13 @@ struct StepCounts {
 struct Plan {
   StepCounts counts;
   Array<int64_t> token_ids, positions, seq_ids, sample_seq_ids;
-  Array<int32_t> slot_mapping, query_start, context_lens, rows, state_rows, sample_rows, sample_state_rows, sample_positions;
+  Array<int32_t> slot_mapping;  // of each group, max_tokens entries
+  Array<int32_t> query_start, context_lens, rows, state_rows, sample_rows, sample_state_rows, sample_positions;
   // Of each row. One whose id differs from the row's was released since.
   std::vector<Sequence*> sequences;
   std::vector<std::pair<Sequence*, int64_t>> swapped_out;  // with their ids
 
-  Plan(size_t max_tokens, size_t max_seqs);
+  Plan(size_t max_tokens, size_t max_seqs, size_t num_groups);
 };
 
 struct Finished {
@@ -191,7 +194,7 @@ class Scheduler {
   // The first invariant that does not hold, or an empty string. Slow; for tests.
   std::string check() const;
 
-  // One for all steps: a worker reads it before the next schedule().
+  // One for all steps, a table of max_num_seqs rows for each group: a worker reads it before the next schedule().
   Array<BlockId> block_table;
   int32_t max_blocks_per_seq = 0;
   // Moves of the step that was planned last.
@@ -233,6 +236,10 @@ class Scheduler {
   void complete_decodes();
   void emit_chunk(Sequence& sequence, int32_t length);
   int64_t slots_wanted(int64_t num_tokens) const;
+  // Slots of the pool that one sequence can fill: it takes a block of each group.
+  int64_t pool_slots() const {
+    return static_cast<int64_t>(config_.blocks.num_device_blocks / blocks_.num_groups()) * config_.blocks.block_size;
+  }
   void locate(Sequence& sequence, int64_t position);
 
   void preempt(Sequence& sequence);

@@ -40,6 +40,7 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "watermark", config.blocks.watermark);
   take(settings, "enable_prefix_caching", config.blocks.enable_prefix_caching);
   take(settings, "hash_bits", config.blocks.hash_bits);
+  take(settings, "group_windows", config.blocks.windows);
   take(settings, "max_num_seqs", config.max_num_seqs);
   take(settings, "max_num_batched_tokens", config.max_num_batched_tokens);
   take(settings, "max_model_len", config.max_model_len);
@@ -98,7 +99,7 @@ py::object schedule(Scheduler& self) {
                         plan - self.plans().data());
 }
 
-// The arrays of each plan.
+// The arrays of each plan; the slots are those of the first group.
 py::list buffers(const py::object& owner) {
   auto& self = owner.cast<Scheduler&>();
   const py::ssize_t seqs = self.config().max_num_seqs, tokens = self.config().max_num_batched_tokens;
@@ -111,6 +112,21 @@ py::list buffers(const py::object& owner) {
                                 view(owner, plan.sample_rows, {seqs}), view(owner, plan.sample_seq_ids, {seqs}),
                                 view(owner, plan.sample_state_rows, {seqs}), view(owner, plan.sample_positions, {seqs})));
   return plans;
+}
+
+// For each group after the first: its block table, and the slots of each plan.
+py::list group_buffers(const py::object& owner) {
+  auto& self = owner.cast<Scheduler&>();
+  const py::ssize_t seqs = self.config().max_num_seqs, tokens = self.config().max_num_batched_tokens;
+  py::list groups;
+  for (size_t group = 1; group < self.config().blocks.windows.size(); ++group) {
+    const py::array_t<int32_t> table({seqs, py::ssize_t{self.max_blocks_per_seq}},
+                                     self.block_table.data() + group * seqs * self.max_blocks_per_seq, owner);
+    py::list slots;
+    for (Plan& plan : self.plans()) slots.append(py::array_t<int32_t>(tokens, plan.slot_mapping.data() + group * tokens, owner));
+    groups.append(py::make_tuple(table, slots));
+  }
+  return groups;
 }
 
 }  // namespace
@@ -201,6 +217,7 @@ void bind_scheduler(py::module_& m) {
              return copy_tokens(sequence, sequence.prompt_len);
            })
       .def("buffers", &buffers)
+      .def("group_buffers", &group_buffers)
       .def("block_table",
            [](const py::object& owner) {
              auto& self = owner.cast<Scheduler&>();

@@ -20,7 +20,7 @@ ELSEWHERE = {
         "src/hardpoint_acme/graphs.py",
         "src/hardpoint_acme/platform.py",
     ),  # what a vendor may add
-    *("Python.h", "npu/graphs.py", "torch_npu/_op_plugin_docs.py"),  # other people's
+    *("Python.h", "npu/graphs.py", "torch_npu/_op_plugin_docs.py"),  # of other projects
 }
 """Names of files that are not the repository's."""
 

@@ -42,7 +42,7 @@ class Target:
         return self.table.memory_info()[0]
 
     def has_free(self, expected: int) -> bool:
-        """Whether so many bytes are free by the driver's count, which may lag for a while, within its slack."""
+        """Whether the given number of bytes is free by the driver's count, which may lag for a while, within its slack."""
         for _ in range(200):
             if self.free() >= expected - self.slack:
                 return True

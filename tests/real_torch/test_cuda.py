@@ -54,7 +54,7 @@ def runner(machine: Any, allocator: Any) -> Iterator[Any]:
 
 
 def allocates(mib: int) -> None:
-    """A step of which two tensors of so many MiB and one of both live in turn."""
+    """A step of which two tensors of `mib` MiB and one of both live in turn."""
     first = torch.empty(mib * MIB, dtype=torch.uint8, device="cuda:0")
     second = torch.empty_like(first)
     del first

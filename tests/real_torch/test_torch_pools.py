@@ -55,7 +55,7 @@ def level_one(tier: SleepTier, **more: Any) -> SleepPlan:
 
 
 def segment(machine: Any, mib: int, index: int = 0) -> torch.Tensor:
-    """Return a tensor for which torch takes a segment of exactly so many MiB; it rounds sizes up, in one build after adding some."""
+    """Return a tensor for which torch takes a segment of exactly `mib` MiB; it rounds sizes up, in one build after adding some."""
     return torch.empty(mib * MIB - 512, dtype=torch.uint8, device=f"{machine.torch_type}:{index}")
 
 

@@ -239,7 +239,7 @@ int64_t RowSampler::draw_by_buckets(const SamplerKernels& kernels, const float* 
   int last = 0;
   while (sum + masses[last] < goal) sum += masses[last++];
   sort_bucket(last);
-  // Whole buckets before the last one are kept, and so many tokens of it.
+  // Whole buckets before the last one are kept, and this number of tokens of it.
   size_t kept = 0;
   while (sum < goal) sum += weights[bucket[kept++].id];
   for (; kept < bucket.size(); ++kept) weights[bucket[kept].id] = 0;

@@ -32,7 +32,7 @@ class FaultTarget(ABC):
     """One driver under test.
 
     Attributes:
-        name: for people; says `simulated` where the vendor's library is one.
+        name: human-readable; says `simulated` where the vendor's library is one.
         elastic: memory of an allocation can be given back while its addresses stay.
         units: of its granularity, in the largest allocation.
     """

@@ -48,13 +48,13 @@ class Verdict:
     """What became of a mutant.
 
     Attributes:
-        trouble: why the run itself says nothing; "".
+        failure: why the run itself says nothing; "".
     """
 
     mutant: Mutant
     findings: tuple[Finding, ...]
     seconds: float
-    trouble: str = ""
+    failure: str = ""
 
     @property
     def killer(self) -> Finding | None:
@@ -66,7 +66,7 @@ class Verdict:
         """Killed or survived; for a harmless mutant unharmed or accused."""
         if self.mutant.harmless:
             ran = any(finding.outcome == "survived" for finding in self.findings)
-            return "unharmed" if ran and self.killer is None and not self.trouble else "accused"
+            return "unharmed" if ran and self.killer is None and not self.failure else "accused"
         return "killed" if self.killer else "survived"
 
     @property
@@ -122,7 +122,7 @@ class Matrix:
         killed = sum(verdict.outcome == "killed" for verdict in faults)
         yield f"{killed} of {len(faults)} known-bad backends are found by a clause meant for them."
         for verdict in self.survivors:
-            detail = verdict.trouble or ", ".join(f"{one.clause} {one.outcome}" for one in verdict.findings)
+            detail = verdict.failure or ", ".join(f"{one.clause} {one.outcome}" for one in verdict.findings)
             yield f"{verdict.outcome.upper()}: {verdict.mutant.name}: {verdict.mutant.fault} ({detail})"
         yield (
             f"Without a fault: {len(self.false_alarms)} failures in {self.control_tests} tests of the control and "
@@ -191,7 +191,7 @@ class Matrix:
                     "verdict": verdict.outcome,
                     "harmless": verdict.mutant.harmless,
                     "seconds": round(verdict.seconds, 2),
-                    "trouble": verdict.trouble,
+                    "failure": verdict.failure,
                     "clauses": [
                         {"id": one.clause, "outcome": one.outcome, "case": one.case, "reason": one.reason}
                         for one in verdict.findings
@@ -231,7 +231,7 @@ def _row(verdict: Verdict) -> str:
     state = "good" if verdict.as_it_must_be else "bad"
     return (
         f'<tr class="{state}"><td><code>{verdict.mutant.name}</code><br>{html.escape(verdict.mutant.fault)}</td>'
-        f"<td>{verdict.outcome}</td><td><ul>{clauses}</ul>{html.escape(verdict.trouble)}</td></tr>"
+        f"<td>{verdict.outcome}</td><td><ul>{clauses}</ul>{html.escape(verdict.failure)}</td></tr>"
     )
 
 

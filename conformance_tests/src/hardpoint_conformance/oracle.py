@@ -1,7 +1,7 @@
 """The judge of attention's numbers: an oracle in float64, and a bound on the error that comes from a plain implementation.
 
 The oracle computes attention by its definition (`hardpoint.interfaces.attention`) from the inputs as the backend gets them: queries
-in the case's dtype, keys and values after their rounding to the cache's dtype. So the rounding of inputs is nobody's error.
+in the case's dtype, keys and values after their rounding to the cache's dtype. So the rounding of inputs is not counted as an error.
 
 A row is one query of one head. Its error, the largest over its elements, must keep to
 

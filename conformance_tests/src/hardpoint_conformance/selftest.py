@@ -155,8 +155,8 @@ def verdict(mutant: Mutant, ended: Ended) -> Verdict:
             findings.append(Finding(clause, "survived"))
         else:
             findings.append(Finding(clause, "not run", message=ended.end or "none of its tests applies"))
-    trouble = f"{ended.end} outside of every test: {ended.output[-400:]}" if ended.end and not ended.running else ""
-    return Verdict(mutant, tuple(findings), ended.seconds, trouble)
+    failure = f"{ended.end} outside of every test: {ended.output[-400:]}" if ended.end and not ended.running else ""
+    return Verdict(mutant, tuple(findings), ended.seconds, failure)
 
 
 def alarms(runs: Iterable[Ended]) -> Iterator[str]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 MAX_SEQS = 8
 MAX_TOKENS = 256
-_LEAST_BLOCKS = 16
+_MIN_BLOCKS = 16
 _TOKENS = 2048
 _DECIDED = 0.2
 _IN_FLIGHT = -1
@@ -151,7 +151,7 @@ class Bench:
         self.info: ModelInfo = worker.load()
         self.profile = worker.profile()
         self.block_size = self.info.attention.block_size
-        blocks = blocks or max(_LEAST_BLOCKS, _TOKENS // self.block_size)
+        blocks = blocks or max(_MIN_BLOCKS, _TOKENS // self.block_size)
         self.host_blocks = -(-swapped // self.block_size)
         worker.initialize_kv(blocks, self.host_blocks)
         worker.warm_up()
@@ -305,7 +305,7 @@ class Bench:
             self.step(work)
 
     def input_of(self, parts: Sequence[tuple[Served, int]]) -> StepInput:
-        """Return the step that computes so many further tokens of these sequences, with the moves that are waiting."""
+        """Return the step that computes the given numbers of further tokens of these sequences, with the moves that are waiting."""
         size = self.block_size
         token_ids: list[int] = []
         positions: list[int] = []

@@ -75,7 +75,7 @@ class RankProcesses:
         return [answers[rank] for rank in range(self.world)]
 
     def close(self) -> None:
-        """End the processes; legal more than once."""
+        """End the processes; idempotent."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -95,9 +95,9 @@ class WorkerRanks:
     def __init__(self, processes: RankProcesses, config: WorkerConfig) -> None:
         self._processes, self._config = processes, config
         self.latest: list[Any] = []
-        meeting = f"tcp://127.0.0.1:{free_port()}/conformance"
+        address = f"tcp://127.0.0.1:{free_port()}/conformance"
         configs = [
-            replace(config, rank=rank, init_method=meeting, communication_timeout=_JOIN_SECONDS)
+            replace(config, rank=rank, init_method=address, communication_timeout=_JOIN_SECONDS)
             for rank in range(processes.world)
         ]
         processes.call("make", [(one,) for one in configs])

@@ -39,7 +39,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def make_llm(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Return what makes an engine with so many steps in flight, of so many seconds each."""
+    """Return what makes an engine with the given number of steps in flight, of the given seconds each."""
     monkeypatch.setattr(front, "load_tokenizer", _tokenizer)
     made: list[LLM] = []
 

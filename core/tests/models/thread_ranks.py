@@ -19,7 +19,7 @@ T = TypeVar("T")
 _SECONDS = 60.0
 
 
-class Meeting:
+class ThreadGroup:
     """Where threads exchange tensors; a thread that fails breaks it for all."""
 
     def __init__(self, size: int) -> None:
@@ -34,19 +34,19 @@ class Meeting:
 class ThreadCollectives(Collectives):
     """One thread's collectives; counts its operations."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank = meeting, rank
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
         self.calls: list[str] = []
 
     def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
         raise NotImplementedError("threads have met already")
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        meeting = self._meeting
-        meeting.given[self._rank] = tensor.clone()
-        meeting.barrier.wait()
-        all_given = list(meeting.given)
-        meeting.barrier.wait()
+        group = self._group
+        group.given[self._rank] = tensor.clone()
+        group.barrier.wait()
+        all_given = list(group.given)
+        group.barrier.wait()
         return all_given
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -63,23 +63,23 @@ class ThreadCollectives(Collectives):
 
     def send(self, tensor: Tensor, rank: int) -> None:
         self.calls.append("send")
-        self._meeting.sent[self._rank, rank].put(tensor.clone())
+        self._group.sent[self._rank, rank].put(tensor.clone())
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         self.calls.append("receive")
-        tensor.copy_(self._meeting.sent[rank, self._rank].get(timeout=_SECONDS))
+        tensor.copy_(self._group.sent[rank, self._rank].get(timeout=_SECONDS))
 
     def barrier(self) -> None:
-        self._meeting.barrier.wait()
+        self._group.barrier.wait()
 
     def stop(self) -> None:
-        self._meeting.barrier.abort()
+        self._group.barrier.abort()
 
 
 def run_ranks(tensor_size: int, stages: int, work: Callable[[ParallelRank, Ranks], T]) -> list[T]:
     """Run `work` for every rank, each in a thread; return what each gave, in the order of ranks."""
-    tensor = [Meeting(tensor_size) for _ in range(stages)]
-    pipeline = [Meeting(stages) for _ in range(tensor_size)]
+    tensor = [ThreadGroup(tensor_size) for _ in range(stages)]
+    pipeline = [ThreadGroup(stages) for _ in range(tensor_size)]
 
     def rank(number: int) -> T:
         stage, place = divmod(number, tensor_size)
@@ -90,8 +90,8 @@ def run_ranks(tensor_size: int, stages: int, work: Callable[[ParallelRank, Ranks
         try:
             return work(ParallelRank(place, tensor_size, stage, stages), ranks)
         except BaseException:
-            for meeting in (*tensor, *pipeline):
-                meeting.barrier.abort()
+            for group in (*tensor, *pipeline):
+                group.barrier.abort()
             raise
 
     with ThreadPoolExecutor(tensor_size * stages) as threads:

@@ -617,7 +617,7 @@ def test_extreme_numbers_are_a_matter_of_their_row(extreme: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_extreme_temperatures_and_masked_tokens_are_no_trouble(values: dict[str, Any]) -> None:
+def test_extreme_temperatures_and_masked_tokens_give_tokens(values: dict[str, Any]) -> None:
     logits = some_logits(400, scale=30.0)
     logits[::2] = -torch.inf
     best = int(logits.argmax())

@@ -53,13 +53,17 @@ class Expected:
         return self.prompt + self.sampled
 
 
+Held = tuple[tuple[int, int], int]
+"""KV cache group and id of a history, and the generation of the cache that it was written in."""
+
+
 class SimulatedWorker:
     """Keys and values as ids of token histories: equal ids mean equal salt and tokens up to that position."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.device: dict[int, tuple[int, int]] = {}
-        self.host: dict[int, tuple[int, int]] = {}
+    def __init__(self, block_size: int, windows: tuple[int, ...]) -> None:
+        self.block_size, self.windows = block_size, windows
+        self.device: dict[int, Held] = {}
+        self.host: dict[int, Held] = {}
         self.generation = 0
         self.last_tokens: dict[int, int] = {}
         self._ids: dict[tuple[object, int], int] = {}
@@ -72,7 +76,7 @@ class SimulatedWorker:
             ids.append(parent)
         return ids
 
-    def _move(self, source: dict[int, tuple[int, int]], target: dict[int, tuple[int, int]], pairs: Any) -> None:
+    def _move(self, source: dict[int, Held], target: dict[int, Held], pairs: Any) -> None:
         for a, b in pairs.tolist():
             for offset in range(self.block_size):
                 value = source.get(a * self.block_size + offset)
@@ -99,26 +103,30 @@ class SimulatedWorker:
             else:
                 assert (batch.token_ids[span].tolist(), r < batch.num_decodes) == ([-1], True)
                 assert self.last_tokens[int(batch.state_rows[r])] == expected.device_history[positions[0]]
-            table = batch.block_table[int(batch.rows[r])]
-            slots = [
-                int(table[p // self.block_size]) * self.block_size + p % self.block_size
-                for p in range(positions[-1] + 1)
-            ]
-            assert batch.slot_mapping[span].tolist() == slots[positions[0] :]
-            assert written.isdisjoint(slots[positions[0] :]), "two sequences write one slot"
-            written.update(slots[positions[0] :])
-            for position in positions:
-                self.device[slots[position]] = (ids[position], self.generation)
+            for group, step in enumerate(batch.by_group()):
+                table = step.block_table[int(step.rows[r])]
+                slots = [self._slot(table, position) for position in positions]
+                assert step.slot_mapping[span].tolist() == slots
+                assert written.isdisjoint(slots), "two sequences or groups write one slot"
+                written.update(slots)
+                for position, slot in zip(positions, slots, strict=True):
+                    self.device[slot] = ((group, ids[position]), self.generation)
         # In a second pass, as an attention that reads after all writes of a step would.
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
             ids = self.histories(expected.device_history, expected.salt)
-            table = batch.block_table[int(batch.rows[r])]
-            for position in range(int(batch.context_lens[r])):
-                slot = int(table[position // self.block_size]) * self.block_size + position % self.block_size
-                held, generation = self.device[slot]
-                assert held == ids[position], f"sequence {seq_id} reads another history at position {position}"
-                assert generation >= expected.generation, "a cached block survived reset_prefix_cache"
+            query = int(batch.positions[batch.query_start[r]])
+            for group, (step, window) in enumerate(zip(batch.by_group(), self.windows, strict=True)):
+                table = step.block_table[int(step.rows[r])]
+                for position in range(max(query - window + 1, 0) if window else 0, int(batch.context_lens[r])):
+                    held, generation = self.device[self._slot(table, position)]
+                    assert held == (group, ids[position]), (
+                        f"sequence {seq_id} reads another history at position {position}"
+                    )
+                    assert generation >= expected.generation, "a cached block survived reset_prefix_cache"
+
+    def _slot(self, table: Any, position: int) -> int:
+        return int(table[position // self.block_size]) * self.block_size + position % self.block_size
 
 
 @dataclass
@@ -134,7 +142,7 @@ class Driver:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.worker = SimulatedWorker(config.block_size)
+        self.worker = SimulatedWorker(config.block_size, config.group_windows)
         self.sequences: dict[int, Expected] = {}
         self.groups: dict[int, int] = {}
         self.forked: set[int] = set()
@@ -193,8 +201,9 @@ class Driver:
             assert position == len(sequence.sampled)
             sequence.sampled.append(tokens[-1])
             self.worker.last_tokens[row] = tokens[-1]
-        arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "block_table"}
-        self.in_flight.append(InFlight(batch, tokens, {k: v.tolist() for k, v in arrays.items() if k != "num_decodes"}))
+        others = ("block_table", "num_decodes", "more_groups")
+        arrays = {f.name: getattr(batch, f.name).tolist() for f in dataclasses.fields(batch) if f.name not in others}
+        self.in_flight.append(InFlight(batch, tokens, arrays))
         return batch
 
     def check_rules(self, batch: StepBatch) -> None:
@@ -313,9 +322,10 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     max_num_seqs = draw(st.integers(1, 6))
     chunked = draw(st.booleans())
     max_model_len = draw(st.integers(6, 40))
+    windows = draw(st.sampled_from([(0,), (0,), (0, 5), (0, 3, 3), (6,), (9, 2)]))
     return SchedulerConfig(
         block_size=block_size,
-        num_device_blocks=draw(st.integers(2, 16)),
+        num_device_blocks=len(windows) * draw(st.integers(2, 16)),
         num_host_blocks=draw(st.sampled_from([0, 3, 20])),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 24)) if chunked else max(max_model_len, max_num_seqs),
@@ -332,6 +342,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         steps_in_flight=draw(st.sampled_from([0, 1, 2])),
         starvation_limit=draw(st.sampled_from([1, 2, 8])),
         hash_bits=draw(st.sampled_from([0, 3, 64])),
+        group_windows=windows,
     )
 
 
@@ -535,6 +546,19 @@ TIGHT = {"num_device_blocks": 12, "max_num_seqs": 6}
         variant(**TIGHT, preemption_mode="swap", num_host_blocks=100),
         variant(**TIGHT, preemption_mode="auto", num_host_blocks=8),
         variant(**TIGHT, scheduling_policy="priority", num_host_blocks=8, watermark=0.0),
+        *[variant(group_windows=windows, steps_in_flight=1) for windows in ((0, 6), (0, 6, 6, 6), (10,), (10, 6))],
+        *[
+            variant(
+                group_windows=windows,
+                num_device_blocks=24,
+                max_num_seqs=6,
+                steps_in_flight=depth,
+                preemption_mode=mode,
+                num_host_blocks=100,
+            )
+            for windows in ((0, 6), (10,))
+            for depth, mode in ((0, "swap"), (2, "swap"), (1, "recompute"))
+        ],
     ],
     ids=lambda c: ",".join(f"{k}={v}" for k, v in c.__dict__.items() if LOAD.__dict__[k] != v),
 )

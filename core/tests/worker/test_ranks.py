@@ -90,7 +90,7 @@ def test_a_rendezvous_point_is_read(text: str, rendezvous: RendezvousPoint) -> N
 
 
 @pytest.mark.parametrize("text", ["", "tcp://", "tcp://host", "tcp://:5", "tcp://host:x", "tcp://h:1?no", "file:///x"])
-def test_what_is_no_meeting_point_is_refused(text: str) -> None:
+def test_an_invalid_rendezvous_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="tcp://host:port/group"):
         RendezvousPoint.parse(text)
 

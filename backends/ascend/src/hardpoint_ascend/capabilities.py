@@ -38,8 +38,8 @@ MAX_SEQUENCES = 4096
 MAX_TOKENS = 1 << 20
 """Query tokens in one call of the attention operator."""
 
-_MOST_HEADS = 256
-_MOST_ROW = 65535
+_MAX_HEADS = 256
+_MAX_ROW = 65535
 """Elements of one token's keys (heads * dim) in a cache of the format [blocks, block_size, heads * dim]."""
 
 _DTYPES = frozenset({DType.FLOAT16, DType.BFLOAT16})
@@ -111,12 +111,12 @@ def reasons_beyond_claims(request: AttentionRequest) -> tuple[str, ...]:
     """Return why the operators refuse a request that the claims alone would allow, one sentence each."""
     reasons = []
     for layer in dict.fromkeys(request.layers):
-        if layer.num_heads > _MOST_HEADS:
-            reasons.append(f"{layer.num_heads} query heads exceed the operator's {_MOST_HEADS}")
+        if layer.num_heads > _MAX_HEADS:
+            reasons.append(f"{layer.num_heads} query heads exceed the operator's {_MAX_HEADS}")
         row = layer.num_kv_heads * layer.head_dim
-        if row > _MOST_ROW:
+        if row > _MAX_ROW:
             reasons.append(
-                f"{layer.num_kv_heads} KV heads of {layer.head_dim} exceed the operator's {_MOST_ROW} elements a token"
+                f"{layer.num_kv_heads} KV heads of {layer.head_dim} exceed the operator's {_MAX_ROW} elements a token"
             )
     return tuple(reasons)
 

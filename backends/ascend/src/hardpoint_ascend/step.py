@@ -65,7 +65,7 @@ class AscendStep:
     _calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
 
     def calls(self, cache_blocks: int) -> tuple[Call, ...]:
-        """Return how the step is divided for a cache of so many blocks; nearly always into one call.
+        """Return how the step is divided for a cache of `cache_blocks` blocks; nearly always into one call.
 
         The operator takes a limited number of sequences and tokens, and refuses sequences which together have more blocks than the
         cache, even when they share them.
@@ -117,7 +117,7 @@ class StaticStep:
 
     @classmethod
     def room(cls, plan: AttentionPlan, num_seqs: int, mask: Tensor) -> StaticStep:
-        """Allocate room for up to so many sequences."""
+        """Allocate room for up to the given number of sequences."""
         columns = -(-plan.request.max_context // plan.block_size)
         slots = torch.empty(num_seqs, dtype=torch.int32, device=mask.device)
         table = torch.empty(num_seqs, columns, dtype=torch.int32, device=mask.device)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces.backend import Device
 
-_MOST_ON_A_HOST = 32
+_MAX_RANKS_PER_HOST = 32
 
 
 class CpuCollectives(TorchCollectives):
@@ -40,7 +40,7 @@ class CpuCollectives(TorchCollectives):
     def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
         """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds."""
         super().start(rank, world_size, init_method, timeout)
-        if 1 < world_size <= _MOST_ON_A_HOST:
+        if 1 < world_size <= _MAX_RANKS_PER_HOST:
             self._shared = self._share(rank, world_size, timeout)
 
     def _share(self, rank: int, size: int, timeout: float) -> HostGroup | None:

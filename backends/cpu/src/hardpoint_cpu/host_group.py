@@ -30,7 +30,7 @@ _LINE = 64
 _LOOK_SECONDS = 0.2
 """Time between two looks at whether the others are alive."""
 
-_MOST_VIEWS = 64
+_MAX_VIEWS = 64
 
 
 class HostGroup:
@@ -89,7 +89,7 @@ class HostGroup:
         """Return, for odd and even exchanges, the beginnings of all ranks' slots as tensors of this type and length."""
         found = self._views.get((dtype, length))
         if found is None:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             first, size = mmap.PAGESIZE, length * dtype.itemsize
             found = [

@@ -903,7 +903,7 @@ def test_shutdown_gives_everything_back(parts: Parts, model: Model) -> None:
 @pytest.mark.parametrize("state", ["made", "started", "loaded", "served", "failed"])
 @clause("worker.shutdown.twice@1", Level.WORKER, facts="6.3 worker")
 def test_shutdown_in_any_state(target: Target, model: Model, state: str) -> None:
-    """Shutdown is legal in any state, and a second one does nothing."""
+    """Shutdown is callable in any state and idempotent."""
     config = config_for(target.claims, model)
     worker = target.worker(replace(config, model="/nowhere/at/all") if state == "failed" else config)
     if state == "served":

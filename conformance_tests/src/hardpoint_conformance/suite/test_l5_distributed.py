@@ -245,18 +245,18 @@ def test_impossible_numbers_of_ranks_are_refused(target: Target) -> None:
     """A number of ranks that the backend does not claim, that the model's heads or layers do not divide into, or that rank and sizes
     contradict, is refused with the reasons before any other rank is waited for."""
     model = tiny_model(shape_for(target.claims))
-    meeting = "tcp://127.0.0.1:9/nobody"
+    address = "tcp://127.0.0.1:9/nobody"
     heads, layers = model.shape.heads, model.shape.layers
     unclaimed = next((size for size in range(2, 4096) if size not in target.claims.tensor_parallel), None)
     too_many = [{"tensor_parallel_size": size} for size in (unclaimed, 2 * heads + 1) if size is not None]
     for sizes in (*too_many, {"pipeline_parallel_size": layers + 1}):
         (size,) = sizes.values()
-        config = config_for(target.claims, model, world_size=size, init_method=meeting, **sizes)
+        config = config_for(target.claims, model, world_size=size, init_method=address, **sizes)
         error = refused_load(target, config, CapabilityRefused)
         assert str(size) in str(error), "the error says what was asked"
         assert error.reasons
     for wrong in ({"rank": WORLD}, {"world_size": WORLD + 1}, {"init_method": ""}):
-        sound = {"world_size": WORLD, "tensor_parallel_size": WORLD, "init_method": meeting}
+        sound = {"world_size": WORLD, "tensor_parallel_size": WORLD, "init_method": address}
         refused_load(target, config_for(target.claims, model, **{**sound, **wrong}), ConfigError)
 
 

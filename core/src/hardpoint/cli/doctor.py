@@ -125,7 +125,7 @@ def _memory(found: MemoryInfo | None, problem: str) -> dict[str, str]:
 
 
 def _summary(claims: dict[str, Any]) -> dict[str, str]:
-    """Return the parts of a capability object that people ask for first."""
+    """Return the parts of a capability object that are asked for first."""
     attention, memory = claims["attention"], claims["memory"]
     return {
         "dtypes": ", ".join(attention["dtypes"]) or "none",

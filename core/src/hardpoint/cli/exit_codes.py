@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """OK: done. FAILED: an error, said on standard error; for `doctor`, something installed has to be mended. USAGE: wrong
+    """OK: done. FAILED: an error, said on standard error; for `doctor`, something installed has to be fixed. USAGE: wrong
     options. UNUSABLE: for `doctor`, no backend can be used here. INTERRUPTED: by Ctrl-C.
     """
 

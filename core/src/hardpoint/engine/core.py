@@ -7,10 +7,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from hardpoint.engine.sleep import (
     SleepReport,
     SleepRequest,
     SleepTotals,
+    WakeReport,
 )
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
@@ -56,8 +57,6 @@ from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, W
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
 from hardpoint.worker.ranks import check_claims
-
-T = TypeVar("T")
 
 _NO_IDS = np.empty(0, np.int64)
 
@@ -227,7 +226,7 @@ class EngineCore:
             Abort: self._abort,
             Finish: self._finish,
             Sleep: self._sleep,
-            Wake: lambda command: self._between_steps(self.lifecycle.wake, command.tags),
+            Wake: self._wake,
             UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, weight_pairs(command.weights)),
             ReloadWeights: self._reload_weights,
             DeclareWeightsValid: lambda command: self._change_weights(WeightWrite.DECLARE),
@@ -384,13 +383,19 @@ class EngineCore:
         return self._change_weights(WeightWrite.RELOAD, (), command.model)
 
     def _change_weights(self, write: WeightWrite, *arguments: Any) -> int:
-        return self._between_steps(self.lifecycle.change_weights, write, *arguments)
+        with self._between_steps():
+            return self.lifecycle.change_weights(write, *arguments)
 
-    def _between_steps(self, change: Callable[..., T], *arguments: Any) -> T:
+    def _wake(self, command: Wake) -> WakeReport:
+        with self._between_steps():
+            return self.lifecycle.wake(command.tags)
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
         """Do what no step may be in flight for; a rank that is found gone meanwhile ends the engine."""
         self._book_all()
         try:
-            return change(*arguments)
+            yield
         finally:
             death = self.lifecycle.death
             if death is not None and not self._is_dead:
@@ -410,19 +415,19 @@ class EngineCore:
 
     # Sleep
 
-    def _sleep(self, command: Sleep) -> SleepReport | Future[SleepReport]:
-        request, start = command.request, time.perf_counter()
+    def _sleep(self, command: Sleep, drained: _Drain | None = None) -> Reply:
+        """Go to sleep; where that waits for requests, return the future that is answered when they were `drained`."""
+        request = command.request
+        start = time.perf_counter() if drained is None else drained.start
         if self.lifecycle.state is EngineState.RUNNING:
             self._queued.clear()
-        if request.mode is not SleepMode.WAIT or not self._requests:
-            return self._sleep_now(request, start)
-        self.lifecycle.begin_drain(request)
-        limit = math.inf if request.drain_timeout is None else request.drain_timeout
-        self._drain = _Drain(request, Future(), start, time.monotonic() + limit)
-        return self._drain.reply
-
-    def _sleep_now(self, request: SleepRequest, start: float) -> SleepReport:
-        report = self._between_steps(self.lifecycle.sleep, request, start)
+        if drained is None and request.mode is SleepMode.WAIT and self._requests:
+            self.lifecycle.begin_drain(request)
+            limit = math.inf if request.drain_timeout is None else request.drain_timeout
+            self._drain = _Drain(request, Future(), start, time.monotonic() + limit)
+            return self._drain.reply
+        with self._between_steps():
+            report = self.lifecycle.sleep(request, start)
         if request.mode is not SleepMode.ABORT:
             return replace(report, kept=len(self._requests))
         aborted = len(self._requests)
@@ -448,7 +453,7 @@ class EngineCore:
                     found=f"{len(self._requests)} in progress",
                     hint="Give more time, or sleep with the mode 'keep' or 'abort'",
                 )
-            drain.reply.set_result(self._sleep_now(drain.request, drain.start))
+            drain.reply.set_result(self._sleep(Sleep(drain.request), drain))
         except Exception as error:
             drain.reply.set_exception(error)
         return True

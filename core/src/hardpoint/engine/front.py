@@ -122,7 +122,7 @@ class RequestMaker:
 
 
 def unseeded(engine_seed: int, number: int) -> int:
-    """Return the seed of an engine's `number`-th request that names none: of a stream that no seed which people choose is in."""
+    """Return the seed of an engine's `number`-th request that names none: of a stream that no seed given by a caller is in."""
     return stream_key(stream_key(engine_seed ^ _UNSEEDED) + number)
 
 

@@ -1,4 +1,4 @@
-"""Requests in, outputs out, one step at a time: the engine that `LLM` drives, and people who drive it themselves."""
+"""Requests in, outputs out, one step at a time: the engine that `LLM` drives, and that callers can drive themselves."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def rebuild(failure: Failure, where: str) -> Exception:
     """Return the exception again, with a note that says where it was raised and its traceback there.
 
     Args:
-        where: for people, for example "rank 1 of 2".
+        where: human-readable, for example "rank 1 of 2".
     """
     error = _rebuilt(failure, where)
     error.add_note(f"Raised by {where}:\n{failure.trace.rstrip()}")

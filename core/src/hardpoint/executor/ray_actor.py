@@ -34,7 +34,7 @@ THREADS = {EXCHANGE: 16, SIDE: 2}
 """Threads of Ray's concurrency groups: a frame that awaits an answer holds one, `watch` holds one for ever."""
 
 _WAITING_FRAMES = 2
-"""Frames that the worker has not taken yet: so many tensors are held here at most."""
+"""Frames that the worker has not taken yet: the most tensors that are held here."""
 
 _HEADER = struct.Struct("<IQ")
 

@@ -338,7 +338,7 @@ def first_failure(outcomes: Sequence[Any]) -> tuple[int, Exception]:
 
 
 def _close(transport: Transport, pid: int) -> None:
-    """End the ranks. Also the way out for an executor that nobody shut down, from whatever thread.
+    """End the ranks. Also the way out for an executor that was not shut down, from whatever thread.
 
     Args:
         pid: of the process that they belong to; a forked child of it does nothing here.

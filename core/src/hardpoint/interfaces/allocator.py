@@ -233,7 +233,7 @@ class DeviceAllocator(Contract, contract=True):
     ) -> Tensor:
         """Return an uninitialised contiguous tensor in this memory; raises DeviceOutOfMemory, InvalidAllocation.
 
-        With `max_rows` it is elastic, where `capabilities().elastic` says so: addresses for so many rows of its first axis are reserved.
+        With `max_rows` it is elastic, where `capabilities().elastic` says so: addresses for that number of rows are reserved.
         """
 
     @abstractmethod

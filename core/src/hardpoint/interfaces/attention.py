@@ -80,7 +80,7 @@ class AttentionPlan:
     Attributes:
         kv_cache: shape of the cache.
         graph_level: what can be captured.
-        notes: choices and their reasons, for people.
+        notes: choices and their reasons, human-readable.
     """
 
     request: AttentionRequest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,9 +25,20 @@ def _no_rows() -> Int32Array:
     return numpy.empty(0, numpy.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class KVGroupSlots:
+    """Where one KV cache group after the first has a step's keys and values; see `StepBatch.slot_mapping` and `.block_table`."""
+
+    slot_mapping: Int32Array
+    block_table: Int32Array
+
+
+@dataclass(slots=True)
 class StepBatch:
     """One step's work: T tokens of R sequences, of which S rows are sampled.
+
+    Nobody changes a batch. It is not frozen, because one is made in most steps, and setting its fields would take the larger part of
+    the time.
 
     Decodes come first, then prefill chunks. The arrays hold until the step's output was taken, except for the block table, which
     changes with the next step: a worker reads it in `submit`. Before the forward, a worker performs `swap_out`, then `swap_in`, then
@@ -40,7 +51,8 @@ class StepBatch:
         slot_mapping: int32[T], `block * block_size + offset` where the token's key and value go.
         query_start: int32[R + 1], cumulative number of tokens; sequence r has tokens `query_start[r]:query_start[r + 1]`.
         context_lens: int32[R], keys of each sequence after this step, the new ones included.
-        block_table: int32[max_num_seqs, max_blocks_per_seq], persistent; a sequence keeps its row while it runs.
+        block_table: int32[max_num_seqs, max_blocks_per_seq], persistent; a sequence keeps its row while it runs. In a group with a window
+            the entries of blocks that no query of the step sees are block numbers that say nothing: such blocks may be other sequences'.
         rows: int32[R], row of each sequence in `block_table`.
         seq_ids: int64[R].
         num_decodes: how many sequences, from the first, have one token and a context.
@@ -56,6 +68,8 @@ class StepBatch:
             ended; then another one may have it. Empty in a batch that nothing samples.
         sample_state_rows: int32[S], the row of each sample's own sequence.
         sample_positions: int32[S], how many tokens each sample's sequence has produced before this one.
+        more_groups: slots and block tables of the model's KV cache groups after the first, whose are `slot_mapping` and `block_table`
+            (`ModelInfo.kv_group_windows`). All groups share one pool of blocks.
     """
 
     token_ids: Int64Array
@@ -76,6 +90,15 @@ class StepBatch:
     state_rows: Int32Array = field(default_factory=_no_rows)
     sample_state_rows: Int32Array = field(default_factory=_no_rows)
     sample_positions: Int32Array = field(default_factory=_no_rows)
+    more_groups: tuple[KVGroupSlots, ...] = ()
+
+    def by_group(self) -> tuple[StepBatch, ...]:
+        """Return the step as each KV cache group sees it: with the group's own slots and block table."""
+        if not self.more_groups:
+            return (self,)
+        return self, *(
+            replace(self, slot_mapping=group.slot_mapping, block_table=group.block_table) for group in self.more_groups
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -245,7 +245,7 @@ class Capabilities:
     Attributes:
         tensor_parallel: how many ranks may share each layer.
         collectives: names of the collective libraries, best first; with one, layers may be divided into stages.
-        notes: for people: what was chosen and why, what is missing and why, and what no hardware has shown yet.
+        notes: human-readable: what was chosen and why, what is missing and why, and what no hardware has shown yet.
     """
 
     attention: AttentionCapabilities

@@ -102,7 +102,7 @@ class ModelInfo:
         dtype: of weights and activations.
         max_model_len: longest context in tokens, as it will be kept.
         weight_bytes: device bytes of the weights.
-        path: how the model runs ("fused", "lean" or "transformers"), for people.
+        path: how the model runs ("fused", "lean" or "transformers"), for display.
         is_generative: it has a language-model head.
         steps_in_flight: how many steps may be submitted beyond the one that is collected next; 0 where `submit` computes.
     """

@@ -41,7 +41,7 @@ class Diagnosis:
 
     @property
     def is_faulty(self) -> bool:
-        """Something that is installed has to be mended."""
+        """Something that is installed has to be fixed."""
         return any(record.state.is_fault for record in self.records)
 
     @property

@@ -25,7 +25,7 @@ class BackendState(StrEnum):
 
     @property
     def is_fault(self) -> bool:
-        """The installation has to be mended: this candidate must never be passed over in silence."""
+        """The installation has to be fixed: this candidate must never be passed over in silence."""
         return self in (BackendState.INCOMPATIBLE, BackendState.BROKEN, BackendState.SHADOWED)
 
 
@@ -65,7 +65,7 @@ class BackendRecord:
 
     @property
     def source(self) -> str:
-        """The distribution and its version, for people."""
+        """The distribution and its version, human-readable."""
         return f"{self.distribution} {self.version}".strip() or self.entry_point
 
     def __str__(self) -> str:

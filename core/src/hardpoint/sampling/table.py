@@ -39,7 +39,7 @@ _HOST = np.dtype(
 
 key: of the sequence's random stream. logprobs: how many of the best are wanted, -1 for no log probabilities. greedy: nothing is
 drawn. ranked: top_k or top_p needs an order. edited: the logits are changed at every token. penalised: the row has a history.
-min_tokens: stop tokens are masked before so many tokens.
+min_tokens: stop tokens are masked before this number of tokens.
 """
 
 

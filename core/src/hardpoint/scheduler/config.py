@@ -52,6 +52,8 @@ class SchedulerConfig(SchedulerSettings):
         starvation_limit: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
             this many times, goes before all others that were not.
         vocab_size: token ids are checked against it; 0 checks only that they fit int32.
+        group_windows: for each KV cache group, the keys that a query sees, its own included; 0 for all. The first is the largest. A
+            sequence takes its blocks from one pool for each group.
         hash_bits: bits of the prefix hash in use. A hit is verified in full, so fewer only cost time; for tests.
 
     Raises:
@@ -69,6 +71,7 @@ class SchedulerConfig(SchedulerSettings):
     num_lookahead_slots: NonNegativeInt = 0
     starvation_limit: PositiveInt = 8
     vocab_size: NonNegativeInt = 0
+    group_windows: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1, max_length=8)] = (0,)
     hash_bits: Annotated[int, Meta(ge=0, le=64)] = 64
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class SchedulerConfig(SchedulerSettings):
                     found=f"{name}={getattr(self, name)} of {self.block_size} slots",
                     hint="Set num_device_blocks, or a smaller memory_utilization or swap_space",
                 )
+        if 0 in self.group_windows[1:] and self.group_windows[0]:
+            raise ConfigError("the first KV cache group has the largest window", found=f"{self.group_windows}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "the token budget must let every running sequence decode",
@@ -106,4 +111,9 @@ class SchedulerConfig(SchedulerSettings):
     @property
     def max_seq_tokens(self) -> int:
         """Most tokens that one sequence can reach: the context length, or all slots of the device pool where that is less."""
-        return min(self.max_model_len, self.num_device_blocks * self.block_size)
+        return min(self.max_model_len, self.pool_tokens)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Most tokens of one sequence that the device pool holds, in all KV cache groups."""
+        return self.num_device_blocks // len(self.group_windows) * self.block_size

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hardpoint._native import BlockStats, SchedulerCore, SchedulerStats, SequenceState
-from hardpoint.interfaces.batch import Int32Array, Int64Array, StepBatch
+from hardpoint.interfaces.batch import Int32Array, Int64Array, KVGroupSlots, StepBatch
 from hardpoint.interfaces.errors import (
     EmptyPrompt,
     InvalidRequest,
@@ -77,7 +77,11 @@ class Scheduler:
         self._num_added = 0
         self._core = SchedulerCore(config)
         table = self._core.block_table()
-        self._plans = [_PlanBatches(buffers, table) for buffers in self._core.buffers()]
+        groups = self._core.group_buffers()
+        self._plans = [
+            _PlanBatches(buffers, table, [(slots[plan], table_of) for table_of, slots in groups])
+            for plan, buffers in enumerate(self._core.buffers())
+        ]
 
     # Requests
 
@@ -135,10 +139,11 @@ class Scheduler:
                 found=f"{length} tokens, with a context of {config.max_model_len}",
                 hint="Shorten the prompt or raise max_model_len",
             )
-        if length + new_tokens > config.num_device_blocks * config.block_size:
+        if length + new_tokens > config.pool_tokens:
             raise RequestNeverFits(
                 "the prompt does not fit the KV cache",
-                found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}",
+                found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}"
+                + (f" for {len(config.group_windows)} KV cache groups" if len(config.group_windows) > 1 else ""),
                 hint="Shorten the prompt or give the KV cache more memory",
             )
         if n < 1 or min_tokens < 0 or (max_tokens is not None and (max_tokens < 1 or min_tokens > max_tokens)):
@@ -340,10 +345,16 @@ class _PlanBatches:
 
     Args:
         buffers: in the order of `SchedulerCore.buffers`.
+        groups: (slots, block table) of each KV cache group after the first.
     """
 
-    def __init__(self, buffers: tuple[npt.NDArray[Any], ...], block_table: Int32Array) -> None:
-        self._buffers, self._block_table = buffers, block_table
+    def __init__(
+        self,
+        buffers: tuple[npt.NDArray[Any], ...],
+        block_table: Int32Array,
+        groups: Sequence[tuple[Int32Array, Int32Array]],
+    ) -> None:
+        self._buffers, self._block_table, self._groups = buffers, block_table, groups
         self._sizes: tuple[int, ...] = ()
         self._without_moves: StepBatch | None = None
 
@@ -358,29 +369,30 @@ class _PlanBatches:
         return replace(self._without_moves, swap_out=swap_out, swap_in=swap_in, copies=copies, preempted=preempted)
 
     def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int) -> StepBatch:
-        lengths = (*[num_tokens] * 3, num_seqs + 1, *[num_seqs] * 4, *[num_samples] * 4)
-        views = [buffer[:length] for buffer, length in zip(self._buffers, lengths, strict=True)]
-        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids = views[:8]
-        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = views[8:]
+        tokens, seqs, samples = slice(num_tokens), slice(num_seqs), slice(num_samples)
+        token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids, *sampled = self._buffers
+        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = sampled
+        # In the order of the fields: names would cost as much as the views.
         return StepBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slots,
-            query_start=query_start,
-            context_lens=context_lens,
-            block_table=self._block_table,
-            rows=rows,
-            seq_ids=seq_ids,
-            num_decodes=num_decodes,
-            sample_rows=sample_rows,
-            sample_seq_ids=sample_seq_ids,
-            swap_out=_NO_PAIRS,
-            swap_in=_NO_PAIRS,
-            copies=_NO_PAIRS,
-            preempted=_NO_IDS,
-            state_rows=state_rows,
-            sample_state_rows=sample_state_rows,
-            sample_positions=sample_positions,
+            token_ids[tokens],
+            positions[tokens],
+            slots[tokens],
+            query_start[: num_seqs + 1],
+            context_lens[seqs],
+            self._block_table,
+            rows[seqs],
+            seq_ids[seqs],
+            num_decodes,
+            sample_rows[samples],
+            sample_seq_ids[samples],
+            _NO_PAIRS,
+            _NO_PAIRS,
+            _NO_PAIRS,
+            _NO_IDS,
+            state_rows[seqs],
+            sample_state_rows[samples],
+            sample_positions[samples],
+            tuple([KVGroupSlots(slots[tokens], table) for slots, table in self._groups]) if self._groups else (),
         )
 
 

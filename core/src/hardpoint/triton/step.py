@@ -90,7 +90,7 @@ class Partials:
 
     @classmethod
     def room(cls, geometry: Geometry, sequences: int, splits: int, device: torch.device) -> Partials:
-        """Allocate room for sequences of so many parts."""
+        """Allocate room for sequences of the given number of parts."""
         shape = (sequences, geometry.heads, splits)
         values = torch.empty((*shape, geometry.head_dim), dtype=torch.float32, device=device)
         return cls(splits, values, torch.empty((*shape, 2), dtype=torch.float32, device=device))
@@ -146,7 +146,7 @@ class StepBuilder:
         return self._plan
 
     def reserve(self, max_num_seqs: int) -> None:
-        """Allocate static metadata for up to so many sequences with one query each."""
+        """Allocate static metadata for up to the given number of sequences with one query each."""
         geometry = self._geometry
         most = geometry.rule.most(self._plan.request.max_context)
         sizes = [_HEADER, max_num_seqs, max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs * most]

@@ -77,15 +77,17 @@ class Transactions:
 
     def commit(self, number: int) -> MemoryReport:
         """Commit the open transaction; raises InvalidTransaction for another number."""
-        with self._ending(number, "committed") as change:
+        change = self._open(number, "committed")
+        with self._ending(change):
             change.before_commit()
             report = change.memory.commit()
             change.after_commit()
-            return report
+        return report
 
     def rollback(self, number: int) -> None:
         """Roll the open transaction back; raises InvalidTransaction for another number."""
-        with self._ending(number, "rolled back") as change:
+        change = self._open(number, "rolled back")
+        with self._ending(change):
             change.memory.rollback()
 
     def check_none(self, what: str) -> None:
@@ -106,24 +108,25 @@ class Transactions:
         except HardpointError as error:
             _log.warning("the transaction %d was open at shutdown and could not be rolled back: %s", self._last, error)
 
-    @contextmanager
-    def _ending(self, number: int, how: str) -> Iterator[PreparedChange]:
-        """End the open transaction. One whose end was interrupted stays open: ending it again is right whether it had ended or not."""
-        change = self.open
-        if change is None or number != self._last:
+    def _open(self, number: int, how: str) -> PreparedChange:
+        if self.open is None or number != self._last:
             raise InvalidTransaction(
                 f"the transaction {number} cannot be {how}",
-                found="none is open" if change is None else f"the open one is {self._last}",
+                found="none is open" if self.open is None else f"the open one is {self._last}",
                 hint="Nothing was done",
             )
+        return self.open
+
+    @contextmanager
+    def _ending(self, change: PreparedChange) -> Iterator[None]:
+        """End the open transaction. One whose end was interrupted stays open: ending it again is right whether it had ended or not."""
         try:
-            try:
-                yield change
-            finally:
-                change.on_end()
+            yield
         except Exception:
             self.open = None
             raise
+        finally:
+            change.on_end()
         self.open = None
 
 
@@ -135,7 +138,7 @@ class SleepCycle:
     ) -> None:
         self._allocator, self._weights, self._kv = allocator, weights, kv
         self._synchronize = synchronize
-        self._asleep: frozenset[str] = frozenset()
+        self._asleep: frozenset[str] | None = None
 
     def prepare(self, change: MemoryChange) -> PreparedChange:
         """Return a sleep or wake that is ready to commit; raises what the allocator raises, and CapabilityRefused without a source."""
@@ -144,7 +147,7 @@ class SleepCycle:
             if not isinstance(change, SleepPlan):
                 with torch.no_grad():
                     begun = self._allocator.begin_wake(None if change.tags is None else sorted(change.tags))
-                return PreparedChange(begun, on_end=self.note_asleep)
+                return PreparedChange(begun, on_end=self.forget_asleep)
             self._synchronize()
             before = self._allocator.stats()
             plan = self._completed(change)
@@ -156,7 +159,7 @@ class SleepCycle:
             # After an interrupt, this frame and others may hold a transaction that was begun: dropped, it is rolled back.
             begun = None
             traceback.clear_frames(error.__traceback__)
-            self.note_asleep()
+            self.forget_asleep()
             raise
 
     def _noting(self, plan: SleepPlan, before: MemoryStats, begun: MemoryTransaction) -> PreparedChange:
@@ -164,7 +167,7 @@ class SleepCycle:
         obsolete = [tag for tag in sorted(before.asleep) if _discards(plan, tag) and _is_restorable(before, tag)]
 
         def note_losses() -> None:
-            self._asleep = self._asleep | (before.tags.keys() if plan.tags is None else plan.tags)
+            self._asleep = before.asleep | (before.tags.keys() if plan.tags is None else plan.tags)
             if _discards(plan, WEIGHTS):
                 self._weights.ledger.discard_all()
 
@@ -172,23 +175,28 @@ class SleepCycle:
             if obsolete:
                 self._allocator.discard_backup(obsolete)
 
-        return PreparedChange(begun, note_losses, drop_backups, self.note_asleep)
+        return PreparedChange(begun, note_losses, drop_backups, self.forget_asleep)
 
     def check_awake(self) -> None:
         """Raise MemoryAsleep while anything is asleep."""
-        if self._asleep:
+        asleep = self._asleep if self._asleep is not None else self._look_up()
+        if asleep:
             raise MemoryAsleep(
-                "a step needs memory that is asleep", found=", ".join(sorted(self._asleep)), hint="Wake it first"
+                "a step needs memory that is asleep", found=", ".join(sorted(asleep)), hint="Wake it first"
             )
 
     def check_weights_awake(self) -> None:
         """Raise MemoryAsleep while the weights are asleep."""
-        if WEIGHTS in self._asleep:
+        if WEIGHTS in self._look_up():
             raise MemoryAsleep("the weights are asleep and cannot be written", hint="Wake the tag 'weights' first")
 
-    def note_asleep(self) -> None:
-        """Look up in the allocator's books what is asleep."""
+    def forget_asleep(self) -> None:
+        """Look up in the allocator's books what is asleep before it is needed again."""
+        self._asleep = None
+
+    def _look_up(self) -> frozenset[str]:
         self._asleep = self._allocator.stats().asleep
+        return self._asleep
 
     def _completed(self, plan: SleepPlan) -> SleepPlan:
         """Return the plan with what only the worker knows: bytes of live KV blocks, and whose writers are all known."""

@@ -94,5 +94,5 @@ def _logits(runner: ModelRunner, batch: StepBatch, cache: Tensor) -> Tensor:
 
 
 def logits_bytes(num_rows: int, vocab_size: int) -> int:
-    """Return the bytes of so many rows of logits."""
+    """Return the bytes of the given number of rows of logits."""
     return num_rows * vocab_size * DType.FLOAT32.itemsize

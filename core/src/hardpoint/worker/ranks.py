@@ -25,7 +25,7 @@ def check_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Dev
 
     Raises:
         ConfigError: sizes, rank and address do not go together.
-        CapabilityRefused: the backend does not claim so many ranks; with all reasons.
+        CapabilityRefused: the backend does not claim this number of ranks; with all reasons.
     """
     tensor, stages, world = config.tensor_parallel_size, config.pipeline_parallel_size, config.world_size
     if tensor < 1 or stages < 1 or tensor * stages != world or not 0 <= config.rank < world:

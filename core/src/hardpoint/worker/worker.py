@@ -266,7 +266,7 @@ class StandardWorker(Worker):
         memory = self._started.allocator.stats()
         if self._model is None:
             return WorkerStatus(memory)
-        self._model.sleep.note_asleep()
+        self._model.sleep.forget_asleep()
         return WorkerStatus(memory, self._model.weights.ledger.missing)
 
     # End

@@ -55,7 +55,7 @@ class Times:
     """Seconds of a step's attention in all layers.
 
     Attributes:
-        step: what was computed, for people.
+        step: what was computed, human-readable.
     """
 
     step: str

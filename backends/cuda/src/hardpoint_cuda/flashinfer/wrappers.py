@@ -132,7 +132,7 @@ class FlashInferStep:
         decodes: rows, from the first, whose sequences have one query each.
         end: of the rows that belong to sequences.
         decode, prefill: wrappers by kind of layer; none where the step has no such sequences.
-        is_static: the wrappers serve every step of so many sequences: a captured one follows what was prepared last.
+        is_static: the wrappers serve every step of their number of sequences: a captured one follows what was prepared last.
     """
 
     base: Any
@@ -237,7 +237,7 @@ class Kernels:
         return captured.wrappers.get(seqs, [])
 
     def _static_wrapper(self, captured: Captured, seqs: int, kind: Kind) -> Wrapper:
-        """Return a wrapper for steps of so many sequences, which are planned alike whatever their contexts are."""
+        """Return a wrapper for steps of the given number of sequences, which are planned alike whatever their contexts are."""
         wrapper = self._decode_class(
             float_workspace_buffer=captured.floats,
             kv_layout=_LAYOUT,

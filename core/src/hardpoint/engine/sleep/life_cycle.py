@@ -249,6 +249,7 @@ class LifeCycle:
         self._check_not_failed("the engine cannot sleep")
         if request.level == 0:
             return None
+        self._last_status = self._executor.call("status")
         known = self._known_tags()
         target = known if request.tags is None else request.tags
         if not target <= known:
@@ -338,6 +339,7 @@ class LifeCycle:
         if self._failure is not None:
             self._executor.settle()
             self._read_books()
+        self._last_status = self._executor.call("status")
         known = self._known_tags()
         if tags is not None and not tags <= known:
             raise _unknown(tags - known, known)
@@ -424,12 +426,8 @@ class LifeCycle:
             self._in_flight = None
 
     def _known_tags(self) -> frozenset[str]:
-        books = (status.memory.tags for status in self._workers())
+        books = (status.memory.tags for status in self._last_status)
         return frozenset(tag for tags in books for tag, of_tag in tags.items() if of_tag.allocations)
-
-    def _workers(self) -> list[WorkerStatus]:
-        statuses: list[WorkerStatus] = self._executor.call("status")
-        return statuses
 
     def _read_books(self, after: BaseException | None = None) -> None:
         """Read from the workers what is asleep on any rank and which weights are valid on all.
@@ -438,7 +436,7 @@ class LifeCycle:
         """
         failure: BaseException | None = after if isinstance(after, RanksDiverged) else None
         try:
-            self._last_status = self._workers()
+            self._last_status = self._executor.call("status")
             self._asleep = frozenset().union(*(status.memory.asleep for status in self._last_status))
             self._missing = frozenset().union(*(status.missing_weights for status in self._last_status))
         except EngineDead as error:
