@@ -558,7 +558,7 @@ def test_top_k(bench: Bench, model: Model, quality: Quality) -> None:
 def test_embeddings(bench: Bench, model: Model, pooling: Pooling, chunk: int, quality: Quality) -> None:
     """An embedding request's prompt, whole or in chunks, gives its pooled hidden states once, with the step that ends it, and no token."""
     dtype = bench.info.dtype.to_torch()
-    exact, plain = (hidden_states(model, PROMPT, kind) for kind in (torch.float64, dtype))
+    exact, plain = hidden_states(model, PROMPT, torch.float64, dtype)
     rows = {Pooling.LAST: exact[-1], Pooling.CLS: exact[0], Pooling.MEAN: exact.mean(dim=0)}
     sequence = bench.begin(PROMPT, pooling=pooling)
     found: dict[int, FloatArray] = {}
