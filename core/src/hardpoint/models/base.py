@@ -25,11 +25,11 @@ class RunnableModel(ABC):
     path: ClassVar[str]
 
     @abstractmethod
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(self, batch: StepBatch, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor) -> Tensor:
         """Run one step and return the hidden states of the given tokens, after the final norm.
 
         Args:
-            metadata: what the attention backend's `prepare` returned for `batch`.
+            metadata: what the attention backend's `prepare` returned for each KV cache group of `batch`.
             kv_cache: the whole cache, all layers; the batch's slots are written.
             rows: int32[rows], indices of tokens in the step.
 
@@ -101,7 +101,9 @@ class CapturableModel(RunnableModel):
         """Elements of one token's hidden state."""
 
     @abstractmethod
-    def compute(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def compute(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
         """Run one step whose inputs are on the device, and return what `run` does.
 
         Every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
@@ -110,7 +112,7 @@ class CapturableModel(RunnableModel):
         Args:
             token_ids: int64[T].
             positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for the step.
+            metadata: what the attention backend's `prepare` returned for each KV cache group of the step.
             kv_cache: the whole cache, all layers.
             rows: int32[rows], indices of tokens in the step.
         """

@@ -51,7 +51,7 @@ class FusedModel(FamilyModel):
     def scratch_bytes(self) -> int:
         return self._program.scratch_bytes()
 
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(self, batch: StepBatch, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor) -> Tensor:
         return self._program.run(batch, metadata, kv_cache, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

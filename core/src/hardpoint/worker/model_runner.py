@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint.interfaces.batch import Int32Array, StepBatch
+from hardpoint.interfaces.batch import Int32Array, StepBatch, in_groups
 from hardpoint.interfaces.platform import Platform
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
 from hardpoint.worker.dummy import dummy_batch
@@ -31,7 +31,7 @@ class ModelRunner:
         torch_device: str,
     ) -> None:
         """Capture nothing yet."""
-        self._model, self._plan, self._attention = loaded.model, loaded.plan, attention
+        self._model, self._groups, self._attention = loaded.model, loaded.groups, attention
         self._capture, self._torch_device = capture, torch_device
         self._platform = platform
         self._graphs: DecodeGraphs | None = None
@@ -50,9 +50,16 @@ class ModelRunner:
             rows = batch.query_start[batch.sample_rows + 1] - 1
         if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
             return self._replay(self._graphs, batch, rows)
-        metadata = self._attention.prepare(self._plan, batch)
+        metadata = self._prepare(batch)
         wanted = torch.from_numpy(rows).to(self._torch_device)
         return self._model.run(batch, metadata, cache, wanted)
+
+    def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
+        """Return the step's metadata of each KV cache group."""
+        return tuple(
+            self._attention.prepare(group.plan, step)
+            for group, step in zip(self._groups, batch.by_group(), strict=True)
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -67,10 +74,10 @@ class ModelRunner:
     def warm_up(self, cache: Tensor) -> None:
         """Run a small prefill and a small decode over a KV cache, then capture decodes where there are to be graphs."""
         self.drop_graphs()
-        block_size = self._plan.block_size
-        for length in (min(16, self._plan.request.max_context, block_size), 1):
-            batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
-            self.argmax(self.forward(batch, cache))
+        plan = self._groups[0].plan
+        for length in (min(16, plan.request.max_context, plan.block_size), 1):
+            batch = dummy_batch(num_tokens=length, max_len=length, block_size=plan.block_size, max_seqs=1)
+            self.argmax(self.forward(in_groups(batch, len(self._groups), plan.block_size), cache))
         self._platform.synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
