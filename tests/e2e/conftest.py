@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.models import open_model
+from hardpoint_conformance.tiny_model import demo_file, read_demo
 
 PROMPTS = [
     "The capital of France is",
@@ -38,10 +38,10 @@ PROMPTS = [
 
 
 @contextmanager
-def engine(**settings: Any) -> Iterator[LLM]:
-    """Make an engine of the demo model with float32 weights, and shut it down."""
+def engine(model: str = "demo", **settings: Any) -> Iterator[LLM]:
+    """Make an engine with float32 weights, of the demo model by default, and shut it down."""
     settings = {"dtype": "float32", "backend": "cpu", "max_model_len": 1024, "num_device_blocks": 256} | settings
-    llm = LLM("demo", **settings)
+    llm = LLM(model, **settings)
     try:
         yield llm
     finally:
@@ -81,15 +81,16 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def oracle_float32() -> Oracle:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    """Its configuration and weights are read by the gguf package, as the conformance suite's are, and by nothing of the engine."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
-    path = open_model("demo").path
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_config(config)
-    # What from_pretrained does, which wants a further package for GGUF files.
-    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    file = demo_file()
+    assert file is not None
+    demo = read_demo(file)
+    with no_init_weights():
+        model = LlamaForCausalLM(LlamaConfig(**demo.shape.config))
+    missing, unexpected = model.load_state_dict(dict(demo.weights), strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected
     model.tie_weights()
@@ -99,10 +100,3 @@ def oracle_float32() -> Oracle:
 @pytest.fixture(scope="session")
 def oracle_bfloat16(oracle_float32: Oracle) -> Oracle:
     return Oracle(deepcopy(oracle_float32.model).to(torch.bfloat16))
-
-
-@pytest.fixture(scope="session")
-def reference_tokens(make_engine: Any, greedy: Any) -> list[list[int]]:
-    """Greedy tokens of every prompt served alone, in one chunk, without prefix cache."""
-    with make_engine(enable_prefix_caching=False, max_num_seqs=1) as llm:
-        return [list(llm.generate(prompt, greedy())[0].outputs[0].token_ids) for prompt in PROMPTS]

@@ -117,7 +117,9 @@ def test_tokens_survive_preemption(model: str, kind: str, mode: str) -> None:
 
     def tokens(**settings: Any) -> tuple[list[list[int]], int]:
         with _engine(model, **settings) as llm:
-            return [list(output.outputs[0].token_ids) for output in llm.generate(given, params)], llm.stats().preemptions
+            return [
+                list(output.outputs[0].token_ids) for output in llm.generate(given, params)
+            ], llm.stats().preemptions
 
     expected, _ = tokens(disable_hybrid_kv_cache_manager=True)
     found, preemptions = tokens(num_device_blocks=MODELS[kind][1] * (CONTEXT // BLOCK), preemption_mode=mode)

@@ -35,9 +35,13 @@ def test_bfloat16_tokens_equal_the_oracles_wherever_its_margin_exceeds_its_own_r
     bfloat16 inference (transformers) makes at that position.
     """
     for tokens, prompt_len in _generate(make_engine, greedy, prompts, dtype="bfloat16"):
-        exact, rounded = oracle_float32.logits(tokens, prompt_len), oracle_bfloat16.logits(tokens, prompt_len)
-        bound = 2 * (rounded - exact).abs().max(dim=-1).values
+        exact = oracle_float32.logits(tokens, prompt_len)
         chosen = exact.gather(1, torch.tensor(tokens[prompt_len:])[:, None])[:, 0]
         margin = exact.max(dim=-1).values - chosen
-        assert bool((margin <= bound).all())
         assert int((margin > 0).sum()) <= 8, "most tokens are the oracle's own"
+        if differs := margin.nonzero().flatten().tolist():
+            # What follows the last token that differs is within any bound, and plain bfloat16 inference takes seconds on a CPU.
+            end = differs[-1] + 1
+            rounded = oracle_bfloat16.logits(tokens[: prompt_len + end], prompt_len)
+            bound = 2 * (rounded - exact[:end]).abs().max(dim=-1).values
+            assert bool((margin[:end] <= bound).all())

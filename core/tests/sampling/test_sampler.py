@@ -65,7 +65,7 @@ class Sequences:
         sampled = self.sampler.sample(logits, rows, positions).collect()
         for seq_id in seq_ids.tolist():
             self.counts[seq_id] += 1
-        assert self.sampler.last_tokens.numpy()[rows].tolist() == np.maximum(sampled.token_ids, 0).tolist()
+        assert self.sampler.last_tokens(rows).tolist() == np.maximum(sampled.token_ids, 0).tolist()
         return sampled
 
     def sample(

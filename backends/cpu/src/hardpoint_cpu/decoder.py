@@ -32,7 +32,6 @@ from hardpoint_cpu.attention import CpuStep
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hardpoint.interfaces.batch import StepBatch
 
 # Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -226,7 +225,9 @@ class CpuDecoder(DecoderProgram):
         """Return the bytes of working memory and results held for the largest step."""
         return self._scratch.nbytes + self._hidden.nbytes + self._output.nbytes
 
-    def run(self, batch: StepBatch, metadata: tuple[object, ...], kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[object, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
         """Run one step and return the hidden states of the given token rows: a view that the next step overwrites."""
         self._check_cache(kv_cache)
         steps = [step for step in metadata if isinstance(step, CpuStep)]
@@ -237,8 +238,8 @@ class CpuDecoder(DecoderProgram):
         try:
             self._native.run(
                 [step.prepared(kv_cache.shape[2]) for step in steps],
-                batch.token_ids.ctypes.data,
-                batch.positions.ctypes.data,
+                token_ids.data_ptr(),
+                positions.data_ptr(),
                 kv_cache.data_ptr(),
                 wanted.data_ptr(),
                 len(wanted),

@@ -123,14 +123,7 @@ def load_model(
         )
         model = description.build(context)
         loaded = ModularModel(
-            description,
-            model,
-            scales,
-            seed,
-            attention=attention,
-            places=places_of(groups),
-            allocator=allocator,
-            torch_device=torch_device,
+            description, model, scales, seed, attention=attention, places=places_of(groups), allocator=allocator
         )
     loaded.load(source.weights(description.checkpoint_shapes, dummy_seed), progress)
     return loaded

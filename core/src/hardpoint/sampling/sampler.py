@@ -105,7 +105,7 @@ class Sampler:
         vocab_size: columns of the logits.
         device: where logits and tables are.
         kernels: the backend's; its `sample` is used where it has one, else torch's operators.
-        platform: the device's host memory and events; None where the device is the host.
+        platform: copies between device and host, and marks what is queued; None where the device is the host.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class Sampler:
         platform: Platform | None = None,
     ) -> None:
         self._device = torch.device(device)
-        self._kernels = kernels
-        # On the host arrays and tensors share memory.
-        self._platform = None if self._device.type == "cpu" else platform
+        self._kernels, self._platform = kernels, platform
+        self._upload = torch.from_numpy if platform is None else platform.upload
+        self._block = _HOST_BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
         self._table = SamplingTable(vocab_size, self._device, self._upload)
 
-    @property
-    def last_tokens(self) -> Tensor:
-        """The token that each row was given last, int64[rows] on the device; a new tensor after rows were added."""
-        return self._table.tables.last_tokens
+    def last_tokens(self, rows: Int32Array) -> Tensor:
+        """Return the token that each of these rows was given last, int64[n] on the device; 0 for one that was given none."""
+        self._table.reserve(int(rows.max()) + 1)
+        return self._table.tables.last_tokens.index_select(0, self._upload(rows))
 
     def set_rows(self, sequences: Sequence[SequenceSampling]) -> None:
         """Begin sequences, each in its `state_row`, whatever had the row before.
@@ -136,10 +136,7 @@ class Sampler:
 
     def take(self, token_ids: Tensor, rows: Int32Array) -> SampledTokens:
         """Return tokens that the model chose itself, and note them as the rows' last: int64[S] on the device."""
-        if self._platform is None:
-            self._table.tables.last_tokens.numpy()[rows] = token_ids.numpy()
-        else:
-            self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
+        self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
         return self._collectable(token_ids, ())
 
     @torch.no_grad()
@@ -175,7 +172,7 @@ class Sampler:
         tables = self._table.tables
         tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         edited = host["edited"] | (step[1] < host["min_tokens"])
-        for block in _blocks(np.arange(len(logits)), logits, self._platform is None):
+        for block in _blocks(np.arange(len(logits)), logits, self._block):
             rows, positions, draw = on_device[:, block[0] : block[-1] + 1].unbind(0)
             part = logits[block[0] : block[-1] + 1]
             if edited[block].any():
@@ -194,7 +191,7 @@ class Sampler:
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, wanted: Int64Array) -> list[_HostLogprobs]:
         found = []
-        for block in _blocks(np.flatnonzero(wanted >= 0), logits, self._platform is None):
+        for block in _blocks(np.flatnonzero(wanted >= 0), logits, self._block):
             whole = len(block) == len(logits)
             part, chosen = (logits, tokens) if whole else (logits[index := self._upload(block)], tokens[index])
             count = int(wanted[block].max())
@@ -208,25 +205,12 @@ class Sampler:
         host = self._to_host(tokens)
         return SampledTokens(tokens, host, logprobs, None if self._platform is None else self._platform.record_event())
 
-    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
-        """Copy an array to the device without waiting; on the host it is the array itself."""
-        given = torch.from_numpy(array)
-        if self._platform is None:
-            return given
-        pinned = self._platform.empty_host(given.shape, given.dtype)
-        pinned.copy_(given)
-        return pinned.to(self._device, non_blocking=True)
-
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host."""
-        if self._platform is None:
-            return tensor
-        host = self._platform.empty_host(tensor.shape, tensor.dtype)
-        host.copy_(tensor, non_blocking=True)
-        return host
+        return tensor if self._platform is None else self._platform.download(tensor)
 
 
-def _blocks(rows: Int64Array, logits: Tensor, on_host: bool) -> Iterator[Int64Array]:
-    """Cut rows of logits into blocks that are worked on together."""
-    size = max(1, (_HOST_BLOCK if on_host else _DEVICE_BLOCK) // logits.shape[1])
+def _blocks(rows: Int64Array, logits: Tensor, elements: int) -> Iterator[Int64Array]:
+    """Cut rows of logits into blocks of about so many elements that are worked on together."""
+    size = max(1, elements // logits.shape[1])
     return (rows[start : start + size] for start in range(0, len(rows), size))
