@@ -65,7 +65,8 @@ class EngineConfig(SchedulerSettings):
         ray: settings of the executor "ray", by name; see `hardpoint.executor.RaySettings`.
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
-        max_commands: most commands that wait for a loop in a thread of its own; one more is InboxFull.
+        engine_process: run the engine in a process of its own; one that crashes is an EngineDead of its client.
+        max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
@@ -102,6 +103,7 @@ class EngineConfig(SchedulerSettings):
     ray: RaySettings | Mapping[str, Any] | None = None
     communication_timeout: Seconds = 60.0
     threads: PositiveInt | None = None
+    engine_process: bool = False
     max_commands: PositiveInt = 16384
     use_fused_decoder: bool = True
     seed: Int64 = 0

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from hardpoint.engine.commands import Embed, Generate
+from hardpoint.engine.commands import Embed, Generate, Pause
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.loops import Loop
 from hardpoint.engine.request import EmbeddingRequest, Recipient, Request
+from hardpoint.engine.sleep import SleepRequest
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
@@ -119,6 +120,12 @@ class RequestMaker:
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
         command = Embed(next(self._keys), tokens.token_ids, params.pooling or Pooling.LAST)
         return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
+
+
+def pause_command(mode: str, drain_timeout: float | None) -> Pause:
+    """Return the command of a pause; raises SleepRefused."""
+    request = SleepRequest.parse({"level": 0, "mode": mode, "drain_timeout": drain_timeout})
+    return Pause(request.mode, request.drain_timeout)
 
 
 def unseeded(engine_seed: int, number: int) -> int:
