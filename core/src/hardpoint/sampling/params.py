@@ -65,8 +65,8 @@ class PoolingParams(Validated):
 class SamplingParams(Validated):
     """How the tokens of one request are sampled and returned; checked when it is made.
 
-    The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids`; `min_tokens` masks the stop tokens; `logit_bias`;
-    `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of zero, the highest logit (the
+    The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids`; `min_tokens` masks the stop tokens;
+    `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of zero, the highest logit (the
     lowest id among equals), or `temperature`, `min_p`, `top_k`, `top_p` (each on what the one before left, renormalised) and
     a draw. Log probabilities are of the model's own distribution, before all of them.
 
@@ -98,10 +98,10 @@ class SamplingParams(Validated):
         logit_bias: added to the logits, by token id, each in [-100, 100].
         allowed_token_ids: the only tokens that may be sampled.
         output_kind: what each output of a streaming engine carries.
-        logits_processors: functions `(token_ids, logits) -> logits`, called one after the other for each token: the ids generated so far, and
-            float32[vocab_size] on the device, which may be changed in place. They are slow: Python runs for every token, and the request's
-            next step is not planned before its token is known; other requests are not held up by that. One that raises ends its
-            completion with an error. Only for a model that runs in this process: functions are not sent to others.
+        logits_processors: functions `(token_ids, logits) -> logits`, called one after the other for each token with the ids generated so
+            far and float32[vocab_size] on the device, which may be changed in place. They are slow: Python runs for every token, and the
+            request's next step is not planned before its token is known; other requests are not held up by that. One that raises ends
+            its completion with an error. Only for a model that runs in this process: functions are not sent to others.
 
     Raises:
         InvalidSamplingParams: a value is out of range or contradicts another.

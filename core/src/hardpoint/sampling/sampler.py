@@ -76,8 +76,12 @@ class _Processed:
             except Exception as error:
                 raise ValueError(f"the logits processor {name} raised {type(error).__name__}: {error}") from error
             if not isinstance(logits, torch.Tensor) or logits.shape != shape:
-                found = f"of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-                raise ValueError(f"the logits processor {name} returned {found} instead of logits of shape {list(shape)}")
+                found = (
+                    f"one of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+                )
+                raise ValueError(
+                    f"the logits processor {name} returned {found} instead of a tensor of shape {list(shape)}"
+                )
         return logits
 
 
