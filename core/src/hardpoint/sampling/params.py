@@ -14,6 +14,7 @@ from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
 from hardpoint.validation import (
     INT32_MAX,
+    Int64,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -119,7 +120,7 @@ class SamplingParams(Validated):
     top_p: Share = 1.0
     top_k: _TopK = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    seed: int | None = None
+    seed: Int64 | None = None
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[NonNegativeInt] | None = ()
     include_stop_str_in_output: bool = False
