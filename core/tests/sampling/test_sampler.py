@@ -749,3 +749,18 @@ def test_a_processor_that_fails_ends_its_own_row(wrong: Any, found: str) -> None
     assert found in processed.failed[1]
     assert processed.token_ids.tolist() == [*plain.token_ids[:1], -1, *plain.token_ids[2:]]
     assert processed.logprobs.keys() == plain.logprobs.keys()
+
+
+def test_a_rehearsal_takes_the_room_that_sequences_need() -> None:
+    sampler = Sequences(300)
+    sampler.sampler.rehearse(5)
+    before = sampler.sampler._table.tables
+    rich: dict[str, Any] = {"min_tokens": 1, "stop_token_ids": [1], "logit_bias": {0: 1.0}, "presence_penalty": 1.0}
+    for _ in range(2):
+        for row in range(5):
+            sampler.add(sampling_of(row, **rich, allowed_token_ids=[0, 1, 2]), row=row)
+    after = sampler.sampler._table.tables
+    assert len(after.masks) == len(before.masks) >= 10
+    assert len(after.biases) == len(before.biases) >= 5
+    assert len(after.history) == len(before.history) >= 5
+    sampler.outcome(torch.zeros(5, 300), np.arange(5))
