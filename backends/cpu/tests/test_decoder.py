@@ -210,7 +210,9 @@ class Runner:
             preempted=np.empty(0, np.int64),
         )
         wanted = torch.tensor(query_start[1:] - 1 if rows is None else rows, dtype=torch.int32)
-        hidden = self.program.run(batch, self.attention.prepare(self.plan, batch), self.cache, wanted)
+        metadata = self.attention.prepare(self.plan, batch)
+        token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        hidden = self.program.run(token_ids, positions, metadata, self.cache, wanted)
         return (hidden if output == "hidden" else getattr(self.program, output)(hidden)).clone()
 
 

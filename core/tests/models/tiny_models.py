@@ -200,7 +200,8 @@ class Runner:
             self.plan.block_size,
         )
         metadata = self.attention.prepare(self.plan, batch)
-        result = self._model.run(batch, metadata, self._cache, last_rows(batch))
+        token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        result = self._model.run(token_ids, positions, metadata, self._cache, last_rows(batch))
         if output != "hidden":
             result = getattr(self._model, output)(result)
         for sequence, tokens in work:

@@ -31,7 +31,6 @@ from hardpoint_cpu.attention import CpuStep
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hardpoint.interfaces.batch import StepBatch
 
 # Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -225,7 +224,7 @@ class CpuDecoder(DecoderProgram):
         """Return the bytes of working memory and results held for the largest step."""
         return self._scratch.nbytes + self._hidden.nbytes + self._output.nbytes
 
-    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(self, token_ids: Tensor, positions: Tensor, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
         """Run one step and return the hidden states of the given token rows: a view that the next step overwrites."""
         self._check_cache(kv_cache)
         if not isinstance(metadata, CpuStep):
@@ -235,8 +234,8 @@ class CpuDecoder(DecoderProgram):
         try:
             self._native.run(
                 metadata.prepared(kv_cache.shape[2]),
-                batch.token_ids.ctypes.data,
-                batch.positions.ctypes.data,
+                token_ids.data_ptr(),
+                positions.data_ptr(),
                 kv_cache.data_ptr(),
                 wanted.data_ptr(),
                 len(wanted),

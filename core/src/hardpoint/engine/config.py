@@ -65,7 +65,8 @@ class EngineConfig(SchedulerSettings):
         ray: settings of the executor "ray", by name; see `hardpoint.executor.RaySettings`.
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
-        max_commands: most commands that wait for a loop in a thread of its own; one more is InboxFull.
+        engine_process: run the engine in a process of its own; one that crashes is an EngineDead of its client.
+        max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
@@ -102,6 +103,7 @@ class EngineConfig(SchedulerSettings):
     ray: RaySettings | Mapping[str, Any] | None = None
     communication_timeout: Seconds = 60.0
     threads: PositiveInt | None = None
+    engine_process: bool = False
     max_commands: PositiveInt = 16384
     use_fused_decoder: bool = True
     seed: Int64 = 0
@@ -133,6 +135,15 @@ class EngineConfig(SchedulerSettings):
     def num_ranks(self) -> int:
         """How many ranks the engine has."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def other_processes(self) -> str:
+        """The setting by which the model runs in other processes than the client's; empty where it does not."""
+        if self.engine_process:
+            return "engine_process=True"
+        if self.executor in ("multi_process", "ray"):
+            return f"executor='{self.executor}'"
+        return f"{self.num_ranks} ranks" if self.num_ranks > 1 else ""
 
     @classmethod
     def from_arguments(cls, model: str, arguments: Mapping[str, Any]) -> EngineConfig:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hardpoint.interfaces.allocator import DeviceAllocator
-    from hardpoint.interfaces.batch import StepBatch
     from hardpoint.interfaces.sampling import SamplingTables
 
 
@@ -79,11 +78,12 @@ class DecoderProgram(Contract, contract=True):
         """Return the bytes of working memory held for the largest step."""
 
     @abstractmethod
-    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        """Run one step and return the hidden states [rows, hidden_size] of the given tokens, after the final norm.
+    def run(self, token_ids: Tensor, positions: Tensor, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+        """Run one step, whose inputs are on the device, and return the hidden states [rows, hidden_size] after the final norm.
 
         Args:
-            metadata: what the attention backend's `prepare` returned for `batch`.
+            token_ids, positions: int64[T].
+            metadata: what the attention backend's `prepare` returned for the step.
             kv_cache: the whole cache, all layers.
             rows: int32[rows], indices of tokens in the step (for sampling, the last token of each sampled sequence).
         """

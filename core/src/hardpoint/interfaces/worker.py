@@ -240,6 +240,8 @@ class Worker(Contract, contract=True):
     def begin(self, transaction: int, change: MemoryChange) -> None:
         """Prepare a sleep or wake: do everything of it that can fail. There is no other way to change this rank's memory.
 
+        Steps in flight are waited for, and their outputs are collected after it as before it.
+
         Until `commit` or `rollback` of the same number, `submit` and whatever writes weights or changes memory raise MemoryBusy. A tag that
         is asleep with its bytes preserved, and that a sleep discards, loses its backup with the commit.
 
@@ -271,7 +273,7 @@ class Worker(Contract, contract=True):
     def write_weights(
         self, write: WeightWrite, weights: Iterable[tuple[str, Tensor]] = (), model: str | None = None
     ) -> int:
-        """Give weights values; returns how many tensors of the checkpoint were used.
+        """Give weights values, after the steps in flight; returns how many tensors of the checkpoint were used.
 
         Every rank is given the checkpoint's whole tensors and takes its parts; those of other ranks count as used.
 

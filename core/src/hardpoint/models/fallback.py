@@ -333,15 +333,11 @@ class TransformersDecoder(RunnableModel):
         return decoder
 
     @torch.no_grad()
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
         with _attending(_Step(self._attention, self._layers, kv_cache, metadata)):
-            output = self._base(
-                input_ids=torch.from_numpy(batch.token_ids).to(self._device)[None],
-                position_ids=torch.from_numpy(batch.positions).to(self._device)[None],
-                use_cache=False,
-            )
+            output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         self._output = type(output)
-        return _tensor(output.last_hidden_state)[0, rows.to(self._device).long()]
+        return _tensor(output.last_hidden_state)[0, rows.long()]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -443,12 +439,13 @@ class TransformersDecoder(RunnableModel):
         generator = np.random.default_rng(0)
         sequences = [generator.integers(0, source.vocab_size, size=size).astype(np.int64) for size in (3, 5)]
         batch = _prefill(sequences, plan.block_size)
+        token_ids, positions = (torch.from_numpy(a).to(self._device) for a in (batch.token_ids, batch.positions))
         cache = allocator.empty(plan.kv_cache.shape(batch.block_table.size), plan.kv_cache.dtype, KV_CACHE)
         rows = torch.arange(batch.num_tokens, dtype=torch.int32, device=self._device)
         generates = source.is_generative
         try:
             cache.zero_()
-            ours = self.run(batch, self._attention.prepare(plan, batch), cache, rows)
+            ours = self.run(token_ids, positions, self._attention.prepare(plan, batch), cache, rows)
             ours = (self.logits(ours) if generates else ours).float()
             theirs = torch.cat([self._eager(tokens, generates) for tokens in sequences])
         except UnsupportedArchitecture:

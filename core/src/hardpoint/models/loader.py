@@ -122,8 +122,6 @@ def load_model(
             dtype.to_torch(), rank, ranks, operators, linear_method=packed(operators), max_context=max_context
         )
         model = description.build(context)
-        loaded = ModularModel(
-            description, model, scales, seed, attention=attention, allocator=allocator, torch_device=torch_device
-        )
+        loaded = ModularModel(description, model, scales, seed, attention=attention, allocator=allocator)
     loaded.load(source.weights(description.checkpoint_shapes, dummy_seed), progress)
     return loaded

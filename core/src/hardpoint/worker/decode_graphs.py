@@ -60,7 +60,7 @@ class DecodeGraphs:
         kv_cache: Tensor,
         sizes: Sequence[int],
         allocator: DeviceAllocator,
-        empty_host: Callable[[Sequence[int], torch.dtype], Tensor],
+        upload: Callable[[Int64Array], Tensor],
         is_trial: bool = False,
         on_captured: Callable[[], None] = lambda: None,
     ) -> None:
@@ -69,7 +69,7 @@ class DecodeGraphs:
         Args:
             runner: of the device, started here.
             sizes: numbers of sequences, rising.
-            empty_host: makes host memory that copies to the device without waiting.
+            upload: see `Platform.upload`.
             is_trial: nothing will be replayed, so that every size can be captured, over a smaller cache too.
             on_captured: called after each size.
 
@@ -83,8 +83,8 @@ class DecodeGraphs:
         self._inputs = allocator.empty((2 * largest,), DType.INT64, GRAPHS)
         self._rows = allocator.empty((largest,), DType.INT32, GRAPHS)
         self._hidden = allocator.empty((largest, model.hidden_size), plan.request.dtype, GRAPHS)
-        self._host = empty_host((2 * largest,), torch.int64)
-        staged = self._host.numpy()
+        self._upload = upload
+        self._staged = staged = np.zeros(2 * largest, np.int64)
         self._steps = {
             size: PaddedStep(
                 staged[:size], staged[size : 2 * size], (largest, -(-plan.request.max_context // plan.block_size))
@@ -117,15 +117,18 @@ class DecodeGraphs:
             return False
         return self._attention.can_replay(self._plan, batch, self._larger[count], self._num_blocks)
 
-    def replay(self, batch: StepBatch) -> Tensor:
+    def replay(self, batch: StepBatch, early: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Compute a step that `fits`; return the hidden states [num_seqs, hidden_size], valid until the next replay.
 
-        The host's copy of the inputs is read by the device later: it must have waited for the device before the next replay.
+        Args:
+            early: places in the step, and the tokens there, int64[k] on the device, of tokens that the batch does not know.
         """
         count = batch.num_seqs
         size = self._larger[count]
         padded = self._steps[size].fill(batch)
-        self._inputs[: 2 * size].copy_(self._host[: 2 * size], non_blocking=True)
+        self._inputs[: 2 * size].copy_(self._upload(self._staged[: 2 * size]))
+        if early is not None:
+            self._inputs.index_copy_(0, *early)
         arguments = self._attention.host_arguments(self._attention.prepare(self._plan, padded))
         if arguments is not None:
             self._runner.update(size, arguments)
@@ -139,7 +142,7 @@ class DecodeGraphs:
     def reset(self) -> None:
         """Drop the graphs and their memory."""
         self._runner.reset()
-        del self._inputs, self._rows, self._hidden, self._host, self._steps
+        del self._inputs, self._rows, self._hidden, self._steps
 
     def _replayable(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes of which attention can replay a step at all; raises GraphCaptureFailed when there is none."""
@@ -183,7 +186,7 @@ class DecodeGraphs:
 
     def _step(self, size: int, metadata: Any) -> None:
         """Compute one step of `size` sequences from the static inputs: the device work of a graph."""
-        hidden = self._model.compute(
+        hidden = self._model.run(
             self._inputs[:size],
             self._inputs[size : 2 * size],
             metadata,
@@ -318,7 +321,7 @@ class DecodeCapture:
                 kv_cache=cache,
                 sizes=sizes,
                 allocator=self._allocator,
-                empty_host=self._platform.empty_host,
+                upload=self._platform.upload,
                 **how,
             )
 

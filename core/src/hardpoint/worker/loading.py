@@ -50,6 +50,7 @@ def load_rank(
     allocator: DeviceAllocator,
     attention: AttentionBackend,
     kernels: KernelSet | None,
+    steps_in_flight: int,
     groups: ExitStack,
 ) -> LoadedModel:
     """Load the model that a worker's configuration names.
@@ -57,6 +58,7 @@ def load_rank(
     What cannot be is refused before a weight is read and before other ranks are waited for.
 
     Args:
+        steps_in_flight: see `Platform`.
         groups: takes what leaves the groups that the rank joins.
 
     Raises:
@@ -105,6 +107,8 @@ def load_rank(
         attention=plan,
         path=model.path,
         is_generative=source.is_generative,
+        # The ranks that embed a token are not all told which one the driver sampled before the engine tells them.
+        steps_in_flight=steps_in_flight if place.is_alone else 0,
     )
     return LoadedModel(model, info, source, fingerprint)
 
