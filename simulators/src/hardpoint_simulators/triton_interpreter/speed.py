@@ -9,8 +9,8 @@ from typing import Any
 
 @cache
 def quicken_interpreter() -> None:
-    """Have Triton's interpreter remember which names of its modules are functions of the language and which types numpy has for its own, and
-    compute an overflow's condition only for an assertion that is switched on (`debug`).
+    """Have Triton's interpreter remember which names of its modules are functions of the language and which numpy types stand for its own,
+    and compute an overflow's condition only for an assertion that is switched on (`debug`).
 
     Results are the same. To be called outside of launches; a release of Triton without these functions is left as it is.
     """
