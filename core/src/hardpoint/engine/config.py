@@ -138,6 +138,15 @@ class EngineConfig(SchedulerSettings):
         """How many ranks the engine has."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def other_processes(self) -> str:
+        """The setting by which the model runs in other processes than the client's; empty where it does not."""
+        if self.engine_process:
+            return "engine_process=True"
+        if self.executor in ("multi_process", "ray"):
+            return f"executor='{self.executor}'"
+        return f"{self.num_ranks} ranks" if self.num_ranks > 1 else ""
+
     @classmethod
     def from_arguments(cls, model: str, arguments: Mapping[str, Any]) -> EngineConfig:
         """Make a config of keyword arguments, also under the names that other engines use for them."""

@@ -123,7 +123,6 @@ class ModelRunner:
         sampled = self._alone(sample)
         return LaunchedStep(self._platform.record_event(), sampled, embeddings)
 
-    @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: Tensor, rows: Int32Array | None = None) -> Tensor:
         """Run the model on one step and return hidden states; see `RunnableModel.run`.
 
@@ -131,22 +130,23 @@ class ModelRunner:
             cache: the whole KV cache.
             rows: token indices, by default the last token of each sampled sequence.
         """
-        self._platform.check_computes()
-        if rows is None:
-            rows = batch.query_start[batch.sample_rows + 1] - 1
-        early = self._tokens_in_flight(batch)
-        if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
-            hidden = self._graphs.replay(batch, early)
-            # Token `i` of such a step is that of sequence `i`.
-            if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
-                hidden = hidden.index_select(0, self._platform.upload(rows))
-            return hidden
-        upload = self._platform.upload
-        metadata = self._prepare(batch)
-        token_ids, positions = upload(batch.token_ids), upload(batch.positions)
-        if early is not None:
-            token_ids.index_copy_(0, *early)
-        return self._model.run(token_ids, positions, metadata, cache, upload(rows))
+        with torch.inference_mode():
+            self._platform.check_computes()
+            if rows is None:
+                rows = batch.query_start[batch.sample_rows + 1] - 1
+            early = self._tokens_in_flight(batch)
+            if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
+                hidden = self._graphs.replay(batch, early)
+                # Token `i` of such a step is that of sequence `i`.
+                if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+                    hidden = hidden.index_select(0, self._platform.upload(rows))
+                return hidden
+            upload = self._platform.upload
+            metadata = self._prepare(batch)
+            token_ids, positions = upload(batch.token_ids), upload(batch.positions)
+            if early is not None:
+                token_ids.index_copy_(0, *early)
+            return self._model.run(token_ids, positions, metadata, cache, upload(rows))
 
     def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
         """Return the step's metadata of each KV cache group."""
