@@ -53,6 +53,8 @@ def test_defaults_are_vllms() -> None:
         ({"logprobs": -1}, ["logprobs", "-1"]),
         ({"prompt_logprobs": 1}, ["prompt_logprobs", "not supported"]),
         ({"bad_words": ["no"]}, ["bad_words", "not supported", "logit_bias"]),
+        ({"logits_processors": [len, 5]}, ["logits_processors[1]", "a function", "5"]),
+        ({"logits_processors": len}, ["logits_processors", "a list"]),
         ({"stop": ["x", ""]}, ["stop", "empty"]),
         ({"stop": [1]}, ["stop[0]", "text", "1"]),
         ({"stop": 1}, ["stop", "a text", "a list", "None"]),

@@ -88,6 +88,12 @@ class RequestMaker:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt)
         params.check_vocab(self._model.vocab_size)
+        if params.logits_processors and self._config.other_processes:
+            raise InvalidSamplingParams(
+                "logits_processors are functions of this process, and the model runs in others",
+                found=self._config.other_processes,
+                hint="Use logit_bias or allowed_token_ids, or an engine with one rank in this process",
+            )
         if params.num_sequences > self._config.max_num_seqs:
             raise InvalidSamplingParams(
                 f"{params.num_sequences} completions are asked for",

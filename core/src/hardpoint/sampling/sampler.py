@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hardpoint.interfaces.batch import Int32Array, Int64Array, SequenceSampling, TokenLogprobs
+from hardpoint.interfaces.batch import Int32Array, Int64Array, LogitsProcessor, SequenceSampling, TokenLogprobs
 from hardpoint.interfaces.sampling import SampleFailure
 from hardpoint.sampling import plain, ranking
 from hardpoint.sampling.random import draws
@@ -60,6 +60,31 @@ class _HostLogprobs:
     ranks: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Processed:
+    """A row whose logits Python functions process, and the tokens that it was given."""
+
+    functions: tuple[LogitsProcessor, ...]
+    token_ids: list[int] = field(default_factory=list)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the processed logits of the row, float32[vocab_size]; raises ValueError where a function fails."""
+        for function in self.functions:
+            name, shape = getattr(function, "__qualname__", repr(function)), logits.shape
+            try:
+                logits = function(list(self.token_ids), logits)
+            except Exception as error:
+                raise ValueError(f"the logits processor {name} raised {type(error).__name__}: {error}") from error
+            if not isinstance(logits, torch.Tensor) or logits.shape != shape:
+                found = (
+                    f"one of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+                )
+                raise ValueError(
+                    f"the logits processor {name} returned {found} instead of a tensor of shape {list(shape)}"
+                )
+        return logits
+
+
 class SampledTokens:
     """The tokens of one step: on the device at once, on the host when they are collected.
 
@@ -68,10 +93,17 @@ class SampledTokens:
     """
 
     def __init__(
-        self, token_ids: Tensor, host: Tensor, logprobs: Sequence[_HostLogprobs], copied: Event | None
+        self,
+        token_ids: Tensor,
+        host: Tensor,
+        logprobs: Sequence[_HostLogprobs],
+        copied: Event | None,
+        processed: Mapping[int, _Processed],
+        reasons: Mapping[int, str],
     ) -> None:
         self.token_ids = token_ids
         self._host, self._logprobs, self._copied = host, logprobs, copied
+        self._processed, self._reasons = processed, reasons
 
     def collect(self) -> Sampled:
         """Wait for the copy to the host, and return what it brought."""
@@ -79,6 +111,9 @@ class SampledTokens:
             self._copied.synchronize()
         outcomes: Int64Array = self._host.numpy()
         failed = {row: _REASONS[SampleFailure(outcomes[row])] for row in np.flatnonzero(outcomes < 0).tolist()}
+        failed.update(self._reasons)
+        for row, processed in self._processed.items():
+            processed.token_ids.append(int(outcomes[row]))
         logprobs: dict[int, TokenLogprobs] = {}
         for part in self._logprobs:
             ids, values, ranks = part.ids.numpy(), part.values.numpy(), part.ranks.tolist()
@@ -115,11 +150,12 @@ class Sampler:
         kernels: KernelSet | None = None,
         platform: Platform | None = None,
     ) -> None:
-        self._device = torch.device(device)
+        self._vocab_size, self._device = vocab_size, torch.device(device)
         self._kernels, self._platform = kernels, platform
         self._upload = torch.from_numpy if platform is None else platform.upload
         self._block = _HOST_BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
         self._table = SamplingTable(vocab_size, self._device, self._upload)
+        self._processed: dict[int, _Processed] = {}
 
     def last_tokens(self, rows: Int32Array) -> Tensor:
         """Return the token that each of these rows was given last, int64[n] on the device; 0 for one that was given none."""
@@ -133,11 +169,38 @@ class Sampler:
             ValueError: a sequence has no row.
         """
         self._table.write(sequences)
+        for sampling in sequences:
+            self._processed.pop(sampling.state_row, None)
+            if sampling.logits_processors:
+                self._processed[sampling.state_row] = _Processed(sampling.logits_processors)
+
+    def rehearse(self, num_rows: int) -> None:
+        """Sample rows that ask for everything a sequence can ask for, for a profile; the tables keep their room for so many rows.
+
+        No sequence may have a row yet.
+        """
+        asked = SequenceSampling(
+            seq_id=-1,
+            prompt_token_ids=(0,),
+            seed=0,
+            top_p=0.9,
+            min_p=0.1,
+            presence_penalty=1.0,
+            repetition_penalty=1.1,
+            min_tokens=1,
+            stop_token_ids=frozenset({1}),
+            logit_bias={0: 1.0},
+            allowed_token_ids=(0, 1),
+            logprobs=min(20, self._vocab_size),
+        )
+        self.set_rows([replace(asked, state_row=row) for row in range(num_rows)])
+        logits = torch.zeros((num_rows, self._vocab_size), dtype=torch.float32, device=self._device)
+        self.sample(logits, np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)).collect()
 
     def take(self, token_ids: Tensor, rows: Int32Array) -> SampledTokens:
         """Return tokens that the model chose itself, and note them as the rows' last: int64[S] on the device."""
         self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
-        return self._collectable(token_ids, ())
+        return self._collectable(token_ids, (), {}, {})
 
     @torch.no_grad()
     def sample(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> SampledTokens:
@@ -160,11 +223,21 @@ class Sampler:
             step[2] = draws(host["key"], positions)
         on_device = self._upload(step)
         tables = self._table.tables
-        tokens = None if self._kernels is None else self._kernels.sample(logits, on_device, tables)
+        given, reasons = logits, dict[int, str]()
+        processed = {i: self._processed[row] for i, row in enumerate(rows.tolist()) if row in self._processed}
+        if processed:
+            given = logits.clone()
+            for i, one in processed.items():
+                try:
+                    given[i] = one.apply(logits[i].clone())
+                except ValueError as error:
+                    reasons[i] = str(error)
+                    given[i] = -torch.inf
+        tokens = None if self._kernels is None else self._kernels.sample(given, on_device, tables)
         if tokens is None:
-            tokens = self._sample_plainly(logits, on_device, step, host)
+            tokens = self._sample_plainly(given, on_device, step, host)
             plain.record(tokens, on_device[0], tables, penalised=bool(host["penalised"].any()))
-        return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]))
+        return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]), processed, reasons)
 
     def _sample_plainly(
         self, logits: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]
@@ -201,9 +274,16 @@ class Sampler:
             found.append(_HostLogprobs(block, wanted[block], *map(self._to_host, given)))
         return found
 
-    def _collectable(self, tokens: Tensor, logprobs: Sequence[_HostLogprobs]) -> SampledTokens:
+    def _collectable(
+        self,
+        tokens: Tensor,
+        logprobs: Sequence[_HostLogprobs],
+        processed: Mapping[int, _Processed],
+        reasons: Mapping[int, str],
+    ) -> SampledTokens:
         host = self._to_host(tokens)
-        return SampledTokens(tokens, host, logprobs, None if self._platform is None else self._platform.record_event())
+        copied = None if self._platform is None else self._platform.record_event()
+        return SampledTokens(tokens, host, logprobs, copied, processed, reasons)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host."""

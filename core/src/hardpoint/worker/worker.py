@@ -56,6 +56,7 @@ class _Loaded:
     weights: Weights
     kv: KVMemory
     capture: DecodeCapture
+    sampler: Sampler
     runner: ModelRunner
     sleep: SleepCycle
     in_flight: deque[LaunchedStep | Exception] = field(default_factory=deque)
@@ -135,7 +136,7 @@ class StandardWorker(Worker):
             config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )
         sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
-        self._model = _Loaded(model, weights, kv, capture, runner, sleep)
+        self._model = _Loaded(model, weights, kv, capture, sampler, runner, sleep)
         return model.info
 
     def profile(self) -> MemoryProfile:
@@ -172,7 +173,14 @@ class StandardWorker(Worker):
             )
             return StepCost(growth=logits_bytes(self._config.max_num_seqs, model.model.info.vocab_size))
         return largest_step(
-            self._config, model.model, model.runner, model.kv, model.capture, rank.platform, rank.allocator
+            self._config,
+            model.model,
+            model.runner,
+            model.kv,
+            model.capture,
+            model.sampler,
+            rank.platform,
+            rank.allocator,
         )
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
