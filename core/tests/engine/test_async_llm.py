@@ -13,7 +13,8 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.async_llm import AsyncLLM
-from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, InvalidRequest, SleepRefused
+from hardpoint.engine.sleep import SleepReport
+from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, InvalidRequest, MemoryBusy, SleepRefused
 from hardpoint.sampling import RequestOutputKind
 
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
@@ -74,6 +75,21 @@ def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any]
         assert len(await tokens(llm, "x")) == 20
 
     run(body)
+
+
+async def check_two_sleeps_at_once(llm: AsyncLLM) -> None:
+    task = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=400)))
+    while not (await llm.stats()).blocks_used:
+        pass
+    found = await asyncio.gather(*(llm.sleep(level=0, mode="wait") for _ in range(2)), return_exceptions=True)
+    assert [type(one) for one in found] == [SleepReport, MemoryBusy]
+    assert len(await task) == 400
+    await llm.wake_up()
+    assert len(await tokens(llm, "x")) == 20
+
+
+def test_the_second_of_two_sleeps_at_once_is_refused(run: Callable[..., Any]) -> None:
+    run(check_two_sleeps_at_once)
 
 
 def test_sleep_waits_and_wake_goes_on(run: Callable[..., Any]) -> None:
@@ -174,6 +190,7 @@ def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert (await llm.stats()).blocks_used == 0
+        await check_two_sleeps_at_once(llm)
         results = await asyncio.gather(*(tokens(llm, "x") for _ in range(20)), return_exceptions=True)
         assert {type(r) for r in results} == {list, InboxFull}
         assert await llm.update_weights((f"w{n}", torch.ones(300, 1000)) for n in range(3)) == 3
