@@ -132,19 +132,20 @@ def test_a_full_inbox_is_an_error_and_nothing_else_is_lost(run: Callable[..., An
     run(body, max_commands=1)
 
 
-def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: Callable[..., Any]) -> None:
-    async def body(llm: AsyncLLM) -> None:
-        whole = await tokens(llm, "x")
-        stream = llm.generate("x", PARAMS.clone(output_kind=RequestOutputKind.DELTA))
-        outputs = [await anext(stream)]
-        while len(await tokens(llm, "Dear Sir")) != 20:
-            pass
-        outputs += [output async for output in stream if not outputs[-1].finished]
-        assert len(outputs) <= 2, "of twenty steps"
-        assert [t for output in outputs for t in output.outputs[0].token_ids] == whole
-        assert outputs[-1].finished
+async def check_a_client_that_stops_reading(llm: AsyncLLM) -> None:
+    whole = await tokens(llm, "x")
+    stream = llm.generate("x", PARAMS.clone(output_kind=RequestOutputKind.DELTA))
+    outputs = [await anext(stream)]
+    while len(await tokens(llm, "Dear Sir")) != 20:
+        pass
+    outputs += [output async for output in stream if not outputs[-1].finished]
+    assert len(outputs) <= 2, "of twenty steps"
+    assert [t for output in outputs for t in output.outputs[0].token_ids] == whole
+    assert outputs[-1].finished
 
-    run(body)
+
+def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: Callable[..., Any]) -> None:
+    run(check_a_client_that_stops_reading)
 
 
 def test_everything_that_the_synchronous_client_can_do(run: Callable[..., Any]) -> None:
@@ -191,6 +192,7 @@ def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
                 await task
         assert (await llm.stats()).blocks_used == 0
         await check_two_sleeps_at_once(llm)
+        await check_a_client_that_stops_reading(llm)
         results = await asyncio.gather(*(tokens(llm, "x") for _ in range(20)), return_exceptions=True)
         assert {type(r) for r in results} == {list, InboxFull}
         assert await llm.update_weights((f"w{n}", torch.ones(300, 1000)) for n in range(3)) == 3
@@ -203,7 +205,7 @@ def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
         with pytest.raises(EngineDead, match="SIGKILL"):
             await llm.stats()
 
-    run(body, engine_process=True, max_commands=4)
+    run(body, engine_process=True, max_commands=8)
 
 
 def test_an_engine_is_a_context_manager(make_llm: Callable[..., LLM], device: str) -> None:
