@@ -34,10 +34,10 @@ def test_the_oracle_agrees_with_transformers(changes: dict[str, Any]) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(model.path, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         output = theirs(torch.tensor([TEXT]), output_hidden_states=True)
-    ours = logits(model, TEXT, torch.float64)
+    (ours,) = logits(model, TEXT, torch.float64)
     torch.testing.assert_close(ours, output.logits[0].double(), rtol=0, atol=1e-4)
     torch.testing.assert_close(
-        hidden_states(model, TEXT, torch.float64), output.hidden_states[-1][0].double(), rtol=0, atol=1e-4
+        hidden_states(model, TEXT, torch.float64)[0], output.hidden_states[-1][0].double(), rtol=0, atol=1e-4
     )
 
 
@@ -46,7 +46,7 @@ def test_a_token_that_rounding_does_not_explain_is_found(dtype: DType) -> None:
     model = tiny_model(Shape())
     text = TEXT[:PROMPT]
     for _ in range(8):
-        text.append(int(logits(model, text, dtype.to_torch())[-1].argmax()))
+        text.append(int(logits(model, text, dtype.to_torch())[0][-1].argmax()))
     judged = judge(model, text, PROMPT, dtype)
     assert judged.check() <= 1
     assert judged.decided > 0
@@ -63,7 +63,7 @@ def test_tokens_outside_the_vocabulary_are_found() -> None:
 
 def test_wrong_log_probabilities_are_found() -> None:
     model = tiny_model(Shape())
-    best = int(logits(model, TEXT, torch.float64)[-1].argmax())
+    best = int(logits(model, TEXT, torch.float64)[0][-1].argmax())
     judged = judge(model, [*TEXT, best], len(TEXT), DType.FLOAT32)
     value = float(judged.exact[0].log_softmax(dim=-1)[best])
 

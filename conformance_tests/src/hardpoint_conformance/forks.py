@@ -253,6 +253,8 @@ def _options(backend: str) -> Sequence[str]:
         "no:cacheprovider",
         "-p",
         "no:terminalreporter",
+        "-p",
+        "no:logging",
         "--tb=short",
         "-W",
         "ignore",

@@ -63,12 +63,17 @@ class Weighted:
     Attributes:
         out: [queries, num_heads, head_dim].
         weights: [num_heads, queries, context], without a sink's.
-        log_sum: [num_heads, queries], logarithm of the softmax's denominator.
+        logits: [num_heads, queries, context], and one more for a sink.
     """
 
     out: Tensor
     weights: Tensor
-    log_sum: Tensor
+    logits: Tensor
+
+    @property
+    def log_sum(self) -> Tensor:
+        """[num_heads, queries], logarithm of the softmax's denominator."""
+        return torch.logsumexp(self.logits, -1)
 
 
 def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | None = None) -> Weighted:
@@ -83,19 +88,18 @@ def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | Non
         return x if rounded is None else x.to(rounded).to(arithmetic)
 
     layer = numbers.layer
-    q, k, v = _operands(numbers, arithmetic)
-    logits = r(torch.einsum("qhd,khd->hqk", q, k) * layer.scale)
+    distance = _distances(numbers)
+    logits = r(_products(numbers.q.to(arithmetic), numbers.k.to(arithmetic)) * layer.scale)
     if layer.soft_cap is not None:
         logits = r(r(torch.tanh(r(logits / layer.soft_cap))) * layer.soft_cap)
-    distance = _distances(numbers)
     if numbers.alibi is not None:
         logits = r(logits + numbers.alibi.to(arithmetic)[:, None, None] * distance.to(arithmetic))
     logits = logits.masked_fill(~visible(layer, distance), float("-inf"))
     if numbers.sinks is not None:
-        column = numbers.sinks.to(arithmetic)[:, None, None].expand(-1, len(q), 1)
+        column = numbers.sinks.to(arithmetic)[:, None, None].expand(-1, len(numbers.q), 1)
         logits = torch.cat([logits, column], -1)
-    weights = r(torch.softmax(logits, -1))[..., : len(k)]
-    return Weighted(r(torch.einsum("hqk,khd->qhd", weights, v)), weights, torch.logsumexp(logits, -1))
+    weights = r(torch.softmax(logits, -1))[..., : len(numbers.k)]
+    return Weighted(r(_mixed(weights, numbers.v.to(arithmetic))), weights, logits)
 
 
 def visible(layer: AttentionLayer, distance: Tensor) -> Tensor:
@@ -104,10 +108,20 @@ def visible(layer: AttentionLayer, distance: Tensor) -> Tensor:
     return seen if layer.sliding_window is None else seen & (distance > -layer.sliding_window)
 
 
-def _operands(numbers: Numbers, arithmetic: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    group = numbers.layer.num_heads // numbers.layer.num_kv_heads
-    k, v = (x.to(arithmetic).repeat_interleave(group, 1) for x in (numbers.k, numbers.v))
-    return numbers.q.to(arithmetic), k, v
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Return the products of queries and keys, [num_heads, queries, context]; query head h has KV head h // group."""
+    queries, heads, dim = q.shape
+    context, kv_heads, _ = k.shape
+    rows = q.transpose(0, 1).reshape(kv_heads, heads // kv_heads * queries, dim)
+    return (rows @ k.permute(1, 2, 0)).view(heads, queries, context)
+
+
+def _mixed(weights: Tensor, v: Tensor) -> Tensor:
+    """Return the weighted sums of values, [queries, num_heads, dim of v]."""
+    heads, queries, context = weights.shape
+    _, kv_heads, dim = v.shape
+    rows = weights.reshape(kv_heads, heads // kv_heads * queries, context)
+    return (rows @ v.transpose(0, 1)).view(heads, queries, dim).transpose(0, 1)
 
 
 def _distances(numbers: Numbers) -> Tensor:
@@ -126,6 +140,10 @@ class Expected:
 
     out: Tensor
     bound: Tensor
+
+    def rows(self, begin: int, end: int) -> Expected:
+        """Return what is expected of some of the queries: what a row attends to is its own, whichever others are computed with it."""
+        return Expected(self.out[begin:end], self.bound[begin:end])
 
     def ratio(self, out: Tensor) -> float:
         """Return the largest error as a share of its bound; infinite where a result is not finite."""
@@ -147,17 +165,15 @@ def expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
 
 def _floor(numbers: Numbers, exact: Weighted, dtype: torch.dtype) -> Tensor:
     """Return the unavoidable error of each row, float64[queries, num_heads] (see the module)."""
-    q, k, v = _operands(numbers, torch.float64)
     distance = _distances(numbers)
-    size = torch.einsum("qhd,khd->hqk", q.abs(), k.abs()) * abs(numbers.layer.scale)
+    size = _products(numbers.q.double().abs(), numbers.k.double().abs()) * abs(numbers.layer.scale)
     if numbers.alibi is not None:
         size = size + (numbers.alibi.double()[:, None, None] * distance).abs()
-    seen = visible(numbers.layer, distance)
     # Keys whose share of the result is next to nothing add no error to it, however large their logits are.
-    share = exact.weights / exact.weights.sum(-1, keepdim=True)
-    largest = torch.maximum(size.masked_fill(~(share > 1e-12), 0.0).amax(-1), exact.log_sum.abs()).T
-    count = seen.sum(-1).double()[:, None]
-    values = torch.einsum("hqk,khd->qhd", exact.weights, v.abs()).amax(-1)
+    counted = exact.weights > 1e-12 * exact.weights.sum(-1, keepdim=True)
+    largest = torch.maximum(size.masked_fill(~counted, 0.0).amax(-1), exact.log_sum.abs()).T
+    count = visible(numbers.layer, distance).sum(-1).double()[:, None]
+    values = _mixed(exact.weights, numbers.v.double().abs()).amax(-1)
     unit = torch.finfo(dtype).eps / 2
     single = 2.0**-24 * (4 + 2 * largest + count.sqrt())
     flushed = count * torch.finfo(torch.float32).tiny

@@ -10,7 +10,7 @@ the error of the plain decoder's in the same way. Nothing else is a tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,7 @@ def judge(model: Model, text: Sequence[int], prompt_len: int, dtype: DType) -> J
     vocab = model.shape.vocab
     assert bool(((tokens >= 0) & (tokens < vocab)).all()), f"tokens {tokens.tolist()} of a vocabulary of {vocab}"
     # The prompt's positions count for the error too: a few tokens alone would be few draws of it.
-    exact, plain = logits(model, text[:-1], torch.float64), logits(model, text[:-1], dtype.to_torch())
+    exact, plain = logits(model, text[:-1], torch.float64, dtype.to_torch())
     best = exact.argmax(dim=-1, keepdim=True)
     distances = (plain - plain.gather(1, best)) - (exact - exact.gather(1, best))
     logprobs = plain.log_softmax(dim=-1) - exact.log_softmax(dim=-1)
@@ -100,49 +100,69 @@ def judge(model: Model, text: Sequence[int], prompt_len: int, dtype: DType) -> J
 
 
 @torch.inference_mode()
-def logits(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return float64[tokens, vocab], computed in `dtype`."""
-    head = model.weights["model.embed_tokens.weight" if model.shape.tied else "lm_head.weight"].to(dtype)
-    return (_hidden(model, text, dtype) @ head.T).double()
+def logits(model: Model, text: Sequence[int], *dtypes: torch.dtype) -> list[Tensor]:
+    """Return float64[tokens, vocab], computed in each of these types."""
+    name = "model.embed_tokens.weight" if model.shape.tied else "lm_head.weight"
+    head = model.weights[name]
+    return [(hidden @ head.to(hidden.dtype).T).double() for hidden in _hidden(model, text, dtypes)]
 
 
 @torch.inference_mode()
-def hidden_states(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return float64[tokens, hidden], after the last norm, computed in `dtype`."""
-    return _hidden(model, text, dtype).double()
+def hidden_states(model: Model, text: Sequence[int], *dtypes: torch.dtype) -> list[Tensor]:
+    """Return float64[tokens, hidden], after the last norm, computed in each of these types."""
+    return [hidden.double() for hidden in _hidden(model, text, dtypes)]
 
 
-def _hidden(model: Model, text: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Run the decoder in `dtype`, with norms, rotary angles and softmax in no less than float32."""
+def _hidden(model: Model, text: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Run the decoder in each type, layer by layer: weights that are expanded when they are looked up are so once."""
     shape = model.shape
-    wide = torch.promote_types(dtype, torch.float32)
-
-    def weight(name: str) -> Tensor:
-        return model.weights[f"{name}.weight"].to(dtype)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        spread = x.to(wide).square().mean(dim=-1, keepdim=True) + shape.norm_eps
-        return (x.to(wide) * spread.rsqrt()).to(dtype) * weight(name)
-
     visible = _visible(len(text), shape.window)
-    hidden = weight("model.embed_tokens")[torch.tensor(text)]
+    embedded = model.weights["model.embed_tokens.weight"][torch.tensor(text)]
+    states = [embedded.to(dtype) for dtype in dtypes]
     for index in range(shape.layers):
-        layer = f"model.layers.{index}"
-        x = norm(hidden, f"{layer}.input_layernorm")
-        q, k, v = (
-            (x @ weight(f"{layer}.self_attn.{part}_proj").T).view(len(text), -1, shape.head_dim).transpose(0, 1)
-            for part in "qkv"
-        )
-        q, k = _rotated(q, shape, wide), _rotated(k, shape, wide)
-        group = shape.heads // shape.kv_heads
-        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-        scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).to(wide).masked_fill(~visible, float("-inf"))
-        mixed = (scores.softmax(dim=-1).to(dtype) @ v).transpose(0, 1).flatten(1)
-        hidden = hidden + mixed @ weight(f"{layer}.self_attn.o_proj").T
-        x = norm(hidden, f"{layer}.post_attention_layernorm")
-        gate = functional.silu(x @ weight(f"{layer}.mlp.gate_proj").T)
-        hidden = hidden + (gate * (x @ weight(f"{layer}.mlp.up_proj").T)) @ weight(f"{layer}.mlp.down_proj").T
-    return norm(hidden, "model.norm")
+        weights = {part: model.weights[f"model.layers.{index}.{part}.weight"] for part in _LAYER_PARTS}
+        states = [_layer(shape, weights, hidden, visible) for hidden in states]
+    norm = model.weights["model.norm.weight"]
+    return [_normed(hidden, norm, shape) for hidden in states]
+
+
+_LAYER_PARTS = (
+    "input_layernorm",
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    "post_attention_layernorm",
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
+
+
+def _layer(shape: Shape, weights: Mapping[str, Tensor], hidden: Tensor, visible: Tensor) -> Tensor:
+    """Run one layer in the type of its input, with norms, rotary angles and softmax in no less than float32."""
+    dtype, tokens = hidden.dtype, len(hidden)
+    wide = _wide(dtype)
+
+    def linear(x: Tensor, part: str) -> Tensor:
+        return x @ weights[part].to(dtype).T
+
+    x = _normed(hidden, weights["input_layernorm"], shape)
+    q, k, v = (linear(x, f"self_attn.{part}_proj").view(tokens, -1, shape.head_dim).transpose(0, 1) for part in "qkv")
+    q, k = _rotated(q, shape, wide), _rotated(k, shape, wide)
+    group = shape.heads // shape.kv_heads
+    k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).to(wide).masked_fill(~visible, float("-inf"))
+    mixed = (scores.softmax(dim=-1).to(dtype) @ v).transpose(0, 1).flatten(1)
+    hidden = hidden + linear(mixed, "self_attn.o_proj")
+    x = _normed(hidden, weights["post_attention_layernorm"], shape)
+    gated = functional.silu(linear(x, "mlp.gate_proj")) * linear(x, "mlp.up_proj")
+    return hidden + linear(gated, "mlp.down_proj")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _normed(x: Tensor, weight: Tensor, shape: Shape) -> Tensor:
+    wide = x.to(_wide(x.dtype))
+    spread = wide.square().mean(dim=-1, keepdim=True) + shape.norm_eps
+    return (wide * spread.rsqrt()).to(x.dtype) * weight.to(x.dtype)
 
 
 def _visible(length: int, window: int | None) -> Tensor:

@@ -192,7 +192,7 @@ SUITE = Path(__file__).with_name("suite")
 def pytest_arguments(*options: str) -> list[str]:
     """Return the arguments that run pytest over the suite, without the settings and plugins of wherever it is called."""
     ini = ["-c", str(SUITE / "pytest.ini"), "--rootdir", str(SUITE)]
-    return ["-p", "hardpoint_conformance.plugin", "-p", "no:cacheprovider", *ini, *options]
+    return ["-p", "hardpoint_conformance.plugin", "-p", "no:cacheprovider", "-p", "no:logging", *ini, *options]
 
 
 def modules_for(levels: Iterable[int], clauses: Iterable[str]) -> list[Path]:

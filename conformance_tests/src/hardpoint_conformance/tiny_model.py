@@ -190,9 +190,16 @@ def demo_file() -> Path | None:
 
 def read_demo(file: Path) -> Model:
     """Return the demo model; its weights are expanded to float32, which holds them exactly, each time they are looked up."""
+    import numpy as np
     from gguf import GGUFReader
 
-    reader = GGUFReader(file)
+    class Reader(GGUFReader):  # type: ignore[misc]  # the package has no types
+        """A mapped file's own array type takes most of the time for the hundred thousand slices of a vocabulary."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    reader = Reader(file)
     fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith("llama.")}
     heads, hidden = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -233,6 +240,7 @@ class _Expanded(Mapping[str, "Tensor"]):
         self._shape, self._tensors = shape, tensors
 
     def __getitem__(self, name: str) -> Tensor:
+        import numpy as np
         import torch
         from gguf import dequantize
 
@@ -243,7 +251,9 @@ class _Expanded(Mapping[str, "Tensor"]):
             _, _, index, part = stem.split(".", 3)
             part = f"blk.{index}.{_GGUF_PARTS[part]}"
         stored = self._tensors[f"{part}.weight"]
-        values = torch.tensor(dequantize(stored.data, stored.tensor_type)).reshape(self._shape.tensors()[name])
+        values = torch.tensor(dequantize(np.asarray(stored.data), stored.tensor_type)).reshape(
+            self._shape.tensors()[name]
+        )
         heads = {"self_attn.q_proj": self._shape.heads, "self_attn.k_proj": self._shape.kv_heads}
         for projection, count in heads.items():
             if projection in name:

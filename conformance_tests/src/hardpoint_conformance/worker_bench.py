@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ MAX_TOKENS = 256
 _MIN_BLOCKS = 16
 _TOKENS = 2048
 _DECIDED = 0.2
+_IN_FLIGHT = -1
 
 
 @dataclass
@@ -160,6 +162,7 @@ class Bench:
         self._table = np.zeros((config.max_num_seqs, width), np.int32)
         self.next_id = 1
         self._finished: list[int] = []
+        self._in_flight: deque[tuple[StepBatch, list[tuple[Served, int]]]] = deque()
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
@@ -235,6 +238,51 @@ class Bench:
         """Have the worker compute a step that was built by hand; return its output."""
         self.worker.submit(step)
         return self.worker.collect()
+
+    def submit(self, work: Mapping[int, int] | None = None) -> None:
+        """Submit a step as `step` would, whose tokens are taken by `collect`; until then they are known as -1."""
+        if work is None:
+            work = {seq_id: sequence.pending for seq_id, sequence in self.sequences.items()}
+        parts = [(self.sequences[seq_id], count) for seq_id, count in work.items() if count]
+        parts.sort(key=lambda part: not (part[0].computed and part[1] == 1))
+        step = self.input_of(parts)
+        self.worker.submit(step)
+        for sequence, count in parts:
+            sequence.computed += count
+        sampled = [self.sequences[seq_id] for seq_id in step.batch.sample_seq_ids.tolist()]
+        self._in_flight.append((step.batch, [(sequence, len(sequence.tokens)) for sequence in sampled]))
+        for sequence in sampled:
+            sequence.tokens.append(_IN_FLIGHT)
+            sequence.sampled = True
+
+    def collect(self) -> StepOutput:
+        """Collect the oldest step, and give its sequences their tokens; its arrays are overwritten, whatever becomes of it."""
+        batch, samples = self._in_flight.popleft()
+        try:
+            output = self.worker.collect()
+        finally:
+            _overwrite(batch)
+        if output.failed:
+            raise WorkerError(
+                "a step sampled no token for some of its sequences", found="; ".join(output.failed.values())
+            )
+        for index, (sequence, place) in enumerate(samples):
+            sequence.tokens[place] = int(output.token_ids[index])
+            if sequence.wanted is not None:
+                sequence.logprobs.append(output.logprobs[index])
+        return output
+
+    def collect_all(self) -> None:
+        """Collect all steps in flight."""
+        while self._in_flight:
+            self.collect()
+
+    def run_ahead(self, sequences: Sequence[Served], count: int, *, chunk: int = MAX_TOKENS) -> None:
+        """Step until `count` tokens are generated of each of these sequences, with as many steps in flight as the worker takes."""
+        while any(len(sequence.generated) < count for sequence in sequences):
+            self.submit({s.seq_id: min(s.pending, chunk) for s in sequences if len(s.generated) < count})
+            if len(self._in_flight) > self.info.steps_in_flight:
+                self.collect()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = MAX_TOKENS, logprobs: int | None = None

@@ -80,6 +80,7 @@ class EchoLLM:
     settings: dict[str, Any]
     params: list[SamplingParams] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
+    recommended: SamplingParams = field(default_factory=SamplingParams)
     is_shut_down: bool = False
     tokenizer: Any = field(default_factory=EchoTokenizer)
     made: ClassVar[list[EchoLLM]] = []
@@ -87,6 +88,7 @@ class EchoLLM:
 
     def __init__(self, **settings: Any) -> None:
         self.settings, self.params, self.prompts, self.tokenizer = settings, [], [], EchoTokenizer()
+        self.recommended = SamplingParams()
         self.info = EngineInfo(
             backend="acme",
             device="Acme One",
@@ -108,6 +110,9 @@ class EchoLLM:
         EchoLLM.made.append(self)
         if EchoLLM.prepare is not None:
             EchoLLM.prepare(self)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.recommended
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hardpoint import SamplingParams
+
 
 def test_the_answer_goes_to_standard_output_and_the_rest_to_standard_error(hp: Any, llms: Any) -> None:
     result = hp("generate", "--model", "demo", "--prompt", "hello", "--raw")
@@ -140,7 +142,7 @@ def test_a_prompt_that_cannot_be_served_ends_with_1_and_says_why(hp: Any, llms: 
 def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
     engine = "--backend acme --require-accelerator --dtype float16 --max-model-len 64 --block-size 32 --num-blocks 9"
     more = "--threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
-    ranks = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process"
+    ranks = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
     sampling = "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop x --stop y --max-tokens 3"
     hp(
         "generate",
@@ -172,11 +174,23 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,
         "executor": "multi_process",
+        "engine_process": True,
         "trust_remote_code": False,
     }
     (params,) = llms[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
     assert (params.seed, params.stop_texts, params.max_tokens, params.ignore_eos) == (3, ("x", "y"), 3, True)
+
+
+def test_what_is_not_given_is_as_the_models_publisher_recommends(hp: Any, llms: Any, prepare: Any) -> None:
+    hp("generate", "-m", "demo", "-p", "x", "--json")
+    assert llms[-1].params == [SamplingParams(max_tokens=128)]
+    recommended = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=3)
+    prepare(lambda llm: setattr(llm, "recommended", recommended))
+    hp("generate", "-m", "demo", "-p", "x", "--json")
+    assert llms[-1].params == [recommended]
+    hp("generate", "-m", "demo", "-p", "x", "--json", "--temperature", "0", "--top-k", "5")
+    assert llms[-1].params == [recommended.clone(temperature=0.0, top_k=5)]
 
 
 def test_every_engine_option_is_a_setting_of_the_engine(hp: Any, llms: Any) -> None:

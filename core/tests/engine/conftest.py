@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,36 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     installed(refresh=True)
 
 
-@pytest.fixture
-def make_llm(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Return what makes an engine with the given number of steps in flight, of the given seconds each."""
-    monkeypatch.setattr(front, "load_tokenizer", _tokenizer)
+Make = Callable[..., LLM]
+
+
+@contextmanager
+def _making(device: str) -> Iterator[Make]:
     made: list[LLM] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(front, "load_tokenizer", _tokenizer)
 
-    def make(depth: int = 1, seconds: float = 0.0, **settings: Any) -> LLM:
-        monkeypatch.setenv("HARDPOINT_SIMULATED_DEPTH", str(depth))
-        monkeypatch.setenv("HARDPOINT_SIMULATED_STEP", str(seconds))
-        defaults = {"backend": device, "num_device_blocks": 512, "max_num_seqs": 64, "swap_space": 0}
-        made.append(LLM("demo", **{**defaults, **settings}))
-        return made[-1]
+        def make(depth: int = 1, seconds: float = 0.0, **settings: Any) -> LLM:
+            patch.setenv("HARDPOINT_SIMULATED_DEPTH", str(depth))
+            patch.setenv("HARDPOINT_SIMULATED_STEP", str(seconds))
+            defaults = {"backend": device, "num_device_blocks": 512, "max_num_seqs": 64, "swap_space": 0}
+            made.append(LLM("demo", **{**defaults, **settings}))
+            return made[-1]
 
-    yield make
-    for llm in made:
-        llm.shutdown()
+        yield make
+        for llm in made:
+            llm.shutdown()
+
+
+@pytest.fixture
+def make_llm(device: str) -> Iterator[Make]:
+    """Return what makes an engine with the given number of steps in flight, of the given seconds each."""
+    with _making(device) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_shared_llm(device: str) -> Iterator[Make]:
+    """The same for engines that all tests of a module use: a process takes a while to start."""
+    with _making(device) as make:
+        yield make

@@ -131,7 +131,7 @@ class _Parts:
     def rollback(self, transaction: int) -> None: ...
 
     def write_weights(self, write: Any, weights: Any = (), model: str | None = None) -> int:
-        return 0
+        return sum(1 for _ in weights)
 
     def status(self) -> Any:
         return interfaces.WorkerStatus(MemoryStats({}, 0))

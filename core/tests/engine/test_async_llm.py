@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.async_llm import AsyncLLM
-from hardpoint.interfaces.errors import EngineDead, InboxFull, InvalidRequest
+from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, InvalidRequest, SleepRefused
 from hardpoint.sampling import RequestOutputKind
 
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
@@ -126,6 +129,64 @@ def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: C
         assert outputs[-1].finished
 
     run(body)
+
+
+def test_everything_that_the_synchronous_client_can_do(run: Callable[..., Any]) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        messages = [{"role": "user", "content": "What is 2+2?"}]
+        outputs = [output async for output in llm.chat(messages, PARAMS)]
+        assert outputs[-1].prompt is not None
+        assert "What is 2+2?" in outputs[-1].prompt
+        assert len(outputs[-1].outputs[0].token_ids) == 20
+        with pytest.raises(InvalidRequest):
+            llm.chat(5)  # type: ignore[arg-type]
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert llm.get_tokenizer() is not None
+        assert await llm.update_weights([("a", torch.ones(2))]) == 1
+        assert await llm.reload_weights() == 0
+        await llm.declare_weights_valid()
+        await llm.reset_prefix_cache()
+        assert (await llm.pause()).changed
+        assert await llm.is_sleeping()
+        with pytest.raises(EngineAsleep):
+            await tokens(llm, "x")
+        await llm.resume()
+        assert not await llm.is_sleeping()
+        with pytest.raises(SleepRefused):
+            await llm.pause("abruptly")
+        assert len(await tokens(llm, "x")) == 20
+
+    run(body)
+
+
+def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
+    run: Callable[..., Any], make_llm: Callable[..., LLM]
+) -> None:
+    expected = [list(o.outputs[0].token_ids) for o in make_llm().generate(["x", "Dear Sir"], PARAMS)]
+
+    async def body(llm: AsyncLLM) -> None:
+        assert await asyncio.gather(tokens(llm, "x"), tokens(llm, "Dear Sir")) == expected
+        long = PARAMS.clone(max_tokens=3000)
+        for seconds in (0, 0.02):
+            task = asyncio.create_task(tokens(llm, "y", long))
+            await asyncio.sleep(seconds)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await llm.stats()).blocks_used == 0
+        results = await asyncio.gather(*(tokens(llm, "x") for _ in range(20)), return_exceptions=True)
+        assert {type(r) for r in results} == {list, InboxFull}
+        assert await llm.update_weights((f"w{n}", torch.ones(300, 1000)) for n in range(3)) == 3
+        waiters = [asyncio.create_task(tokens(llm, prompt, long)) for prompt in ("x", "y")]
+        await asyncio.sleep(0.1)
+        os.kill(llm._loop.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        for waiter in waiters:
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                await waiter
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            await llm.stats()
+
+    run(body, engine_process=True, max_commands=4)
 
 
 def test_an_engine_is_a_context_manager(make_llm: Callable[..., LLM], device: str) -> None:

@@ -23,7 +23,6 @@ from hardpoint.interfaces import (
     FuseRequest,
     KernelSet,
     Refusal,
-    StepBatch,
 )
 
 
@@ -94,7 +93,7 @@ class RecordingProgram(DecoderProgram):
     def scratch_bytes(self) -> int:
         return 1234
 
-    def run(self, batch: StepBatch, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(self, token_ids: Tensor, positions: Tensor, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
         return torch.full((len(rows), 3), 7.0)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A stand-in for the device: tensors that lie on the host and say that they do not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from hardpoint.interfaces import Platform
+from hardpoint import interfaces
 from hardpoint.interfaces.platform import Event
 from hardpoint.sampling import SampledTokens, Sampler, SamplingParams
+from hardpoint.worker import TorchPlatform
 
 ROWS, COLUMNS = 40, 50_000
 
@@ -74,13 +76,16 @@ class Device(TorchDispatchMode):
         return tree_map(lambda x: OnDevice(x) if is_own and isinstance(x, torch.Tensor) else x, result)
 
 
-class Queue(Platform):
+class Queue(TorchPlatform):
     """Counts how often what was queued was marked, and waited for."""
 
     made = waited = 0
 
     def __init__(self) -> None:
-        super().__init__(torch.device("meta"))  # type: ignore[arg-type]
+        super().__init__(interfaces.Device("stand_in", 0, "a stand-in for a device", "meta"))
+
+    def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def record_event(self) -> Event:
         self.made += 1

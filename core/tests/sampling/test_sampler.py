@@ -65,7 +65,7 @@ class Sequences:
         sampled = self.sampler.sample(logits, rows, positions).collect()
         for seq_id in seq_ids.tolist():
             self.counts[seq_id] += 1
-        assert self.sampler.last_tokens.numpy()[rows].tolist() == np.maximum(sampled.token_ids, 0).tolist()
+        assert self.sampler.last_tokens(rows).tolist() == np.maximum(sampled.token_ids, 0).tolist()
         return sampled
 
     def sample(
@@ -660,3 +660,107 @@ def test_tokens_are_those_of_the_definition(seed: int, columns: int, scale: floa
                 assert logprobs[row].token_ids.tolist() == plain.token_ids.tolist()
                 assert logprobs[row].rank == plain.rank
                 np.testing.assert_allclose(logprobs[row].logprobs, plain.logprobs, atol=1e-5)
+
+
+def sampling_of(seq_id: int, **values: Any) -> SequenceSampling:
+    return SamplingParams(**values).to_sequence_sampling(seq_id, (1, 2), 0, seq_id, [])
+
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.5, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 4},
+    {"temperature": 0.0, "presence_penalty": 1.0, "logprobs": 2},
+    {"temperature": 1.0, "logit_bias": {5: 2.0}, "seed": 5},
+]
+
+
+def with_processors(processors: dict[int, Any], steps: int = 6) -> list[Sampled]:
+    """Sample sequences in all ways, of which some have a function for their logits."""
+    generator, sampler = torch.Generator().manual_seed(1), Sequences(60)
+    for seq_id, way in enumerate(WAYS):
+        sampler.add(sampling_of(seq_id, **way, logits_processors=processors.get(seq_id)))
+    seq_ids = np.arange(len(WAYS))
+    return [sampler.outcome(2 * torch.randn(len(WAYS), 60, generator=generator), seq_ids) for _ in range(steps)]
+
+
+def test_processors_that_change_nothing_change_no_token() -> None:
+    def same(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    plain, processed = with_processors({}), with_processors({row: [same, same] for row in range(len(WAYS))})
+    for one, other in zip(plain, processed, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs[3].logprobs.tolist() == other.logprobs[3].logprobs.tolist()
+
+
+def test_a_processor_is_given_the_tokens_so_far_and_changes_its_own_row_alone() -> None:
+    seen: list[list[int]] = []
+
+    def never_twice(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(token_ids)
+        logits[token_ids] = -torch.inf
+        return logits
+
+    plain, processed = with_processors({}, 30), with_processors({3: [never_twice]}, 30)
+    given = [step.token_ids[3] for step in processed]
+    assert len(set(given)) == 30
+    assert seen == [given[:count] for count in range(30)]
+    for one, other in zip(plain, processed, strict=True):
+        assert np.delete(one.token_ids, 3).tolist() == np.delete(other.token_ids, 3).tolist()
+        best = other.logprobs[3].token_ids[1:].tolist(), other.logprobs[3].logprobs[1:].tolist()
+        assert best == (one.logprobs[3].token_ids[1:].tolist(), one.logprobs[3].logprobs[1:].tolist()), (
+            "of the model's own"
+        )
+
+
+def test_processors_are_those_of_the_definition() -> None:
+    def halved(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits / 2 + len(token_ids)
+
+    def first_banned(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(0, torch.tensor([7]), -torch.inf)
+
+    generator, sampler = torch.Generator().manual_seed(2), Sequences(60)
+    wanted = [sampling_of(i, **way, logits_processors=[halved, first_banned]) for i, way in enumerate(WAYS)]
+    sampler.add(*wanted)
+    outputs: list[list[int]] = [[] for _ in WAYS]
+    for _ in range(5):
+        logits = 2 * torch.randn(len(WAYS), 60, generator=generator)
+        expected = [reference.sample_row(logits[i].numpy(), one, outputs[i]) for i, one in enumerate(wanted)]
+        assert sampler.outcome(logits, np.arange(len(WAYS))).token_ids.tolist() == expected
+        for output, token in zip(outputs, expected, strict=True):
+            output.append(token)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda token_ids, logits: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda token_ids, logits: None, "returned NoneType instead of a tensor of shape [60]"),
+        (lambda token_ids, logits: logits[:5], "returned one of shape [5]"),
+        (lambda token_ids: token_ids, "TypeError"),
+    ],
+    ids=["raises", "nothing", "shape", "arguments"],
+)
+def test_a_processor_that_fails_ends_its_own_row(wrong: Any, found: str) -> None:
+    plain, processed = with_processors({}, 1)[0], with_processors({1: [wrong]}, 1)[0]
+    assert processed.failed.keys() == {1}
+    assert found in processed.failed[1]
+    assert processed.token_ids.tolist() == [*plain.token_ids[:1], -1, *plain.token_ids[2:]]
+    assert processed.logprobs.keys() == plain.logprobs.keys()
+
+
+def test_a_rehearsal_takes_the_room_that_sequences_need() -> None:
+    sampler = Sequences(300)
+    sampler.sampler.rehearse(5)
+    before = sampler.sampler._table.tables
+    rich: dict[str, Any] = {"min_tokens": 1, "stop_token_ids": [1], "logit_bias": {0: 1.0}, "presence_penalty": 1.0}
+    for _ in range(2):
+        for row in range(5):
+            sampler.add(sampling_of(row, **rich, allowed_token_ids=[0, 1, 2]), row=row)
+    after = sampler.sampler._table.tables
+    assert len(after.masks) == len(before.masks) >= 10
+    assert len(after.biases) == len(before.biases) >= 5
+    assert len(after.history) == len(before.history) >= 5
+    sampler.outcome(torch.zeros(5, 300), np.arange(5))

@@ -8,7 +8,7 @@ import torch
 
 from hardpoint.interfaces import Pooling
 from hardpoint.worker.dummy import dummy_batch
-from hardpoint.worker.pooling import Pooler
+from hardpoint.worker.model_runner import Pooler
 
 
 @pytest.mark.parametrize(

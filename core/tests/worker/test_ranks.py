@@ -24,8 +24,8 @@ from hardpoint.sampling import Sampler
 from hardpoint.worker import StandardWorker
 from hardpoint.worker.collectives import require_env
 from hardpoint.worker.dummy import dummy_batch
-from hardpoint.worker.pooling import Pooler
-from hardpoint.worker.ranks import PlainRows, check_ranks, place_of
+from hardpoint.worker.model_runner import PlainRows, Pooler
+from hardpoint.worker.ranks import check_ranks, place_of
 from hardpoint.worker.rendezvous import RendezvousPoint
 
 ADDRESS = "tcp://127.0.0.1:9/nobody"

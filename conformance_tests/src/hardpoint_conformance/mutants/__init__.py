@@ -34,10 +34,19 @@ class Mutant:
 
 @cache
 def mutants() -> tuple[Mutant, ...]:
-    """Return all known-bad backends, by part: packaging, memory, attention, worker, the phases of sleep, ranks, graphs."""
-    from hardpoint_conformance.mutants import attention, graphs, memory, packaging, ranks, transactions, worker
+    """Return all known-bad backends, by part: packaging, memory, attention, worker, steps in flight, the phases of sleep, ranks, graphs."""
+    from hardpoint_conformance.mutants import (
+        attention,
+        graphs,
+        in_flight,
+        memory,
+        packaging,
+        ranks,
+        transactions,
+        worker,
+    )
 
-    parts = (packaging, memory, attention, worker, transactions, ranks, graphs)
+    parts = (packaging, memory, attention, worker, in_flight, transactions, ranks, graphs)
     return tuple(mutant for part in parts for mutant in part.MUTANTS)
 
 

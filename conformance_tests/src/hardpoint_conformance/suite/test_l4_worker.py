@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,6 +49,7 @@ from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model, write
 from hardpoint_conformance.worker_bench import (
     Bench,
     Parts,
+    Served,
     check_tokens,
     config_for,
     level_plan,
@@ -371,6 +373,106 @@ def test_steps_are_collected_in_the_order_of_their_submission(
     assert bench.compute(steps[-1]).token_ids.tolist() == [expected[-1]]
 
 
+def _sampled_otherwise(bench: Bench, prompts: list[list[int]]) -> list[Served]:
+    """Begin a sequence of each prompt: greedy, with log probabilities, drawn, and with penalties that count what was generated."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 2},
+        {"temperature": 2.0, "seed": 5},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "seed": 9, "repetition_penalty": 1.3},
+    ]
+    return [bench.begin(prompt, **way) for prompt, way in zip(prompts, itertools.cycle(ways), strict=False)]
+
+
+@clause("worker.steps.overlap@1", Level.WORKER)
+def test_steps_in_flight_give_the_same_tokens(bench: Bench, model: Model, rng: np.random.Generator) -> None:
+    """A token of -1 is the one that a step in flight samples for its sequence: with as many steps in flight as may be, all tokens are
+    those of one step at a time, for decodes, chunked prompts beside them, and rows that had other sequences before."""
+    prompts, late = random_prompts(rng, model, [9, 40, 3, 21, 17]), random_prompts(rng, model, [30])
+    found: list[list[list[int]]] = []
+    for run in (bench.run, bench.run_ahead):
+        sequences = _sampled_otherwise(bench, prompts)
+        run(sequences, 6, chunk=13)
+        joined = [*sequences[1:], bench.begin(late[0], temperature=1.5, seed=2)]
+        bench.collect_all()
+        bench.finish(sequences[0])
+        run(joined, 12, chunk=11)
+        bench.collect_all()
+        found.append([sequence.generated for sequence in (*sequences, joined[-1])])
+        assert all(len(one.logprobs) == (0 if one.wanted is None else len(one.generated)) for one in joined)
+        for sequence in joined:
+            bench.finish(sequence)
+    assert found[1] == found[0]
+
+
+@clause("worker.steps.moves@1", Level.WORKER)
+def test_moves_follow_the_steps_in_flight(
+    bench: Bench, model: Model, rng: np.random.Generator, quality: Quality
+) -> None:
+    """A step's moves take what the steps before it write: blocks that a step in flight fills are copied, and swapped out and in."""
+    first, second = (bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [29, 35]))
+    copy = bench.begin(first.tokens, 2)
+    bench.submit({first.seq_id: 29, second.seq_id: 35})
+    if not bench.info.steps_in_flight:
+        bench.collect()
+    # While the prompts are computed: one is copied, and the other saved, and restored in other blocks.
+    bench.take_blocks(copy, len(first.blocks))
+    bench.copies = list(zip(first.blocks, copy.blocks, strict=True))
+    saved = bench.give_blocks(second)
+    places = range(bench.host_blocks)[::-1]
+    bench.swap_out = list(zip(saved, places, strict=False))
+    bench.take_blocks(bench.begin([1]), 1)
+    bench.take_blocks(second, len(saved))
+    bench.swap_in = list(zip(places, second.blocks, strict=False))
+    copy.computed = 28
+    bench.submit({copy.seq_id: 1})
+    bench.collect_all()
+    bench.run_ahead([first, second, copy], 6)
+    bench.collect_all()
+    check_tokens(model, [first, second, copy], bench.info.dtype, quality)
+
+
+@clause("worker.steps.failure@1", Level.WORKER)
+def test_a_step_fails_among_others(target: Target, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+    """A step that fails among others in flight fails alone: its error comes out of its own collect, and the others give their tokens."""
+    fault = _Fault()
+    with running(fault.put_into(target), model) as bench:
+        depth = bench.info.steps_in_flight
+        sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [12, 23, 9])]
+        lost = bench.begin(PROMPT)
+        bench.submit({sequences[0].seq_id: 12})
+        if not depth:
+            bench.collect()
+        fault.on = True
+        bench.submit({lost.seq_id: len(PROMPT)})
+        fault.on = False
+        if depth:
+            bench.collect()
+        if depth > 1:
+            bench.submit({sequences[1].seq_id: 23})
+        with pytest.raises(Exception, match=_Fault.TEXT):
+            bench.collect()
+        bench.collect_all()
+        bench.finish(lost)
+        bench.run_ahead(sequences, 5)
+        bench.collect_all()
+        check_tokens(model, sequences, bench.info.dtype, quality)
+
+
+@clause("worker.steps.sleep@1", Level.WORKER, capability="memory.sleep.1")
+def test_sleep_with_a_step_in_flight(bench: Bench, model: Model, quality: Quality) -> None:
+    """A sleep waits for the steps in flight; their outputs are collected after it as before, asleep or awake."""
+    sequence = bench.begin(PROMPT, 2)
+    bench.submit()
+    sleep(bench.worker, level_plan(1))
+    bench.collect_all()
+    wake(bench.worker)
+    bench.forget_kv()
+    bench.run([sequence], 5)
+    check_tokens(model, [sequence], bench.info.dtype, quality)
+
+
 class _Fault:
     """Makes a target's attention fail in `prepare` while it is on."""
 
@@ -456,7 +558,7 @@ def test_top_k(bench: Bench, model: Model, quality: Quality) -> None:
 def test_embeddings(bench: Bench, model: Model, pooling: Pooling, chunk: int, quality: Quality) -> None:
     """An embedding request's prompt, whole or in chunks, gives its pooled hidden states once, with the step that ends it, and no token."""
     dtype = bench.info.dtype.to_torch()
-    exact, plain = (hidden_states(model, PROMPT, kind) for kind in (torch.float64, dtype))
+    exact, plain = hidden_states(model, PROMPT, torch.float64, dtype)
     rows = {Pooling.LAST: exact[-1], Pooling.CLS: exact[0], Pooling.MEAN: exact.mean(dim=0)}
     sequence = bench.begin(PROMPT, pooling=pooling)
     found: dict[int, FloatArray] = {}

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hardpoint.cli.options import EngineOptions, SamplingOptions, takes
-from hardpoint.cli.session import backend_name, interruptible, show_rate, stream
+from hardpoint.cli.session import backend_name, interruptible, sampling_params, show_rate, stream
 from hardpoint.interfaces.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an 
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="System message that begins the conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens per answer.", show_default="the model's, or 512")
+    ] = None,
     sampling: SamplingOptions,
     engine: EngineOptions,
 ) -> None:
@@ -35,7 +37,7 @@ def chat(
     in the prefix cache, so that only what is new is computed. Input may be piped: each line is a message, and only the answers go to
     standard output.
     """
-    params = sampling.params(max_tokens=max_tokens)
+    given = sampling.given(max_tokens=max_tokens)
     llm = engine.open()
     try:
         tokenizer = llm.get_tokenizer()
@@ -44,7 +46,7 @@ def chat(
                 f"{llm.info.model} has no chat template, so it cannot chat",
                 hint="Use `hardpoint generate --raw`, or an instruction-tuned model",
             )
-        _Conversation(llm, params, system).run()
+        _Conversation(llm, sampling_params(llm, given, max_tokens=512), system).run()
     finally:
         llm.shutdown()
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hardpoint.cli.options import EngineOptions, SamplingOptions, takes
-from hardpoint.cli.session import backend_name, describe, prefix_cache, show_rate, stream, timings
+from hardpoint.cli.session import backend_name, describe, prefix_cache, sampling_params, show_rate, stream, timings
 
 if TYPE_CHECKING:
     from hardpoint.engine.inputs import TokenizedPrompt
@@ -44,7 +44,9 @@ def generate(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message before each prompt; needs a template.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens per completion.")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens per completion.", show_default="the model's, or 128")
+    ] = None,
     n: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
     logprobs: Annotated[int | None, typer.Option(help="Log probabilities of this many tokens (in JSON).")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate beyond the end of text.")] = False,
@@ -58,9 +60,10 @@ def generate(
     standard output and everything else to standard error.
     """
     prompts = _prompts(prompt, prompts_file)
-    params = sampling.params(max_tokens=max_tokens, n=n, logprobs=logprobs, ignore_eos=ignore_eos)
+    given = sampling.given(max_tokens=max_tokens, n=n, logprobs=logprobs, ignore_eos=ignore_eos)
     llm = engine.open()
     try:
+        params = sampling_params(llm, given, max_tokens=128)
         tokenized = [_tokenize(llm, text, chat, system) for text in prompts]
         start = time.perf_counter()
         if as_json or len(prompts) > 1 or n > 1:

@@ -68,6 +68,10 @@ class EngineOptions:
     executor: Annotated[
         str, typer.Option(help="Where ranks run: auto, in_process, multi_process or ray.", rich_help_panel=_ENGINE)
     ] = "auto"
+    engine_process: Annotated[
+        bool,
+        typer.Option("--engine-process", help="Run the engine in a process of its own.", rich_help_panel=_ENGINE),
+    ] = False
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
     ] = False
@@ -94,21 +98,23 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen; `SamplingParams` says what each means."""
+    """How tokens are chosen; `SamplingParams` says what each means. What is not given is as the model's publisher recommends."""
 
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.", rich_help_panel=_SAMPLING)] = (
-        0.7
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most probable token.", rich_help_panel=_SAMPLING)
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Smallest set of tokens with this mass.", rich_help_panel=_SAMPLING)
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Most probable tokens; 0 for all.", rich_help_panel=_SAMPLING)] = (
+        None
     )
-    top_p: Annotated[float, typer.Option(help="Smallest set of tokens with this mass.", rich_help_panel=_SAMPLING)] = (
-        1.0
-    )
-    top_k: Annotated[int, typer.Option(help="Most probable tokens; 0 for all.", rich_help_panel=_SAMPLING)] = 0
-    min_p: Annotated[float, typer.Option(help="Least probability relative to the best.", rich_help_panel=_SAMPLING)] = (
-        0.0
-    )
+    min_p: Annotated[
+        float | None, typer.Option(help="Least probability relative to the best.", rich_help_panel=_SAMPLING)
+    ] = None
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages tokens seen before.", rich_help_panel=_SAMPLING)
-    ] = 1.0
+        float | None, typer.Option(help="Above 1 discourages tokens seen before.", rich_help_panel=_SAMPLING)
+    ] = None
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same tokens.", rich_help_panel=_SAMPLING)
     ] = None
@@ -116,11 +122,13 @@ class SamplingOptions:
         list[str] | None, typer.Option(help="Text at which to stop; repeatable.", rich_help_panel=_SAMPLING)
     ] = None
 
-    def params(self, **more: Any) -> Any:
-        """Return `SamplingParams` of these and further values; raises InvalidSamplingParams."""
+    def given(self, **more: Any) -> dict[str, Any]:
+        """Return those of these and further parameters that the user gave; raises InvalidSamplingParams."""
         from hardpoint import SamplingParams
 
-        return SamplingParams(**(asdict(self) | more))
+        given = {name: value for name, value in (asdict(self) | more).items() if value is not None}
+        SamplingParams(**given)
+        return given
 
 
 def takes(

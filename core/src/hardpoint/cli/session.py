@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,20 @@ def interruptible() -> Iterator[Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def sampling_params(llm: LLM, given: Mapping[str, Any], max_tokens: int) -> SamplingParams:
+    """Return what the user gave, over what the model's publisher recommends; raises InvalidSamplingParams.
+
+    Args:
+        max_tokens: where neither says it.
+    """
+    from hardpoint.sampling import SamplingParams
+
+    recommended = llm.get_default_sampling_params()
+    if recommended.max_tokens == SamplingParams().max_tokens:
+        recommended = recommended.clone(max_tokens=max_tokens)
+    return recommended.clone(**given)
 
 
 def stream(llm: LLM, prompt: TokenizedPrompt, params: SamplingParams) -> Generator[RequestOutput]:

@@ -12,31 +12,45 @@ from typing import TYPE_CHECKING, Any, Self
 from hardpoint.engine.commands import (
     Abort,
     Command,
+    DeclareWeightsValid,
     Embed,
     Event,
     Finish,
     Generate,
     GetStats,
     GetStatus,
+    RegisterParticipant,
     ReloadWeights,
     Reply,
+    ResetPrefixCache,
+    Resume,
     Sleep,
     UpdateWeights,
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineInfo, EngineStats
-from hardpoint.engine.front import start_engine
-from hardpoint.engine.inputs import Prompt, TokenizedPrompt
+from hardpoint.engine.front import pause_command, start_engine
+from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations
 from hardpoint.engine.loops import ThreadLoop
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
-from hardpoint.engine.sleep import SleepReport, SleepRequest, SleepStatus, Tags, WakeReport
+from hardpoint.engine.sleep import (
+    EngineState,
+    SleepParticipant,
+    SleepReport,
+    SleepRequest,
+    SleepStatus,
+    Tags,
+    WakeReport,
+)
 from hardpoint.interfaces.errors import EngineDead
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 
 class _Mailbox:
@@ -94,8 +108,8 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 class AsyncLLM:
     """A model on a backend for one asyncio event loop; settings and errors as for `LLM`.
 
-    The engine runs in a thread of its own, text is made in the event loop's. Made within a running event loop, used in that one
-    alone, and ended with `close`.
+    The engine runs in a thread of its own, or with `engine_process` in a process; text is made in the event loop's thread. Made within
+    a running event loop, used in that one alone, and ended with `close`.
 
     Example:
         >>> async for output in llm.generate("The capital of France is", SamplingParams(output_kind=RequestOutputKind.DELTA)):
@@ -105,7 +119,8 @@ class AsyncLLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self._event_loop = asyncio.get_running_loop()
         config = EngineConfig.from_arguments(model, settings)
-        self._loop, self._maker = start_engine(config, lambda one: ThreadLoop(one, self._deliver))
+        kind = ProcessLoop if config.engine_process else ThreadLoop
+        self._loop, self._maker = start_engine(config, lambda one: kind(one, self._deliver))
         self.info: EngineInfo = self._loop.info
         self._requests = RequestTable()
         self._ids = itertools.count()
@@ -139,6 +154,21 @@ class AsyncLLM:
             assert isinstance(output, RequestOutput)
             yield output
 
+    def chat(
+        self,
+        messages: Iterable[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation, as the model's chat template writes it; otherwise as `generate`."""
+        (conversation,) = as_conversations([messages])
+        prompt = self._maker.process.chat(conversation, chat_template, add_generation_prompt)
+        return self.generate(prompt, params, request_id, priority=priority)
+
     async def embed(
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
@@ -160,13 +190,26 @@ class AsyncLLM:
         report: WakeReport = await self._call(Wake(Tags.parse({"tags": tags}).tags))
         return report
 
+    async def pause(self, mode: str = "keep", drain_timeout: float | None = None) -> SleepReport:
+        """Compute no more steps until `resume`; see `LLM.pause`."""
+        report: SleepReport = await self._call(pause_command(mode, drain_timeout))
+        return report
+
+    async def resume(self) -> None:
+        """Compute steps again; see `LLM.resume`."""
+        await self._call(Resume())
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine is paused, or any of its memory is asleep."""
+        return (await self.sleep_status()).state is EngineState.SLEEPING
+
     async def sleep_status(self) -> SleepStatus:
         """Return state, level, sleeping tags, and whether the weights are valid."""
         status: SleepStatus = await self._call(GetStatus())
         return status
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Replace weights; see `LLM.update_weights`. The pairs are read in the engine's thread."""
+        """Replace weights; see `LLM.update_weights`. The pairs are read in another thread than the event loop's."""
         count: int = await self._call(UpdateWeights(weights))
         return count
 
@@ -174,6 +217,26 @@ class AsyncLLM:
         """Load the weights again; see `LLM.reload_weights`."""
         count: int = await self._call(ReloadWeights(model))
         return count
+
+    async def declare_weights_valid(self) -> None:
+        """Say that the weights are right as they stand; see `LLM.declare_weights_valid`."""
+        await self._call(DeclareWeightsValid())
+
+    async def register_participant(self, participant: SleepParticipant) -> None:
+        """Let something take part in sleep and wake; its methods are called in another thread than the event loop's."""
+        await self._call(RegisterParticipant(participant))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prompt beginnings."""
+        await self._call(ResetPrefixCache())
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the model's tokenizer."""
+        return self._maker.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
+        return self._maker.default_sampling_params
 
     async def stats(self) -> EngineStats:
         """Return the counters."""

@@ -7,10 +7,11 @@ any token of theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hardpoint.engine.sleep import SleepParticipant, SleepRequest
+import msgspec
+
+from hardpoint.engine.sleep import SleepMode, SleepParticipant, SleepRequest
 from hardpoint.interfaces.batch import FloatArray, Int32Array, Int64Array, Pooling, SequenceSampling, TokenLogprobs
 from hardpoint.interfaces.errors import EngineDead
 from hardpoint.scheduler import FinishReason
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Generate:
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A value whose kind is its name in another process, too."""
+
+
+class Generate(_Message, frozen=True):
     """Queue a generation request.
 
     Attributes:
@@ -39,8 +43,7 @@ class Generate:
     salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Embed:
+class Embed(_Message, frozen=True):
     """Queue an embedding request."""
 
     key: int
@@ -48,73 +51,81 @@ class Embed:
     pooling: Pooling = Pooling.LAST
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(_Message, frozen=True):
     """End requests; those that have ended are passed over. Nothing more comes of them."""
 
     keys: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(_Message, frozen=True):
     """End sequences whose text has reached a stop string; those that have ended are passed over. Nothing more comes of them."""
 
     seq_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(_Message, frozen=True):
     """Put the engine to sleep: a SleepReport. With the mode WAIT it is answered when all requests have ended."""
 
     request: SleepRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Pause(_Message, frozen=True):
+    """Compute no more steps; all memory stays: a SleepReport. `Sleep` at level 0 is the same, with other defaults."""
+
+    mode: SleepMode = SleepMode.KEEP
+    drain_timeout: float | None = None
+
+
+class Resume(_Message, frozen=True):
+    """Compute steps again after a pause, and give up a sleep that waits for requests; raises EngineAsleep where memory is asleep."""
+
+
+class Wake(_Message, frozen=True):
     """Take memory again, of these tags or of all: a WakeReport."""
 
     tags: frozenset[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateWeights:
+class UpdateWeights(_Message, frozen=True):
     """Replace weights: how many were used."""
 
     weights: Iterable[tuple[str, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadWeights:
+class ReloadWeights(_Message, frozen=True):
     """Load the weights again: how many tensors."""
 
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DeclareWeightsValid:
+class DeclareWeightsValid(_Message, frozen=True):
     """Say that the weights are right as they stand."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetStats:
+class GetStats(_Message, frozen=True):
     """Ask for the counters: EngineStats."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetStatus:
+class GetStatus(_Message, frozen=True):
     """Ask for the state of the life cycle: SleepStatus."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
+class ResetPrefixCache(_Message, frozen=True):
     """Forget all cached prompt beginnings."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterParticipant:
-    """Let something take part in sleep and wake; only where the loop is in the client's process."""
+class RegisterParticipant(_Message, frozen=True):
+    """Let something take part in sleep and wake."""
 
     participant: SleepParticipant
+
+
+class CheckStep(_Message, frozen=True):
+    """Ask whether a request is in progress; raises EngineAsleep, WeightsMissing or EngineDead in a state without steps."""
+
+
+class ShutDown(_Message, frozen=True):
+    """End the engine: its requests are dropped, its memory is given back. It is the last command."""
 
 
 Command: TypeAlias = (
@@ -123,6 +134,8 @@ Command: TypeAlias = (
     | Abort
     | Finish
     | Sleep
+    | Pause
+    | Resume
     | Wake
     | UpdateWeights
     | ReloadWeights
@@ -131,19 +144,19 @@ Command: TypeAlias = (
     | GetStatus
     | ResetPrefixCache
     | RegisterParticipant
+    | CheckStep
+    | ShutDown
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(_Message, frozen=True):
     """A request was queued; its sequences are `first_seq_id` and those that follow it."""
 
     key: int
     first_seq_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(_Message, frozen=True):
     """A sequence ended.
 
     Attributes:
@@ -155,8 +168,7 @@ class Ended:
     token_ids: Int32Array
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(_Message, frozen=True):
     """What one step brought.
 
     Attributes:
@@ -170,22 +182,20 @@ class StepDone:
 
     seq_ids: Int64Array
     token_ids: Int64Array
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    num_cached: Mapping[int, int] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = {}  # msgspec copies it
+    num_cached: Mapping[int, int] = {}
     ended: Sequence[Ended] = ()
-    embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
+    embeddings: Mapping[int, FloatArray] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(_Message, frozen=True):
     """A step failed, and with it these requests, with all their sequences; the others go on."""
 
     keys: tuple[int, ...]
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class Died:
+class Died(_Message, frozen=True):
     """The loop has ended or cannot go on, and all requests have ended with it."""
 
     error: EngineDead

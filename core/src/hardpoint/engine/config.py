@@ -48,6 +48,7 @@ class EngineConfig(SchedulerSettings):
         num_device_blocks: KV blocks on the device; None to measure what fits.
         swap_space: GiB of host memory for preempted requests.
         enforce_eager: no captured graphs.
+        disable_hybrid_kv_cache_manager: keep the keys and values of all tokens also in layers that see a window of them only.
         enable_sleep_mode: require a backend that can sleep, and make ready for it while the model loads.
         sleep_tier: where a sleep of level 1 puts the weights: "host", "disk", "source" (read again from the checkpoint); None for
             host memory beside an accelerator, and disk where the host's memory is the device's.
@@ -65,7 +66,8 @@ class EngineConfig(SchedulerSettings):
         ray: settings of the executor "ray", by name; see `hardpoint.executor.RaySettings`.
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
-        max_commands: most commands that wait for a loop in a thread of its own; one more is InboxFull.
+        engine_process: run the engine in a process of its own; one that crashes is an EngineDead of its client.
+        max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
@@ -87,6 +89,7 @@ class EngineConfig(SchedulerSettings):
     num_device_blocks: PositiveInt | None = None
     swap_space: GiB = 4.0
     enforce_eager: bool = False
+    disable_hybrid_kv_cache_manager: bool = False
     enable_sleep_mode: bool = False
     sleep_tier: Literal["host", "disk", "source"] | None = None
     sleep_host_budget: GiB | None = None
@@ -102,6 +105,7 @@ class EngineConfig(SchedulerSettings):
     ray: RaySettings | Mapping[str, Any] | None = None
     communication_timeout: Seconds = 60.0
     threads: PositiveInt | None = None
+    engine_process: bool = False
     max_commands: PositiveInt = 16384
     use_fused_decoder: bool = True
     seed: Int64 = 0
@@ -133,6 +137,15 @@ class EngineConfig(SchedulerSettings):
     def num_ranks(self) -> int:
         """How many ranks the engine has."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def other_processes(self) -> str:
+        """The setting by which the model runs in other processes than the client's; empty where it does not."""
+        if self.engine_process:
+            return "engine_process=True"
+        if self.executor in ("multi_process", "ray"):
+            return f"executor='{self.executor}'"
+        return f"{self.num_ranks} ranks" if self.num_ranks > 1 else ""
 
     @classmethod
     def from_arguments(cls, model: str, arguments: Mapping[str, Any]) -> EngineConfig:
@@ -185,6 +198,8 @@ class EngineConfig(SchedulerSettings):
             "kv_dtype": _parse_dtype("kv_dtype", self.kv_dtype),
             "swap_space": _gib(self.swap_space),
             "world_size": self.num_ranks,
+            # Stages have layers of their own, whose groups need not be alike.
+            "kv_cache_groups": self.pipeline_parallel_size == 1 and not self.disable_hybrid_kv_cache_manager,
             "prepare_sleep": prepare_sleep,
         }
         return WorkerConfig(**shared | own)

@@ -17,6 +17,7 @@ import numpy as np
 from hardpoint.engine.commands import (
     Abort,
     Added,
+    CheckStep,
     Command,
     DeclareWeightsValid,
     Died,
@@ -28,10 +29,13 @@ from hardpoint.engine.commands import (
     GetStats,
     GetStatus,
     Lost,
+    Pause,
     RegisterParticipant,
     ReloadWeights,
     Reply,
     ResetPrefixCache,
+    Resume,
+    ShutDown,
     Sleep,
     StepDone,
     UpdateWeights,
@@ -52,7 +56,14 @@ from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, Ra
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import SequencePooling, SequenceSampling, StepBatch, StepInput
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
-from hardpoint.interfaces.errors import CapabilityRefused, DrainTimeout, EngineDead, KVCacheTooSmall, WorkerError
+from hardpoint.interfaces.errors import (
+    CapabilityRefused,
+    DrainTimeout,
+    EngineDead,
+    KVCacheTooSmall,
+    SleepRefused,
+    WorkerError,
+)
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
@@ -218,7 +229,7 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
         self._drain: _Drain | None = None
-        self._is_dead = False
+        self._is_dead = self._is_shut_down = False
         self._events: list[Event] = []
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             Generate: self._generate,
@@ -226,6 +237,8 @@ class EngineCore:
             Abort: self._abort,
             Finish: self._finish,
             Sleep: self._sleep,
+            Pause: self._pause,
+            Resume: lambda command: self._resume(),
             Wake: self._wake,
             UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, weight_pairs(command.weights)),
             ReloadWeights: self._reload_weights,
@@ -234,6 +247,8 @@ class EngineCore:
             GetStatus: lambda command: self.lifecycle.status(),
             ResetPrefixCache: lambda command: self.scheduler.reset_prefix_cache(),
             RegisterParticipant: lambda command: self.lifecycle.register(command.participant),
+            CheckStep: lambda command: self._check_step(),
+            ShutDown: lambda command: self.shutdown(),
         }
 
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
@@ -259,6 +274,7 @@ class EngineCore:
                 num_host_blocks=num_host,
                 steps_in_flight=model.steps_in_flight,
                 max_model_len=model.max_model_len,
+                group_windows=model.kv_group_windows,
                 vocab_size=model.vocab_size,
                 swap_seconds_per_block=max(profile.seconds_per_swapped_block for profile in profiles),
                 recompute_seconds_per_token=max(profile.seconds_per_token for profile in profiles),
@@ -291,10 +307,11 @@ class EngineCore:
         spec = model.attention.kv_cache
         if self.config.num_device_blocks is not None:
             return self.config.num_device_blocks
-        needed = -(-model.max_model_len // spec.block_size)
+        num_groups = len(model.kv_group_windows)
+        needed = num_groups * -(-model.max_model_len // spec.block_size)
         num_blocks = profile.kv_bytes // spec.block_bytes
         if num_blocks < needed:
-            fits = max(num_blocks, 0) * spec.block_size
+            fits = max(num_blocks, 0) // num_groups * spec.block_size
             raise KVCacheTooSmall(
                 f"one request of {model.max_model_len} tokens needs {needed * spec.block_bytes} bytes of KV cache",
                 found=(
@@ -312,6 +329,8 @@ class EngineCore:
 
     def execute(self, command: Command) -> Reply:
         """Do what a client asks and return the answer, which for a sleep that waits is a future; raises what refuses it."""
+        if self._is_shut_down and not isinstance(command, ShutDown):
+            raise EngineDead("the engine was shut down", hint="Make a new one")
         return self._handlers[type(command)](command)
 
     def _generate(self, command: Generate) -> None:
@@ -324,6 +343,8 @@ class EngineCore:
             stop_token_ids=command.stop_token_ids,
             priority=command.priority,
             salt=command.salt,
+            # A function is given the tokens before, so that they have to be here.
+            plan_ahead=not any(sampling.logits_processors for sampling in command.sampling),
         )
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
@@ -415,6 +436,21 @@ class EngineCore:
 
     # Sleep
 
+    def _pause(self, command: Pause) -> Reply:
+        return self._sleep(Sleep(SleepRequest(level=0, mode=command.mode, drain_timeout=command.drain_timeout)))
+
+    def _resume(self) -> None:
+        drain = self._drain
+        if drain is None:
+            self.lifecycle.resume()
+            return
+        self.cancel_drain()
+        drain.reply.set_exception(
+            SleepRefused(
+                "the sleep that waited for requests was given up", found=f"{len(self._requests)} are in progress"
+            )
+        )
+
     def _sleep(self, command: Sleep, drained: _Drain | None = None) -> Reply:
         """Go to sleep; where that waits for requests, return the future that is answered when they were `drained`."""
         request = command.request
@@ -467,6 +503,11 @@ class EngineCore:
     # Steps
 
     @property
+    def death(self) -> EngineDead | None:
+        """Why the engine has ended; None while it goes on."""
+        return self.lifecycle.death
+
+    @property
     def can_advance(self) -> bool:
         """There are requests in progress and the engine is in a state to serve them, steps in flight, or a sleep that waits."""
         return bool(self._in_flight or self._drain) or (bool(self._requests) and self.lifecycle.can_step)
@@ -503,6 +544,10 @@ class EngineCore:
         if not self.scheduler.has_unfinished():
             self._book_all()
         self._check_drain()
+
+    def _check_step(self) -> bool:
+        self.lifecycle.check_step()
+        return bool(self._requests)
 
     def _submit(self) -> bool:
         """Plan and submit the next step; returns whether there is one."""
@@ -609,10 +654,11 @@ class EngineCore:
             totals.decode_seconds += seconds
 
     def shutdown(self) -> None:
-        """End the workers and give all memory back; idempotent."""
-        if self._drain is not None:
-            self._drain.reply.set_exception(EngineDead("the engine was shut down", hint="Make a new one"))
-            self._drain = None
+        """Drop all requests, end the workers and give all memory back; idempotent."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            if not self._is_dead:
+                self._mark_dead(EngineDead("the engine was shut down", hint="Make a new one"))
         self.executor.shutdown()
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from hardpoint.engine.commands import Embed, Generate
+from hardpoint.engine.commands import Embed, Generate, Pause
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.loops import Loop
 from hardpoint.engine.request import EmbeddingRequest, Recipient, Request
+from hardpoint.engine.sleep import SleepRequest
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
@@ -87,6 +88,12 @@ class RequestMaker:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt)
         params.check_vocab(self._model.vocab_size)
+        if params.logits_processors and self._config.other_processes:
+            raise InvalidSamplingParams(
+                "logits_processors are functions of this process, and the model runs in others",
+                found=self._config.other_processes,
+                hint="Use logit_bias or allowed_token_ids, or an engine with one rank in this process",
+            )
         if params.num_sequences > self._config.max_num_seqs:
             raise InvalidSamplingParams(
                 f"{params.num_sequences} completions are asked for",
@@ -119,6 +126,12 @@ class RequestMaker:
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
         command = Embed(next(self._keys), tokens.token_ids, params.pooling or Pooling.LAST)
         return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
+
+
+def pause_command(mode: str, drain_timeout: float | None) -> Pause:
+    """Return the command of a pause; raises SleepRefused."""
+    request = SleepRequest.parse({"level": 0, "mode": mode, "drain_timeout": drain_timeout})
+    return Pause(request.mode, request.drain_timeout)
 
 
 def unseeded(engine_seed: int, number: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence, Sized
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -116,10 +117,10 @@ class LLM:
         many = as_prompts(prompts)
         tokenized = [self.engine.process(prompt, reserve=0) for prompt in many]
 
-        def add(index: int, request_id: str, recipient: Recipient) -> None:
-            self.engine.add_embedding_request(request_id, tokenized[index], pooling_params, recipient=recipient)
+        def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
+            return self.engine.submit_embedding_request(request_id, tokenized[index], pooling_params, recipient)
 
-        return self._run(len(tokenized), add, use_tqdm)
+        return self._run(len(tokenized), submit, use_tqdm)
 
     def sleep(
         self,
@@ -142,6 +143,14 @@ class LLM:
         """Take memory again; see `LLMEngine.wake_up`."""
         return self.engine.wake_up(tags)
 
+    def pause(self, mode: str = "keep", drain_timeout: float | None = None) -> SleepReport:
+        """Compute no more steps until `resume`; see `LLMEngine.pause`."""
+        return self.engine.pause(mode, drain_timeout)
+
+    def resume(self) -> None:
+        """Compute steps again; see `LLMEngine.resume`."""
+        self.engine.resume()
+
     def is_sleeping(self) -> bool:
         """Whether the engine is paused, or any of its memory is asleep."""
         return self.engine.is_sleeping()
@@ -161,6 +170,10 @@ class LLM:
     def declare_weights_valid(self) -> None:
         """Say that the weights are right as they stand; see `LLMEngine.declare_weights_valid`."""
         self.engine.declare_weights_valid()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompt beginnings."""
+        self.engine.reset_prefix_cache()
 
     def register_participant(self, participant: SleepParticipant) -> None:
         """Let something take part in sleep and wake; see `SleepParticipant`."""
@@ -183,21 +196,21 @@ class LLM:
     ) -> list[RequestOutput]:
         priorities = pair_with_params(len(prompts), priority, 0)
 
-        def add(index: int, request_id: str, recipient: Recipient) -> None:
+        def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
             final = params[index].clone(output_kind=RequestOutputKind.FINAL_ONLY)
-            self.engine.add_request(request_id, prompts[index], final, priority=priorities[index], recipient=recipient)
+            return self.engine.submit_request(request_id, prompts[index], final, recipient, priorities[index])
 
-        return self._run(len(prompts), add, use_tqdm)
+        return self._run(len(prompts), submit, use_tqdm)
 
-    def _run(self, count: int, add: Callable[[int, str, Recipient], None], use_tqdm: bool) -> list[Any]:
+    def _run(self, count: int, submit: Callable[[int, str, Recipient], Future[None]], use_tqdm: bool) -> list[Any]:
         """Add requests, drive the engine until they have ended, and return their outputs in order; aborts them if that fails."""
         ids = [self._next_id() for _ in range(count)]
         done: dict[str, Any] = {}
         failures: list[Exception] = []
         recipient = Recipient(lambda output: done.setdefault(output.request_id, output), failures.append)
         try:
-            for index, request_id in enumerate(ids):
-                add(index, request_id, recipient)
+            for taken in [submit(index, request_id, recipient) for index, request_id in enumerate(ids)]:
+                taken.result()
             bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if use_tqdm else nullcontext()
             with bar as progress:
                 self._drive(ids, done, failures, progress)

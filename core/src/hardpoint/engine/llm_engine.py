@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,16 +22,18 @@ from hardpoint.engine.commands import (
     ReloadWeights,
     Reply,
     ResetPrefixCache,
+    Resume,
     Sleep,
     UpdateWeights,
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineStats
-from hardpoint.engine.front import RequestMaker, start_engine
+from hardpoint.engine.front import RequestMaker, pause_command, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
 from hardpoint.engine.loops import InlineLoop, Loop
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
 from hardpoint.engine.sleep import (
     EngineState,
@@ -75,50 +78,69 @@ class LLMEngine:
         self._dead = False
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt | TokenizedPrompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        recipient: Recipient | None = None,
+        self, request_id: str, prompt: Prompt | TokenizedPrompt, params: SamplingParams, *, priority: int = 0
     ) -> None:
-        """Queue a request.
+        """Queue a request, whose outputs `step` returns.
 
         Args:
             request_id: unique among the requests in progress.
             priority: lower values go first; only with scheduling_policy="priority".
-            recipient: who is told of its outputs, in the thread that drives the engine then; None for `step`, which returns them.
 
         Raises:
             InvalidRequest: the prompt or a parameter is not possible, or the request could never fit; nothing was queued.
             EngineAsleep, WeightsMissing: the engine sleeps, or has no weights, and queues no (more) requests.
         """
-        self._check_alive()
-        request, command = self._maker.generation(request_id, prompt, params, priority, recipient or self._own)
-        self._add(request, command)
+        self._wait(request_id, self.submit_request(request_id, prompt, params, self._own, priority))
 
     def add_embedding_request(
+        self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None
+    ) -> None:
+        """Queue an embedding request; arguments as for `add_request`. Raises InvalidRequest, EngineAsleep, WeightsMissing."""
+        self._wait(request_id, self.submit_embedding_request(request_id, prompt, params, self._own))
+
+    def submit_request(
         self,
         request_id: str,
         prompt: Prompt | TokenizedPrompt,
-        params: PoolingParams | None = None,
-        *,
-        recipient: Recipient | None = None,
-    ) -> None:
-        """Queue an embedding request; arguments as for `add_request`. Raises InvalidRequest, EngineAsleep, WeightsMissing."""
-        self._check_alive()
-        request, command = self._maker.embedding(request_id, prompt, params, recipient or self._own)
-        self._add(request, command)
+        params: SamplingParams,
+        recipient: Recipient,
+        priority: int = 0,
+    ) -> Future[None]:
+        """Hand a request over, and return what raises if the engine does not take it; it is then to be aborted.
 
-    def _add(self, request: Request | EmbeddingRequest, command: Command) -> None:
+        Args:
+            recipient: who is told of its outputs, in the thread that drives the engine then.
+        """
+        self._check_alive()
+        return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient))
+
+    def submit_embedding_request(
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: PoolingParams | None,
+        recipient: Recipient,
+    ) -> Future[None]:
+        """Hand an embedding request over; see `submit_request`."""
+        self._check_alive()
+        return self._submit(*self._maker.embedding(request_id, prompt, params, recipient))
+
+    def _submit(self, request: Request | EmbeddingRequest, command: Command) -> Future[None]:
         with self._lock:
             self._requests.add(request)
             try:
-                self._loop.call(command)
+                return self._loop.submit(command)
             except BaseException:
                 self._requests.remove(request.request_id)
                 raise
+
+    def _wait(self, request_id: str, taken: Future[None]) -> None:
+        try:
+            taken.result()
+        except BaseException:
+            self.abort_request(request_id)
+            raise
+        with self._lock:
             self._apply(self._loop.pending())
 
     def process_chat(
@@ -174,7 +196,8 @@ class LLMEngine:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             keys = [key for key in map(self._requests.remove, ids) if key is not None]
             if keys and not self._dead:
-                self._loop.call(Abort(tuple(keys)))
+                with suppress(EngineDead):
+                    self._loop.submit(Abort(tuple(keys)))
 
     def is_in_progress(self, request_id: str) -> bool:
         """Whether a request was added and has not ended."""
@@ -271,6 +294,20 @@ class LLMEngine:
         report: WakeReport = self._call(Wake(Tags.parse({"tags": tags}).tags))
         return report
 
+    def pause(self, mode: str = "keep", drain_timeout: float | None = None) -> SleepReport:
+        """Compute no more steps until `resume`; all memory stays. As `sleep` at level 0, but requests in progress are kept."""
+        self._check_alive()
+        report: SleepReport = self._call(pause_command(mode, drain_timeout))
+        return report
+
+    def resume(self) -> None:
+        """Compute steps again after a pause, and give up a sleep that waits for requests (SleepRefused where it was called).
+
+        Raises EngineAsleep where memory is asleep: `wake_up` resumes, too.
+        """
+        self._check_alive()
+        self._loop.call(Resume())
+
     def is_sleeping(self) -> bool:
         """Whether the engine is paused, or any of its memory is asleep."""
         return self.sleep_status().state is EngineState.SLEEPING
@@ -332,7 +369,8 @@ class LLMEngine:
         for event in events:
             stopped += self._requests.apply(event)
         if stopped:
-            self._loop.call(Finish(tuple(stopped)))
+            # Its answer says nothing, and a loop elsewhere may be in the middle of a step.
+            self._loop.submit(Finish(tuple(stopped)))
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -340,4 +378,4 @@ class LLMEngine:
 
 
 def _make_loop(config: EngineConfig) -> Loop:
-    return InlineLoop(config)
+    return ProcessLoop(config) if config.engine_process else InlineLoop(config)

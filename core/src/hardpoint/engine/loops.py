@@ -1,23 +1,31 @@
-"""Who drives an engine's loop: its client, or a thread."""
+"""Who drives an engine's loop: its client, a thread, or a process (`hardpoint.engine.process_loop`)."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
-from hardpoint.engine.commands import Command, Died, Event, Reply
+from hardpoint.engine.commands import Abort, CheckStep, Command, Died, Event, Finish, Reply, Resume, ShutDown, Sleep
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore, EngineInfo
+from hardpoint.engine.sleep import SleepMode
 from hardpoint.interfaces.errors import EngineDead, InboxFull
 from hardpoint.interfaces.worker import ModelInfo
 
 Deliver: TypeAlias = Callable[[list[Event]], None]
-"""Takes the events of a loop, in order and in the loop's own thread; it must be quick."""
+"""Takes the events of a loop, in order and in a thread of the loop's; it must be quick."""
+
+_IDLE_SECONDS = 0.02
+"""After which a client that waits for events asks whether any will come."""
+
+_UNLIMITED = (Abort, Finish, Resume, ShutDown)
+"""Commands that a full inbox takes: they end something."""
 
 
 class Loop(ABC):
@@ -27,8 +35,12 @@ class Loop(ABC):
     model: ModelInfo
 
     @abstractmethod
+    def submit(self, command: Command) -> Future[Reply]:
+        """Hand a command over; the events that it brings come before its answer. Raises EngineDead, InboxFull, ForkedProcess."""
+
+    @abstractmethod
     def call(self, command: Command) -> Reply:
-        """Have a command done and return its answer; raises what refuses it, EngineDead, InboxFull."""
+        """Have a command done and return its answer; raises what refuses it, EngineDead, InboxFull, ForkedProcess."""
 
     @abstractmethod
     def events(self) -> list[Event]:
@@ -53,12 +65,24 @@ class InlineLoop(Loop):
         self.core = EngineCore(config)
         self.info, self.model = self.core.info, self.core.model
         self._lock = threading.RLock()
-        self._is_shut_down = False
+
+    def submit(self, command: Command) -> Future[Reply]:
+        """Do a command; one that takes steps is done by `events`."""
+        with self._lock:
+            done: Future[Reply] = Future()
+            try:
+                reply = self.core.execute(command)
+            except Exception as error:
+                done.set_exception(error)
+                return done
+            if isinstance(reply, Future):
+                return reply
+            done.set_result(reply)
+            return done
 
     def call(self, command: Command) -> Reply:
         """Do a command; a sleep that waits for requests serves them first."""
         with self._lock:
-            self._check()
             reply = self.core.execute(command)
             if not isinstance(reply, Future):
                 return reply
@@ -73,7 +97,6 @@ class InlineLoop(Loop):
     def events(self) -> list[Event]:
         """Go one step on."""
         with self._lock:
-            self._check()
             self.core.advance()
             return self.core.take_events()
 
@@ -84,13 +107,119 @@ class InlineLoop(Loop):
 
     def shutdown(self) -> None:
         """End the engine, once a step that another thread drives is done."""
-        with self._lock:
-            self._is_shut_down = True
-            self.core.shutdown()
+        self.call(ShutDown())
 
-    def _check(self) -> None:
-        if self._is_shut_down:
-            raise EngineDead("the engine was shut down", hint="Make a new one")
+
+class RunningLoop(Loop):
+    """A loop that runs by itself.
+
+    Args:
+        deliver: takes events where a client wants them as they come; None keeps them for `events`.
+    """
+
+    def __init__(self, deliver: Deliver | None) -> None:
+        self._arrived: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._deliver: Deliver = deliver or self._arrived.put
+
+    def call(self, command: Command) -> Reply:
+        """Have a command done and wait for its answer."""
+        reply = self.submit(command)
+        try:
+            return reply.result()
+        except BaseException:
+            if not reply.done():
+                self.give_up(command)
+            raise
+
+    def give_up(self, command: Command) -> None:
+        """Nobody waits for the answer to a command any more: a sleep need not wait for requests."""
+        if isinstance(command, Sleep) and command.request.mode is SleepMode.WAIT:
+            with contextlib.suppress(EngineDead):
+                self.submit(Resume())
+
+    def events(self) -> list[Event]:
+        """Wait for the next events, as long as any can come."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._arrived.get(timeout=_IDLE_SECONDS)
+            if not self.call(CheckStep()):
+                return self.pending()
+
+    def pending(self) -> list[Event]:
+        """Return what has arrived."""
+        events: list[Event] = []
+        while not self._arrived.empty():
+            events += self._arrived.get()
+        return events
+
+
+class Answer(Protocol):
+    """Takes the answer to a command; a `Future` is one."""
+
+    def set_result(self, result: Reply, /) -> None:
+        """Take what the command is answered with."""
+
+    def set_exception(self, error: BaseException | None, /) -> None:
+        """Take what refuses the command."""
+
+
+class Work(NamedTuple):
+    """A command on its way to a loop."""
+
+    command: Command
+    answer: Answer
+
+
+def run(core: EngineCore, take: Callable[[bool], Work | None], deliver: Deliver) -> EngineDead:
+    """Run a loop until it is shut down or dies, which is its last event; returns the error that refuses all further commands.
+
+    Args:
+        take: returns the next command, None where there is none; with True, it waits for one.
+    """
+    try:
+        while core.death is None:
+            while (work := take(not core.can_advance)) is not None:
+                if not do(core, work, deliver):
+                    break
+            if core.can_advance:
+                core.advance()
+            _flush(core, deliver)
+        return core.death
+    except BaseException as error:
+        dead = EngineDead("the engine's loop failed", found=f"{type(error).__name__}: {error}", hint="Make a new one")
+        dead.__cause__ = error
+        deliver([Died(dead)])
+        return dead
+
+
+def do(core: EngineCore, work: Work, deliver: Deliver) -> bool:
+    """Do a command and answer it, after the events that it brought; returns whether the engine goes on."""
+    try:
+        answer = core.execute(work.command)
+    except Exception as error:
+        _flush(core, deliver)
+        work.answer.set_exception(error)
+    else:
+        if isinstance(answer, Future):
+            answer.add_done_callback(partial(_answer_later, core, work.answer, deliver))
+        else:
+            _flush(core, deliver)
+            work.answer.set_result(answer)
+    return core.death is None
+
+
+def _answer_later(core: EngineCore, answer: Answer, deliver: Deliver, done: Future[Reply]) -> None:
+    _flush(core, deliver)
+    error = done.exception()
+    if error is None:
+        answer.set_result(done.result())
+    else:
+        answer.set_exception(error)
+
+
+def _flush(core: EngineCore, deliver: Deliver) -> None:
+    if core.has_events:
+        deliver(core.take_events())
 
 
 class Inbox:
@@ -101,101 +230,53 @@ class Inbox:
     """
 
     def __init__(self, limit: int) -> None:
-        self._queue: queue.Queue[tuple[Command, Future[Reply]] | None] = queue.Queue()
+        self._queue: queue.Queue[Work] = queue.Queue()
         self._limit = limit
         self._lock = threading.Lock()
         self._closed: EngineDead | None = None
 
-    def put(self, command: Command, reply: Future[Reply] | None = None) -> Future[Reply]:
+    def put(self, command: Command) -> Future[Reply]:
         """Add a command; raises InboxFull, and EngineDead once the inbox is closed."""
-        reply = Future() if reply is None else reply
+        reply: Future[Reply] = Future()
         with self._lock:
             if self._closed is not None:
                 raise self._closed
-            if self._queue.qsize() >= self._limit:
-                raise InboxFull(
-                    "the engine's inbox is full", found=f"{self._limit} commands wait", hint="Try again later"
-                )
-            self._queue.put((command, reply))
+            check_room(command, self._queue.qsize(), self._limit)
+            self._queue.put(Work(command, reply))
         return reply
 
-    def stop(self) -> None:
-        """Have the loop end; commands that are there already are done first."""
-        self._queue.put(None)
+    def take(self, waits: bool) -> Work | None:
+        """Return the next command that was not cancelled; None where there is none, unless it waits."""
+        while True:
+            try:
+                work = self._queue.get(waits)
+            except queue.Empty:
+                return None
+            assert isinstance(work.answer, Future)
+            if work.answer.set_running_or_notify_cancel():
+                return work
 
     def close(self, error: EngineDead) -> None:
         """Refuse all commands from here on, and those that wait, with `error`."""
         with self._lock:
             self._closed = self._closed or error
         while not self._queue.empty():
-            item = self._queue.get_nowait()
-            if item is not None:
-                item[1].set_exception(error)
-
-    def serve(self, core: EngineCore, deliver: Deliver) -> None:
-        """Run a loop until it is told to stop, or dies, which is the last event; then the inbox is closed."""
-        dead = EngineDead("the engine was shut down", hint="Make a new one")
-        try:
-            while self._take(core):
-                if core.can_advance:
-                    core.advance()
-                if core.has_events:
-                    events = core.take_events()
-                    deliver(events)
-                    if isinstance(events[-1], Died):
-                        dead = events[-1].error
-                        break
-        except BaseException as error:
-            dead = EngineDead(
-                "the engine's loop failed", found=f"{type(error).__name__}: {error}", hint="Make a new one"
-            )
-            dead.__cause__ = error
-        self.close(dead)
-        deliver([Died(dead)])
-
-    def _take(self, core: EngineCore) -> bool:
-        """Do the commands that wait, or wait for one where there is nothing else to do; returns False when told to stop."""
-        while not (self._queue.empty() and core.can_advance):
-            if self._queue.empty() and core.has_events:
-                return True
-            item = self._queue.get()
-            if item is None:
-                return False
-            command, reply = item
-            if not reply.set_running_or_notify_cancel():
-                continue
-            try:
-                answer = core.execute(command)
-            except Exception as error:
-                reply.set_exception(error)
-                continue
-            if isinstance(answer, Future):
-                answer.add_done_callback(partial(_copy, reply))
-            else:
-                reply.set_result(answer)
-        return True
+            if (work := self.take(waits=False)) is not None:
+                work.answer.set_exception(None if isinstance(work.command, ShutDown) else error)
 
 
-def _copy(reply: Future[Reply], done: Future[Reply]) -> None:
-    error = done.exception()
-    if error is None:
-        reply.set_result(done.result())
-    else:
-        reply.set_exception(error)
+def check_room(command: Command, waiting: int, limit: int) -> None:
+    """Raise InboxFull where so many commands wait that this one is not taken."""
+    if waiting >= limit and not isinstance(command, _UNLIMITED):
+        raise InboxFull("the engine's inbox is full", found=f"{limit} commands wait", hint="Try again later")
 
 
-class ThreadLoop(Loop):
-    """A loop in a thread of its own.
-
-    Args:
-        deliver: takes events where a client wants them as they come; None keeps them for `events`.
-    """
+class ThreadLoop(RunningLoop):
+    """A loop in a thread of its own; see `RunningLoop`."""
 
     def __init__(self, config: EngineConfig, deliver: Deliver | None = None) -> None:
+        super().__init__(deliver)
         self.inbox = Inbox(config.max_commands)
-        self._arrived: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        self._dead: EngineDead | None = None
-        self._deliver = deliver or self._arrived.put
         made: Future[EngineCore] = Future()
         self._thread = threading.Thread(target=self._run, args=(config, made), name="hardpoint engine", daemon=True)
         self._thread.start()
@@ -211,36 +292,17 @@ class ThreadLoop(Loop):
         made.set_result(core)
         del made
         try:
-            self.inbox.serve(core, self._deliver)
+            self.inbox.close(run(core, self.inbox.take, self._deliver))
         finally:
             core.shutdown()
 
     def submit(self, command: Command) -> Future[Reply]:
-        """Hand a command over; raises InboxFull, EngineDead."""
+        """Hand a command over."""
         return self.inbox.put(command)
-
-    def call(self, command: Command) -> Reply:
-        """Have a command done and wait for its answer."""
-        return self.inbox.put(command).result()
-
-    def events(self) -> list[Event]:
-        """Wait for the next events."""
-        if self._dead is not None:
-            raise self._dead
-        events = self._arrived.get()
-        if isinstance(events[-1], Died):
-            self._dead = events[-1].error
-        return events
-
-    def pending(self) -> list[Event]:
-        """Return what has arrived."""
-        events: list[Event] = []
-        while not self._arrived.empty():
-            events += self._arrived.get()
-        return events
 
     def shutdown(self) -> None:
         """End the loop after its present step."""
-        self.inbox.stop()
+        with contextlib.suppress(EngineDead):
+            self.submit(ShutDown())
         if threading.current_thread() is not self._thread:
             self._thread.join()

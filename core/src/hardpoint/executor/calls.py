@@ -39,18 +39,18 @@ def _message_type(cls: type, tag: str | None = None, **other: Any) -> Any:
     return msgspec.defstruct(f"{cls.__name__}Message", fields_of, tag=tag, frozen=True, forbid_unknown_fields=True)
 
 
-# Of a sleep plan's callback it is sent whether there is one.
-_SLEEP = _message_type(SleepPlan, "sleep", progress=bool)
+SLEEP = _message_type(SleepPlan, "sleep", progress=bool)
+"""What is sent for a `SleepPlan`: of its callback, whether there is one."""
 _WAKE = _message_type(WakePlan, "wake")
-CONFIG = _message_type(WorkerConfig, prepare_sleep=_SLEEP | None)
+CONFIG = _message_type(WorkerConfig, prepare_sleep=SLEEP | None)
 """What is sent for a `WorkerConfig`."""
-_SENT_AS: dict[Any, Any] = {MemoryChange: _SLEEP | _WAKE, _WEIGHTS: None}
+_SENT_AS: dict[Any, Any] = {MemoryChange: SLEEP | _WAKE, _WEIGHTS: None}
 
 
 def to_message(value: Any) -> Any:
     """Return what is sent for a plan or a worker's configuration, and others as they are; raises MalformedMessage."""
     if isinstance(value, SleepPlan):
-        return _SLEEP(**vars(value) | {"progress": value.progress is not None})
+        return SLEEP(**vars(value) | {"progress": value.progress is not None})
     if isinstance(value, WorkerConfig):
         return CONFIG(**vars(value) | {"prepare_sleep": to_message(value.prepare_sleep)})
     return _WAKE(**vars(value)) if isinstance(value, WakePlan) else value
@@ -59,7 +59,7 @@ def to_message(value: Any) -> Any:
 def from_message(message: Any, progress: Progress | None = None) -> Any:
     """Return the value for which a message was sent; `progress` is what a plan calls where the caller wants to know."""
     values = {name: getattr(message, name) for name in getattr(message, "__struct_fields__", ())}
-    if isinstance(message, _SLEEP):
+    if isinstance(message, SLEEP):
         return SleepPlan(**values | {"progress": progress if message.progress else None})
     if isinstance(message, CONFIG):
         return WorkerConfig(**values | {"prepare_sleep": from_message(message.prepare_sleep)})

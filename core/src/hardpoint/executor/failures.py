@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from hardpoint.interfaces import errors
 from hardpoint.interfaces.errors import HardpointError, WorkerError
@@ -22,6 +23,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: of the class itself.
         arguments, state: what it is made of and its attributes, as far as they are plain values.
         trace: its traceback as text.
+        cause: what it was raised from.
     """
 
     kind: str
@@ -30,10 +32,18 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: tuple[Any, ...] = ()
     state: dict[str, Any] = {}  # msgspec copies it
     trace: str = ""
+    cause: Failure | None = None
 
 
 def describe(error: BaseException) -> Failure:
-    """Return an exception as a value; of a foreign class, the nearest base that both sides know stands for it."""
+    """Return an exception as a value, with what it was raised from; of a foreign class, the nearest base that both sides know stands
+    for it.
+    """
+    cause = error.__cause__
+    return structs.replace(_described(error), cause=None if cause is None else _described(cause))
+
+
+def _described(error: BaseException) -> Failure:
     known = next((cls for cls in type(error).__mro__ if _is_known(cls)), None)
     arguments = error.args if isinstance(error, HardpointError) else error.__reduce__()[1]
     return Failure(
@@ -53,6 +63,8 @@ def rebuild(failure: Failure, where: str) -> Exception:
         where: human-readable, for example "rank 1 of 2".
     """
     error = _rebuilt(failure, where)
+    if failure.cause is not None:
+        error.__cause__ = _rebuilt(failure.cause, where)
     error.add_note(f"Raised by {where}:\n{failure.trace.rstrip()}")
     return error
 

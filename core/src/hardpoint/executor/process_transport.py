@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import Link, LinkFiles
 from hardpoint.executor.messages import Buffer
-from hardpoint.executor.processes import RankProcesses
+from hardpoint.executor.processes import ChildProcesses
 from hardpoint.executor.ranks import RankSpec, rank_specs
 from hardpoint.executor.rendezvous import RendezvousServer
 from hardpoint.executor.transport import Deadline, Frame, Kind, Transport
@@ -32,7 +32,7 @@ class ProcessTransport(Transport):
         self._links: list[Link] = []
         self._inbox: deque[tuple[int, Frame]] = deque()
         self._rendezvous: RendezvousServer | None = None
-        self._processes = RankProcesses(self.limits, self.fail)
+        self._processes = ChildProcesses("hardpoint.executor.rank_main", "rank {}", self.limits, self.fail)
 
     def start(self, deadline: Deadline) -> list[RankSpec]:
         """Start the processes; raises ConfigError where there are not enough devices, OSError."""

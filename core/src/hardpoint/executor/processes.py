@@ -1,7 +1,7 @@
-"""The processes of the ranks: started, watched and ended by one thread of the engine's process.
+"""The processes of the ranks of an engine, or that of the engine: started, watched and ended by one thread of their parent.
 
-A rank's process asks the kernel to end it when the *thread* that started it ends, so that thread lives as long as the ranks do. It
-passes what ranks write on to the log, and it alone judges whether they live.
+A child asks the kernel to end it when the *thread* that started it ends, so that thread lives as long as the children do. It passes
+what they write on to the log, and it alone judges whether they live.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from hardpoint.executor.link import TRACE_SIGNAL, Link, LinkFiles
 
 _log = logging.getLogger("hardpoint")
 
-_MODULE = "hardpoint.executor.rank_main"
 _CHECK_SECONDS = 0.5
 _TRACE_SECONDS = 0.5
 _KILL_SECONDS = 1.0
@@ -37,10 +36,10 @@ _OUT_OF_MEMORY = (
 
 
 class _Process:
-    """One rank's process, seen from the keeper's thread."""
+    """One child, seen from the keeper's thread."""
 
-    def __init__(self, rank: int, popen: subprocess.Popen[bytes], link: Link) -> None:
-        self.rank, self.popen, self.link = rank, popen, link
+    def __init__(self, rank: int, name: str, popen: subprocess.Popen[bytes], link: Link) -> None:
+        self.rank, self._name, self.popen, self.link = rank, name, popen, link
         assert popen.stdout is not None
         self.output = popen.stdout
         try:
@@ -74,9 +73,7 @@ class _Process:
             text = line.decode("utf-8", "replace")
             self.lines.append(text)
             level = _LEVEL.match(text)
-            _log.log(
-                logging.getLevelNamesMapping()[level[1]] if level else logging.INFO, "rank %d: %s", self.rank, text
-            )
+            _log.log(logging.getLevelNamesMapping()[level[1]] if level else logging.INFO, "%s: %s", self._name, text)
 
     def silence(self, elapsed: float) -> float:
         """Return for how many seconds the rank's heart has not beaten; `elapsed` were since the last question."""
@@ -102,15 +99,19 @@ class _Process:
         os.close(self.pidfd)
 
 
-class RankProcesses:
-    """All ranks of one engine.
+class ChildProcesses:
+    """All ranks of one engine, or an engine.
 
     Args:
+        module: what the children run; it ends in `run_child`.
+        name: what the log calls child `{}`.
         fail: called with a rank that has failed, what became of it, what it wrote last, and a hint; from the keeper's thread.
     """
 
-    def __init__(self, limits: RankLimits, fail: Callable[[int, str, str, str], object]) -> None:
-        self._limits, self._fail = limits, fail
+    def __init__(
+        self, module: str, name: str, limits: RankLimits, fail: Callable[[int, str, str, str], object]
+    ) -> None:
+        self._module, self._name, self._limits, self._fail = module, name, limits, fail
         self._processes: list[_Process] = []
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -127,7 +128,7 @@ class RankProcesses:
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         self._alarm = os.eventfd(0, flags)
         self._command = os.eventfd(0, flags)
-        self._keeper = threading.Thread(target=self._keep, args=(links, files), name="hardpoint ranks", daemon=True)
+        self._keeper = threading.Thread(target=self._keep, args=(links, files), name="hardpoint keeper", daemon=True)
         self._keeper.start()
         self._started.wait()
         if self._start_error is not None:
@@ -188,7 +189,8 @@ class RankProcesses:
         spins = len(os.sched_getaffinity(0)) > len(links)
         try:
             for rank, (link, inherited) in enumerate(zip(links, files, strict=True)):
-                self._processes.append(_Process(rank, _spawn(inherited, spins=spins), link))
+                popen = _spawn(self._module, inherited, spins=spins)
+                self._processes.append(_Process(rank, self._name.format(rank), popen, link))
         except BaseException as error:
             self._start_error = error
             self.kill()
@@ -249,14 +251,14 @@ class RankProcesses:
         self._fail(process.rank, ended, "\n".join(process.lines), "")
 
 
-def _spawn(files: LinkFiles, *, spins: bool) -> subprocess.Popen[bytes]:
+def _spawn(module: str, files: LinkFiles, *, spins: bool) -> subprocess.Popen[bytes]:
     arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
     # The same modules as here, and nothing that happens to lie in the current folder.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     # Not `subprocess.DEVNULL`: where no file is left for the pipe, what Popen opened for it stays open.
     with open(os.devnull, "rb") as nothing:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE, *arguments],
+            [sys.executable, "-P", "-m", module, *arguments],
             stdin=nothing,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -38,6 +38,10 @@ class Kind(IntEnum):
     engine's callback raised. STOP: end the worker and the process.
 
     From a rank. RESULT, FAILURE: the answer to START, STEP or CALL. PROGRESS: as `PROGRESS` packs it; the rank waits for the answer.
+
+    An engine's process is started, called and answers in the same way, a command at a time (`hardpoint.engine.process_main`). NESTED: a
+    command from within what the engine waits for. From the engine, EVENTS: of its steps. WANT_WEIGHT: the next tensor for a call;
+    PARTICIPANT: what a participant of sleeps is told. The engine waits for the answers to both.
     """
 
     START = 1
@@ -50,9 +54,13 @@ class Kind(IntEnum):
     CANCEL = 8
     STOP = 9
     COLLECT = 10
+    NESTED = 11
     RESULT = 101
     FAILURE = 102
     PROGRESS = 103
+    EVENTS = 104
+    WANT_WEIGHT = 105
+    PARTICIPANT = 106
 
 
 WITHIN_CALL = frozenset({Kind.WEIGHT, Kind.WEIGHTS_END, Kind.WEIGHTS_FAILED, Kind.CONTINUE, Kind.CANCEL})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from torch import Tensor
 
+    LogitsProcessor: TypeAlias = Callable[[list[int], Tensor], Tensor]
     Int32Array: TypeAlias = npt.NDArray[np.int32]
     Int64Array: TypeAlias = npt.NDArray[np.int64]
     FloatArray: TypeAlias = npt.NDArray[np.float32]
 else:
     # Descriptors import this package, and a descriptor must not cost the import of numpy.
-    Int32Array = Int64Array = FloatArray = Any
+    Int32Array = Int64Array = FloatArray = LogitsProcessor = Any
 
 
 def _no_rows() -> Int32Array:
@@ -97,7 +99,8 @@ class StepBatch:
         if not self.more_groups:
             return (self,)
         return self, *(
-            replace(self, slot_mapping=group.slot_mapping, block_table=group.block_table) for group in self.more_groups
+            replace(self, slot_mapping=group.slot_mapping, block_table=group.block_table, more_groups=())
+            for group in self.more_groups
         )
 
     @property
@@ -109,6 +112,19 @@ class StepBatch:
     def num_seqs(self) -> int:
         """Sequences in this step (R)."""
         return len(self.rows)
+
+
+def in_groups(batch: StepBatch, num_groups: int, block_size: int) -> StepBatch:
+    """Return a step for a model of so many KV cache groups, in each of which sequences have as many blocks of their own.
+
+    Group g uses the blocks of the first one, all raised by g times the number of blocks that the batch's table counts.
+    """
+    shift = int(batch.block_table.max(initial=-1)) + 1
+    more = [
+        KVGroupSlots(batch.slot_mapping + group * shift * block_size, batch.block_table + group * shift)
+        for group in range(1, num_groups)
+    ]
+    return replace(batch, more_groups=tuple(more))
 
 
 class Pooling(StrEnum):
@@ -130,6 +146,8 @@ class SequenceSampling:
         allowed, bias: token ids that alone may be sampled (None: all), and values added to the logits by token id.
         stop_token_ids: ids that are masked until `min_tokens` tokens are out.
         logprobs: number of best log probabilities to return beside the sampled token's; None for no log probabilities.
+        logits_processors: called on the host before everything else, in this order, with the tokens that the sequence was given and its
+            logits, float32[vocab_size] on the device, which they return changed. They never leave the process.
         state_row: the sequence's row of the worker's state table, see `StepBatch.state_rows`; it may have been an ended sequence's before.
     """
 
@@ -149,6 +167,7 @@ class SequenceSampling:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     state_row: int = -1
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def is_pure_greedy(self) -> bool:
@@ -161,6 +180,7 @@ class SequenceSampling:
             and not self.logit_bias
             and self.allowed_token_ids is None
             and self.logprobs is None
+            and not self.logits_processors
         )
 
 

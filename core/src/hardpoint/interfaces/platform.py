@@ -9,6 +9,8 @@ from hardpoint.interfaces.backend import Device
 from hardpoint.interfaces.contract import Contract
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from torch import Tensor
 
@@ -32,8 +34,7 @@ class Platform(Contract, contract=True):
         memory_utilization: share of the device's memory that an engine uses when it is not told.
         kv_bytes: most bytes for the KV cache then; None for no such limit.
         compiles: the first run of a step compiles kernels and starts libraries, which its measured time must not include.
-        steps_in_flight: how many steps may be queued beyond the one whose output is waited for; 0 where steps are computed when they are
-            submitted.
+        steps_in_flight: how many steps may be queued beyond the one whose output is waited for; 0 where work is done when it is asked for.
     """
 
     memory_utilization: ClassVar[float] = 0.9
@@ -69,6 +70,23 @@ class Platform(Contract, contract=True):
         import torch
 
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """Queue a copy of an array to the device, and return it without waiting. Default: the array itself, as a tensor.
+
+        What is queued later sees the array as it is now, also where the caller changes it meanwhile; a platform without steps in flight,
+        whose work is done when it is asked for, may share the array's memory.
+        """
+        import torch
+
+        return torch.from_numpy(array)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Queue a copy of a tensor to the host, and return it without waiting. Default: a copy that is done.
+
+        It has its values once an event that was recorded later has been waited for.
+        """
+        return tensor.clone()
 
     def total_and_used(self, allocator: DeviceAllocator, ranks: int) -> tuple[int, int]:
         """Return the memory of which an engine may use its share, and what is in use of it, bytes. Default: as the driver reports them.

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hardpoint.interfaces.batch import StepBatch
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,12 +23,16 @@ class RunnableModel(ABC):
     path: ClassVar[str]
 
     @abstractmethod
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        """Run one step and return the hidden states of the given tokens, after the final norm.
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
+        """Run one step, whose inputs are on the device, and return the hidden states of the given tokens, after the final norm.
 
         Args:
-            metadata: what the attention backend's `prepare` returned for `batch`.
-            kv_cache: the whole cache, all layers; the batch's slots are written.
+            token_ids: int64[T].
+            positions: int64[T].
+            metadata: what the attention backend's `prepare` returned for each KV cache group of the step.
+            kv_cache: the whole cache, all layers; the step's slots are written.
             rows: int32[rows], indices of tokens in the step.
 
         Returns:
@@ -93,24 +95,13 @@ class RunnableModel(ABC):
 
 
 class CapturableModel(RunnableModel):
-    """A model whose steps can be captured into device graphs: its work on the device follows from shapes alone."""
+    """A model whose steps can be captured into device graphs.
+
+    In `run`, every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
+    captured once and replayed with other contents.
+    """
 
     @property
     @abstractmethod
     def hidden_size(self) -> int:
         """Elements of one token's hidden state."""
-
-    @abstractmethod
-    def compute(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        """Run one step whose inputs are on the device, and return what `run` does.
-
-        Every shape follows from those of the arguments, and the host is never waited for, so that a step of given shapes can be
-        captured once and replayed with other contents.
-
-        Args:
-            token_ids: int64[T].
-            positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for the step.
-            kv_cache: the whole cache, all layers.
-            rows: int32[rows], indices of tokens in the step.
-        """

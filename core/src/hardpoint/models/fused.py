@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.kernels import DecoderProgram
 from hardpoint.models.modular import FamilyModel
 from hardpoint.weights.sources import WeightReloader
@@ -51,8 +50,10 @@ class FusedModel(FamilyModel):
     def scratch_bytes(self) -> int:
         return self._program.scratch_bytes()
 
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        return self._program.run(batch, metadata, kv_cache, rows)
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
+        return self._program.run(token_ids, positions, metadata, kv_cache, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._program.logits(hidden)

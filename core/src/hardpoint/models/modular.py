@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hardpoint.interfaces.allocator import WEIGHTS
 from hardpoint.interfaces.attention import Refusal
-from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ModelError
 from hardpoint.layers import Step
@@ -112,14 +111,19 @@ class ModularModel(FamilyModel, CapturableModel):
         seed: int,
         *,
         attention: AttentionBackend,
+        places: tuple[tuple[int, int], ...],
         allocator: DeviceAllocator,
-        torch_device: str,
     ) -> None:
+        """Take memory for the weights.
+
+        Args:
+            places: each layer's KV cache group and its number there.
+        """
         allocator.materialise(model, WEIGHTS)
         with torch.no_grad():
             model.fill_buffers()
         super().__init__(description, model, scales, seed)
-        self._attention, self._device = attention, torch.device(torch_device)
+        self._attention, self._places = attention, places
         self._without_extents: frozenset[str] = frozenset()
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
@@ -149,14 +153,11 @@ class ModularModel(FamilyModel, CapturableModel):
     def hidden_size(self) -> int:
         return self._model.model.hidden_size
 
-    def run(self, batch: StepBatch, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
-        positions = torch.from_numpy(batch.positions).to(self._device)
-        return self.compute(token_ids, positions, metadata, kv_cache, rows.to(self._device))
-
     @torch.no_grad()
-    def compute(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        return self._model(token_ids, Step(positions, self._attention, metadata, kv_cache), rows)  # type: ignore[no-any-return]
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
+        return self._model(token_ids, Step(positions, self._attention, metadata, kv_cache, self._places), rows)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
 from hardpoint.validation import (
     INT32_MAX,
+    Int64,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -65,8 +66,8 @@ class PoolingParams(Validated):
 class SamplingParams(Validated):
     """How the tokens of one request are sampled and returned; checked when it is made.
 
-    The processors work in this order, which is vLLM's: `allowed_token_ids`; `min_tokens` masks the stop tokens; `logit_bias`;
-    `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of zero, the highest logit (the
+    The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids`; `min_tokens` masks the stop tokens;
+    `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of zero, the highest logit (the
     lowest id among equals), or `temperature`, `min_p`, `top_k`, `top_p` (each on what the one before left, renormalised) and
     a draw. Log probabilities are of the model's own distribution, before all of them.
 
@@ -98,6 +99,10 @@ class SamplingParams(Validated):
         logit_bias: added to the logits, by token id, each in [-100, 100].
         allowed_token_ids: the only tokens that may be sampled.
         output_kind: what each output of a streaming engine carries.
+        logits_processors: functions `(token_ids, logits) -> logits`, called one after the other for each token with the ids generated so
+            far and float32[vocab_size] on the device, which may be changed in place. They are slow: Python runs for every token, and the
+            request's next step is not planned before its token is known; other requests are not held up by that. One that raises ends
+            its completion with an error. Only for a model that runs in this process: functions are not sent to others.
 
     Raises:
         InvalidSamplingParams: a value is out of range or contradicts another.
@@ -115,7 +120,7 @@ class SamplingParams(Validated):
     top_p: Share = 1.0
     top_k: _TopK = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    seed: int | None = None
+    seed: Int64 | None = None
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[NonNegativeInt] | None = ()
     include_stop_str_in_output: bool = False
@@ -131,12 +136,13 @@ class SamplingParams(Validated):
     logit_bias: Mapping[NonNegativeInt, _Bias] | None = field(default_factory=dict)
     allowed_token_ids: Sequence[NonNegativeInt] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logits_processors: Sequence[Any] | None = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.top_k, int) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check_types()
-        for name in ("stop", "bad_words", "stop_token_ids"):
+        for name in ("stop", "bad_words", "stop_token_ids", "logits_processors"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, ())
         if isinstance(self.stop, str):
@@ -175,6 +181,9 @@ class SamplingParams(Validated):
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _contradiction("allowed_token_ids must name at least one token", "an empty list", "None allows all tokens.")
+        for index, processor in enumerate(self.logits_processors or ()):
+            if not callable(processor):
+                _contradiction(f"logits_processors[{index}] must be a function", shown(processor))
         if self.prompt_logprobs is not None:
             _contradiction("prompt_logprobs is not supported and must be None", shown(self.prompt_logprobs))
         if self.bad_words:
@@ -273,6 +282,7 @@ class SamplingParams(Validated):
             logit_bias=self.logit_bias or {},
             allowed_token_ids=allowed,
             logprobs=logprobs,
+            logits_processors=tuple(self.logits_processors or ()),
         )
 
 

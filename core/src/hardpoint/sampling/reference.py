@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hardpoint.interfaces.batch import FloatArray, SequenceSampling, TokenLogprobs
 from hardpoint.interfaces.sampling import DRAW_BITS, TOP_P_BITS, WEIGHT_BITS, SampleFailure
@@ -44,8 +45,10 @@ def sample_row(logits: FloatArray, sampling: SequenceSampling, output: Sequence[
 
 
 def processed_logits(logits: FloatArray, sampling: SequenceSampling, output: Sequence[int]) -> FloatArray:
-    """Return the logits after masks, biases and penalties, in this order: float32[vocab_size]."""
+    """Return the logits after the request's own processors, masks, biases and penalties, in this order: float32[vocab_size]."""
     result = logits.astype(np.float32)
+    for processor in sampling.logits_processors:
+        result = processor(list(output), torch.from_numpy(result)).numpy()
     if sampling.allowed_token_ids is not None:
         result[np.setdiff1d(np.arange(len(logits)), sampling.allowed_token_ids)] = -np.inf
     if len(output) < sampling.min_tokens:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hardpoint.interfaces.batch import Int32Array, Int64Array, SequenceSampling, TokenLogprobs
+from hardpoint.interfaces.batch import Int32Array, Int64Array, LogitsProcessor, SequenceSampling, TokenLogprobs
 from hardpoint.interfaces.sampling import SampleFailure
 from hardpoint.sampling import plain, ranking
 from hardpoint.sampling.random import draws
@@ -60,6 +60,31 @@ class _HostLogprobs:
     ranks: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Processed:
+    """A row whose logits Python functions process, and the tokens that it was given."""
+
+    functions: tuple[LogitsProcessor, ...]
+    token_ids: list[int] = field(default_factory=list)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the processed logits of the row, float32[vocab_size]; raises ValueError where a function fails."""
+        for function in self.functions:
+            name, shape = getattr(function, "__qualname__", repr(function)), logits.shape
+            try:
+                logits = function(list(self.token_ids), logits)
+            except Exception as error:
+                raise ValueError(f"the logits processor {name} raised {type(error).__name__}: {error}") from error
+            if not isinstance(logits, torch.Tensor) or logits.shape != shape:
+                found = (
+                    f"one of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+                )
+                raise ValueError(
+                    f"the logits processor {name} returned {found} instead of a tensor of shape {list(shape)}"
+                )
+        return logits
+
+
 class SampledTokens:
     """The tokens of one step: on the device at once, on the host when they are collected.
 
@@ -68,10 +93,17 @@ class SampledTokens:
     """
 
     def __init__(
-        self, token_ids: Tensor, host: Tensor, logprobs: Sequence[_HostLogprobs], copied: Event | None
+        self,
+        token_ids: Tensor,
+        host: Tensor,
+        logprobs: Sequence[_HostLogprobs],
+        copied: Event | None,
+        processed: Mapping[int, _Processed],
+        reasons: Mapping[int, str],
     ) -> None:
         self.token_ids = token_ids
         self._host, self._logprobs, self._copied = host, logprobs, copied
+        self._processed, self._reasons = processed, reasons
 
     def collect(self) -> Sampled:
         """Wait for the copy to the host, and return what it brought."""
@@ -79,6 +111,9 @@ class SampledTokens:
             self._copied.synchronize()
         outcomes: Int64Array = self._host.numpy()
         failed = {row: _REASONS[SampleFailure(outcomes[row])] for row in np.flatnonzero(outcomes < 0).tolist()}
+        failed.update(self._reasons)
+        for row, processed in self._processed.items():
+            processed.token_ids.append(int(outcomes[row]))
         logprobs: dict[int, TokenLogprobs] = {}
         for part in self._logprobs:
             ids, values, ranks = part.ids.numpy(), part.values.numpy(), part.ranks.tolist()
@@ -105,7 +140,7 @@ class Sampler:
         vocab_size: columns of the logits.
         device: where logits and tables are.
         kernels: the backend's; its `sample` is used where it has one, else torch's operators.
-        platform: the device's host memory and events; None where the device is the host.
+        platform: copies between device and host, and marks what is queued; None where the device is the host.
     """
 
     def __init__(
@@ -115,16 +150,17 @@ class Sampler:
         kernels: KernelSet | None = None,
         platform: Platform | None = None,
     ) -> None:
-        self._device = torch.device(device)
-        self._kernels = kernels
-        # On the host arrays and tensors share memory.
-        self._platform = None if self._device.type == "cpu" else platform
+        self._vocab_size, self._device = vocab_size, torch.device(device)
+        self._kernels, self._platform = kernels, platform
+        self._upload = torch.from_numpy if platform is None else platform.upload
+        self._block = _HOST_BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
         self._table = SamplingTable(vocab_size, self._device, self._upload)
+        self._processed: dict[int, _Processed] = {}
 
-    @property
-    def last_tokens(self) -> Tensor:
-        """The token that each row was given last, int64[rows] on the device; a new tensor after rows were added."""
-        return self._table.tables.last_tokens
+    def last_tokens(self, rows: Int32Array) -> Tensor:
+        """Return the token that each of these rows was given last, int64[n] on the device; 0 for one that was given none."""
+        self._table.reserve(int(rows.max()) + 1)
+        return self._table.tables.last_tokens.index_select(0, self._upload(rows))
 
     def set_rows(self, sequences: Sequence[SequenceSampling]) -> None:
         """Begin sequences, each in its `state_row`, whatever had the row before.
@@ -133,14 +169,38 @@ class Sampler:
             ValueError: a sequence has no row.
         """
         self._table.write(sequences)
+        for sampling in sequences:
+            self._processed.pop(sampling.state_row, None)
+            if sampling.logits_processors:
+                self._processed[sampling.state_row] = _Processed(sampling.logits_processors)
+
+    def rehearse(self, num_rows: int) -> None:
+        """Sample rows that ask for everything a sequence can ask for, for a profile; the tables keep their room for so many rows.
+
+        No sequence may have a row yet.
+        """
+        asked = SequenceSampling(
+            seq_id=-1,
+            prompt_token_ids=(0,),
+            seed=0,
+            top_p=0.9,
+            min_p=0.1,
+            presence_penalty=1.0,
+            repetition_penalty=1.1,
+            min_tokens=1,
+            stop_token_ids=frozenset({1}),
+            logit_bias={0: 1.0},
+            allowed_token_ids=(0, 1),
+            logprobs=min(20, self._vocab_size),
+        )
+        self.set_rows([replace(asked, state_row=row) for row in range(num_rows)])
+        logits = torch.zeros((num_rows, self._vocab_size), dtype=torch.float32, device=self._device)
+        self.sample(logits, np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)).collect()
 
     def take(self, token_ids: Tensor, rows: Int32Array) -> SampledTokens:
         """Return tokens that the model chose itself, and note them as the rows' last: int64[S] on the device."""
-        if self._platform is None:
-            self._table.tables.last_tokens.numpy()[rows] = token_ids.numpy()
-        else:
-            self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
-        return self._collectable(token_ids, ())
+        self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
+        return self._collectable(token_ids, (), {}, {})
 
     @torch.no_grad()
     def sample(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> SampledTokens:
@@ -163,11 +223,21 @@ class Sampler:
             step[2] = draws(host["key"], positions)
         on_device = self._upload(step)
         tables = self._table.tables
-        tokens = None if self._kernels is None else self._kernels.sample(logits, on_device, tables)
+        given, reasons = logits, dict[int, str]()
+        processed = {i: self._processed[row] for i, row in enumerate(rows.tolist()) if row in self._processed}
+        if processed:
+            given = logits.clone()
+            for i, one in processed.items():
+                try:
+                    given[i] = one.apply(logits[i].clone())
+                except ValueError as error:
+                    reasons[i] = str(error)
+                    given[i] = -torch.inf
+        tokens = None if self._kernels is None else self._kernels.sample(given, on_device, tables)
         if tokens is None:
-            tokens = self._sample_plainly(logits, on_device, step, host)
+            tokens = self._sample_plainly(given, on_device, step, host)
             plain.record(tokens, on_device[0], tables, penalised=bool(host["penalised"].any()))
-        return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]))
+        return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]), processed, reasons)
 
     def _sample_plainly(
         self, logits: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]
@@ -175,7 +245,7 @@ class Sampler:
         tables = self._table.tables
         tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         edited = host["edited"] | (step[1] < host["min_tokens"])
-        for block in _blocks(np.arange(len(logits)), logits, self._platform is None):
+        for block in _blocks(np.arange(len(logits)), logits, self._block):
             rows, positions, draw = on_device[:, block[0] : block[-1] + 1].unbind(0)
             part = logits[block[0] : block[-1] + 1]
             if edited[block].any():
@@ -194,7 +264,7 @@ class Sampler:
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, wanted: Int64Array) -> list[_HostLogprobs]:
         found = []
-        for block in _blocks(np.flatnonzero(wanted >= 0), logits, self._platform is None):
+        for block in _blocks(np.flatnonzero(wanted >= 0), logits, self._block):
             whole = len(block) == len(logits)
             part, chosen = (logits, tokens) if whole else (logits[index := self._upload(block)], tokens[index])
             count = int(wanted[block].max())
@@ -204,29 +274,23 @@ class Sampler:
             found.append(_HostLogprobs(block, wanted[block], *map(self._to_host, given)))
         return found
 
-    def _collectable(self, tokens: Tensor, logprobs: Sequence[_HostLogprobs]) -> SampledTokens:
+    def _collectable(
+        self,
+        tokens: Tensor,
+        logprobs: Sequence[_HostLogprobs],
+        processed: Mapping[int, _Processed],
+        reasons: Mapping[int, str],
+    ) -> SampledTokens:
         host = self._to_host(tokens)
-        return SampledTokens(tokens, host, logprobs, None if self._platform is None else self._platform.record_event())
-
-    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
-        """Copy an array to the device without waiting; on the host it is the array itself."""
-        given = torch.from_numpy(array)
-        if self._platform is None:
-            return given
-        pinned = self._platform.empty_host(given.shape, given.dtype)
-        pinned.copy_(given)
-        return pinned.to(self._device, non_blocking=True)
+        copied = None if self._platform is None else self._platform.record_event()
+        return SampledTokens(tokens, host, logprobs, copied, processed, reasons)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host."""
-        if self._platform is None:
-            return tensor
-        host = self._platform.empty_host(tensor.shape, tensor.dtype)
-        host.copy_(tensor, non_blocking=True)
-        return host
+        return tensor if self._platform is None else self._platform.download(tensor)
 
 
-def _blocks(rows: Int64Array, logits: Tensor, on_host: bool) -> Iterator[Int64Array]:
-    """Cut rows of logits into blocks that are worked on together."""
-    size = max(1, (_HOST_BLOCK if on_host else _DEVICE_BLOCK) // logits.shape[1])
+def _blocks(rows: Int64Array, logits: Tensor, elements: int) -> Iterator[Int64Array]:
+    """Cut rows of logits into blocks of about so many elements that are worked on together."""
+    size = max(1, elements // logits.shape[1])
     return (rows[start : start + size] for start in range(0, len(rows), size))

@@ -79,7 +79,7 @@ class SamplingTable:
         rows = np.array([sampling.state_row for sampling in sequences], np.int64)
         if rows.min() < 0:
             raise ValueError(f"sequences that are sampled need rows of the state table, not {rows.tolist()}")
-        self._grow(int(rows.max()) + 1)
+        self.reserve(int(rows.max()) + 1)
         for row in rows.tolist():
             self._release(row)
         masks, biases, histories = _Uploads(), _Uploads(), _Uploads()
@@ -91,7 +91,8 @@ class SamplingTable:
         words = self._records[rows].view(np.int32).reshape(len(rows), len(Column))
         self._parameters.index_copy_(0, self._upload(rows), self._upload(words))
 
-    def _grow(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
+        """Have at least so many rows."""
         have = len(self.host)
         if count <= have:
             return

@@ -1,43 +1,128 @@
-"""Running a loaded model on one batch: by a captured graph where there is one, else eagerly."""
+"""Running a loaded model: a step is launched, and its output built once the device has come to its end."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint.interfaces.batch import Int32Array, StepBatch
-from hardpoint.interfaces.platform import Platform
+from hardpoint.interfaces.batch import (
+    Int32Array,
+    Int64Array,
+    Pooling,
+    SequenceSampling,
+    StepBatch,
+    StepInput,
+    StepOutput,
+    in_groups,
+)
+from hardpoint.interfaces.errors import OutputFailed
+from hardpoint.interfaces.platform import Event, Platform
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.sampling import SampledTokens, Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
 from hardpoint.worker.dummy import dummy_batch
+from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+
+_NO_TOKENS: Int64Array = np.empty(0, np.int64)
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose work is queued on the device.
+
+    Attributes:
+        sampled: its tokens; None on ranks that do not sample it.
+        embeddings: by sequence id, float32[hidden_size], on their way to the host.
+        done: the end of the step's work; None where all work is done already.
+    """
+
+    done: Event | None
+    sampled: SampledTokens | None = None
+    embeddings: dict[int, Tensor] = field(default_factory=dict)
+
+    def collect(self) -> StepOutput:
+        """Wait for the step's end and return its output; raises what the device failed with."""
+        if self.done is not None:
+            self.done.synchronize()
+        embeddings = {seq_id: vector.numpy() for seq_id, vector in self.embeddings.items()}
+        if self.sampled is None:
+            return StepOutput(_NO_TOKENS, embeddings=embeddings)
+        sampled = self.sampled.collect()
+        return StepOutput(sampled.token_ids, sampled.logprobs, embeddings, sampled.failed)
+
 
 class ModelRunner:
-    """A model, its attention, and the graphs of its decode steps once they are captured."""
+    """A rank's steps: blocks are moved, the model runs, eagerly or by a captured graph, and the driver samples and pools.
+
+    What sequences need from one step to the next is here: rows of the sampler, chunked prompts' poolings. All work of a step is queued
+    on the device in the order of the steps, and the host waits for none of it: a step may use tokens, blocks and rows that one before it
+    is still writing.
+    """
 
     def __init__(
         self,
+        config: WorkerConfig,
         loaded: LoadedModel,
+        *,
         attention: AttentionBackend,
         capture: DecodeCapture,
+        kv: KVMemory,
+        sampler: Sampler,
         platform: Platform,
-        *,
-        torch_device: str,
     ) -> None:
-        """Capture nothing yet."""
-        self._model, self._plan, self._attention = loaded.model, loaded.plan, attention
-        self._capture, self._torch_device = capture, torch_device
-        self._platform = platform
+        """Begin without sequences, and capture nothing yet."""
+        self._model, self._groups = loaded.model, loaded.groups
+        self._attention, self._capture, self._kv = attention, capture, kv
+        self._sampler, self._platform = sampler, platform
+        self._pooler, self._plain = Pooler(), PlainRows()
+        self._is_driver = config.rank == config.driver_rank
         self._graphs: DecodeGraphs | None = None
         self._graphed_cache: Tensor | None = None
 
-    @torch.inference_mode()
+    # Steps
+
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """Queue one step: swap, copy, compute and sample; see `Worker.submit`."""
+        batch, cache = step.batch, self._kv.cache
+        self._pooler.remove(step.finished_seq_ids)
+        self._plain.write(step.new_sequences)
+        self._kv.move_blocks(batch)
+        if batch.num_tokens == 0:
+            return LaunchedStep(self._platform.record_event())
+        last = batch.query_start[batch.sample_rows + 1] - 1
+        # A step that pools wants all tokens' hidden states, and samples from some of them.
+        hidden = self.forward(batch, cache, np.arange(batch.num_tokens, dtype=np.int32) if step.pooling else last)
+        if not len(last):
+            embeddings = self._alone(lambda: self._embeddings(step, hidden))
+            return LaunchedStep(self._platform.record_event(), embeddings=embeddings)
+        embeddings = self._embeddings(step, hidden)
+        if step.pooling and len(hidden):
+            hidden = hidden.index_select(0, self._platform.upload(last))
+        rows, positions = batch.sample_state_rows, batch.sample_positions
+        is_plain = self._plain.all(rows, positions)
+        result = self.argmax(hidden) if is_plain else self.logits(hidden)
+        if not self._is_driver:
+            return LaunchedStep(self._platform.record_event())
+
+        def sample() -> SampledTokens:
+            self._sampler.set_rows(step.new_sequences)
+            return self._sampler.take(result, rows) if is_plain else self._sampler.sample(result, rows, positions)
+
+        sampled = self._alone(sample)
+        return LaunchedStep(self._platform.record_event(), sampled, embeddings)
+
     def forward(self, batch: StepBatch, cache: Tensor, rows: Int32Array | None = None) -> Tensor:
         """Run the model on one step and return hidden states; see `RunnableModel.run`.
 
@@ -45,14 +130,30 @@ class ModelRunner:
             cache: the whole KV cache.
             rows: token indices, by default the last token of each sampled sequence.
         """
-        self._platform.check_computes()
-        if rows is None:
-            rows = batch.query_start[batch.sample_rows + 1] - 1
-        if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
-            return self._replay(self._graphs, batch, rows)
-        metadata = self._attention.prepare(self._plan, batch)
-        wanted = torch.from_numpy(rows).to(self._torch_device)
-        return self._model.run(batch, metadata, cache, wanted)
+        with torch.inference_mode():
+            self._platform.check_computes()
+            if rows is None:
+                rows = batch.query_start[batch.sample_rows + 1] - 1
+            early = self._tokens_in_flight(batch)
+            if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
+                hidden = self._graphs.replay(batch, early)
+                # Token `i` of such a step is that of sequence `i`.
+                if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+                    hidden = hidden.index_select(0, self._platform.upload(rows))
+                return hidden
+            upload = self._platform.upload
+            metadata = self._prepare(batch)
+            token_ids, positions = upload(batch.token_ids), upload(batch.positions)
+            if early is not None:
+                token_ids.index_copy_(0, *early)
+            return self._model.run(token_ids, positions, metadata, cache, upload(rows))
+
+    def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
+        """Return the step's metadata of each KV cache group."""
+        return tuple(
+            self._attention.prepare(group.plan, step)
+            for group, step in zip(self._groups, batch.by_group(), strict=True)
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -64,13 +165,53 @@ class ModelRunner:
         """Return int64[rows], the tokens of the highest logits; all ranks of a stage call it alike."""
         return self._model.argmax(hidden)
 
-    def warm_up(self, cache: Tensor) -> None:
-        """Run a small prefill and a small decode over a KV cache, then capture decodes where there are to be graphs."""
+    def _tokens_in_flight(self, batch: StepBatch) -> tuple[Tensor, Tensor] | None:
+        """Return where the step has tokens that steps in flight sample, and which they are, int64[k] both on the device."""
+        if batch.token_ids.min() >= 0:
+            return None
+        places = np.flatnonzero(batch.token_ids < 0)
+        sequences = np.searchsorted(batch.query_start, places, side="right") - 1
+        return self._platform.upload(places), self._sampler.last_tokens(batch.state_rows[sequences])
+
+    def _alone(self, make: Callable[[], T]) -> T:
+        """Return what a rank makes of a step when it needs the others no more; raises OutputFailed for what fails in it.
+
+        A device that failed in what was queued before says so when it is waited for, and that is no failed output.
+        """
+        try:
+            return make()
+        except Exception as error:
+            self._platform.synchronize()
+            raise OutputFailed.after(error) from error
+
+    def _embeddings(self, step: StepInput, hidden: Tensor) -> dict[int, Tensor]:
+        """Return the embeddings of the prompts that end in a step, on their way to the host, on the driver."""
+        embeddings: dict[int, Tensor] = {}
+        if not step.pooling or not self._is_driver:
+            return embeddings
+        batch = step.batch
+        for row, seq_id in enumerate(batch.seq_ids.tolist()):
+            request = step.pooling.get(seq_id)
+            if request is None:
+                continue
+            chunk = hidden[batch.query_start[row] : batch.query_start[row + 1]]
+            context = int(batch.context_lens[row])
+            embedding = self._pooler.add(
+                seq_id, request.pooling, chunk, ends=context == request.prompt_len, starts=context == len(chunk)
+            )
+            if embedding is not None:
+                embeddings[seq_id] = self._platform.download(embedding)
+        return embeddings
+
+    # Graphs
+
+    def warm_up(self) -> None:
+        """Run a small prefill and a small decode, then capture decodes where there are to be graphs; raises GraphCaptureFailed."""
         self.drop_graphs()
-        block_size = self._plan.block_size
-        for length in (min(16, self._plan.request.max_context, block_size), 1):
-            batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
-            self.argmax(self.forward(batch, cache))
+        cache, plan = self._kv.cache, self._groups[0].plan
+        for length in (min(16, plan.request.max_context, plan.block_size), 1):
+            batch = dummy_batch(num_tokens=length, max_len=length, block_size=plan.block_size, max_seqs=1)
+            self.argmax(self.forward(in_groups(batch, len(self._groups), plan.block_size), cache))
         self._platform.synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
@@ -84,9 +225,62 @@ class ModelRunner:
         """Return the device bytes that the graphs hold now, None where there are none."""
         return None if self._graphs is None else self._graphs.resident_bytes()
 
-    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, rows: Int32Array) -> Tensor:
-        """Compute a step of decodes by its graph; token `i` of such a step is that of sequence `i`."""
-        hidden = graphs.replay(batch)
-        if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
-            hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._torch_device))
-        return hidden
+
+class PlainRows:
+    """From which token on the sequence of each row of the state table is given the argmax of its unchanged logits.
+
+    All ranks know it alike, so that they compute the same output of a step, which only the driver samples.
+    """
+
+    def __init__(self) -> None:
+        self._first: Int64Array = np.zeros(0, np.int64)
+
+    def write(self, sequences: Sequence[SequenceSampling]) -> None:
+        """Begin sequences, each in its `state_row`; raises ValueError where one has none."""
+        for sampling in sequences:
+            row = sampling.state_row
+            if row < 0:
+                raise ValueError(f"sequence {sampling.seq_id} has no row of the worker's state")
+            if row >= len(self._first):
+                self._first = np.concatenate((self._first, np.zeros(max(64, row + 1), np.int64)))
+            self._first[row] = sampling.min_tokens if sampling.is_pure_greedy else _NEVER
+
+    def all(self, rows: Int32Array, positions: Int32Array) -> bool:
+        """Whether the next token of all these rows is such; `positions` are how many tokens their sequences have."""
+        return bool((positions >= self._first[rows]).all())
+
+
+class Pooler:
+    """Embeddings from hidden states: keeps what a chunked prompt's embedding still needs of the chunks before."""
+
+    def __init__(self) -> None:
+        self._partial: dict[int, tuple[Tensor, int]] = {}
+
+    def add(self, seq_id: int, pooling: Pooling, hidden: Tensor, *, ends: bool, starts: bool = False) -> Tensor | None:
+        """Take the hidden states [tokens, hidden_size] of a prompt's next chunk; return the embedding float32[hidden_size] when it ends.
+
+        The embedding is on the device, and may share the memory of `hidden`.
+
+        Args:
+            starts: the chunk is the prompt's beginning, also of a prompt that is computed once more.
+        """
+        if starts:
+            self._partial.pop(seq_id, None)
+        if pooling is Pooling.LAST:
+            return hidden[-1].float() if ends else None
+        total, count = self._partial.pop(seq_id, (None, 0))
+        if pooling is Pooling.CLS:
+            # A decoder may write its next step's result to the same memory.
+            state, count = (hidden[0].clone() if total is None else total), 1
+        else:
+            chunk = hidden.float().sum(dim=0)
+            state, count = (chunk if total is None else total + chunk), count + len(hidden)
+        if ends:
+            return (state / count).float()
+        self._partial[seq_id] = (state, count)
+        return None
+
+    def remove(self, seq_ids: Iterable[int]) -> None:
+        """Forget sequences that ended before their prompt did."""
+        for seq_id in seq_ids:
+            self._partial.pop(seq_id, None)

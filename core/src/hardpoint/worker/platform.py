@@ -12,6 +12,8 @@ from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.interfaces.platform import Event, Platform
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 
@@ -25,6 +27,7 @@ class TorchPlatform(Platform):
     """
 
     compiles = True
+    steps_in_flight = 1
 
     def _module(self) -> Any:
         """Return torch's module for the device. A vendor whose module is not torch's own imports it here."""
@@ -71,6 +74,19 @@ class TorchPlatform(Platform):
     def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return pinned memory."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """Queue a copy to the device by way of pinned memory, which torch does not give away before the copy is done."""
+        given = torch.from_numpy(array)
+        pinned = self.empty_host(given.shape, given.dtype)
+        pinned.copy_(given)
+        return pinned.to(self._device.torch_device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Queue a copy to pinned memory of its own."""
+        host = self.empty_host(tensor.shape, tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        return host
 
     def peak_growth(self, step: Callable[[], object], allocator: DeviceAllocator) -> int:
         """Run `step`; return torch's growth at its peak, and what kernels and libraries took outside of torch and allocator.

@@ -1,15 +1,11 @@
-"""A rank among others: whether it can be one, the groups that it joins, and what ranks agree on without asking each other."""
+"""A rank among others: whether it can be one, and the groups that it joins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hardpoint.interfaces.backend import BackendDescriptor, Device
-from hardpoint.interfaces.batch import Int32Array, Int64Array, SequenceSampling
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.models import ParallelRank, Ranks
@@ -17,8 +13,6 @@ from hardpoint.worker.rendezvous import RendezvousPoint
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.collectives import Collectives
-
-_NEVER = np.iinfo(np.int64).max
 
 
 def place_of(config: WorkerConfig) -> ParallelRank:
@@ -95,27 +89,3 @@ def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Devi
         tensor = join(f"stage{place.stage}", place.tensor_rank, place.tensor_size)
         pipeline = join(f"pipeline{place.tensor_rank}", place.stage, place.stages)
         return Ranks(tensor, pipeline), groups.pop_all()
-
-
-class PlainRows:
-    """From which token on the sequence of each row of the state table is given the argmax of its unchanged logits.
-
-    All ranks know it alike, so that they compute the same output of a step, which only the driver samples.
-    """
-
-    def __init__(self) -> None:
-        self._first: Int64Array = np.zeros(0, np.int64)
-
-    def write(self, sequences: Sequence[SequenceSampling]) -> None:
-        """Begin sequences, each in its `state_row`; raises ValueError where one has none."""
-        for sampling in sequences:
-            row = sampling.state_row
-            if row < 0:
-                raise ValueError(f"sequence {sampling.seq_id} has no row of the worker's state")
-            if row >= len(self._first):
-                self._first = np.concatenate((self._first, np.zeros(max(64, row + 1), np.int64)))
-            self._first[row] = sampling.min_tokens if sampling.is_pure_greedy else _NEVER
-
-    def all(self, rows: Int32Array, positions: Int32Array) -> bool:
-        """Whether the next token of all these rows is such; `positions` are how many tokens their sequences have."""
-        return bool((positions >= self._first[rows]).all())

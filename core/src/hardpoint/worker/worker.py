@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,20 +14,18 @@ import torch
 from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryChange, MemoryReport
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import CapabilityRefused, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, NothingToCollect, WorkerError
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
 from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
-from hardpoint.worker.in_flight import StepsInFlight
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
 from hardpoint.worker.memory_changes import SleepCycle, Transactions
-from hardpoint.worker.model_runner import ModelRunner
+from hardpoint.worker.model_runner import LaunchedStep, ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
-from hardpoint.worker.steps import StepExecutor
 from hardpoint.worker.weights import KEPT, Weights
 
 if TYPE_CHECKING:
@@ -47,16 +46,20 @@ class _Started:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A rank whose model is on the device; of the KV cache there is a plan only, until `initialize_kv`."""
+    """A rank whose model is on the device; of the KV cache there is a plan only, until `initialize_kv`.
+
+    Attributes:
+        in_flight: what was submitted and not collected, the oldest first: steps, and what others failed with before they were queued.
+    """
 
     model: LoadedModel
     weights: Weights
     kv: KVMemory
     capture: DecodeCapture
+    sampler: Sampler
     runner: ModelRunner
-    steps: StepExecutor
     sleep: SleepCycle
-    in_flight: StepsInFlight
+    in_flight: deque[LaunchedStep | Exception] = field(default_factory=deque)
 
 
 class StandardWorker(Worker):
@@ -109,7 +112,12 @@ class StandardWorker(Worker):
         platform, allocator, attention = rank.platform, rank.allocator, rank.attention
         platform.make_current()
         model = load_rank(
-            self._context, allocator=allocator, attention=attention, kernels=rank.kernels, groups=self._groups
+            self._context,
+            allocator=allocator,
+            attention=attention,
+            kernels=rank.kernels,
+            steps_in_flight=platform.steps_in_flight,
+            groups=self._groups,
         )
         platform.synchronize()
         weights = Weights(model, allocator, platform.synchronize)
@@ -123,12 +131,12 @@ class StandardWorker(Worker):
             torch_device=self._device.torch_device,
         )
         capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
-        runner = ModelRunner(model, attention, capture, platform, torch_device=self._device.torch_device)
         sampler = Sampler(model.info.vocab_size, self._device.torch_device, rank.kernels, platform)
-        steps = StepExecutor(config, runner, kv, sampler, platform.synchronize)
+        runner = ModelRunner(
+            config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
+        )
         sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
-        in_flight = StepsInFlight(model.info.steps_in_flight)
-        self._model = _Loaded(model, weights, kv, capture, runner, steps, sleep, in_flight)
+        self._model = _Loaded(model, weights, kv, capture, sampler, runner, sleep)
         return model.info
 
     def profile(self) -> MemoryProfile:
@@ -165,7 +173,14 @@ class StandardWorker(Worker):
             )
             return StepCost(growth=logits_bytes(self._config.max_num_seqs, model.model.info.vocab_size))
         return largest_step(
-            self._config, model.model, model.runner, model.kv, model.capture, rank.platform, rank.allocator
+            self._config,
+            model.model,
+            model.runner,
+            model.kv,
+            model.capture,
+            model.sampler,
+            rank.platform,
+            rank.allocator,
         )
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -179,24 +194,43 @@ class StandardWorker(Worker):
         Raises GraphCaptureFailed where graphs are planned, wanted, and not to be had.
         """
         self._started.platform.make_current()
-        self._loaded.runner.warm_up(self._loaded.kv.cache)
+        self._loaded.runner.warm_up()
 
     # Steps
 
     def submit(self, step: StepInput) -> None:
-        """Swap, copy, compute and sample one step, and keep its outcome; raises MemoryBusy, MemoryAsleep, WeightsMissing."""
+        """Queue one step on the device; raises MemoryBusy, MemoryAsleep, WeightsMissing, WorkerError; see `Worker.submit`."""
         model = self._loaded
         self._transactions.check_none("compute a step")
         model.sleep.check_awake()
         model.weights.check_valid()
-        model.in_flight.check_room()
+        if len(model.in_flight) > model.model.info.steps_in_flight:
+            raise WorkerError(
+                "a step was submitted too early",
+                found=f"{len(model.in_flight)} steps wait to be collected",
+                hint="Collect the oldest one first",
+            )
         model.kv.check_initialized()
         self._started.platform.make_current()
-        model.in_flight.add(lambda: model.steps.execute(step))
+        # Without a name for the exception that outlives it: its traceback leads to this frame, and the two would keep the step's tensors.
+        try:
+            model.in_flight.append(model.runner.launch(step))
+        except Exception as error:
+            model.in_flight.append(error)
 
     def collect(self) -> StepOutput:
-        """Return the output of the oldest step that was submitted; see `Worker.collect`."""
-        return self._loaded.in_flight.collect()
+        """Wait for the oldest step that was submitted, and return its output; see `Worker.collect`."""
+        in_flight = self._loaded.in_flight
+        if not in_flight:
+            raise NothingToCollect("there is no step whose output could be collected", hint="Submit one first")
+        outcome = in_flight.popleft()
+        if isinstance(outcome, Exception):
+            try:
+                raise outcome
+            finally:
+                # The exception leads to this frame: if the frame led back to it, the step's tensors would stay until a collection.
+                del outcome
+        return outcome.collect()
 
     # Memory
 
@@ -249,6 +283,10 @@ class StandardWorker(Worker):
         """Give everything back, after rolling back what is open; callable in any state, and idempotent."""
         self._transactions.abandon()
         if self._model is not None:
+            if self._model.in_flight and self._rank is not None:
+                # A device that failed gives its memory back like others.
+                with suppress(Exception):
+                    self._rank.platform.synchronize()
             self._model.runner.drop_graphs()
         self._model = None
         self._groups.close()

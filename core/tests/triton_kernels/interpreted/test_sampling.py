@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_definition(
             expected = reference.sample_row(logits[row].numpy(), one, output)
             assert found.token_ids[row] == expected, MIXED[row]
             output.append(expected)
-    assert sampler.last_tokens.numpy()[rows].tolist() == [output[-1] for output in outputs]
+    assert sampler.last_tokens(rows).tolist() == [output[-1] for output in outputs]
 
 
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}], ids=str)

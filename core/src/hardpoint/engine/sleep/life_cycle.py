@@ -377,6 +377,14 @@ class LifeCycle:
             self._log_wake(report)
         return report
 
+    def resume(self) -> None:
+        """Compute steps again after a pause; raises EngineAsleep where memory is asleep, EngineDead."""
+        self._check_not_busy()
+        self._check_not_failed("the engine cannot resume")
+        if self._asleep or self.participants.waiting_for(self._asleep):
+            raise self._refusal(EngineState.SLEEPING, "the engine cannot resume")
+        self._paused, self._level = False, None
+
     # Weights
 
     def change_weights(
