@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from hardpoint.interfaces.batch import (
     StepBatch,
     StepInput,
     StepOutput,
+    in_groups,
 )
 from hardpoint.interfaces.errors import OutputFailed
 from hardpoint.interfaces.platform import Event, Platform
@@ -81,7 +82,7 @@ class ModelRunner:
         platform: Platform,
     ) -> None:
         """Begin without sequences, and capture nothing yet."""
-        self._model, self._plan = loaded.model, loaded.plan
+        self._model, self._groups = loaded.model, loaded.groups
         self._attention, self._capture, self._kv = attention, capture, kv
         self._sampler, self._platform = sampler, platform
         self._pooler, self._plain = Pooler(), PlainRows()
@@ -140,11 +141,18 @@ class ModelRunner:
                     hidden = hidden.index_select(0, self._platform.upload(rows))
                 return hidden
             upload = self._platform.upload
-            metadata = self._attention.prepare(self._plan, batch)
+            metadata = self._prepare(batch)
             token_ids, positions = upload(batch.token_ids), upload(batch.positions)
             if early is not None:
                 token_ids.index_copy_(0, *early)
             return self._model.run(token_ids, positions, metadata, cache, upload(rows))
+
+    def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
+        """Return the step's metadata of each KV cache group."""
+        return tuple(
+            self._attention.prepare(group.plan, step)
+            for group, step in zip(self._groups, batch.by_group(), strict=True)
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -199,10 +207,10 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a small prefill and a small decode, then capture decodes where there are to be graphs; raises GraphCaptureFailed."""
         self.drop_graphs()
-        cache, block_size = self._kv.cache, self._plan.block_size
-        for length in (min(16, self._plan.request.max_context, block_size), 1):
-            batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
-            self.argmax(self.forward(batch, cache))
+        cache, plan = self._kv.cache, self._groups[0].plan
+        for length in (min(16, plan.request.max_context, plan.block_size), 1):
+            batch = dummy_batch(num_tokens=length, max_len=length, block_size=plan.block_size, max_seqs=1)
+            self.argmax(self.forward(in_groups(batch, len(self._groups), plan.block_size), cache))
         self._platform.synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import DeviceAllocator
-from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.batch import StepBatch, in_groups
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
@@ -73,7 +73,9 @@ def largest_step(
         block_size=loaded.plan.block_size,
         max_seqs=config.max_num_seqs,
     )
-    cache = kv.scratch(int(batch.block_table.max()) + 1)
+    num_groups = len(loaded.groups)
+    cache = kv.scratch(num_groups * (int(batch.block_table.max()) + 1))
+    batch = in_groups(batch, num_groups, loaded.plan.block_size)
     samples = info.is_generative and config.rank == config.driver_rank and cache.device.type != "cpu"
     compute = partial(_compute, runner, batch, cache)
     start = time.perf_counter()
