@@ -17,7 +17,7 @@ EXTREMES: list[tuple[dict[str, Any], str]] = [
     ({**_WIDE, "allowed_token_ids": [5, 6], "top_p": 1.2e-38}, "length"),
     ({"temperature": 1.0, "top_k": 2**31 - 1, "ignore_eos": True}, "length"),
     ({"temperature": 1e-5, "top_k": 2**31 - 1, "min_p": 1e-320, "ignore_eos": True}, "length"),
-    ({"temperature": 1.0, "seed": -(2**70), "ignore_eos": True}, "length"),
+    ({"temperature": 1.0, "seed": -(2**63), "ignore_eos": True}, "length"),
     ({"temperature": 1.0, "logit_bias": dict.fromkeys(range(1000), -100.0), "ignore_eos": True}, "length"),
 ]
 """Parameters, and the reason for which a request that has them ends."""
