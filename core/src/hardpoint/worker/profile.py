@@ -15,10 +15,9 @@ from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
-from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
-from hardpoint.worker.model_runner import ModelRunner
+from hardpoint.worker.model_runner import ModelRunner, dummy_batch
 from hardpoint.worker.ranks import place_of
 
 if TYPE_CHECKING:

@@ -22,11 +22,10 @@ from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
-from hardpoint.worker.memory_changes import SleepCycle, Transactions
+from hardpoint.worker.memory_changes import KEPT, SleepCycle, Transactions, Weights
 from hardpoint.worker.model_runner import LaunchedStep, ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
-from hardpoint.worker.weights import KEPT, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
