@@ -23,13 +23,12 @@ EXTREMES: list[tuple[dict[str, Any], str]] = [
 """Parameters, and the reason for which a request that has them ends."""
 
 
-def check_that_extremes_end_alone(llm: LLM, prompts: Sequence[str]) -> None:
+def check_that_extremes_end_alone(llm: LLM, prompts: Sequence[Any], vocabulary: int) -> None:
     """Run each of them beside a greedy request, whose tokens do not change; all others end as they should."""
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    vocabulary = range(llm.get_tokenizer().vocab_size)
     (expected,) = llm.generate(prompts[0], greedy, use_tqdm=False)
     for values, reason in EXTREMES:
-        given = values | ({"stop_token_ids": list(vocabulary)} if "stop_token_ids" in values else {})
+        given = values | ({"stop_token_ids": list(range(vocabulary))} if "stop_token_ids" in values else {})
         params = [SamplingParams(max_tokens=4, **given), greedy]
         extreme, neighbour = llm.generate([prompts[1], prompts[0]], params, use_tqdm=False)
         assert neighbour.outputs[0].token_ids == expected.outputs[0].token_ids, values

@@ -21,7 +21,8 @@ from hardpoint.interfaces import (
     Platform,
     SequenceSampling,
 )
-from hardpoint.sampling import Sampler, reference
+from hardpoint.sampling import reference
+from hardpoint.sampling.sampler import Sampler
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.target import Target
