@@ -184,7 +184,7 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
 
 def test_what_is_not_given_is_as_the_models_publisher_recommends(hp: Any, llms: Any, prepare: Any) -> None:
     hp("generate", "-m", "demo", "-p", "x", "--json")
-    assert llms[-1].params == [SamplingParams(max_tokens=128)]
+    assert llms[-1].params == [SamplingParams(temperature=0.7, max_tokens=128)]
     recommended = SamplingParams(temperature=0.6, top_p=0.95, max_tokens=3)
     prepare(lambda llm: setattr(llm, "recommended", recommended))
     hp("generate", "-m", "demo", "-p", "x", "--json")

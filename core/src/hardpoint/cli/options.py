@@ -101,7 +101,10 @@ class SamplingOptions:
     """How tokens are chosen; `SamplingParams` says what each means. What is not given is as the model's publisher recommends."""
 
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most probable token.", rich_help_panel=_SAMPLING)
+        float | None,
+        typer.Option(
+            help="0 takes the most probable token.", show_default="the model's, or 0.7", rich_help_panel=_SAMPLING
+        ),
     ] = None
     top_p: Annotated[
         float | None, typer.Option(help="Smallest set of tokens with this mass.", rich_help_panel=_SAMPLING)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hardpoint.engine.outputs import RequestOutput
     from hardpoint.sampling import SamplingParams
 
+_TEMPERATURE = 0.7
 _request_numbers = itertools.count()
 
 
@@ -51,12 +52,16 @@ def interruptible() -> Iterator[Interrupt]:
 def sampling_params(llm: LLM, given: Mapping[str, Any], max_tokens: int) -> SamplingParams:
     """Return what the user gave, over what the model's publisher recommends; raises InvalidSamplingParams.
 
+    Where the publisher recommends nothing, the temperature is 0.7.
+
     Args:
         max_tokens: where neither says it.
     """
     from hardpoint.sampling import SamplingParams
 
     recommended = llm.get_default_sampling_params()
+    if recommended == SamplingParams():
+        recommended = recommended.clone(temperature=_TEMPERATURE)
     if recommended.max_tokens == SamplingParams().max_tokens:
         recommended = recommended.clone(max_tokens=max_tokens)
     return recommended.clone(**given)
