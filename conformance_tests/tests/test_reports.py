@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,35 +18,18 @@ from hardpoint_conformance.compare import BEGIN, END
 from hardpoint_conformance.html import to_html
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.outcomes import Verdict
-from hardpoint_conformance.report import SUITE, canonical, collect, digest_of, finish, list_sha256, read_report, verify
+from hardpoint_conformance.report import SUITE, digest_of, finish, list_sha256, read_report, verify
 from hardpoint_conformance.verdict import Standing, judge, standings
 from hardpoint_conformance.waivers import apply_waivers, read_waivers
 
 Report = dict[str, Any]
 
+pytestmark = pytest.mark.usefixtures("collect_once")
+
 
 def call(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collect_once() -> Iterator[None]:
-    """Collect the tests once for each set of claims: importing all of them takes seconds."""
-    found: dict[bytes, list[dict[str, Any]]] = {}
-
-    def cached(
-        claims: Report, scratch: Path, modules: Sequence[Path], *, explore: int = 0, **options: Any
-    ) -> list[dict[str, Any]]:
-        key = canonical([claims, [module.name for module in modules], explore])
-        if key not in found:
-            found[key] = collect(claims, scratch, modules, explore=explore, **options)
-        return copy.deepcopy(found[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hardpoint_conformance.report.collect", cached)
-        patch.setattr("hardpoint_conformance.runner.collect", cached)
-        yield
 
 
 @pytest.fixture(scope="module")

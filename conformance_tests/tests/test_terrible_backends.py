@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from hardpoint_conformance.cli import app
 
 HOOK = """
 import dataclasses, os, signal, time
@@ -44,10 +44,15 @@ def hardpoint_backend():
 
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
+pytestmark = pytest.mark.usefixtures("collect_once")
+
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Install a backend made from the CPU's with faults, and run the suite against it: (exit status, report, output)."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Install a backend made from the CPU's with faults, and run the suite against it: (exit status, report, output).
+
+    The command runs in this process, in which nothing of a backend ever does: what ends the process ends the tests.
+    """
 
     def install_and_run(*options: str, **faults: str) -> tuple[int, dict[str, Any], str]:
         site = tmp_path / "site"
@@ -57,18 +62,12 @@ def run(tmp_path: Path) -> Run:
         (info / "entry_points.txt").write_text("[hardpoint.backends]\nterrible = terrible\n")
         parts = {name: indent(faults.get(name, "pass"), "    ") for name in ("probe", "claims", "attention", "hook")}
         (site / "terrible.py").write_text(HOOK.format(before=faults.get("before", ""), **parts))
-        command = [sys.executable, "-m", "hardpoint_conformance.cli", "run", "--backend", "terrible"]
-        command += ["--report", str(tmp_path / "out"), *(options or ("--level", "L0"))]
-        ended = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            env=os.environ | {"PYTHONPATH": str(site)},
-        )
+        monkeypatch.syspath_prepend(site)
+        monkeypatch.setenv("PYTHONPATH", str(site))
+        command = ["run", "--backend", "terrible", "--report", str(tmp_path / "out"), *(options or ("--level", "L0"))]
+        ended = CliRunner().invoke(app, command)
         file = tmp_path / "out" / "report.json"
-        return ended.returncode, json.loads(file.read_text()) if file.exists() else {}, ended.stdout + ended.stderr
+        return ended.exit_code, json.loads(file.read_text()) if file.exists() else {}, ended.output
 
     return install_and_run
 

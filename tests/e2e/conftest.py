@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint_conformance.tiny_model import demo_file, read_demo
+from hardpoint_conformance.tiny_model import Model, Shape, demo_file, read_demo, tiny_model
 
 PROMPTS = [
     "The capital of France is",
@@ -37,6 +38,10 @@ PROMPTS = [
 ]
 
 
+SHALLOW = Shape(hidden=576, intermediate=1536, layers=2, heads=9, kv_heads=3, head_dim=64, vocab=2048, max_len=1024)
+"""Layers of the demo's shapes, so that they are computed by the same kernels in the same tiles, but few, and a small vocabulary."""
+
+
 @contextmanager
 def engine(model: str = "demo", **settings: Any) -> Iterator[LLM]:
     """Make an engine with float32 weights, of the demo model by default, and shut it down."""
@@ -59,6 +64,24 @@ def make_engine() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def shallow() -> Model:
+    """A seeded model without tokenizer, for what does not depend on the weights; it starts and computes in milliseconds."""
+    return tiny_model(SHALLOW)
+
+
+@pytest.fixture(scope="session")
+def make_shallow(shallow: Model) -> Callable[..., Any]:
+    return partial(engine, shallow.path, skip_tokenizer_init=True)
+
+
+@pytest.fixture(scope="session")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """An engine of the demo model, which every test leaves as it was."""
+    with engine(sleep_disk_directory=str(tmp_path_factory.mktemp("backups"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def greedy() -> Callable[..., SamplingParams]:
     def params(max_tokens: int = 24, **more: Any) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
@@ -67,10 +90,24 @@ def greedy() -> Callable[..., SamplingParams]:
 
 
 class Oracle:
-    """transformers' own model with the demo's weights: logits of every position of a token sequence."""
+    """transformers' own model of a model's weights: logits of every position of a token sequence."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+
+    @classmethod
+    def of(cls, model: Model) -> Oracle:
+        """Return the oracle in float32; nothing of the engine reads the configuration and the weights."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.initialization import no_init_weights
+
+        with no_init_weights():
+            made = LlamaForCausalLM(LlamaConfig(**model.shape.config))
+        missing, unexpected = made.load_state_dict(dict(model.weights), strict=False)
+        assert set(missing) <= {"lm_head.weight"}
+        assert not unexpected
+        made.tie_weights()
+        return cls(made.to(torch.float32).eval())
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], since: int) -> torch.Tensor:
@@ -81,20 +118,10 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def oracle_float32() -> Oracle:
-    """Its configuration and weights are read by the gguf package, as the conformance suite's are, and by nothing of the engine."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.initialization import no_init_weights
-
+    """The demo model's, whose file the gguf package reads."""
     file = demo_file()
     assert file is not None
-    demo = read_demo(file)
-    with no_init_weights():
-        model = LlamaForCausalLM(LlamaConfig(**demo.shape.config))
-    missing, unexpected = model.load_state_dict(dict(demo.weights), strict=False)
-    assert set(missing) <= {"lm_head.weight"}
-    assert not unexpected
-    model.tie_weights()
-    return Oracle(model.to(torch.float32).eval())
+    return Oracle.of(read_demo(file))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,8 @@ from hardpoint.interfaces.errors import (
 from hardpoint.sampling import RequestOutputKind
 from tests.e2e.extremes import check_that_extremes_end_alone
 
-
-@pytest.fixture(scope="module")
-def llm(make_engine: Any) -> Iterator[LLM]:
-    with make_engine() as llm:
-        yield llm
+TOKENS = {"prompt_token_ids": [5, 9, 22, 7]}
+"""A prompt of the model without tokenizer."""
 
 
 def _drain(engine: LLMEngine) -> dict[str, list[Any]]:
@@ -90,17 +86,17 @@ def test_a_conversation_in_text_parts_is_answered_as_one_in_text(llm: LLM) -> No
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], params)
 
 
-def test_without_parameters_the_publishers_are_used(make_engine: Any, tmp_path: Path) -> None:
+def test_without_parameters_the_publishers_are_used(make_shallow: Any, tmp_path: Path) -> None:
     recommended = tmp_path / "generation_config.json"
     recommended.write_text('{"temperature": 0.0, "max_new_tokens": 3}')
-    with make_engine(generation_config=str(tmp_path), num_device_blocks=8, max_model_len=64) as llm:
+    with make_shallow(generation_config=str(tmp_path)) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
-        (completion,) = llm.generate("The capital of France is")[0].outputs
+        (completion,) = llm.generate(TOKENS)[0].outputs
         assert len(completion.token_ids) == 3
-        assert len(llm.generate("One two", SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids) == 5
+        assert len(llm.generate(TOKENS, SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids) == 5
     recommended.write_text('{"temperature": NaN}')
     with pytest.raises(ModelError, match=r"temperature must be a number.*nan.*generation_config='vllm'"):
-        make_engine(generation_config=str(tmp_path)).__enter__()
+        make_shallow(generation_config=str(tmp_path)).__enter__()
 
 
 def test_a_conversation_is_written_by_the_models_template_and_ends_at_end_of_text(llm: LLM) -> None:
@@ -275,11 +271,11 @@ def test_a_failing_worker_ends_its_step_and_the_engine_serves_the_next(
     assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
 
 
-def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_engine: Any) -> None:
-    with make_engine(num_device_blocks=2, block_size=16, max_model_len=512) as llm:
+def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_shallow: Any) -> None:
+    with make_shallow(num_device_blocks=2, block_size=16, max_model_len=512) as llm:
         with pytest.raises(RequestNeverFits):
             llm.generate({"prompt_token_ids": [5] * 40})
-        assert llm.generate("Hello", SamplingParams(max_tokens=3))[0].finished
+        assert llm.generate(TOKENS, SamplingParams(max_tokens=3))[0].finished
 
 
 @pytest.mark.parametrize(
@@ -326,35 +322,37 @@ def test_settings_are_understood_under_the_names_of_other_engines() -> None:
 
 
 def test_a_backend_that_is_passed_over_is_said_in_one_visible_line(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_shallow: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from hardpoint.engine import core
 
     real = core.resolve_backend
     passed = "abacus is unavailable (no beads): using cpu instead"
     monkeypatch.setattr(core, "resolve_backend", lambda *a, **k: dataclasses.replace(real(*a, **k), notice=passed))
-    with make_engine(num_device_blocks=8, max_model_len=64) as llm:
+    with make_shallow() as llm:
         assert llm.info.notice == passed
     assert [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "hardpoint"] == [("WARNING", passed)]
 
 
-def test_a_shut_down_engine_says_so(make_engine: Any) -> None:
-    with make_engine(num_device_blocks=8, max_model_len=64) as llm:
+def test_a_shut_down_engine_says_so(make_shallow: Any) -> None:
+    with make_shallow() as llm:
         pass
     llm.shutdown()
     with pytest.raises(EngineDead):
-        llm.generate("x")
+        llm.generate(TOKENS)
 
 
-def test_two_engines_live_side_by_side(make_engine: Any) -> None:
+def test_two_engines_live_side_by_side(llm: LLM, make_shallow: Any) -> None:
     params = SamplingParams(temperature=0, max_tokens=6)
-    with make_engine(dtype="bfloat16") as first, make_engine() as second:
-        texts = [engine.generate("The capital of France is", params)[0].outputs[0].text for engine in (first, second)]
-        assert all("Paris" in text for text in texts)
+    with make_shallow(dtype="bfloat16") as other:
+        (expected,) = other.generate(TOKENS, params)
+        assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
+        assert other.generate(TOKENS, params)[0].outputs[0].token_ids == expected.outputs[0].token_ids
+    assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
 
 
 def test_an_extreme_request_ends_alone(llm: LLM) -> None:
-    check_that_extremes_end_alone(llm, ["Water boils at", "The quick brown fox"])
+    check_that_extremes_end_alone(llm, ["Water boils at", "The quick brown fox"], llm.get_tokenizer().vocab_size)
 
 
 def test_each_completion_without_a_token_ends_alone(llm: LLM) -> None:

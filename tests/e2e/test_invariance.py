@@ -1,14 +1,13 @@
 """The same tokens whatever the batch, block size, chunk size, prefix cache, preemption, order and number of forks.
 
-The model has layers of the demo's shapes, so that they are computed by the same kernels in the same tiles, but two of them and a small
-vocabulary, with seeded weights. That batches of the demo model itself give the tokens of prompts alone is in `test_oracle.py`.
+The model has layers of the demo's shapes, but few. That batches of the demo model itself give the tokens of its prompts alone is in
+`test_oracle.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,16 +15,14 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint_conformance.tiny_model import Shape, tiny_model
+from tests.e2e.conftest import SHALLOW
 
 Make = Callable[..., AbstractContextManager[LLM]]
-
-SHAPE = Shape(hidden=576, intermediate=1536, layers=2, heads=9, kv_heads=3, head_dim=64, vocab=2048, max_len=1024)
 
 
 def _prompts(lengths: list[int]) -> list[dict[str, list[int]]]:
     """Return seeded prompts of different lengths; those of every third begin alike."""
-    tokens = torch.randint(3, SHAPE.vocab, (sum(lengths),), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(3, SHALLOW.vocab, (sum(lengths),), generator=torch.Generator().manual_seed(0)).tolist()
     each = [tokens[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
     return [{"prompt_token_ids": (each[2][:9] if n % 3 == 2 else []) + ids} for n, ids in enumerate(each)]
 
@@ -34,14 +31,9 @@ PROMPTS = _prompts([5, 9, 17, 1, 12, 8, 7, 3, 16, 20, 11, 4, 2, 33, 6, 15, 10, 1
 
 
 @pytest.fixture(scope="module")
-def make(make_engine: Make) -> Make:
-    return partial(make_engine, tiny_model(SHAPE).path, skip_tokenizer_init=True)
-
-
-@pytest.fixture(scope="module")
-def alone(make: Make, greedy: Any) -> list[list[int]]:
+def alone(make_shallow: Make, greedy: Any) -> list[list[int]]:
     """Greedy tokens of every prompt served alone, in one chunk, without prefix cache."""
-    with make(enable_prefix_caching=False, max_num_seqs=1) as llm:
+    with make_shallow(enable_prefix_caching=False, max_num_seqs=1) as llm:
         expected = [list(llm.generate(prompt, greedy())[0].outputs[0].token_ids) for prompt in PROMPTS]
     assert len({token for tokens in expected for token in tokens}) > 100, "not a model that repeats one token"
     return expected
@@ -62,23 +54,25 @@ def _tokens(outputs: Any) -> list[list[int]]:
         pytest.param({"use_fused_decoder": False}, id="lean-modules"),
     ],
 )
-def test_tokens_do_not_depend_on(settings: dict[str, Any], make: Make, greedy: Any, alone: list[list[int]]) -> None:
-    with make(**settings) as llm:
+def test_tokens_do_not_depend_on(
+    settings: dict[str, Any], make_shallow: Make, greedy: Any, alone: list[list[int]]
+) -> None:
+    with make_shallow(**settings) as llm:
         assert llm.info.path == ("fused" if settings.get("use_fused_decoder", True) else "lean")
         assert _tokens(llm.generate(PROMPTS, greedy())) == alone
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_tokens_survive_preemption(mode: str, make: Make, greedy: Any, alone: list[list[int]]) -> None:
-    with make(block_size=8, num_device_blocks=24, max_model_len=160, preemption_mode=mode) as llm:
+def test_tokens_survive_preemption(mode: str, make_shallow: Make, greedy: Any, alone: list[list[int]]) -> None:
+    with make_shallow(block_size=8, num_device_blocks=24, max_model_len=160, preemption_mode=mode) as llm:
         assert _tokens(llm.generate(PROMPTS, greedy())) == alone
         assert llm.stats().preemptions > 0
 
 
 def test_tokens_do_not_depend_on_order_and_are_found_in_the_prefix_cache(
-    make: Make, greedy: Any, alone: list[list[int]]
+    make_shallow: Make, greedy: Any, alone: list[list[int]]
 ) -> None:
-    with make(block_size=8) as llm:
+    with make_shallow(block_size=8) as llm:
         backwards = _tokens(llm.generate(PROMPTS[::-1], greedy()))[::-1]
         again = llm.generate(PROMPTS, greedy())
         assert backwards == alone
@@ -89,16 +83,16 @@ def test_tokens_do_not_depend_on_order_and_are_found_in_the_prefix_cache(
 
 
 def test_forks_share_the_prompt_and_give_the_same_greedy_tokens(
-    make: Make, greedy: Any, alone: list[list[int]]
+    make_shallow: Make, greedy: Any, alone: list[list[int]]
 ) -> None:
-    with make(block_size=8) as llm:
+    with make_shallow(block_size=8) as llm:
         for output, expected in zip(llm.generate(PROMPTS, greedy(n=3)), alone, strict=True):
             assert [list(fork.token_ids) for fork in output.outputs] == [expected] * 3
 
 
-def test_seeded_sampling_does_not_depend_on_the_batch(make: Make) -> None:
+def test_seeded_sampling_does_not_depend_on_the_batch(make_shallow: Make) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=7, max_tokens=16, ignore_eos=True, n=2)
-    with make() as llm:
+    with make_shallow() as llm:
         together = llm.generate(PROMPTS, params)
         alone = [llm.generate(prompt, params)[0] for prompt in PROMPTS]
     assert [[o.token_ids for o in out.outputs] for out in together] == [
@@ -107,8 +101,8 @@ def test_seeded_sampling_does_not_depend_on_the_batch(make: Make) -> None:
     assert any(out.outputs[0].token_ids != out.outputs[1].token_ids for out in together), "forks draw for themselves"
 
 
-def test_log_probabilities_are_the_same_bits_alone_and_in_a_batch(make: Make, greedy: Any) -> None:
-    with make(dtype="bfloat16", enable_prefix_caching=False) as llm:
+def test_log_probabilities_are_the_same_bits_alone_and_in_a_batch(make_shallow: Make, greedy: Any) -> None:
+    with make_shallow(dtype="bfloat16", enable_prefix_caching=False) as llm:
         together = llm.generate(PROMPTS, greedy(8, logprobs=3))
         alone = [llm.generate(prompt, greedy(8, logprobs=3))[0] for prompt in PROMPTS]
     for one, many in zip(alone, together, strict=True):

@@ -1,4 +1,4 @@
-"""The demo model on several ranks: the same tokens, one sleep for all, and nothing left when a rank is killed.
+"""A model on several ranks: the same tokens, one sleep for all, and nothing left when a rank is killed.
 
 Starting ranks takes seconds, so there are three engines in all, one after the other in this process, and many checks with each. Each
 engine after the first is also the proof that a new one works where one has died.
@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,36 @@ from hardpoint.executor import RemoteExecutor
 from hardpoint.executor.rendezvous import RendezvousServer
 from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
 from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing
-from hardpoint.models import open_model
+from hardpoint_conformance.tiny_model import Model
+from tests.e2e.conftest import Oracle
 from tests.e2e.extremes import check_that_extremes_end_alone
 from tests.leaks import Belongings
 
 pytestmark = pytest.mark.timeout(300)
 
-PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "1, 1, 2, 3, 5, 8,"]
+Make = Callable[..., LLM]
+Weights = Mapping[str, torch.Tensor]
+
+PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 9, 22, 7, 301], list(range(40, 52)), [11, 12, 11, 12, 13])]
 TOKENS = 16
 REPORTED_WITHIN = 5.0
 ROUNDING = 2e-3
 """By how much the logits of float32 inference may differ between two orders of its sums; ten times what was seen."""
 
 
-def _engine(**settings: Any) -> LLM:
+@pytest.fixture(scope="module")
+def oracle(shallow: Model) -> Oracle:
+    return Oracle.of(shallow)
+
+
+@pytest.fixture(scope="module")
+def make(shallow: Model) -> Callable[..., LLM]:
+    """Return what makes an engine."""
     small = {"max_model_len": 256, "num_device_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    return LLM("demo", dtype="float32", backend="cpu", **(small | settings))
+    return partial(LLM, shallow.path, dtype="float32", backend="cpu", skip_tokenizer_init=True, **small)
 
 
-def _check_tokens(llm: LLM, oracle: Any, params: SamplingParams) -> None:
+def _check_tokens(llm: LLM, oracle: Oracle, params: SamplingParams) -> None:
     """Greedy tokens by the logit-margin rule: the oracle prefers no other token by more than the rounding of its logits."""
     for output in llm.generate(PROMPTS, params, use_tqdm=False):
         chosen = list(output.outputs[0].token_ids)
@@ -61,7 +73,7 @@ def _check_dead(llm: LLM, rank: int) -> None:
     assert status.state is EngineState.FAILED
     assert f"rank {rank} failed" in (status.failure or "")
     with pytest.raises(EngineDead, match=f"rank {rank} failed"):
-        engine.add_request("late", "x", SamplingParams())
+        engine.add_request("late", PROMPTS[0], SamplingParams())
     for use in (engine.step, llm.sleep, llm.wake_up, llm.reload_weights):
         with pytest.raises(EngineDead):
             use()
@@ -80,12 +92,6 @@ def nothing_left() -> Iterator[Callable[[], list[str]]]:
 
     yield new
     assert new() == []
-
-
-def _weights(names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    checkpoint = open_model("demo").checkpoint
-    for name in names:
-        yield name, checkpoint.read(name)
 
 
 def _compute(llm: LLM, steps: int) -> None:
@@ -113,10 +119,10 @@ def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
     assert [(stats.tags, stats.asleep) for stats in after] == [(stats.tags, frozenset()) for stats in before]
 
 
-def _check_that_logits_that_are_no_numbers_end_their_requests(llm: LLM) -> None:
+def _check_that_logits_that_are_no_numbers_end_their_requests(llm: LLM, weights: Weights) -> None:
     """They are found by the driver alone, when it samples: the requests end with an error, and all ranks go on."""
     engine, norm = llm.engine, "model.norm.weight"
-    llm.update_weights([(norm, open_model("demo").checkpoint.read(norm) * torch.nan)])
+    llm.update_weights([(norm, weights[norm] * torch.nan)])
     engine.add_request("drawn", PROMPTS[0], SamplingParams(temperature=0.7, max_tokens=4))
     engine.add_request("beside it", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=4))
     outputs = engine.step()
@@ -130,34 +136,36 @@ def _check_that_logits_that_are_no_numbers_end_their_requests(llm: LLM) -> None:
     llm.reload_weights()
 
 
-def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_left: Callable[[], list[str]]) -> None:
-    with _engine(tensor_parallel_size=2) as llm:
+def test_two_ranks_share_each_layer(
+    make: Make, shallow: Model, oracle: Oracle, greedy: Any, nothing_left: Callable[[], list[str]]
+) -> None:
+    with make(tensor_parallel_size=2) as llm:
         assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
         assert len(_pids(llm)) == 2
-        _check_tokens(llm, oracle_float32, greedy(TOKENS))
-        _check_that_logits_that_are_no_numbers_end_their_requests(llm)
-        check_that_extremes_end_alone(llm, PROMPTS)
-        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+        _check_tokens(llm, oracle, greedy(TOKENS))
+        _check_that_logits_that_are_no_numbers_end_their_requests(llm, shallow.weights)
+        check_that_extremes_end_alone(llm, PROMPTS, shallow.shape.vocab)
+        _check_tokens(llm, oracle, greedy(TOKENS))
 
         seen: list[tuple[int, int]] = []
         report = llm.sleep(tier="disk", progress=lambda done, total: seen.append((done, total)))
         assert report.freed >= llm.info.weight_bytes
         assert seen
         assert llm.wake_up().state is EngineState.RUNNING
-        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+        _check_tokens(llm, oracle, greedy(TOKENS))
 
         _check_that_one_rank_rolls_back_all(llm)
-        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+        _check_tokens(llm, oracle, greedy(TOKENS))
 
         llm.sleep(level=2)
         llm.wake_up()
         with pytest.raises(WeightsMissing):
-            llm.generate("x")
-        names = sorted(open_model("demo").checkpoint.shapes())
-        assert llm.update_weights(_weights(names[:100])) == 100
-        assert llm.sleep_status().missing_weights == len(names) - 100
+            llm.generate(PROMPTS[0])
+        names = sorted(shallow.weights)
+        assert llm.update_weights((name, shallow.weights[name]) for name in names[:10]) == 10
+        assert llm.sleep_status().missing_weights == len(names) - 10
         assert llm.reload_weights() == len(names)
-        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+        _check_tokens(llm, oracle, greedy(TOKENS))
 
         # Killed while it decodes.
         for number, prompt in enumerate(PROMPTS):
@@ -173,14 +181,16 @@ def test_two_ranks_share_each_layer(oracle_float32: Any, greedy: Any, nothing_le
     assert nothing_left() == []
 
 
-def test_two_stages_divide_the_layers(oracle_float32: Any, greedy: Any, nothing_left: Callable[[], list[str]]) -> None:
-    with _engine(pipeline_parallel_size=2) as llm:
+def test_two_stages_divide_the_layers(
+    make: Make, shallow: Model, oracle: Oracle, greedy: Any, nothing_left: Callable[[], list[str]]
+) -> None:
+    with make(pipeline_parallel_size=2) as llm:
         assert (llm.info.num_ranks, llm.info.pipeline_parallel_size) == (2, 2)
-        _check_that_logits_that_are_no_numbers_end_their_requests(llm)
-        _check_tokens(llm, oracle_float32, greedy(TOKENS))
+        _check_that_logits_that_are_no_numbers_end_their_requests(llm, shallow.weights)
+        _check_tokens(llm, oracle, greedy(TOKENS))
         embeddings = llm.embed(PROMPTS[:1], use_tqdm=False)
         assert embeddings[0].outputs.embedding.shape == (576,)
-        assert llm.reload_weights() == len(open_model("demo").checkpoint.shapes())
+        assert llm.reload_weights() == len(shallow.weights)
 
         # Killed while it goes to sleep.
         killed: list[float] = []
@@ -201,7 +211,9 @@ def test_two_stages_divide_the_layers(oracle_float32: Any, greedy: Any, nothing_
     assert nothing_left() == []
 
 
-def test_a_rank_killed_while_it_starts_is_an_error_of_the_start(nothing_left: Callable[[], list[str]]) -> None:
+def test_a_rank_killed_while_it_starts_is_an_error_of_the_start(
+    make: Make, nothing_left: Callable[[], list[str]]
+) -> None:
     killed: list[float] = []
 
     def kill() -> None:
@@ -218,7 +230,7 @@ def test_a_rank_killed_while_it_starts_is_an_error_of_the_start(nothing_left: Ca
     killer = threading.Timer(1.0, kill)
     killer.start()
     with pytest.raises(RankFailed, match="ended by SIGKILL"):
-        _engine(tensor_parallel_size=2)
+        make(tensor_parallel_size=2)
     killer.join()
     assert time.monotonic() - killed[0] < REPORTED_WITHIN
     assert nothing_left() == []

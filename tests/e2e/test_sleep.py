@@ -97,9 +97,8 @@ def _resident() -> int:
 
 
 @pytest.fixture(scope="module")
-def the_demo(make_engine: Any, greedy: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    with make_engine(sleep_disk_directory=str(tmp_path_factory.mktemp("backups"))) as llm:
-        yield Subject(llm, PROMPTS, greedy())
+def the_demo(llm: LLM, greedy: Any) -> Subject:
+    return Subject(llm, PROMPTS, greedy(12))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from hardpoint.interfaces import (
     WorkerContext,
 )
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.worker.dummy import dummy_batch
+from hardpoint.worker.model_runner import dummy_batch
 from hardpoint_conformance.tiny_model import Model, Shape, tiny_model
 from hardpoint_conformance.worker_bench import sleep, wake
 

@@ -148,7 +148,7 @@ void Decoder::add_branch(LinearCall c, const float* norm) const {
   });
 }
 
-void Decoder::attend(const DecoderLayer& layer, int64_t index, const DecoderStep& step, PreparedBatch& prepared) const {
+void Decoder::attend(const DecoderLayer& layer, const DecoderStep& step, PreparedBatch& prepared) const {
   const AttentionBatch& batch = prepared.batch();
   const AttentionLayer& a = layer.attention;
   const int64_t tokens = batch.num_tokens, size = itemsize(config_.dtype), width = qkv_width(a);
@@ -173,7 +173,7 @@ void Decoder::attend(const DecoderLayer& layer, int64_t index, const DecoderStep
   });
 
   const int64_t cache_bytes = batch.num_blocks * a.num_kv_heads * batch.block_size * a.head_dim * size;
-  char* k_cache = step.kv_cache + 2 * index * cache_bytes;
+  char* k_cache = step.kv_cache + 2 * layer.cache_layer * cache_bytes;
   const KvLayer kv{k_cache, k_cache + cache_bytes, config_.dtype};
   write_kv(batch, a, scratch_.qkv + k_offset * size, width, scratch_.qkv + v_offset * size, width, config_.dtype, kv);
   attention(prepared.plan_for(a), batch, a, scratch_.qkv, width, config_.dtype, kv, scratch_.attended, attention_width(a));
@@ -225,8 +225,13 @@ void Decoder::head(const void* hidden, int64_t rows, DecoderOutput output, void*
   linear(head);
 }
 
-void Decoder::run(const DecoderStep& step, PreparedBatch& prepared) {
-  const AttentionBatch& batch = prepared.batch();
+void Decoder::run(const DecoderStep& step, const std::vector<PreparedBatch*>& prepared) {
+  for (const DecoderLayer& layer : config_.layers)
+    if (layer.kv_group < 0 || static_cast<size_t>(layer.kv_group) >= prepared.size())
+      throw std::invalid_argument("a layer is of KV cache group " + text(layer.kv_group) + " of " + text(static_cast<int64_t>(prepared.size())));
+  const AttentionBatch& batch = prepared.front()->batch();
+  for (const PreparedBatch* group : prepared)
+    if (group->batch().num_tokens != batch.num_tokens) throw std::invalid_argument("KV cache groups disagree about a step's tokens");
   check(step, batch);
   const int64_t tokens = batch.num_tokens;
   if (tokens == 0) return;
@@ -237,7 +242,7 @@ void Decoder::run(const DecoderStep& step, PreparedBatch& prepared) {
   const int64_t last = static_cast<int64_t>(config_.layers.size()) - 1;
   for (int64_t i = 0; i <= last; ++i) {
     const DecoderLayer& layer = config_.layers[i];
-    attend(layer, i, step, prepared);
+    attend(layer, step, *prepared[layer.kv_group]);
     const int64_t m = i == last && compact ? keep_rows(layer, step) : tokens;
     if (m == 0) return;
     const int64_t width = attention_width(layer.attention);

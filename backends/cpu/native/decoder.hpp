@@ -17,6 +17,8 @@ namespace hp {
 // Norm weights and biases are fp32; pointers that a layer does not use are null.
 struct DecoderLayer {
   AttentionLayer attention{};
+  int kv_group = 0;         // of the step's prepared batches
+  int64_t cache_layer = 0;  // of the KV cache
   int rope_table = 0;
   const float* input_norm = nullptr;          // [hidden]
   PackedWeight qkv;                           // [(heads + 2 kv_heads) * head_dim, hidden]
@@ -64,7 +66,7 @@ enum class DecoderOutput : int {
 struct DecoderStep {
   const int64_t* token_ids = nullptr;  // [tokens]
   const int64_t* positions = nullptr;  // [tokens]
-  char* kv_cache = nullptr;            // [layers, 2, blocks, kv_heads, block_size, head_dim]
+  char* kv_cache = nullptr;            // [layers of the largest group, 2, blocks, kv_heads, block_size, head_dim]
   const int32_t* rows = nullptr;       // [num_rows] tokens whose hidden states are wanted
   int64_t num_rows = 0;
   void* out = nullptr;  // [num_rows, hidden] in the model's dtype, after the final norm
@@ -83,7 +85,8 @@ class Decoder {
 
   // Throws std::invalid_argument or std::out_of_range for a step beyond the configured sizes or a token, position or row that
   // does not exist, before any work. One step at a time.
-  void run(const DecoderStep& step, PreparedBatch& prepared);
+  // `prepared`: the step's batch as each KV cache group sees it.
+  void run(const DecoderStep& step, const std::vector<PreparedBatch*>& prepared);
 
   // Logits, or the tokens of the highest ones, of hidden states [rows, hidden] that `run` gave.
   void head(const void* hidden, int64_t rows, DecoderOutput output, void* out) const;
@@ -104,7 +107,7 @@ class Decoder {
   LinearCall call(const PackedWeight& weight, const void* x, int64_t x_stride, int64_t m) const;
   void normed_linear(LinearCall call, const float* residual, const float* norm) const;
   void add_branch(LinearCall call, const float* norm) const;
-  void attend(const DecoderLayer& layer, int64_t index, const DecoderStep& step, PreparedBatch& prepared) const;
+  void attend(const DecoderLayer& layer, const DecoderStep& step, PreparedBatch& prepared) const;
   int64_t keep_rows(const DecoderLayer& layer, const DecoderStep& step) const;
   void feed_forward(const DecoderLayer& layer, int64_t m) const;
   void write_hidden(const DecoderStep& step, bool compacted) const;

@@ -36,7 +36,7 @@ PackedWeight weight(const WeightTuple& w) {
 }
 
 // A layer's tensors by their names in hardpoint_cpu.decoder.DecoderSpec; absent ones are null.
-DecoderLayer decoder_layer(const AttentionLayer& attention, int rope_table, const std::map<std::string, WeightTuple>& weights,
+DecoderLayer decoder_layer(const AttentionLayer& attention, int kv_group, int64_t cache_layer, int rope_table, const std::map<std::string, WeightTuple>& weights,
                            const std::map<std::string, Address>& vectors) {
   const auto vector = [&](const char* name) {
     const auto found = vectors.find(name);
@@ -44,6 +44,8 @@ DecoderLayer decoder_layer(const AttentionLayer& attention, int rope_table, cons
   };
   DecoderLayer layer;
   layer.attention = attention;
+  layer.kv_group = kv_group;
+  layer.cache_layer = cache_layer;
   layer.rope_table = rope_table;
   layer.qkv = weight(weights.at("qkv"));
   layer.o = weight(weights.at("o"));
@@ -110,7 +112,7 @@ void bind_operators(py::module_& m) {
 void bind_decoder(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> unlocked;
   py::class_<DecoderLayer>(m, "DecoderLayer", "One layer's settings and the addresses of its weights.")
-      .def(py::init(&decoder_layer), py::arg("attention"), py::arg("rope_table"), py::arg("weights"), py::arg("vectors"));
+      .def(py::init(&decoder_layer), py::arg("attention"), py::arg("kv_group"), py::arg("cache_layer"), py::arg("rope_table"), py::arg("weights"), py::arg("vectors"));
 
   py::class_<Decoder>(m, "Decoder", "A whole decoder step in one call. Keeps addresses only: the tensors must outlive it.")
       .def(py::init([](int dtype, int64_t vocab, int64_t hidden, int64_t intermediate, int rotary_dim, float norm_eps, int activation,
@@ -147,7 +149,7 @@ void bind_decoder(py::module_& m) {
            })
       .def(
           "run",
-          [](Decoder& d, PreparedBatch& prepared, Address token_ids, Address positions, Address kv_cache, Address rows,
+          [](Decoder& d, const std::vector<PreparedBatch*>& prepared, Address token_ids, Address positions, Address kv_cache, Address rows,
              int64_t num_rows, Address out) {
             d.run({at<int64_t>(token_ids), at<int64_t>(positions), at<char>(kv_cache), at<int32_t>(rows), num_rows, at<void>(out)},
                   prepared);

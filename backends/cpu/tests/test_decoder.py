@@ -18,6 +18,7 @@ from hardpoint.interfaces import (
     AttentionRequest,
     DType,
     FuseRequest,
+    KVCacheGroup,
     StepBatch,
 )
 from hardpoint_cpu import _native
@@ -162,7 +163,7 @@ class Runner:
         )
         assert isinstance(plan, AttentionPlan)
         self.plan = plan
-        request = FuseRequest(self.dtype, plan, self.max_tokens, self.max_samples, MAX_CONTEXT)
+        request = FuseRequest(self.dtype, KVCacheGroup.whole(plan), self.max_tokens, self.max_samples, MAX_CONTEXT)
         assert not refusals(self.spec, request)
         self.program = decoder(self.spec, request, self.allocator, self.tables)
         for name, tensor in self.weights.items():
@@ -212,7 +213,7 @@ class Runner:
         wanted = torch.tensor(query_start[1:] - 1 if rows is None else rows, dtype=torch.int32)
         metadata = self.attention.prepare(self.plan, batch)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        hidden = self.program.run(token_ids, positions, metadata, self.cache, wanted)
+        hidden = self.program.run(token_ids, positions, (metadata,), self.cache, wanted)
         return (hidden if output == "hidden" else getattr(self.program, output)(hidden)).clone()
 
 
@@ -333,7 +334,7 @@ def test_packed_weights_take_the_bytes_of_the_plain_ones() -> None:
     allocator = CpuAllocator(device)
     plan = CpuAttention(device).plan(AttentionRequest(spec.attention, DType.BFLOAT16, DType.BFLOAT16, 8, MAX_CONTEXT))
     assert isinstance(plan, AttentionPlan)
-    program = decoder(spec, FuseRequest(DType.BFLOAT16, plan, 16, 4, MAX_CONTEXT), allocator)
+    program = decoder(spec, FuseRequest(DType.BFLOAT16, KVCacheGroup.whole(plan), 16, 4, MAX_CONTEXT), allocator)
     shapes = spec.weight_shapes().values()
     plain = sum(2 * s[0] * s[1] if len(s) == 2 else 4 * s[0] for s in shapes)
     stats = allocator.stats().tags
@@ -365,6 +366,6 @@ def test_a_decoder_that_cannot_be_run_is_refused_with_every_reason() -> None:
     spec = replace(LLAMA, attention=(replace(LAYER, alibi=True),) * 3, rotary_dim=18)
     plan = CpuAttention(device).plan(AttentionRequest(spec.attention, DType.FLOAT32, DType.FLOAT32, 8, MAX_CONTEXT))
     assert isinstance(plan, AttentionPlan)
-    text = "; ".join(refusals(spec, FuseRequest(DType.FLOAT8_E4M3, plan, 16, 4, MAX_CONTEXT)))
+    text = "; ".join(refusals(spec, FuseRequest(DType.FLOAT8_E4M3, KVCacheGroup.whole(plan), 16, 4, MAX_CONTEXT)))
     for part in ("float8_e4m3fn", "ALiBi", "rotary dimension 18", "KV cache of float32"):
         assert part in text

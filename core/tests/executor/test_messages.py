@@ -49,6 +49,7 @@ from hardpoint.interfaces import (
     WorkerStatus,
     errors,
 )
+from hardpoint.interfaces.batch import in_groups
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
     ConfigError,
@@ -251,6 +252,28 @@ def test_a_step_of_unchanged_tables_sends_none_of_them(step: Any) -> None:
     encoder.commit()
     second = len(joined(encoder.encode(one)))
     assert second < 2500 < 8 * 32 * 30 < first
+
+
+def test_slots_and_tables_of_every_kv_cache_group_arrive(step: Any) -> None:
+    encoder, decoder = StepEncoder(), StepDecoder()
+    for lengths in ([5, 9], [6, 10], [30]):
+        sent = step(list(range(1, len(lengths) + 1)), max(lengths))
+        sent = replace(sent, batch=in_groups(sent.batch, 3, 16))
+        message = joined(encoder.encode(sent))
+        encoder.commit()
+        arrived = decoder.decode(message).batch
+        assert len(arrived.more_groups) == 2
+        for found, group in zip(arrived.by_group(), sent.batch.by_group(), strict=True):
+            np.testing.assert_array_equal(found.slot_mapping, group.slot_mapping)
+            for row, context in zip(group.rows, group.context_lens, strict=True):
+                np.testing.assert_array_equal(found.block_table[row, :context], group.block_table[row, :context])
+
+
+def test_a_group_that_is_cut_off_is_refused(step: Any) -> None:
+    sent = step([1, 2], 4)
+    message = joined(StepEncoder().encode(replace(sent, batch=in_groups(sent.batch, 2, 16))))
+    with pytest.raises(MalformedMessage):
+        StepDecoder().decode(message[:-8])
 
 
 def test_arrays_of_another_type_are_refused(step: Any) -> None:

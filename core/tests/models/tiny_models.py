@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
-from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DType, Refusal
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, AttentionRequest, DType, KVCacheGroup, Refusal
 from hardpoint.models import ModelSource, ParallelRank, RunnableModel, attention_layers, load_model, open_model
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.description import ModelDescription
@@ -163,7 +163,7 @@ def open_and_load(
     assert isinstance(plan, AttentionPlan), plan
     settings: dict[str, Any] = {
         "dtype": dtype,
-        "plan": plan,
+        "groups": KVCacheGroup.whole(plan),
         "attention": attention,
         "kernels": None,
         "allocator": PlainAllocator(),
@@ -201,7 +201,7 @@ class Runner:
         )
         metadata = self.attention.prepare(self.plan, batch)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        result = self._model.run(token_ids, positions, metadata, self._cache, last_rows(batch))
+        result = self._model.run(token_ids, positions, (metadata,), self._cache, last_rows(batch))
         if output != "hidden":
             result = getattr(self._model, output)(result)
         for sequence, tokens in work:

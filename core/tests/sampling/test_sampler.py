@@ -407,14 +407,14 @@ VARIED: list[dict[str, Any]] = [
 def test_a_rows_result_is_the_same_bit_for_bit_alone_and_in_any_batch(columns: int, rounded: bool) -> None:
     # Two threads: where an operator splits a long row between them, one row alone is rounded otherwise than among others.
     torch.set_num_threads(2)
-    steps, count = 2, 2 * len(VARIED)
+    steps, count = 2, len(VARIED)
     logits = some_logits(steps * count * columns, 1, 2.5).view(steps, count, columns)
     if rounded:
         logits = logits.bfloat16().float()
     together = Sequences(columns)
     alone = [Sequences(columns) for _ in range(count)]
     for seq_id in range(count):
-        sampling = sequence(seq_id, seed=seq_id, prompt=(1, 2, 3), **VARIED[seq_id % len(VARIED)])
+        sampling = sequence(seq_id, seed=seq_id, prompt=(1, 2, 3), **VARIED[seq_id])
         together.add(sampling)
         alone[seq_id].add(sampling)
     for step in range(steps):
@@ -422,7 +422,7 @@ def test_a_rows_result_is_the_same_bit_for_bit_alone_and_in_any_batch(columns: i
         tokens, logprobs = together.sample(logits[step, order], order)
         for row, seq_id in enumerate(order.tolist()):
             token, logprob = alone[seq_id].sample(logits[step, seq_id : seq_id + 1], np.array([seq_id]))
-            assert token[0] == tokens[row], VARIED[seq_id % len(VARIED)]
+            assert token[0] == tokens[row], VARIED[seq_id]
             assert (0 in logprob) == (row in logprobs)
             if 0 in logprob:
                 assert logprob[0].logprobs.tobytes() == logprobs[row].logprobs.tobytes()
@@ -749,3 +749,18 @@ def test_a_processor_that_fails_ends_its_own_row(wrong: Any, found: str) -> None
     assert found in processed.failed[1]
     assert processed.token_ids.tolist() == [*plain.token_ids[:1], -1, *plain.token_ids[2:]]
     assert processed.logprobs.keys() == plain.logprobs.keys()
+
+
+def test_a_rehearsal_takes_the_room_that_sequences_need() -> None:
+    sampler = Sequences(300)
+    sampler.sampler.rehearse(5)
+    before = sampler.sampler._table.tables
+    rich: dict[str, Any] = {"min_tokens": 1, "stop_token_ids": [1], "logit_bias": {0: 1.0}, "presence_penalty": 1.0}
+    for _ in range(2):
+        for row in range(5):
+            sampler.add(sampling_of(row, **rich, allowed_token_ids=[0, 1, 2]), row=row)
+    after = sampler.sampler._table.tables
+    assert len(after.masks) == len(before.masks) >= 10
+    assert len(after.biases) == len(before.biases) >= 5
+    assert len(after.history) == len(before.history) >= 5
+    sampler.outcome(torch.zeros(5, 300), np.arange(5))

@@ -195,6 +195,61 @@ def test_statistics_count_tokens_of_lookups_and_hits() -> None:
     assert s.block_stats.hit_tokens == 8
 
 
+# Groups with windows
+
+
+def held(s: Scheduler) -> int:
+    return s.block_stats.device_used
+
+
+def test_a_group_with_a_window_gives_back_what_no_query_sees() -> None:
+    s = scheduler(100, group_windows=(0, 8))
+    s.add_request(list(range(10, 42)), max_tokens=32)
+    for computed in range(32, 60):
+        step(s)
+        # The sampled token is not computed yet: of 8 keys it sees 7, which lie in 2 or 3 blocks of 4.
+        full, first = -(-computed // 4), (computed - 7) // 4
+        assert held(s) - 2 * full + first in (0, 1)
+
+
+def test_a_hit_needs_the_blocks_of_the_window_alone() -> None:
+    s = scheduler(40, group_windows=(0, 8))
+    prompt = list(range(10, 50))
+    run(s, prompt)
+    assert held(s) == 0
+    handle = s.add_request([*prompt, 1, 2], max_tokens=1)
+    step(s)
+    assert s.num_cached_tokens(handle) == 40
+
+
+def test_a_hit_ends_where_a_window_is_not_cached() -> None:
+    s = scheduler(26, group_windows=(0, 8))
+    prompt = list(range(10, 50))
+    s.add_request(prompt, max_tokens=20)
+    for _ in range(8):
+        step(s)
+    # The first blocks of the group with a window are the first to be evicted; a prompt that ends with them computes all.
+    run(s, list(range(100, 128)))
+    again = s.add_request([*prompt[:8], 1, 2, 3, 4, 5], max_tokens=1)
+    step(s)
+    s.check()
+    assert s.num_cached_tokens(again) < 8
+
+
+def test_more_sequences_fit_than_with_one_group() -> None:
+    def preemptions(windows: tuple[int, ...], num_blocks: int) -> int:
+        s = scheduler(num_blocks, group_windows=windows)
+        for first in range(5):
+            s.add_request([first] * 4, max_tokens=44)
+        while s.has_unfinished():
+            step(s)
+        return s.stats.preemptions_by_recompute
+
+    # Of four layers two have a window: as one group, blocks of four layers; as two groups, twice as many of two layers.
+    assert preemptions((0,), 48) > 0
+    assert preemptions((0, 8), 96) == 0
+
+
 # Against a model
 
 

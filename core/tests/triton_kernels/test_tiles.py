@@ -15,7 +15,7 @@ from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused, ConfigError
 from hardpoint.triton.choice import Attention, attention_choice, attention_note
 from hardpoint.triton.tiles import SPLIT_KEYS, Target, decode_tiles, max_splits, padded, prefill_tiles
-from hardpoint.worker.dummy import dummy_batch
+from hardpoint.worker.model_runner import dummy_batch
 
 NAMES = [kernels.value for kernels in Attention]
 TARGETS = [Target(32, 80, 108), Target(32, 90, 132), Target(64, 0, 304), Target(32, 0, 1, interpreted=True)]

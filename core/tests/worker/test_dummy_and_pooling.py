@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hardpoint.interfaces import Pooling
-from hardpoint.worker.dummy import dummy_batch
-from hardpoint.worker.model_runner import Pooler
+from hardpoint.worker.model_runner import Pooler, dummy_batch
 
 
 @pytest.mark.parametrize(

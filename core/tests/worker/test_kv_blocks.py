@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.interfaces.errors import InvalidBatch
-from hardpoint.worker import copy_blocks, kv_blocks
+from hardpoint.worker import copy_blocks, kv_memory
 
 BLOCKS = 5
 PAIRS = st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1)), max_size=8)
@@ -33,11 +33,11 @@ def test_copies_are_those_of_one_pair_after_the_other(
     expected = expected_source if is_same else destination.clone()
     for one, other in pairs:
         expected.select(axis, other).copy_(expected_source.select(axis, one))
-    limit, kv_blocks._PIECE_BYTES = kv_blocks._PIECE_BYTES, piece
+    limit, kv_memory._PIECE_BYTES = kv_memory._PIECE_BYTES, piece
     try:
         copy_blocks(source, destination, np.array(pairs, np.int32).reshape(-1, 2), axis)
     finally:
-        kv_blocks._PIECE_BYTES = limit
+        kv_memory._PIECE_BYTES = limit
     assert torch.equal(destination, expected)
     assert torch.equal(source, expected_source)
 

@@ -22,11 +22,8 @@ from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
 from hardpoint.sampling import Sampler
 from hardpoint.worker import StandardWorker
-from hardpoint.worker.collectives import require_env
-from hardpoint.worker.dummy import dummy_batch
-from hardpoint.worker.model_runner import PlainRows, Pooler
-from hardpoint.worker.ranks import check_ranks, place_of
-from hardpoint.worker.rendezvous import RendezvousPoint
+from hardpoint.worker.model_runner import PlainRows, Pooler, dummy_batch
+from hardpoint.worker.ranks import RendezvousPoint, check_ranks, place_of, require_env
 
 ADDRESS = "tcp://127.0.0.1:9/nobody"
 

@@ -55,7 +55,7 @@ class AscendAttention(AttentionBackend):
         self._attend = ATTEND.bind()
         self._write = WRITE_KV.bind()
         self._mask: Tensor | None = None
-        self._static: StaticStep | None = None
+        self._static: list[StaticStep] = []
 
     def capabilities(self) -> AttentionCapabilities:
         """Return what the operators do."""
@@ -107,8 +107,9 @@ class AscendAttention(AttentionBackend):
         written = np.flatnonzero(batch.slot_mapping >= 0)
         slots = batch.slot_mapping[written]
         last_block = max(int(table.max(initial=-1)), int(slots.max(initial=-1)) // plan.block_size)
-        if self._static is not None and self._static.has_room(plan, queries, tokens):
-            return self._static.fill(table, context_lens, batch.slot_mapping, last_block + 1)
+        for static in self._static:
+            if static.has_room(plan, queries, tokens):
+                return static.fill(table, context_lens, batch.slot_mapping, last_block + 1)
         return AscendStep(
             plan=plan,
             num_tokens=tokens,
@@ -190,7 +191,8 @@ class AscendAttention(AttentionBackend):
 
     def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
         """Allocate what captured steps read, which `prepare` writes from now on for steps of decodes alone."""
-        self._static = StaticStep.room(plan, max_num_seqs, self._triangle())
+        others = [static for static in self._static if static.plan is not plan]
+        self._static = [*others, StaticStep.room(plan, max_num_seqs, self._triangle())]
 
     def can_replay(self, plan: AttentionPlan, batch: StepBatch, num_seqs: int, num_blocks: int) -> bool:
         """Return whether one call takes the step: its sequences, padding included, have no more blocks together than the cache has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.worker.collectives import TorchCollectives
+from hardpoint.worker.ranks import TorchCollectives
 
 if TYPE_CHECKING:
     from torch.distributed import Store

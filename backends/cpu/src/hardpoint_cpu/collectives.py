@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from hardpoint.worker.collectives import TorchCollectives
-from hardpoint.worker.rendezvous import local_address
+from hardpoint.worker.ranks import TorchCollectives, local_address
 from hardpoint_cpu.host_group import SLOT_BYTES, HostGroup, Offer, find
 
 if TYPE_CHECKING:

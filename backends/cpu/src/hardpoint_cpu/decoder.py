@@ -23,6 +23,7 @@ from hardpoint.interfaces import (
     DType,
     FuseRequest,
     Policy,
+    places_of,
 )
 from hardpoint.interfaces.errors import HardpointError
 from hardpoint_cpu import _native
@@ -224,16 +225,19 @@ class CpuDecoder(DecoderProgram):
         """Return the bytes of working memory and results held for the largest step."""
         return self._scratch.nbytes + self._hidden.nbytes + self._output.nbytes
 
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[object, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
         """Run one step and return the hidden states of the given token rows: a view that the next step overwrites."""
         self._check_cache(kv_cache)
-        if not isinstance(metadata, CpuStep):
+        steps = [step for step in metadata if isinstance(step, CpuStep)]
+        if len(steps) != len(metadata) or not steps:
             raise InvalidOperand("the step's metadata is what CpuAttention.prepare returned", found=repr(metadata))
         wanted = rows.to(torch.int32).contiguous()
         out = self._view(self._hidden, (len(wanted), self._spec.hidden_size), self._dtype)
         try:
             self._native.run(
-                metadata.prepared(kv_cache.shape[2]),
+                [step.prepared(kv_cache.shape[2]) for step in steps],
                 token_ids.data_ptr(),
                 positions.data_ptr(),
                 kv_cache.data_ptr(),
@@ -281,8 +285,9 @@ class CpuDecoder(DecoderProgram):
 
     def _make_native(self, spec: DecoderSpec) -> _native.Decoder:
         request = self._request
-        layers = []
+        layers, places = [], places_of(request.groups)
         for index, (attention, table) in enumerate(zip(spec.attention, spec.rope_tables, strict=True)):
+            group, cache_layer = places[index]
             prefix = f"layers.{index}."
             named = {
                 name.removeprefix(prefix): place for name, place in self._places.items() if name.startswith(prefix)
@@ -296,8 +301,10 @@ class CpuDecoder(DecoderProgram):
                         scale=attention.scale,
                         window=attention.sliding_window or 0,
                         soft_cap=attention.soft_cap or 0.0,
-                        block_size=request.attention.block_size,
+                        block_size=request.groups[0].plan.block_size,
                     ),
+                    kv_group=group,
+                    cache_layer=cache_layer,
                     rope_table=table,
                     weights={name: self._tuple(place) for name, place in named.items() if place.parts},
                     vectors={name: self._address(place) for name, place in named.items() if not place.parts},
@@ -346,7 +353,7 @@ class CpuDecoder(DecoderProgram):
         return memory[:size].view(dtype).view(shape)
 
     def _check_cache(self, kv_cache: Tensor) -> None:
-        cache = self._request.attention.kv_cache
+        cache = self._request.groups[0].plan.kv_cache
         inner = (cache.num_kv_heads, cache.block_size, cache.head_dim)
         shape = tuple(kv_cache.shape)
         good = len(shape) == 6 and shape[:2] == (cache.num_layers, 2) and shape[3:] == inner
@@ -380,7 +387,7 @@ def _lay_out(spec: DecoderSpec, code: int) -> tuple[dict[str, _Place], int]:
 
 def refusals(spec: DecoderSpec, request: FuseRequest) -> tuple[str, ...]:
     """Return why a decoder cannot be run with this plan, one sentence each; empty where it can."""
-    cache = request.attention.kv_cache
+    cache = request.groups[0].plan.kv_cache
     reasons = []
     if request.dtype not in DTYPES:
         reasons.append(f"dtype {request.dtype} is not supported (supported: {', '.join(DTYPES)})")

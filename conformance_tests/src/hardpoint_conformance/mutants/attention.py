@@ -349,6 +349,15 @@ def unused_blocks_read(base: Any) -> Methods:
     return plain(Kernel)
 
 
+@fault("Blocks before the window are read, with a weight of zero.", "attn.window.freed-blocks@1")
+def freed_blocks_read(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def freed(self, step: PlainStep, layer: AttentionLayer, query: int) -> int:
+            return 0
+
+    return plain(Kernel)
+
+
 @fault("All layers have the first layer's part of the cache.", "attn.kv.layers@1")
 def layers_share_a_cache(base: Any) -> Methods:
     def first(self: Any, layer: int, kv_cache: Tensor) -> Tensor:

@@ -99,6 +99,11 @@ class PlainAttention:
                 block, offset = divmod(slot, size)
                 keys[block, offset], values[block, offset] = k[token], v[token]
 
+    def freed(self, step: PlainStep, layer: AttentionLayer, query: int) -> int:
+        """Return how many tokens are in blocks that no query from this position on sees."""
+        size, window = step.plan.block_size, layer.sliding_window
+        return 0 if window is None else max(query - window + 1, 0) // size * size
+
     def forward(
         self,
         step: PlainStep,
@@ -120,6 +125,8 @@ class PlainAttention:
                 continue
             length = self.context(step, index)
             k, v = (self.gather(pages, step, index, length)[:, heads] for pages in (keys, values))
+            # A weight of zero times NaN would be NaN.
+            v[: self.freed(step, layer, total - count)] = 0
             distance = torch.arange(len(k)) - torch.arange(total - count, total)[:, None]
             logits = torch.einsum("qhd,khd->hqk", q[rows].float() * layer.scale, k)
             logits = self.masked(logits, distance, layer)

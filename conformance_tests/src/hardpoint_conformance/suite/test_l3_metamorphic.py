@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -273,6 +273,35 @@ def test_huge_values_behind_the_window(
     outs = bench.run(case.last())
     check(case, case.last(), outs, quality)
     assert_same(claims, outs, expected)
+
+
+@clause("attn.window.freed-blocks@1", LEVEL, capability="attention.sliding_window", facts="attention test I")
+@DTYPES
+@POISONS
+def test_freed_blocks_before_the_window(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType, value: float
+) -> None:
+    """Blocks that lie before the window of all of a step's queries were given back: whatever their entries of the block table name, and
+    whatever is there, NaN included, changes no bit of a result."""
+    window = 20
+    case = make_case(rng, plain_layer(claims, window=window), dtype, [130, 45, 200])
+    bench = Bench(target, case, rng=rng)
+    size, nobody = bench.plan.block_size, bench.spare()[0]
+    for queries in (1, 9):
+        spans = [Span(seq, length - queries, length) for seq, length in enumerate(case.lengths)]
+        expected = bench.run(spans)
+        check(case, spans, expected, quality)
+        image = bench.image(bench.before(spans))
+        table = bench.placement.table.copy()
+        for span in spans:
+            freed = max(span.begin - window + 1, 0) // size
+            bench.canonical(image)[:, :, [nobody, *bench.placement.blocks[span.seq][:freed]]] = value
+            table[bench.placement.rows[span.seq], :freed] = nobody
+        other = Bench(target, case, rng=rng, placement=replace(bench.placement, table=table))
+        other.load(image)
+        outs = other.proceed(spans)
+        check(case, spans, outs, quality)
+        assert_same(claims, outs, expected)
 
 
 @clause("attn.poison.padding@1", LEVEL, capability="attention", facts="attention test I, attention test J")

@@ -48,6 +48,7 @@ class EngineConfig(SchedulerSettings):
         num_device_blocks: KV blocks on the device; None to measure what fits.
         swap_space: GiB of host memory for preempted requests.
         enforce_eager: no captured graphs.
+        disable_hybrid_kv_cache_manager: keep the keys and values of all tokens also in layers that see a window of them only.
         enable_sleep_mode: require a backend that can sleep, and make ready for it while the model loads.
         sleep_tier: where a sleep of level 1 puts the weights: "host", "disk", "source" (read again from the checkpoint); None for
             host memory beside an accelerator, and disk where the host's memory is the device's.
@@ -88,6 +89,7 @@ class EngineConfig(SchedulerSettings):
     num_device_blocks: PositiveInt | None = None
     swap_space: GiB = 4.0
     enforce_eager: bool = False
+    disable_hybrid_kv_cache_manager: bool = False
     enable_sleep_mode: bool = False
     sleep_tier: Literal["host", "disk", "source"] | None = None
     sleep_host_budget: GiB | None = None
@@ -196,6 +198,8 @@ class EngineConfig(SchedulerSettings):
             "kv_dtype": _parse_dtype("kv_dtype", self.kv_dtype),
             "swap_space": _gib(self.swap_space),
             "world_size": self.num_ranks,
+            # Stages have layers of their own, whose groups need not be alike.
+            "kv_cache_groups": self.pipeline_parallel_size == 1 and not self.disable_hybrid_kv_cache_manager,
             "prepare_sleep": prepare_sleep,
         }
         return WorkerConfig(**shared | own)

@@ -274,6 +274,7 @@ class EngineCore:
                 num_host_blocks=num_host,
                 steps_in_flight=model.steps_in_flight,
                 max_model_len=model.max_model_len,
+                group_windows=model.kv_group_windows,
                 vocab_size=model.vocab_size,
                 swap_seconds_per_block=max(profile.seconds_per_swapped_block for profile in profiles),
                 recompute_seconds_per_token=max(profile.seconds_per_token for profile in profiles),
@@ -306,10 +307,11 @@ class EngineCore:
         spec = model.attention.kv_cache
         if self.config.num_device_blocks is not None:
             return self.config.num_device_blocks
-        needed = -(-model.max_model_len // spec.block_size)
+        num_groups = len(model.kv_group_windows)
+        needed = num_groups * -(-model.max_model_len // spec.block_size)
         num_blocks = profile.kv_bytes // spec.block_bytes
         if num_blocks < needed:
-            fits = max(num_blocks, 0) * spec.block_size
+            fits = max(num_blocks, 0) // num_groups * spec.block_size
             raise KVCacheTooSmall(
                 f"one request of {model.max_model_len} tokens needs {needed * spec.block_bytes} bytes of KV cache",
                 found=(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence, Sized
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -17,7 +18,6 @@ from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import Recipient
 from hardpoint.engine.sleep import SleepParticipant, SleepReport, SleepStatus, WakeReport
-from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -211,31 +211,15 @@ class LLM:
         try:
             for taken in [submit(index, request_id, recipient) for index, request_id in enumerate(ids)]:
                 taken.result()
-            bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if use_tqdm else nullcontext()
+            # The rates that it shows are asked of the engine.
+            is_shown = use_tqdm and sys.stderr.isatty()
+            bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if is_shown else nullcontext()
             with bar as progress:
-                self._drive(ids, done, failures, progress)
+                self.engine.serve(ids, done, failures, progress)
         except BaseException:
             self.engine.abort_request(ids)
             raise
         return [done[request_id] for request_id in ids]
-
-    def _drive(
-        self, ids: Sequence[str], done: Sized, failures: Sequence[Exception], progress: StepProgress | None
-    ) -> None:
-        """Drive the engine until all requests are done; other threads may do so in between."""
-        shown = 0
-        while len(done) < len(ids):
-            with self.engine.driving():
-                if failures:
-                    raise failures[0]
-                if len(done) == len(ids):
-                    return
-                if not any(map(self.engine.is_in_progress, ids)):
-                    raise InvalidRequest("the requests were aborted", hint="Another thread ended them")
-                self.engine.advance()
-            if progress is not None and len(done) > shown:
-                progress.update(len(done) - shown, self.engine.stats())
-                shown = len(done)
 
     def _next_id(self) -> str:
         return f"offline-{next(self._request_ids)}"

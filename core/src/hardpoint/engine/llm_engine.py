@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
 from hardpoint.engine.loops import InlineLoop, Loop
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.process_loop import ProcessLoop
+from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
 from hardpoint.engine.sleep import (
     EngineState,
@@ -162,7 +163,7 @@ class LLMEngine:
         with self._lock:
             self._check_alive()
             if not self._undelivered and not self._failures:
-                self.advance()
+                self._apply(self._loop.events())
             outputs = list(self._undelivered)
             self._undelivered.clear()
             if self._failures:
@@ -172,17 +173,27 @@ class LLMEngine:
                 raise error
             return outputs
 
-    def advance(self) -> None:
-        """Compute one step and tell the recipients of requests what is new; raises as `step`, but for what is a recipient's to know."""
-        with self._lock:
-            self._check_alive()
-            self._apply(self._loop.events())
+    def serve(
+        self, request_ids: Sequence[str], done: Sized, failures: Sequence[Exception], progress: StepProgress | None
+    ) -> None:
+        """Compute steps until requests whose recipients fill `done` and `failures` have ended; other threads may do so in between.
 
-    @contextmanager
-    def driving(self) -> Iterator[None]:
-        """Keep other threads from driving the engine meanwhile."""
-        with self._lock:
-            yield
+        Raises the first failure, InvalidRequest where another thread aborted one, and as `step`.
+        """
+        shown = 0
+        while len(done) < len(request_ids):
+            with self._lock:
+                if failures:
+                    raise failures[0]
+                if len(done) == len(request_ids):
+                    return
+                if not any(one in self._requests for one in request_ids):
+                    raise InvalidRequest("the requests were aborted", hint="Another thread ended them")
+                self._check_alive()
+                self._apply(self._loop.events())
+            if progress is not None and len(done) > shown:
+                progress.update(len(done) - shown, self.stats())
+                shown = len(done)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests and free their blocks; ids that are not in progress are passed over."""
@@ -198,10 +209,6 @@ class LLMEngine:
             if keys and not self._dead:
                 with suppress(EngineDead):
                     self._loop.submit(Abort(tuple(keys)))
-
-    def is_in_progress(self, request_id: str) -> bool:
-        """Whether a request was added and has not ended."""
-        return request_id in self._requests
 
     def has_unfinished_requests(self) -> bool:
         """There is something to compute, or to return from `step`."""

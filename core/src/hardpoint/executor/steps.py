@@ -18,6 +18,7 @@ from hardpoint._native import StepPacker, StepUnpacker
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.interfaces.batch import (
     FloatArray,
+    KVGroupSlots,
     SequencePooling,
     SequenceSampling,
     StepBatch,
@@ -28,14 +29,17 @@ from hardpoint.interfaces.batch import (
 from hardpoint.interfaces.errors import MalformedMessage
 
 _OUTPUT_HEADER = struct.Struct("<qq")
+_NO_LONGS, _NO_SHORTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
 class _Sequences(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What belongs to single sequences; most steps have none of it."""
+    """What belongs to single sequences or KV cache groups; most steps have none of it."""
 
     new: tuple[SequenceSampling, ...] = ()
     finished: tuple[int, ...] = ()
     pooling: dict[int, SequencePooling] = {}
+    groups: tuple[bytes, ...] = ()
+    """Steps of the KV cache groups after the first, with slots, contexts and rows alone."""
 
 
 class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -81,6 +85,7 @@ class StepEncoder:
     def __init__(self) -> None:
         self.block_size = 1
         self._packer = StepPacker()
+        self._group_packers: list[StepPacker] = []
 
     def encode(self, step: StepInput) -> list[Buffer]:
         """Return a step as a message, which counts as sent when `commit` is called.
@@ -89,10 +94,11 @@ class StepEncoder:
         """
         batch = step.batch
         last = b""
-        if step.new_sequences or step.finished_seq_ids or step.pooling:
-            new = tuple(map(_with_list, step.new_sequences))
-            last = b"".join(encode(_Sequences(new, step.finished_seq_ids, dict(step.pooling))))
         try:
+            if step.new_sequences or step.finished_seq_ids or step.pooling or batch.more_groups:
+                new = tuple(map(_with_list, step.new_sequences))
+                groups = self._encode_groups(batch)
+                last = b"".join(encode(_Sequences(new, step.finished_seq_ids, dict(step.pooling), groups)))
             message = self._packer.pack(
                 self.block_size,
                 batch.num_decodes,
@@ -120,6 +126,23 @@ class StepEncoder:
     def commit(self) -> None:
         """Count the last message as sent; one that never left has changed nothing."""
         self._packer.commit()
+        for packer in self._group_packers:
+            packer.commit()
+
+    def _encode_groups(self, batch: StepBatch) -> tuple[bytes, ...]:
+        while len(self._group_packers) < len(batch.more_groups):
+            self._group_packers.append(StepPacker())
+        return tuple(
+            packer.pack(
+                self.block_size,
+                0,
+                group.block_table,
+                (_NO_LONGS,) * 5,
+                (group.slot_mapping, _NO_SHORTS, batch.context_lens, batch.rows, *(_NO_SHORTS,) * 7),
+                b"",
+            )
+            for packer, group in zip(self._group_packers, batch.more_groups, strict=False)
+        )
 
 
 class StepDecoder:
@@ -127,6 +150,7 @@ class StepDecoder:
 
     def __init__(self) -> None:
         self._unpacker = StepUnpacker()
+        self._group_unpackers: list[StepUnpacker] = []
 
     def decode(self, message: Buffer) -> StepInput:
         """Return the step of a message; raises MalformedMessage.
@@ -163,7 +187,21 @@ class StepDecoder:
         if end == len(message):
             return StepInput(batch)
         sequences: _Sequences = decode(memoryview(message)[end:], _Sequences)
+        if sequences.groups:
+            batch.more_groups = self._decode_groups(sequences.groups)
         return StepInput(batch, sequences.new, sequences.finished, sequences.pooling)
+
+    def _decode_groups(self, messages: tuple[bytes, ...]) -> tuple[KVGroupSlots, ...]:
+        while len(self._group_unpackers) < len(messages):
+            self._group_unpackers.append(StepUnpacker())
+        groups = []
+        try:
+            for unpacker, message in zip(self._group_unpackers, messages, strict=False):
+                _, table, _, shorts, _ = unpacker.unpack(message)
+                groups.append(KVGroupSlots(shorts[0], table))
+        except (ValueError, MemoryError) as error:
+            raise MalformedMessage("a step is not understood", found=str(error)) from error
+        return tuple(groups)
 
 
 def _with_list(sampling: SequenceSampling) -> SequenceSampling:

@@ -24,7 +24,14 @@ from hardpoint.interfaces.allocator import (
     TagStats,
     WakePlan,
 )
-from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
+from hardpoint.interfaces.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    KVCacheGroup,
+    KVCacheSpec,
+    Refusal,
+    places_of,
+)
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
 from hardpoint.interfaces.batch import (
     Pooling,
@@ -107,6 +114,7 @@ __all__ = [
     "GraphLevel",
     "GraphRunner",
     "IntSet",
+    "KVCacheGroup",
     "KVCacheSpec",
     "KernelSet",
     "LinearProgram",
@@ -146,4 +154,5 @@ __all__ = [
     "contract_methods",
     "errors",
     "optional_methods",
+    "places_of",
 ]

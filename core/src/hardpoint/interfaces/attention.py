@@ -2,8 +2,9 @@
 
 A KV cache holds fixed-size blocks of tokens. Token t of a sequence lives in block `block_table[row, t // block_size]` at offset
 `t % block_size`. Attention is causal: the query at position p sees the keys at positions `0..p`, and with a sliding window of w
-keys only those at `p - w + 1..p`. Slots beyond a sequence's context, and blocks that no sequence owns, may hold anything,
-NaN included, and must never influence a result.
+keys only those at `p - w + 1..p`. Entries of the table for blocks that no query of a step sees say nothing: such blocks may be other
+sequences'. They, slots beyond a sequence's context, and blocks that no sequence owns, may hold anything, NaN included, and must never
+influence a result.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hardpoint.interfaces.contract import Contract
 from hardpoint.interfaces.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -43,9 +44,7 @@ class KVCacheSpec:
         axes: names of a layer's axes in order, a permutation of ("kv", "block", "head", "token", "dim"); "kv" is the axis
             of keys (0) and values (1). The tensor has one leading axis more, the layer.
 
-    All layers share one cache, and so have the same KV heads and head dimension (`AttentionCapabilities.explain`). Layers that differ
-    would be groups: a spec, a plan and a tensor for each group, and in `StepBatch` a block table and slots for each. Models are ready for
-    it: each layer states its own `AttentionLayer` and takes its cache from the step (`hardpoint.layers.attention.Step`).
+    All layers have the same KV heads and head dimension (`AttentionCapabilities.explain`).
     """
 
     num_layers: int
@@ -94,10 +93,42 @@ class AttentionPlan:
         return self.kv_cache.block_size
 
 
+@dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers of a model that have one block table.
+
+    Layers of unlike windows are in different groups, so that a sequence gives back the blocks that its sliding layers see no more. All
+    groups take blocks from one pool: the cache is that of the first group, which has the most layers, and layer `i` of each group uses
+    the cache's layer `i`. A block is thus as large in every group; one that has fewer layers leaves a part of its blocks unused. Each
+    group has a plan of its own, so that a backend sees one block table at a time.
+
+    Attributes:
+        layers: numbers of the group's layers in the model, rising.
+        plan: of these layers alone.
+        window: keys that a query sees, its own included; 0 for all. No layer of the group has a larger one.
+    """
+
+    layers: tuple[int, ...]
+    plan: AttentionPlan
+    window: int = 0
+
+    @classmethod
+    def whole(cls, plan: AttentionPlan) -> tuple[KVCacheGroup, ...]:
+        """Return the only group of a model whose layers all have one block table and keep all keys."""
+        return (cls(tuple(range(len(plan.request.layers))), plan),)
+
+
+def places_of(groups: Sequence[KVCacheGroup]) -> tuple[tuple[int, int], ...]:
+    """Return each layer's group and its number in the group."""
+    found = {layer: (group, i) for group, one in enumerate(groups) for i, layer in enumerate(one.layers)}
+    return tuple(found[layer] for layer in range(len(found)))
+
+
 class AttentionBackend(Contract, contract=True):
     """Paged attention of one device; made by the descriptor's factory with the device as its only argument.
 
-    `plan` is called once for a model, `prepare` once per step, `write_kv` and then `forward` once per layer and step.
+    `plan` is called for each KV cache group of a model, `prepare` once per step and group, `write_kv` and then `forward` once per layer
+    and step.
     """
 
     @abstractmethod
@@ -113,7 +144,10 @@ class AttentionBackend(Contract, contract=True):
 
     @abstractmethod
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Any:
-        """Return this step's metadata (device copies of the batch's arrays, the split of the work), used by all layers."""
+        """Return this step's metadata (device copies of the batch's arrays, the split of the work), used by all layers of the plan.
+
+        The metadata of other plans hold at the same time.
+        """
 
     @abstractmethod
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
@@ -157,7 +191,7 @@ class AttentionBackend(Contract, contract=True):
         """Copy whole blocks in all layers from one whole cache to another (device to host or back)."""
 
     def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
-        """Allocate static metadata for graph capture, called before the first one. Default: nothing.
+        """Allocate a plan's static metadata for graph capture, called for each plan before the first one. Default: nothing.
 
         Called again where steps are captured anew, over another KV cache: all graphs from before are gone then.
         """
@@ -183,4 +217,13 @@ class AttentionBackend(Contract, contract=True):
         return None
 
 
-__all__ = ["AttentionBackend", "AttentionLayer", "AttentionPlan", "AttentionRequest", "KVCacheSpec", "Refusal"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionLayer",
+    "AttentionPlan",
+    "AttentionRequest",
+    "KVCacheGroup",
+    "KVCacheSpec",
+    "Refusal",
+    "places_of",
+]

@@ -99,7 +99,8 @@ class StepBatch:
         if not self.more_groups:
             return (self,)
         return self, *(
-            replace(self, slot_mapping=group.slot_mapping, block_table=group.block_table) for group in self.more_groups
+            replace(self, slot_mapping=group.slot_mapping, block_table=group.block_table, more_groups=())
+            for group in self.more_groups
         )
 
     @property
@@ -111,6 +112,19 @@ class StepBatch:
     def num_seqs(self) -> int:
         """Sequences in this step (R)."""
         return len(self.rows)
+
+
+def in_groups(batch: StepBatch, num_groups: int, block_size: int) -> StepBatch:
+    """Return a step for a model of so many KV cache groups, in each of which sequences have as many blocks of their own.
+
+    Group g uses the blocks of the first one, all raised by g times the number of blocks that the batch's table counts.
+    """
+    shift = int(batch.block_table.max(initial=-1)) + 1
+    more = [
+        KVGroupSlots(batch.slot_mapping + group * shift * block_size, batch.block_table + group * shift)
+        for group in range(1, num_groups)
+    ]
+    return replace(batch, more_groups=tuple(more))
 
 
 class Pooling(StrEnum):

@@ -126,12 +126,13 @@ class AttentionRequest:
     """What the engine asks of an attention backend for one model.
 
     Attributes:
-        layers: the layers in order; all have the same num_kv_heads and head_dim, since they share one KV cache.
+        layers: the layers in order, of one KV cache group; all have the same num_kv_heads and head_dim.
         dtype: of queries and outputs.
         kv_dtype: of the KV cache.
         block_size: tokens per KV block, or None to let the backend choose.
         max_context: longest context in tokens.
         features: further needs of the engine, for example chunked prefill.
+        kv_group: which of the model's KV cache groups; tells requests apart that are otherwise equal, and have steps of their own.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -140,6 +141,7 @@ class AttentionRequest:
     block_size: int | None
     max_context: int
     features: frozenset[AttentionFeature] = frozenset()
+    kv_group: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hardpoint.interfaces.attention import AttentionPlan, Refusal
+from hardpoint.interfaces.attention import KVCacheGroup, Refusal
 from hardpoint.interfaces.contract import Contract
 from hardpoint.interfaces.dtypes import DType
 
@@ -35,18 +35,18 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True)
 class FuseRequest:
-    """What the core asks of a kernel set: run a model's decoder as one program, with this attention plan.
+    """What the core asks of a kernel set: run a model's decoder as one program, with these attention plans.
 
     Attributes:
         dtype: of weights and activations.
-        attention: the plan made by this backend's attention.
+        groups: the model's KV cache groups, with the plans that this backend's attention made for them.
         max_num_tokens: most tokens in one step.
         max_num_samples: most rows of logits in one step.
         max_context: longest context.
     """
 
     dtype: DType
-    attention: AttentionPlan
+    groups: tuple[KVCacheGroup, ...]
     max_num_tokens: int
     max_num_samples: int
     max_context: int
@@ -78,12 +78,14 @@ class DecoderProgram(Contract, contract=True):
         """Return the bytes of working memory held for the largest step."""
 
     @abstractmethod
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: object, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[object, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
         """Run one step, whose inputs are on the device, and return the hidden states [rows, hidden_size] after the final norm.
 
         Args:
             token_ids, positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for the step.
+            metadata: what the attention backend's `prepare` returned for each KV cache group of the step.
             kv_cache: the whole cache, all layers.
             rows: int32[rows], indices of tokens in the step (for sampling, the last token of each sampled sequence).
         """

@@ -51,6 +51,8 @@ class WorkerConfig:
         init_method: where the ranks meet, as `Collectives.start` takes it; empty for a single rank.
         communication_timeout: seconds after which an operation with the other ranks has failed.
         seed: of dummy weights.
+        kv_cache_groups: layers of unlike windows may form KV cache groups (`ModelInfo.kv_group_windows`), so that steps have a block table
+            for each. Otherwise all layers keep all keys in one block table.
         prepare_sleep: the sleep that will be asked for; the worker readies the host for it once the weights are loaded.
     """
 
@@ -75,6 +77,7 @@ class WorkerConfig:
     init_method: str = ""
     communication_timeout: float = 60.0
     seed: int = 0
+    kv_cache_groups: bool = False
     prepare_sleep: SleepPlan | None = None
 
     @property
@@ -104,6 +107,9 @@ class ModelInfo:
         weight_bytes: device bytes of the weights.
         path: how the model runs ("fused", "lean" or "transformers"), for display.
         is_generative: it has a language-model head.
+        attention: the plan of the first KV cache group, whose shape is that of the KV cache.
+        kv_group_windows: of each KV cache group, the keys that a query sees, its own included; 0 for all. The first is the largest. Blocks
+            outside of a group's window are not read any more.
         steps_in_flight: how many steps may be submitted beyond the one that is collected next; 0 where `submit` computes.
     """
 
@@ -116,6 +122,7 @@ class ModelInfo:
     attention: AttentionPlan
     path: str
     is_generative: bool = True
+    kv_group_windows: tuple[int, ...] = (0,)
     steps_in_flight: int = 0
 
 

@@ -26,14 +26,16 @@ class Step:
     Attributes:
         positions: int64[T], of each token in its sequence.
         attention: the backend's.
-        metadata: what its `prepare` returned for the step.
+        metadata: what its `prepare` returned for each KV cache group of the step.
         kv_cache: the whole cache, all layers.
+        places: each layer's KV cache group and its number there.
     """
 
     positions: Tensor
     attention: AttentionBackend
-    metadata: Any
+    metadata: tuple[Any, ...]
     kv_cache: Tensor
+    places: tuple[tuple[int, int], ...]
 
 
 class Attention(Layer):
@@ -90,10 +92,11 @@ class Attention(Layer):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             self.rotary(q, k, step.positions)
-        cache, index = step.kv_cache[self._index], self._index
-        step.attention.write_kv(index, k, v, cache, step.metadata)
+        group, index = step.places[self._index]
+        cache, metadata = step.kv_cache[index], step.metadata[group]
+        step.attention.write_kv(index, k, v, cache, metadata)
         out = x.new_empty((len(x), heads, dim))
-        step.attention.forward(index, q, k, v, cache, step.metadata, out, sinks=self.sinks)
+        step.attention.forward(index, q, k, v, cache, metadata, out, sinks=self.sinks)
         return self.o_proj(out.view(-1, heads * dim))  # type: ignore[no-any-return]
 
     def tensor_obstacle(self, size: int) -> str | None:

@@ -23,13 +23,15 @@ class RunnableModel(ABC):
     path: ClassVar[str]
 
     @abstractmethod
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
         """Run one step, whose inputs are on the device, and return the hidden states of the given tokens, after the final norm.
 
         Args:
             token_ids: int64[T].
             positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for the step.
+            metadata: what the attention backend's `prepare` returned for each KV cache group of the step.
             kv_cache: the whole cache, all layers; the step's slots are written.
             rows: int32[rows], indices of tokens in the step.
 

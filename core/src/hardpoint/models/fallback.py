@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS
-from hardpoint.interfaces.attention import AttentionPlan
-from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.attention import KVCacheGroup, places_of
+from hardpoint.interfaces.batch import StepBatch, in_groups
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
@@ -82,23 +82,25 @@ class _Step:
     attention: AttentionBackend
     layers: tuple[AttentionLayer, ...]
     kv_cache: Tensor
-    metadata: Any
+    metadata: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...]
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> Tensor:
-        index: int = module.layer_idx  # type: ignore[assignment]
-        layer, cache = self.layers[index], self.kv_cache[index]
+        number: int = module.layer_idx  # type: ignore[assignment]
+        layer, (group, index) = self.layers[number], self.places[number]
+        cache, metadata = self.kv_cache[index], self.metadata[group]
         seen = (_scale(q, options), options.get("sliding_window"), options.get("softcap"))
         if mask is not None or seen != (layer.scale, layer.sliding_window, layer.soft_cap):
             raise UnsupportedArchitecture(
-                f"layer {index} asks for another attention than when it was planned",
+                f"layer {number} asks for another attention than when it was planned",
                 found=f"scale, window and soft cap {seen}, {'a' if mask is not None else 'no'} mask",
             )
         q, k, v = (_token_major(x) for x in (q, k, v))
         out = q.new_empty(q.shape)
         sinks = options.get("s_aux")
-        self.attention.write_kv(index, k, v, cache, self.metadata)
+        self.attention.write_kv(index, k, v, cache, metadata)
         self.attention.forward(
-            index, q, k, v, cache, self.metadata, out, sinks=None if sinks is None else sinks.float().contiguous()
+            index, q, k, v, cache, metadata, out, sinks=None if sinks is None else sinks.float().contiguous()
         )
         return out[None]
 
@@ -277,6 +279,7 @@ class TransformersDecoder(RunnableModel):
         model: Any,
         attention: AttentionBackend,
         layers: tuple[AttentionLayer, ...],
+        groups: tuple[KVCacheGroup, ...],
         scales: ScalesInUse,
         torch_device: str,
         dtype: DType,
@@ -286,7 +289,7 @@ class TransformersDecoder(RunnableModel):
         self._dtype = dtype
         self._seed = seed
         self._attention = attention
-        self._layers = layers
+        self._layers, self._places_in_cache = layers, places_of(groups)
         self._scales = scales
         self._device = torch.device(torch_device)
         self._base = getattr(model, "base_model", model)
@@ -297,7 +300,7 @@ class TransformersDecoder(RunnableModel):
         cls,
         source: ModelSource,
         dtype: DType,
-        plan: AttentionPlan,
+        groups: tuple[KVCacheGroup, ...],
         attention: AttentionBackend,
         allocator: DeviceAllocator,
         torch_device: str,
@@ -315,7 +318,9 @@ class TransformersDecoder(RunnableModel):
             CorruptWeights: the checkpoint does not fit the configuration or is damaged.
             ConfigError: `max_context` is beyond what a position-dependent rotary scaling can keep constant.
         """
-        if unscaled(plan.request.layers) != source.attention_layers():
+        places, plan = places_of(groups), groups[0].plan
+        planned = tuple(groups[group].plan.request.layers[index] for group, index in places)
+        if unscaled(planned) != source.attention_layers():
             raise ConfigError("the attention plan was made for another model", found=source.architecture)
         _check_rope(source, max_context)
         if source.gguf is not None:
@@ -325,16 +330,20 @@ class TransformersDecoder(RunnableModel):
         model.config.pad_token_id = None
         allocator.adopt(model, WEIGHTS)
         scales = source.scales_in_use(plan.request.kv_dtype)
-        decoder = cls(model.eval(), attention, source.attention_layers(), scales, torch_device, dtype, dummy_seed)
-        decoder._compare_with_eager(source, plan, allocator, dtype)
+        decoder = cls(
+            model.eval(), attention, source.attention_layers(), groups, scales, torch_device, dtype, dummy_seed
+        )
+        decoder._compare_with_eager(source, groups, allocator, dtype)
         if progress is not None:
             count = sum(1 for _ in model.parameters())
             progress(count, count)
         return decoder
 
     @torch.no_grad()
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        with _attending(_Step(self._attention, self._layers, kv_cache, metadata)):
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
+        with _attending(_Step(self._attention, self._layers, kv_cache, metadata, self._places_in_cache)):
             output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         self._output = type(output)
         return _tensor(output.last_hidden_state)[0, rows.long()]
@@ -433,19 +442,22 @@ class TransformersDecoder(RunnableModel):
         return 0
 
     def _compare_with_eager(
-        self, source: ModelSource, plan: AttentionPlan, allocator: DeviceAllocator, dtype: DType
+        self, source: ModelSource, groups: tuple[KVCacheGroup, ...], allocator: DeviceAllocator, dtype: DType
     ) -> None:
         """Raise UnsupportedArchitecture unless two short sequences give what transformers' eager attention gives."""
         generator = np.random.default_rng(0)
         sequences = [generator.integers(0, source.vocab_size, size=size).astype(np.int64) for size in (3, 5)]
-        batch = _prefill(sequences, plan.block_size)
+        spec = groups[0].plan.kv_cache
+        batch = in_groups(_prefill(sequences, spec.block_size), len(groups), spec.block_size)
         token_ids, positions = (torch.from_numpy(a).to(self._device) for a in (batch.token_ids, batch.positions))
-        cache = allocator.empty(plan.kv_cache.shape(batch.block_table.size), plan.kv_cache.dtype, KV_CACHE)
+        cache = allocator.empty(spec.shape(len(groups) * batch.block_table.size), spec.dtype, KV_CACHE)
         rows = torch.arange(batch.num_tokens, dtype=torch.int32, device=self._device)
         generates = source.is_generative
         try:
             cache.zero_()
-            ours = self.run(token_ids, positions, self._attention.prepare(plan, batch), cache, rows)
+            steps = zip(groups, batch.by_group(), strict=True)
+            metadata = tuple(self._attention.prepare(group.plan, step) for group, step in steps)
+            ours = self.run(token_ids, positions, metadata, cache, rows)
             ours = (self.logits(ours) if generates else ours).float()
             theirs = torch.cat([self._eager(tokens, generates) for tokens in sequences])
         except UnsupportedArchitecture:

@@ -50,7 +50,9 @@ class FusedModel(FamilyModel):
     def scratch_bytes(self) -> int:
         return self._program.scratch_bytes()
 
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
         return self._program.run(token_ids, positions, metadata, kv_cache, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

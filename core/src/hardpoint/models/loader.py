@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from hardpoint.interfaces.allocator import DeviceAllocator
-from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
+from hardpoint.interfaces.attention import AttentionBackend, KVCacheGroup, Refusal, places_of
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
@@ -48,7 +48,7 @@ def load_model(
     source: ModelSource,
     *,
     dtype: DType,
-    plan: AttentionPlan,
+    groups: tuple[KVCacheGroup, ...],
     attention: AttentionBackend,
     kernels: KernelSet | None,
     allocator: DeviceAllocator,
@@ -68,7 +68,7 @@ def load_model(
 
     Args:
         dtype: of weights and activations.
-        plan: made by `attention` for `attention_layers(source, dtype, rank, kv_dtype)`.
+        groups: KV cache groups with the plans of `attention` for `attention_layers(source, dtype, rank, kv_dtype)`.
         kernels: the backend's fused operators; None for plain torch.
         torch_device: what torch calls the device.
         max_num_tokens: most tokens in one step.
@@ -99,17 +99,17 @@ def load_model(
         from hardpoint.models.fallback import TransformersDecoder
 
         return TransformersDecoder.load(
-            source, dtype, plan, attention, allocator, torch_device, max_context, dummy_seed, progress
+            source, dtype, groups, attention, allocator, torch_device, max_context, dummy_seed, progress
         )
     from hardpoint.layers import TORCH_OPERATORS, ModelContext
     from hardpoint.models.fused import FusedModel
     from hardpoint.models.modular import FamilyModel, ModularModel
     from hardpoint.quantization import packed
 
-    scales = source.scales_in_use(plan.request.kv_dtype)
+    scales = source.scales_in_use(groups[0].plan.request.kv_dtype)
     loaded: FamilyModel | None = None
     if kernels is not None and use_fused_decoder and rank.is_alone:
-        request = FuseRequest(dtype, plan, max_num_tokens, max_num_samples, max_context)
+        request = FuseRequest(dtype, groups, max_num_tokens, max_num_samples, max_context)
         program = kernels.fuse(description.whole, request, allocator)
         if isinstance(program, Refusal):
             logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
@@ -122,6 +122,8 @@ def load_model(
             dtype.to_torch(), rank, ranks, operators, linear_method=packed(operators), max_context=max_context
         )
         model = description.build(context)
-        loaded = ModularModel(description, model, scales, seed, attention=attention, allocator=allocator)
+        loaded = ModularModel(
+            description, model, scales, seed, attention=attention, places=places_of(groups), allocator=allocator
+        )
     loaded.load(source.weights(description.checkpoint_shapes, dummy_seed), progress)
     return loaded

@@ -111,13 +111,19 @@ class ModularModel(FamilyModel, CapturableModel):
         seed: int,
         *,
         attention: AttentionBackend,
+        places: tuple[tuple[int, int], ...],
         allocator: DeviceAllocator,
     ) -> None:
+        """Take memory for the weights.
+
+        Args:
+            places: each layer's KV cache group and its number there.
+        """
         allocator.materialise(model, WEIGHTS)
         with torch.no_grad():
             model.fill_buffers()
         super().__init__(description, model, scales, seed)
-        self._attention = attention
+        self._attention, self._places = attention, places
         self._without_extents: frozenset[str] = frozenset()
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
@@ -148,8 +154,10 @@ class ModularModel(FamilyModel, CapturableModel):
         return self._model.model.hidden_size
 
     @torch.no_grad()
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: Any, kv_cache: Tensor, rows: Tensor) -> Tensor:
-        return self._model(token_ids, Step(positions, self._attention, metadata, kv_cache), rows)  # type: ignore[no-any-return]
+    def run(
+        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+    ) -> Tensor:
+        return self._model(token_ids, Step(positions, self._attention, metadata, kv_cache, self._places), rows)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,7 +150,7 @@ class Sampler:
         kernels: KernelSet | None = None,
         platform: Platform | None = None,
     ) -> None:
-        self._device = torch.device(device)
+        self._vocab_size, self._device = vocab_size, torch.device(device)
         self._kernels, self._platform = kernels, platform
         self._upload = torch.from_numpy if platform is None else platform.upload
         self._block = _HOST_BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
@@ -173,6 +173,29 @@ class Sampler:
             self._processed.pop(sampling.state_row, None)
             if sampling.logits_processors:
                 self._processed[sampling.state_row] = _Processed(sampling.logits_processors)
+
+    def rehearse(self, num_rows: int) -> None:
+        """Sample rows that ask for everything a sequence can ask for, for a profile; the tables keep their room for so many rows.
+
+        No sequence may have a row yet.
+        """
+        asked = SequenceSampling(
+            seq_id=-1,
+            prompt_token_ids=(0,),
+            seed=0,
+            top_p=0.9,
+            min_p=0.1,
+            presence_penalty=1.0,
+            repetition_penalty=1.1,
+            min_tokens=1,
+            stop_token_ids=frozenset({1}),
+            logit_bias={0: 1.0},
+            allowed_token_ids=(0, 1),
+            logprobs=min(20, self._vocab_size),
+        )
+        self.set_rows([replace(asked, state_row=row) for row in range(num_rows)])
+        logits = torch.zeros((num_rows, self._vocab_size), dtype=torch.float32, device=self._device)
+        self.sample(logits, np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)).collect()
 
     def take(self, token_ids: Tensor, rows: Int32Array) -> SampledTokens:
         """Return tokens that the model chose itself, and note them as the rows' last: int64[S] on the device."""

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionLayer, AttentionRequest
 
 
+_MAX_RECENT = 8
+"""Plans whose launches are found by identity: those of a model's KV cache groups."""
+
+
 class TritonAttention(AttentionBackend):
     """Paged attention: prefill, chunked prefill, decode and mixes of them; batch-invariant.
 
@@ -61,8 +65,8 @@ class TritonAttention(AttentionBackend):
         self._claims = claims or triton_attention_capabilities()
         self._given_target = target
         self._launches: dict[AttentionRequest, Launches] = {}
-        self._recent: tuple[AttentionPlan, Launches] | None = None
-        self._captured: StepBuilder | None = None
+        self._recent: list[tuple[AttentionPlan, Launches]] = []
+        self._captured: list[StepBuilder] = []
 
     def capabilities(self) -> AttentionCapabilities:
         """Return what these kernels do."""
@@ -86,15 +90,18 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Step:
         """Return the step's metadata, on their way to the device; raises InvalidBatch when its arrays do not fit together."""
-        captured = self._captured
-        if captured is not None and (captured.plan is plan or captured.plan == plan):
+        captured = next((builder for builder in self._captured if builder.plan is plan), None) or next(
+            (builder for builder in self._captured if builder.plan == plan), None
+        )
+        if captured is not None:
             return captured.build(batch)
         return self._launches_of(plan).steps(plan).build(batch)
 
     def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
         """Allocate static metadata: from here on all steps of decodes have theirs at the same addresses."""
-        self._captured = self._launches_of(plan).steps(plan)
-        self._captured.reserve(max_num_seqs)
+        builder = self._launches_of(plan).steps(plan)
+        builder.reserve(max_num_seqs)
+        self._captured = [*(other for other in self._captured if other is not builder), builder]
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Step) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is not written."""
@@ -184,12 +191,13 @@ class TritonAttention(AttentionBackend):
 
     def _launches_of(self, plan: AttentionPlan) -> Launches:
         # A request's hash is that of all its layers: too long for each layer of each step.
-        if self._recent is not None and self._recent[0] is plan:
-            return self._recent[1]
+        for recent, launches in self._recent:
+            if recent is plan:
+                return launches
         found = self._launches.get(plan.request)
         if found is None:
             found = self._launches[plan.request] = Launches(plan, self._target, self._device)
-        self._recent = (plan, found)
+        self._recent = [(plan, found), *self._recent[: _MAX_RECENT - 1]]
         return found
 
     def _check_cache(self, kv_cache: Tensor, spec: KVCacheSpec, step: Step) -> None:

@@ -95,6 +95,6 @@ def _graph_runner() -> type[GraphRunner]:
 
 
 def _collectives() -> type[Collectives]:
-    from hardpoint.worker.collectives import TorchCollectives
+    from hardpoint.worker.ranks import TorchCollectives
 
     return TorchCollectives

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator
-from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan
-from hardpoint.interfaces.batch import Int64Array, StepBatch
+from hardpoint.interfaces.attention import AttentionBackend, KVCacheGroup
+from hardpoint.interfaces.batch import Int64Array, KVGroupSlots, StepBatch
 from hardpoint.interfaces.capabilities import GraphLevel
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import GraphCaptureFailed
@@ -55,7 +55,7 @@ class DecodeGraphs:
         runner: GraphRunner,
         *,
         attention: AttentionBackend,
-        plan: AttentionPlan,
+        groups: tuple[KVCacheGroup, ...],
         model: CapturableModel,
         kv_cache: Tensor,
         sizes: Sequence[int],
@@ -76,8 +76,8 @@ class DecodeGraphs:
         Raises:
             GraphCaptureFailed: names the size; nothing captured is left.
         """
-        self._runner, self._attention, self._plan, self._model = runner, attention, plan, model
-        self._cache = kv_cache
+        self._runner, self._attention, self._groups, self._model = runner, attention, groups, model
+        self._cache, plan = kv_cache, groups[0].plan
         self._num_blocks = kv_cache.shape[1 + plan.kv_cache.axes.index("block")]
         largest = sizes[-1]
         self._inputs = allocator.empty((2 * largest,), DType.INT64, GRAPHS)
@@ -87,7 +87,10 @@ class DecodeGraphs:
         self._staged = staged = np.zeros(2 * largest, np.int64)
         self._steps = {
             size: PaddedStep(
-                staged[:size], staged[size : 2 * size], (largest, -(-plan.request.max_context // plan.block_size))
+                staged[:size],
+                staged[size : 2 * size],
+                (largest, -(-plan.request.max_context // plan.block_size)),
+                len(groups),
             )
             for size in sizes
         }
@@ -115,7 +118,7 @@ class DecodeGraphs:
         count = batch.num_seqs
         if not batch.num_decodes == count == batch.num_tokens < len(self._larger) or count == 0:
             return False
-        return self._attention.can_replay(self._plan, batch, self._larger[count], self._num_blocks)
+        return self._can_replay(batch, self._larger[count])
 
     def replay(self, batch: StepBatch, early: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Compute a step that `fits`; return the hidden states [num_seqs, hidden_size], valid until the next replay.
@@ -129,9 +132,10 @@ class DecodeGraphs:
         self._inputs[: 2 * size].copy_(self._upload(self._staged[: 2 * size]))
         if early is not None:
             self._inputs.index_copy_(0, *early)
-        arguments = self._attention.host_arguments(self._attention.prepare(self._plan, padded))
-        if arguments is not None:
-            self._runner.update(size, arguments)
+        # The groups' arguments from the host are of the step, and so the same.
+        arguments = [self._attention.host_arguments(metadata) for metadata in self._prepare(padded)]
+        if arguments[0] is not None:
+            self._runner.update(size, arguments[0])
         self._runner.replay(size)
         return self._hidden[:count]
 
@@ -146,11 +150,7 @@ class DecodeGraphs:
 
     def _replayable(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes of which attention can replay a step at all; raises GraphCaptureFailed when there is none."""
-        found = [
-            size
-            for size in sizes
-            if self._attention.can_replay(self._plan, self._steps[size].empty, size, self._num_blocks)
-        ]
+        found = [size for size in sizes if self._can_replay(self._steps[size].empty, size)]
         if not found:
             raise GraphCaptureFailed(
                 "no decode step can be captured",
@@ -165,11 +165,23 @@ class DecodeGraphs:
             )
         return found
 
+    def _prepare(self, step: StepBatch) -> tuple[Any, ...]:
+        return tuple(
+            self._attention.prepare(group.plan, own) for group, own in zip(self._groups, step.by_group(), strict=True)
+        )
+
+    def _can_replay(self, step: StepBatch, size: int) -> bool:
+        return all(
+            self._attention.can_replay(group.plan, own, size, self._num_blocks)
+            for group, own in zip(self._groups, step.by_group(), strict=True)
+        )
+
     def _capture(self, sizes: Sequence[int], on_captured: Callable[[], None]) -> None:
-        self._attention.begin_capture(self._plan, sizes[-1])
+        for group in self._groups:
+            self._attention.begin_capture(group.plan, sizes[-1])
         try:
             for size in reversed(sizes):
-                metadata = self._attention.prepare(self._plan, self._steps[size].empty)
+                metadata = self._prepare(self._steps[size].empty)
                 try:
                     self._runner.capture(size, partial(self._step, size, metadata))
                 except Exception as error:
@@ -184,7 +196,7 @@ class DecodeGraphs:
         finally:
             self._attention.end_capture()
 
-    def _step(self, size: int, metadata: Any) -> None:
+    def _step(self, size: int, metadata: tuple[Any, ...]) -> None:
         """Compute one step of `size` sequences from the static inputs: the device work of a graph."""
         hidden = self._model.run(
             self._inputs[:size],
@@ -203,11 +215,14 @@ class PaddedStep:
     context.
     """
 
-    def __init__(self, token_ids: Int64Array, positions: Int64Array, table_shape: tuple[int, int]) -> None:
+    def __init__(
+        self, token_ids: Int64Array, positions: Int64Array, table_shape: tuple[int, int], num_groups: int = 1
+    ) -> None:
         """Make the step, all padding, over arrays int64[size] of the caller's.
 
         Args:
             table_shape: of a block table that stands for one until there is a batch.
+            num_groups: KV cache groups of the model.
         """
         size = len(token_ids)
         no_pairs, nobody = np.zeros((0, 2), np.int32), np.zeros(0, np.int64)
@@ -228,6 +243,9 @@ class PaddedStep:
             copies=no_pairs,
             preempted=nobody,
         )
+        self._step.more_groups = tuple(
+            KVGroupSlots(np.zeros(size, np.int32), self._step.block_table) for _ in range(1, num_groups)
+        )
         self._clear(0)
 
     @property
@@ -246,6 +264,9 @@ class PaddedStep:
         step.rows[:count] = batch.rows
         if count < len(step.rows):
             self._clear(count)
+        for group, given in zip(step.more_groups, batch.more_groups, strict=True):
+            group.slot_mapping[:count] = given.slot_mapping
+            group.block_table = given.block_table
         if step.num_decodes != count or step.block_table is not batch.block_table:
             self._step = replace(step, num_decodes=count, block_table=batch.block_table)
         return self._step
@@ -254,7 +275,8 @@ class PaddedStep:
         """Make padding of what follows the first `count` sequences."""
         step = self._step
         step.token_ids[count:] = step.positions[count:] = 0
-        step.slot_mapping[count:] = -1
+        for slots in (step.slot_mapping, *(group.slot_mapping for group in step.more_groups)):
+            slots[count:] = -1
         step.query_start[count + 1 :] = count
         step.context_lens[count:] = step.rows[count:] = 0
 
@@ -278,7 +300,7 @@ class DecodeCapture:
         platform: Platform,
     ) -> None:
         """Capture nothing yet; warns where graphs are wanted and cannot be."""
-        self._context, self._plan = context, loaded.plan
+        self._context, self._groups = context, loaded.groups
         self._allocator, self._attention, self._platform = allocator, attention, platform
         self._sizes = graph_sizes(context.config.max_num_seqs)
         self._model = _capturable(context, loaded)
@@ -316,7 +338,7 @@ class DecodeCapture:
             return DecodeGraphs(
                 self._context.descriptor.make("graph_runner", self._context.device),
                 attention=self._attention,
-                plan=self._plan,
+                groups=self._groups,
                 model=self._model,
                 kv_cache=cache,
                 sizes=sizes,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hardpoint.interfaces.allocator import DeviceAllocator
-from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, Refusal
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheGroup, Refusal
 from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.worker import ModelInfo, WorkerConfig, WorkerContext
 from hardpoint.models import Ranks, attention_layers, load_model, open_model
+from hardpoint.worker.kv_groups import plan_groups
 from hardpoint.worker.ranks import join_ranks, place_of
 
 if TYPE_CHECKING:
@@ -31,17 +32,19 @@ class LoadedModel:
 
     Attributes:
         fingerprint: of the source before its weights were read.
+        groups: the KV cache groups of the rank's layers.
     """
 
     model: RunnableModel
     info: ModelInfo
     source: ModelSource
     fingerprint: object
+    groups: tuple[KVCacheGroup, ...]
 
     @property
     def plan(self) -> AttentionPlan:
-        """What attention planned for the rank's layers."""
-        return self.info.attention
+        """What attention planned for the first KV cache group."""
+        return self.groups[0].plan
 
 
 def load_rank(
@@ -68,11 +71,11 @@ def load_rank(
     source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
     fingerprint = source.fingerprint()
     request = _request(config, source)
-    plan = attention.plan(request)
-    if isinstance(plan, Refusal):
+    kv_groups = plan_groups(attention, request, divides=config.kv_cache_groups)
+    if isinstance(kv_groups, Refusal):
         raise CapabilityRefused(
             f"the {context.descriptor.name} backend cannot run {source.path}",
-            plan.reasons,
+            kv_groups.reasons,
             hint="`hardpoint doctor` lists what the backend supports",
         )
     ranks = Ranks()
@@ -83,7 +86,7 @@ def load_rank(
         model = load_model(
             source,
             dtype=request.dtype,
-            plan=plan,
+            groups=kv_groups,
             attention=attention,
             kernels=kernels,
             allocator=allocator,
@@ -104,13 +107,14 @@ def load_rank(
         max_model_len=request.max_context,
         num_layers=len(source.attention_layers()),
         weight_bytes=model.weight_bytes,
-        attention=plan,
+        attention=kv_groups[0].plan,
         path=model.path,
         is_generative=source.is_generative,
+        kv_group_windows=tuple(group.window for group in kv_groups),
         # The ranks that embed a token are not all told which one the driver sampled before the engine tells them.
         steps_in_flight=steps_in_flight if place.is_alone else 0,
     )
-    return LoadedModel(model, info, source, fingerprint)
+    return LoadedModel(model, info, source, fingerprint, kv_groups)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from hardpoint.interfaces.batch import (
     StepBatch,
     StepInput,
     StepOutput,
+    in_groups,
 )
 from hardpoint.interfaces.errors import OutputFailed
 from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling import SampledTokens, Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
-from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
 
@@ -82,7 +82,7 @@ class ModelRunner:
         platform: Platform,
     ) -> None:
         """Begin without sequences, and capture nothing yet."""
-        self._model, self._plan = loaded.model, loaded.plan
+        self._model, self._groups = loaded.model, loaded.groups
         self._attention, self._capture, self._kv = attention, capture, kv
         self._sampler, self._platform = sampler, platform
         self._pooler, self._plain = Pooler(), PlainRows()
@@ -122,7 +122,6 @@ class ModelRunner:
         sampled = self._alone(sample)
         return LaunchedStep(self._platform.record_event(), sampled, embeddings)
 
-    @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: Tensor, rows: Int32Array | None = None) -> Tensor:
         """Run the model on one step and return hidden states; see `RunnableModel.run`.
 
@@ -130,22 +129,30 @@ class ModelRunner:
             cache: the whole KV cache.
             rows: token indices, by default the last token of each sampled sequence.
         """
-        self._platform.check_computes()
-        if rows is None:
-            rows = batch.query_start[batch.sample_rows + 1] - 1
-        early = self._tokens_in_flight(batch)
-        if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
-            hidden = self._graphs.replay(batch, early)
-            # Token `i` of such a step is that of sequence `i`.
-            if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
-                hidden = hidden.index_select(0, self._platform.upload(rows))
-            return hidden
-        upload = self._platform.upload
-        metadata = self._attention.prepare(self._plan, batch)
-        token_ids, positions = upload(batch.token_ids), upload(batch.positions)
-        if early is not None:
-            token_ids.index_copy_(0, *early)
-        return self._model.run(token_ids, positions, metadata, cache, upload(rows))
+        with torch.inference_mode():
+            self._platform.check_computes()
+            if rows is None:
+                rows = batch.query_start[batch.sample_rows + 1] - 1
+            early = self._tokens_in_flight(batch)
+            if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
+                hidden = self._graphs.replay(batch, early)
+                # Token `i` of such a step is that of sequence `i`.
+                if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+                    hidden = hidden.index_select(0, self._platform.upload(rows))
+                return hidden
+            upload = self._platform.upload
+            metadata = self._prepare(batch)
+            token_ids, positions = upload(batch.token_ids), upload(batch.positions)
+            if early is not None:
+                token_ids.index_copy_(0, *early)
+            return self._model.run(token_ids, positions, metadata, cache, upload(rows))
+
+    def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
+        """Return the step's metadata of each KV cache group."""
+        return tuple(
+            self._attention.prepare(group.plan, step)
+            for group, step in zip(self._groups, batch.by_group(), strict=True)
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -200,10 +207,10 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a small prefill and a small decode, then capture decodes where there are to be graphs; raises GraphCaptureFailed."""
         self.drop_graphs()
-        cache, block_size = self._kv.cache, self._plan.block_size
-        for length in (min(16, self._plan.request.max_context, block_size), 1):
-            batch = dummy_batch(num_tokens=length, max_len=length, block_size=block_size, max_seqs=1)
-            self.argmax(self.forward(batch, cache))
+        cache, plan = self._kv.cache, self._groups[0].plan
+        for length in (min(16, plan.request.max_context, plan.block_size), 1):
+            batch = dummy_batch(num_tokens=length, max_len=length, block_size=plan.block_size, max_seqs=1)
+            self.argmax(self.forward(in_groups(batch, len(self._groups), plan.block_size), cache))
         self._platform.synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
@@ -276,3 +283,39 @@ class Pooler:
         """Forget sequences that ended before their prompt did."""
         for seq_id in seq_ids:
             self._partial.pop(seq_id, None)
+
+
+def dummy_batch(*, num_tokens: int, max_len: int, block_size: int, max_seqs: int) -> StepBatch:
+    """Return a step of `num_tokens` zero tokens in as few sequences as `max_len` allows, each sampled: decodes if that is 1, else prefills.
+
+    The sequences own the first blocks of the cache, in order. What does not fit into `max_seqs` sequences is left out.
+    """
+    lengths = [min(max_len, num_tokens - start) for start in range(0, num_tokens, max_len)][:max_seqs]
+    query_start = np.cumsum([0, *lengths]).astype(np.int32)
+    blocks_per_seq = -(-max_len // block_size)
+    block_table = np.arange(len(lengths) * blocks_per_seq, dtype=np.int32).reshape(len(lengths), blocks_per_seq)
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    rows = np.arange(len(lengths), dtype=np.int32)
+    owner = np.repeat(rows, lengths)
+    slots = block_table[owner, positions // block_size] * block_size + positions % block_size
+    no_pairs = np.empty((0, 2), np.int32)
+    return StepBatch(
+        token_ids=np.zeros(len(positions), np.int64),
+        positions=positions,
+        slot_mapping=slots.astype(np.int32),
+        query_start=query_start,
+        context_lens=np.asarray(lengths, np.int32),
+        block_table=block_table,
+        rows=rows,
+        seq_ids=rows.astype(np.int64),
+        num_decodes=len(lengths) if max_len == 1 else 0,
+        sample_rows=rows,
+        sample_seq_ids=rows.astype(np.int64),
+        state_rows=rows,
+        sample_state_rows=rows,
+        sample_positions=np.zeros(len(lengths), np.int32),
+        swap_out=no_pairs,
+        swap_in=no_pairs,
+        copies=no_pairs,
+        preempted=np.empty(0, np.int64),
+    )

@@ -9,15 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import DeviceAllocator
-from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.batch import StepBatch, in_groups
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
-from hardpoint.worker.dummy import dummy_batch
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
-from hardpoint.worker.model_runner import ModelRunner
+from hardpoint.worker.model_runner import ModelRunner, dummy_batch
 from hardpoint.worker.ranks import place_of
 
 if TYPE_CHECKING:
@@ -48,12 +48,16 @@ def largest_step(
     runner: ModelRunner,
     kv: KVMemory,
     capture: DecodeCapture,
+    sampler: Sampler,
     platform: Platform,
     allocator: DeviceAllocator,
 ) -> StepCost:
     """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
 
     Then capture a few decode steps over that cache, for what graphs take.
+
+    On a device, sampling counts with as many rows as a step can have, all of which ask for everything; its tables keep their room. On the
+    host it works on a few rows at a time.
 
     A model that holds its working memory for the largest step already (`scratch_bytes`) is run with a shorter one, for the time.
     """
@@ -69,18 +73,21 @@ def largest_step(
         block_size=loaded.plan.block_size,
         max_seqs=config.max_num_seqs,
     )
-    cache = kv.scratch(int(batch.block_table.max()) + 1)
-    step = partial(_logits, runner, batch, cache)
+    num_groups = len(loaded.groups)
+    cache = kv.scratch(num_groups * (int(batch.block_table.max()) + 1))
+    batch = in_groups(batch, num_groups, loaded.plan.block_size)
+    samples = info.is_generative and config.rank == config.driver_rank and cache.device.type != "cpu"
+    compute = partial(_compute, runner, batch, cache)
     start = time.perf_counter()
-    growth = platform.peak_growth(step, allocator)
-    if platform.compiles:
+    growth = platform.peak_growth(partial(compute, sampler, config.max_num_seqs) if samples else compute, allocator)
+    if platform.compiles or samples:
         start = time.perf_counter()
-        step()
+        compute()
         used()
     seconds = time.perf_counter() - start
     graphs = capture.estimate_bytes(cache, used)
-    del cache
-    unsampled = config.max_num_seqs - len(batch.sample_rows) if place_of(config).is_last else 0
+    del cache, compute
+    unsampled = config.max_num_seqs - len(batch.sample_rows) if place_of(config).is_last and not samples else 0
     return StepCost(
         growth + logits_bytes(unsampled, info.vocab_size),
         graphs,
@@ -89,8 +96,13 @@ def largest_step(
     )
 
 
-def _logits(runner: ModelRunner, batch: StepBatch, cache: Tensor) -> Tensor:
-    return runner.logits(runner.forward(batch, cache))
+def _compute(
+    runner: ModelRunner, batch: StepBatch, cache: Tensor, sampler: Sampler | None = None, samples: int = 0
+) -> None:
+    """Compute a step's logits, and sample the given number of rows."""
+    runner.logits(runner.forward(batch, cache))
+    if sampler is not None:
+        sampler.rehearse(samples)
 
 
 def logits_bytes(num_rows: int, vocab_size: int) -> int:

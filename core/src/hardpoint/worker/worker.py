@@ -22,11 +22,10 @@ from hardpoint.sampling import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
-from hardpoint.worker.memory_changes import SleepCycle, Transactions
+from hardpoint.worker.memory_changes import KEPT, SleepCycle, Transactions, Weights
 from hardpoint.worker.model_runner import LaunchedStep, ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
-from hardpoint.worker.weights import KEPT, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +55,7 @@ class _Loaded:
     weights: Weights
     kv: KVMemory
     capture: DecodeCapture
+    sampler: Sampler
     runner: ModelRunner
     sleep: SleepCycle
     in_flight: deque[LaunchedStep | Exception] = field(default_factory=deque)
@@ -135,7 +135,7 @@ class StandardWorker(Worker):
             config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )
         sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
-        self._model = _Loaded(model, weights, kv, capture, runner, sleep)
+        self._model = _Loaded(model, weights, kv, capture, sampler, runner, sleep)
         return model.info
 
     def profile(self) -> MemoryProfile:
@@ -172,7 +172,14 @@ class StandardWorker(Worker):
             )
             return StepCost(growth=logits_bytes(self._config.max_num_seqs, model.model.info.vocab_size))
         return largest_step(
-            self._config, model.model, model.runner, model.kv, model.capture, rank.platform, rank.allocator
+            self._config,
+            model.model,
+            model.runner,
+            model.kv,
+            model.capture,
+            model.sampler,
+            rank.platform,
+            rank.allocator,
         )
 
     def initialize_kv(self, num_device_blocks: int, num_host_blocks: int) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hardpoint")
 
+_MAX_RECENT = 8
+"""Plans whose kernels are found by identity: those of a model's KV cache groups."""
+
 
 class FlashInferAttention(AttentionBackend):
     """Attention over a cache that other kernels write, copy and swap; they attend too for models that FlashInfer is not chosen for.
@@ -37,7 +40,7 @@ class FlashInferAttention(AttentionBackend):
         self._base = base
         self._is_named = is_named
         self._verdicts: dict[AttentionRequest, tuple[Kernels | None, str]] = {}
-        self._recent: tuple[AttentionPlan, Kernels | None] | None = None
+        self._recent: list[tuple[AttentionPlan, Kernels | None]] = []
 
     def capabilities(self) -> AttentionCapabilities:
         """Return what holds for all kernels that a plan may choose."""
@@ -114,9 +117,12 @@ class FlashInferAttention(AttentionBackend):
 
     def _kernels_of(self, plan: AttentionPlan) -> Kernels | None:
         # A request's hash is that of all its layers: too long for each step.
-        if self._recent is None or self._recent[0] is not plan:
-            self._recent = plan, self._verdicts.get(plan.request, (None, ""))[0]
-        return self._recent[1]
+        for recent, kernels in self._recent:
+            if recent is plan:
+                return kernels
+        kernels = self._verdicts.get(plan.request, (None, ""))[0]
+        self._recent = [(plan, kernels), *self._recent[: _MAX_RECENT - 1]]
+        return kernels
 
     def _decide(self, plan: AttentionPlan) -> tuple[Kernels | None, str]:
         """Return FlashInfer's kernels if they are to be used, and in any case the reason."""
