@@ -115,7 +115,15 @@ const Driver::Stream& PoolOperation::stream_of(Mover& mover) const {
 }
 
 const StagingBuffer& PoolOperation::staging_of(Mover& mover) const {
-  if (!mover.staging) mover.staging = std::make_unique<StagingBuffer>(pool_.driver_, kStaging);
+  if (mover.staging) return *mover.staging;
+  // As large as the largest piece: its pages are made at once, which for small pieces would cost more than to move them.
+  uint64_t largest = 1;
+  for (const Entry& entry : entries_) {
+    if (!entry.backup) continue;
+    for (const BackupPiece& piece : entry.backup->pieces) largest = std::max(largest, piece.range.size);
+  }
+  constexpr uint64_t kSector = DiskStore::kAlignment;
+  mover.staging = std::make_unique<StagingBuffer>(pool_.driver_, std::min(kStaging, (largest + kSector - 1) / kSector * kSector));
   return *mover.staging;
 }
 

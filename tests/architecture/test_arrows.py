@@ -40,8 +40,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker", "layers", "models", "quantization"})
 """What a backend may import of the core; layers and models are what a fused program recognises."""
 
-FOR_SUITE = FOR_BACKENDS | {"plugins"}
-"""What the conformance suite may import of the core."""
+FOR_SUITE = FOR_BACKENDS | {"plugins", "sampling"}
+"""What the conformance suite may import of the core; the contract of kernel sets names the definition of sampling."""
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,8 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.async_llm import AsyncLLM
-from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, InvalidRequest, SleepRefused
+from hardpoint.engine.sleep import SleepReport
+from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, InvalidRequest, MemoryBusy, SleepRefused
 from hardpoint.sampling import RequestOutputKind
 
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
@@ -76,6 +77,21 @@ def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any]
     run(body)
 
 
+async def check_two_sleeps_at_once(llm: AsyncLLM) -> None:
+    task = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=400)))
+    while not (await llm.stats()).blocks_used:
+        pass
+    found = await asyncio.gather(*(llm.sleep(level=0, mode="wait") for _ in range(2)), return_exceptions=True)
+    assert [type(one) for one in found] == [SleepReport, MemoryBusy]
+    assert len(await task) == 400
+    await llm.wake_up()
+    assert len(await tokens(llm, "x")) == 20
+
+
+def test_the_second_of_two_sleeps_at_once_is_refused(run: Callable[..., Any]) -> None:
+    run(check_two_sleeps_at_once)
+
+
 def test_sleep_waits_and_wake_goes_on(run: Callable[..., Any]) -> None:
     async def body(llm: AsyncLLM) -> None:
         task = asyncio.create_task(tokens(llm, "x"))
@@ -116,19 +132,20 @@ def test_a_full_inbox_is_an_error_and_nothing_else_is_lost(run: Callable[..., An
     run(body, max_commands=1)
 
 
-def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: Callable[..., Any]) -> None:
-    async def body(llm: AsyncLLM) -> None:
-        whole = await tokens(llm, "x")
-        stream = llm.generate("x", PARAMS.clone(output_kind=RequestOutputKind.DELTA))
-        outputs = [await anext(stream)]
-        while len(await tokens(llm, "Dear Sir")) != 20:
-            pass
-        outputs += [output async for output in stream if not outputs[-1].finished]
-        assert len(outputs) <= 2, "of twenty steps"
-        assert [t for output in outputs for t in output.outputs[0].token_ids] == whole
-        assert outputs[-1].finished
+async def check_a_client_that_stops_reading(llm: AsyncLLM) -> None:
+    whole = await tokens(llm, "x")
+    stream = llm.generate("x", PARAMS.clone(output_kind=RequestOutputKind.DELTA))
+    outputs = [await anext(stream)]
+    while len(await tokens(llm, "Dear Sir")) != 20:
+        pass
+    outputs += [output async for output in stream if not outputs[-1].finished]
+    assert len(outputs) <= 2, "of twenty steps"
+    assert [t for output in outputs for t in output.outputs[0].token_ids] == whole
+    assert outputs[-1].finished
 
-    run(body)
+
+def test_a_client_that_stops_reading_is_given_one_output_of_all_that_came(run: Callable[..., Any]) -> None:
+    run(check_a_client_that_stops_reading)
 
 
 def test_everything_that_the_synchronous_client_can_do(run: Callable[..., Any]) -> None:
@@ -174,6 +191,8 @@ def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert (await llm.stats()).blocks_used == 0
+        await check_two_sleeps_at_once(llm)
+        await check_a_client_that_stops_reading(llm)
         results = await asyncio.gather(*(tokens(llm, "x") for _ in range(20)), return_exceptions=True)
         assert {type(r) for r in results} == {list, InboxFull}
         assert await llm.update_weights((f"w{n}", torch.ones(300, 1000)) for n in range(3)) == 3
@@ -186,7 +205,7 @@ def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
         with pytest.raises(EngineDead, match="SIGKILL"):
             await llm.stats()
 
-    run(body, engine_process=True, max_commands=4)
+    run(body, engine_process=True, max_commands=8)
 
 
 def test_an_engine_is_a_context_manager(make_llm: Callable[..., LLM], device: str) -> None:

@@ -118,6 +118,7 @@ def test_outputs_are_those_of_an_engine_in_this_process(llm: LLM, inline: LLM) -
     assert llm.info.num_device_blocks == 200
     llm.reset_prefix_cache()
     assert llm.stats().blocks_cached == 0
+    assert "libtorch" not in Path(f"/proc/{pid_of(llm)}/maps").read_text(), "its worker does without"
 
 
 def test_three_threads_are_each_given_their_own_outputs(llm: LLM) -> None:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 
 from hardpoint import interfaces
 from hardpoint.interfaces.platform import Event
-from hardpoint.sampling import SampledTokens, Sampler, SamplingParams
+from hardpoint.sampling import SamplingParams
+from hardpoint.sampling.sampler import SampledTokens, Sampler
 from hardpoint.worker import TorchPlatform
 
 ROWS, COLUMNS = 40, 50_000

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import Device, KernelSet
 from hardpoint.interfaces.batch import SequenceSampling, TokenLogprobs
-from hardpoint.sampling import Sampled, Sampler, SamplingParams, ranking, reference
+from hardpoint.sampling import SamplingParams, ranking, reference
 from hardpoint.sampling.random import draws as uniform
 from hardpoint.sampling.random import stream_key
+from hardpoint.sampling.sampler import Sampled, Sampler
 
 KERNELS: list[KernelSet | None] = [None]
 

@@ -20,7 +20,7 @@ from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFa
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
-from hardpoint.sampling import Sampler
+from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker import StandardWorker
 from hardpoint.worker.model_runner import PlainRows, Pooler, dummy_batch
 from hardpoint.worker.ranks import RendezvousPoint, check_ranks, place_of, require_env

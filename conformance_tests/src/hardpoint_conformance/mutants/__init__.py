@@ -34,11 +34,12 @@ class Mutant:
 
 @cache
 def mutants() -> tuple[Mutant, ...]:
-    """Return all known-bad backends, by part: packaging, memory, attention, worker, steps in flight, the phases of sleep, ranks, graphs."""
+    """Return all known-bad backends, by part, in the order of what they build on."""
     from hardpoint_conformance.mutants import (
         attention,
         graphs,
         in_flight,
+        kernels,
         memory,
         packaging,
         ranks,
@@ -46,7 +47,7 @@ def mutants() -> tuple[Mutant, ...]:
         worker,
     )
 
-    parts = (packaging, memory, attention, worker, in_flight, transactions, ranks, graphs)
+    parts = (packaging, memory, attention, kernels, worker, in_flight, transactions, ranks, graphs)
     return tuple(mutant for part in parts for mutant in part.MUTANTS)
 
 

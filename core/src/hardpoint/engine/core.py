@@ -67,7 +67,6 @@ from hardpoint.interfaces.errors import (
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
-from hardpoint.worker.ranks import check_claims
 
 _NO_IDS = np.empty(0, np.int64)
 
@@ -211,7 +210,11 @@ class EngineCore:
         settings = config.sleep_settings(accelerator=resolved.descriptor.accelerator, tiers=memory.tiers)
         _check_sleep(config, resolved, memory, settings)
         worker_config = config.worker_config(_prepared_sleep(config, resolved, settings))
-        check_claims(worker_config, resolved.descriptor, resolved.device)
+        if config.num_ranks > 1:
+            # It brings torch, which an engine whose ranks are in other processes does without.
+            from hardpoint.worker.ranks import check_claims
+
+            check_claims(worker_config, resolved.descriptor, resolved.device)
         self.executor = _make_executor(config, resolved, worker_config)
         try:
             self.model = self._start(resolved, start)

@@ -23,7 +23,7 @@ from hardpoint.interfaces.batch import (
 from hardpoint.interfaces.errors import OutputFailed
 from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint.sampling import SampledTokens, Sampler
+from hardpoint.sampling.sampler import SampledTokens, Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel

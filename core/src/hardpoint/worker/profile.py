@@ -13,7 +13,7 @@ from hardpoint.interfaces.batch import StepBatch, in_groups
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint.sampling import Sampler
+from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel

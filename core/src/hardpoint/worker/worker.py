@@ -18,7 +18,7 @@ from hardpoint.interfaces.errors import CapabilityRefused, NothingToCollect, Wor
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
-from hardpoint.sampling import Sampler
+from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank

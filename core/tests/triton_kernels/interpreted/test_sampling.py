@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hardpoint.interfaces import Device
-from hardpoint.sampling import Sampler, SamplingParams, reference
+from hardpoint.sampling import SamplingParams, reference
+from hardpoint.sampling.sampler import Sampler
 from hardpoint.triton import TritonKernels, operators
 
 MIXED: list[dict[str, Any]] = [

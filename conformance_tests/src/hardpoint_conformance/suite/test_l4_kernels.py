@@ -1,0 +1,171 @@
+"""Level 4: a backend's kernel set, where it has one: sampling, linear layers in layouts of its own, and experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hardpoint.interfaces import (
+    Activation,
+    DType,
+    ExpertsProgram,
+    ExpertsRequest,
+    KernelSet,
+    LinearProgram,
+    LinearRequest,
+    Platform,
+    SequenceSampling,
+)
+from hardpoint.sampling import reference
+from hardpoint.sampling.sampler import Sampler
+from hardpoint_conformance.clauses import clause
+from hardpoint_conformance.levels import Level
+from hardpoint_conformance.target import Target
+from hardpoint_conformance.worker_bench import usual_dtype
+
+COLUMNS = 1003
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.3},
+    {"temperature": 0.8, "top_k": 7},
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 1.5, "min_p": 0.05},
+    {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "repetition_penalty": 1.4},
+    {"temperature": 0.0, "logit_bias": {4: 8.0, 7: 8.0, 900: 8.0, 901: 8.0}},
+    {"temperature": 1.0, "allowed_token_ids": (1, 5, 700, 1002)},
+    {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": frozenset(range(0, 1000, 2))},
+)
+
+
+def _kernels(target: Target) -> KernelSet | None:
+    kernels: KernelSet | None = target.descriptor.make("kernels", target.device)
+    return kernels
+
+
+def _sampler(target: Target) -> Sampler:
+    platform: Platform = target.descriptor.make("platform", target.device) or Platform(target.device)
+    return Sampler(COLUMNS, target.device.torch_device, _kernels(target), platform)
+
+
+def _sequences(count: int) -> list[SequenceSampling]:
+    """Return sequences in all ways, each in a row of its own; some share their seed."""
+    return [
+        SequenceSampling(number, (3, 8, 1000), seed=number // 3, state_row=2 * number, **way)
+        for number, way in enumerate(islice(cycle(WAYS), count))
+    ]
+
+
+def _sample(sampler: Sampler, logits: torch.Tensor, sequences: list[SequenceSampling], position: int) -> list[int]:
+    rows = np.asarray([one.state_row for one in sequences], np.int32)
+    found = sampler.sample(logits, rows, np.full(len(rows), position, np.int32)).collect()
+    return [int(token) for token in found.token_ids]
+
+
+@clause("kernels.sample.definition@1", Level.WORKER)
+def test_tokens_are_those_of_the_definition(target: Target, rng: np.random.Generator) -> None:
+    """Tokens that are not drawn are the definition's; drawn ones are among those that it keeps, and the same but for rounding."""
+    sampler, sequences = _sampler(target), _sequences(2 * len(WAYS))
+    sampler.set_rows(sequences)
+    outputs: list[list[int]] = [[] for _ in sequences]
+    drawn = same = 0
+    for position in range(6):
+        logits = (3 * rng.standard_normal((len(sequences), COLUMNS))).astype(np.float32)
+        tokens = _sample(sampler, torch.from_numpy(logits).to(target.device.torch_device), sequences, position)
+        for row, sequence, output, token in zip(logits, sequences, outputs, tokens, strict=True):
+            expected = reference.sample_row(row, sequence, output)
+            if sequence.temperature == 0.0:
+                assert token == expected
+            else:
+                kept = reference.kept_weights(reference.processed_logits(row, sequence, output), sequence)
+                assert kept[token] > 0
+                drawn, same = drawn + 1, same + (token == expected)
+            output.append(token)
+    assert same >= 0.9 * drawn
+
+
+@clause("kernels.sample.row@1", Level.WORKER)
+def test_a_row_is_sampled_alone(target: Target, rng: np.random.Generator) -> None:
+    """A row's token depends on its own logits and parameters: it is the same alone and in any batch, also beside rows that have none."""
+    together, sequences = _sampler(target), _sequences(2 * len(WAYS))
+    together.set_rows(sequences)
+    singly = [_sampler(target) for _ in sequences]
+    for sampler, sequence in zip(singly, sequences, strict=True):
+        sampler.set_rows([sequence])
+    broken = replace(sequences[1], seq_id=99, state_row=1)
+    together.set_rows([broken])
+    for position in range(3):
+        logits = torch.from_numpy((2 * rng.standard_normal((len(sequences), COLUMNS))).astype(np.float32))
+        wrong = torch.full((1, COLUMNS), float("nan"))
+        batch = torch.cat((logits[:4], wrong, logits[4:])).to(target.device.torch_device)
+        tokens = _sample(together, batch, [*sequences[:4], broken, *sequences[4:]], position)
+        assert tokens.pop(4) == -1
+        alone = [
+            _sample(sampler, logits[row : row + 1].to(target.device.torch_device), [sequence], position)[0]
+            for row, (sampler, sequence) in enumerate(zip(singly, sequences, strict=True))
+        ]
+        assert tokens == alone
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, device: str) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype.to_torch()).to(device)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(48, 64), (33, 96), (130, 40)])
+@clause("kernels.linear.product@1", Level.WORKER)
+def test_a_linear_layer_of_the_kernel_sets(target: Target, rng: np.random.Generator, rows: int, columns: int) -> None:
+    """What a kernel set plans for a weight multiplies by it as it was written, piece by piece, with and without a bias; or is refused."""
+    kernels, dtype, device = _kernels(target), usual_dtype(target.claims), target.device.torch_device
+    program = None if kernels is None else kernels.plan_linear(LinearRequest(rows, columns, dtype))
+    if not isinstance(program, LinearProgram):
+        return
+    weight, bias = _random(rng, (rows, columns), dtype, device), _random(rng, (rows,), dtype, device)
+    stored = torch.zeros(program.weight_shape(), dtype=dtype.to_torch(), device=device)
+    for first in (17, 0):
+        program.write(stored, first, weight[first : 17 if first == 0 else rows])
+    eps = torch.finfo(dtype.to_torch()).eps
+    for tokens in (1, 5, 40):
+        x = _random(rng, (tokens, columns), dtype, device)
+        for added in (None, bias):
+            exact = x.double() @ weight.double().T + (0.0 if added is None else added.double())
+            bound = 8 * eps * (x.double().abs() @ weight.double().abs().T + 1)
+            assert bool(((program.run(x, stored, added).double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@clause("kernels.experts.mixture@1", Level.WORKER)
+def test_experts_of_the_kernel_sets(target: Target, rng: np.random.Generator, renormalise: bool) -> None:
+    """What a kernel set plans for experts gives each token the weighted sum of the experts that its logits choose; or is refused."""
+    kernels, dtype, device = _kernels(target), usual_dtype(target.claims), target.device.torch_device
+    experts, top_k, hidden, inner = 6, 2, 32, 24
+    request = ExpertsRequest(experts, top_k, hidden, inner, Activation.SILU, dtype, renormalise)
+    program = None if kernels is None else kernels.plan_experts(request)
+    if not isinstance(program, ExpertsProgram):
+        return
+    gate_up = _random(rng, (experts * 2 * inner, hidden), dtype, device)
+    down = _random(rng, (experts * hidden, inner), dtype, device)
+    stored = [torch.zeros(shape, dtype=dtype.to_torch(), device=device) for shape in program.weight_shapes()]
+    for first, last in ((50, len(gate_up)), (0, 50)):
+        program.write_gate_up(stored[0], first, gate_up[first:last])
+    program.write_down(stored[1], 0, down)
+    gates = gate_up.double().view(experts, 2 * inner, hidden).cpu()
+    downs = down.double().view(experts, hidden, inner).cpu()
+    for tokens in (1, 9, 70):
+        x, logits = _random(rng, (tokens, hidden), dtype, device), _random(rng, (tokens, experts), dtype, device)
+        logits[0, 2] = logits[0, 4] = 9.0
+        probabilities = logits.float().softmax(-1).double().cpu()
+        order = logits.float().cpu().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        exact = torch.zeros(tokens, hidden, dtype=torch.float64)
+        for token, chosen in enumerate(order.tolist()):
+            total = sum(probabilities[token, one] for one in chosen) if renormalise else 1.0
+            for one in chosen:
+                gate, up = (gates[one] @ x[token].double().cpu()).chunk(2)
+                activated = torch.nn.functional.silu(gate) * up
+                exact[token] += probabilities[token, one] / total * (downs[one] @ activated)
+        error = (program.run(x, logits, *stored).double().cpu() - exact).abs().max()
+        assert error <= max(8 * torch.finfo(dtype.to_torch()).eps, 1e-5) * exact.abs().max()
