@@ -36,7 +36,7 @@ install ./conformance_tests
 case $variant in
   sanitize | sanitize-all)
     portable=$([ "$variant" = sanitize ] && echo ON || echo OFF)
-    install ./core -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.CMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF
+    install ./core -C cmake.define.HARDPOINT_SANITIZE=address,undefined
     install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.HARDPOINT_PORTABLE="$portable"
     install_as_developed ./simulators
     for vendor in cuda rocm ascend; do
@@ -57,7 +57,7 @@ case $variant in
       -k "not processes_own_memory and not grow_nothing and not there_for_another_process and not crashes_is_broken and not daemon and not hold_until and not forked_child and not a_fork_in"
     ;;
   tsan)
-    install ./core -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.CMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF
+    install ./core -C cmake.define.HARDPOINT_SANITIZE=thread
     install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.HARDPOINT_PORTABLE=ON
     install_as_developed ./simulators
     # Interpreter and torch are not instrumented: what matters are the threads of the engine itself, in tests that import no torch. The runtime

@@ -23,8 +23,6 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kMaxSlab = size_t{1} << 30;
 constexpr size_t kTouchSlice = size_t{64} << 20;
 
-size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 std::optional<uint64_t> number_in(const char* path) {
   std::ifstream file(path);
   uint64_t value = 0;

@@ -10,6 +10,8 @@
 
 namespace hardpoint::memory {
 
+inline uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
 class Driver {
  public:
   // Copies the table and opens the device. Throws MemoryFault.

@@ -18,8 +18,6 @@ constexpr size_t kElasticPieces = 256;  // an elastic allocation grows in about 
 
 const char* const kHeld = "a sleep or wake of this memory is prepared and neither committed nor rolled back";
 
-size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 // How many forks lie between this process and the first that used the library. A process-wide handler is the only way to learn of
 // a fork without a system call in every operation.
 std::atomic<int> fork_count{0};

@@ -15,8 +15,6 @@ constexpr uint64_t kDiskPiece = PoolOperation::kStaging;
 constexpr uint64_t kSpanAlignment = 512;
 constexpr auto kLagLimit = std::chrono::seconds(2);
 
-uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
-
 // Sorted, without overlap, neighbours merged.
 std::vector<Range> merged(std::vector<Range> ranges) {
   std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.start < b.start; });

@@ -138,6 +138,26 @@ def test_forks_copy_what_they_write_in_every_group(model: str, expected: Any) ->
         assert _tokens(llm, n=3) == [forks * 3 for forks in expected]
 
 
+@pytest.mark.parametrize("kv", ["preserve", "discard"])
+def test_a_sleep_in_the_middle_changes_no_token(model: str, expected: Any, kv: str) -> None:
+    engine = LLMEngine(EngineConfig(model=model, **_SETTINGS))
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        for number, tokens in enumerate(_prompts()):
+            engine.add_request(str(number), {"prompt_token_ids": tokens}, params)
+        found: dict[str, list[int]] = {}
+        for step in range(100):
+            if step == 20:
+                engine.sleep(mode="keep", kv=kv)
+                engine.wake_up()
+            for output in engine.step():
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        assert not engine.has_unfinished_requests()
+    finally:
+        engine.shutdown()
+    assert [[found[str(number)]] for number in range(len(expected))] == expected
+
+
 def test_a_long_sequence_keeps_its_window_in_sliding_groups(model: str, kind: str) -> None:
     groups = MODELS[kind][1]
     full = 0 if kind == "mistral" else 1

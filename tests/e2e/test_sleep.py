@@ -73,7 +73,8 @@ class Subject:
         """Leave the engine as it was made, also where a test failed."""
         llm = self.llm
         llm.wake_up()
-        llm.engine.abort_request(list(llm.engine._requests.ids))
+        llm.sleep(level=0, mode="abort")
+        llm.wake_up()
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
         if self.tokens_changed or not llm.sleep_status().weights_valid:

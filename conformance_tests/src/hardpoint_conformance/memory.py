@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hardpoint.interfaces import (
     DType,
@@ -71,6 +70,8 @@ def require(target: Target, way: str) -> None:
     reason = obstacle(target, way)
     if not reason:
         return
+    import pytest  # not in the programs that tests start
+
     if all(obstacle(target, other) for other in WAYS):
         pytest.fail(f"the backend's memory cannot be reached at all: {reason}")
     pytest.skip(f"not testable here: {reason}")

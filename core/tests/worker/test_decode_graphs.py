@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.interfaces import StepBatch
+from hardpoint.interfaces.batch import in_groups
 from hardpoint.worker.decode_graphs import PaddedStep, graph_sizes
 
 SIZE = 6
@@ -93,6 +94,17 @@ def test_a_step_holds_its_batch_and_padding_and_nothing_of_those_before(batches:
         assert (found.num_decodes, found.num_tokens, found.num_seqs) == (count, SIZE, SIZE)
         assert found.block_table is TABLE
         assert plain(found) == plain(padded().fill(batch))
+
+
+def test_every_kv_cache_group_has_its_slots_and_table() -> None:
+    buffer = np.zeros(2 * SIZE, np.int64)
+    step = PaddedStep(buffer[:SIZE], buffer[SIZE:], (8, 4), num_groups=3)
+    for rows in ([2, 5, 0], [1]):
+        batch = in_groups(decodes(rows, [9, 4, 16]), 3, 4)
+        found, count = step.fill(batch), len(rows)
+        for own, wanted in zip(found.by_group(), batch.by_group(), strict=True):
+            assert own.slot_mapping.tolist() == [*wanted.slot_mapping.tolist(), *[-1] * (SIZE - count)]
+            assert own.block_table is wanted.block_table
 
 
 def test_a_step_is_all_padding_before_its_first_batch() -> None:
