@@ -45,7 +45,7 @@ from hardpoint.triton.experts import (
 )
 from hardpoint.triton.launch import KernelConstants
 from hardpoint.triton.operators import activation_constants, norm_constants, rotary_constants, sampling_constants
-from hardpoint.triton.tiles import COPY_WORDS, Target
+from hardpoint.triton.tiles import COPY_WORDS, TileTarget
 
 ROOT = Path(__file__).resolve().parent.parent
 _KERNELS = ROOT / "core" / "src" / "hardpoint" / "triton"
@@ -66,19 +66,19 @@ class Machine:
 
     backend: str
     arch: int | str
-    facts: Target
+    facts: TileTarget
     shared_bytes: int
 
 
 MACHINES = {
-    "sm_80": Machine("cuda", 80, Target(32, 80, 108), 163 << 10),
-    "sm_86": Machine("cuda", 86, Target(32, 86, 84), 99 << 10),
-    "sm_89": Machine("cuda", 89, Target(32, 89, 128), 99 << 10),
-    "sm_90": Machine("cuda", 90, Target(32, 90, 132), 227 << 10),
-    "sm_100": Machine("cuda", 100, Target(32, 100, 148), 227 << 10),
-    "sm_120": Machine("cuda", 120, Target(32, 120, 170), 99 << 10),
-    "gfx90a": Machine("hip", "gfx90a", Target(64, 0, 104), 64 << 10),
-    "gfx942": Machine("hip", "gfx942", Target(64, 0, 304), 64 << 10),
+    "sm_80": Machine("cuda", 80, TileTarget(32, 80, 108), 163 << 10),
+    "sm_86": Machine("cuda", 86, TileTarget(32, 86, 84), 99 << 10),
+    "sm_89": Machine("cuda", 89, TileTarget(32, 89, 128), 99 << 10),
+    "sm_90": Machine("cuda", 90, TileTarget(32, 90, 132), 227 << 10),
+    "sm_100": Machine("cuda", 100, TileTarget(32, 100, 148), 227 << 10),
+    "sm_120": Machine("cuda", 120, TileTarget(32, 120, 170), 99 << 10),
+    "gfx90a": Machine("hip", "gfx90a", TileTarget(64, 0, 104), 64 << 10),
+    "gfx942": Machine("hip", "gfx942", TileTarget(64, 0, 304), 64 << 10),
 }
 USUAL = ("sm_80", "sm_90", "gfx90a", "gfx942")
 """Compiled where no target is named; the others have the tiles of one of these, and are for looking at."""

@@ -14,7 +14,7 @@ import pytest
 
 from hardpoint_conformance.clauses import Clause
 from hardpoint_conformance.forks import Case, Ended, Job, collect
-from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict
+from hardpoint_conformance.kill_matrix import Finding, KillMatrix, Verdict
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.mutants import Mutant, mutant_named, mutants
 from hardpoint_conformance.report import ReportError, read_report
@@ -159,5 +159,5 @@ def test_the_matrix_names_the_clauses_that_nothing_proves() -> None:
     assert "attn.a.d@1" in found.html()
 
 
-def matrix(*verdicts: Verdict) -> Matrix:
-    return Matrix(verdicts, CLAUSES, control_tests=1, seeds=0, seeded_tests=0, false_alarms=(), seconds=1.0)
+def matrix(*verdicts: Verdict) -> KillMatrix:
+    return KillMatrix(verdicts, CLAUSES, control_tests=1, seeds=0, seeded_tests=0, false_alarms=(), seconds=1.0)

@@ -30,7 +30,7 @@ from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, 
 from hardpoint.interfaces.errors import CapabilityRefused, GraphCaptureFailed, WorkerError
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
-from hardpoint_conformance.worker_bench import Bench, config_for, running, sleep, wake
+from hardpoint_conformance.worker_bench import WorkerBench, config_for, running, sleep, wake
 
 
 class OldTokens(TorchFunctionMode):
@@ -82,14 +82,14 @@ def model() -> Model:
 
 
 @contextmanager
-def serving(model: Model, target: Target | None = None, **changes: Any) -> Iterator[Bench]:
+def serving(model: Model, target: Target | None = None, **changes: Any) -> Iterator[WorkerBench]:
     """A worker of the graphed backend over the lean decoder, up to eight sequences in a step."""
     Recorder.replays.clear()
     with running(target or graphed(), model, **{"use_fused_decoder": False, "swapped": 512, **changes}) as bench:
         yield bench
 
 
-def serve(bench: Bench, model: Model) -> list[list[int]]:
+def serve(bench: WorkerBench, model: Model) -> list[list[int]]:
     """Serve sequences that come, go, are preempted and swapped, in chunks and beside one another; return their tokens."""
     rng = np.random.default_rng(7)
     ended: list[list[int]] = []
@@ -318,7 +318,7 @@ def test_ranks_replay_together(model: Model, eager: list[list[int]]) -> None:
     with ThreadPoolExecutor(1) as threads:
         followed = threads.submit(follow)
         try:
-            bench = Bench(Both(), ranks[0], swapped=512)  # type: ignore[arg-type]
+            bench = WorkerBench(Both(), ranks[0], swapped=512)  # type: ignore[arg-type]
             assert serve(bench, model) == eager
         finally:
             calls.put(None)

@@ -10,7 +10,7 @@ import pytest
 from hardpoint.memory import VirtualPool
 from hardpoint_conformance.fault_matrix import World
 
-from .targets import DEVICE, SIMULATION_EXPECTED, Target, asked_for, without_hardware
+from .targets import DEVICE, SIMULATION_EXPECTED, DeviceTarget, asked_for, without_hardware
 
 
 def pytest_report_header() -> str:
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def target(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[Target]:
+def target(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[DeviceTarget]:
     """The driver, held open; at the end it has as much free memory as before."""
     made = asked_for() if DEVICE else without_hardware(request.param.partition(":")[0])
     record_property("simulated", made.table.simulated)
@@ -44,7 +44,7 @@ def target(request: pytest.FixtureRequest, record_property: Callable[[str, objec
 
 
 @pytest.fixture
-def new_world(target: Target, tmp_path: Path) -> Iterator[Callable[[], World]]:
+def new_world(target: DeviceTarget, tmp_path: Path) -> Iterator[Callable[[], World]]:
     """Make pools on the device; at the end they are woken and freed."""
     worlds: list[World] = []
 

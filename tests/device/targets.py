@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Target:
+class DeviceTarget:
     """A device's driver.
 
     Attributes:
@@ -50,7 +50,7 @@ class Target:
         return False
 
 
-def asked_for() -> Target:
+def asked_for() -> DeviceTarget:
     """Return the device that HARDPOINT_DEVICE names."""
     backend, _, number = DEVICE.partition(":")
     index = int(number)
@@ -59,20 +59,20 @@ def asked_for() -> Target:
     granularity, free = table.geometry().granularity, table.memory_info()[0]
     table.close()
     room = max(1, min(16, free // (512 * granularity)))
-    return Target(
+    return DeviceTarget(
         backend, index, table, SIMULATION_EXPECTED, room * granularity, 0 if SIMULATION_EXPECTED else 64 * MIB
     )
 
 
-def without_hardware(backend: str) -> Target:
+def without_hardware(backend: str) -> DeviceTarget:
     """Return the CPU's driver with a budget, or a vendor's over its simulation."""
     if backend == "cpu":
         table = import_module("hardpoint_cpu.driver").driver_table(options={"budget": CAPACITY})
-        return Target(backend, 0, table, False, 2 * MIB, 0)
+        return DeviceTarget(backend, 0, table, False, 2 * MIB, 0)
     from hardpoint_simulators import Simulator
 
     simulator = Simulator(backend)  # type: ignore[arg-type]
     simulator.reset()
     simulator.capacity = CAPACITY
     table = DriverTable(driver_file(f"hardpoint_{backend}"), device=0, library=str(simulator.path))
-    return Target(backend, 0, table, True, 2 * MIB, 0)
+    return DeviceTarget(backend, 0, table, True, 2 * MIB, 0)

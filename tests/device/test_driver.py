@@ -10,21 +10,21 @@ import pytest
 
 from hardpoint_conformance.device_memory import MAPPED, PREREQUISITES, DeviceMemory, in_fresh_thread
 
-from .targets import Target
+from .targets import DeviceTarget
 
 
 @pytest.fixture
-def memory(target: Target) -> Iterator[DeviceMemory]:
+def memory(target: DeviceTarget) -> Iterator[DeviceMemory]:
     memory = DeviceMemory(target.table, target.table.geometry().recommended)
     yield memory
     in_fresh_thread(memory.close)
 
 
-def test_driver_is_simulated_only_where_that_is_said(target: Target) -> None:
+def test_driver_is_simulated_only_where_that_is_said(target: DeviceTarget) -> None:
     assert target.table.simulated is target.simulated
 
 
-def test_device_describes_itself(target: Target) -> None:
+def test_device_describes_itself(target: DeviceTarget) -> None:
     free, total = target.table.memory_info()
     assert 0 < free <= total
     assert target.table.device_count() > target.index
@@ -32,14 +32,14 @@ def test_device_describes_itself(target: Target) -> None:
     assert target.table.driver_version()
 
 
-def test_granularities_are_multiples_of_pages_and_of_one_another(target: Target) -> None:
+def test_granularities_are_multiples_of_pages_and_of_one_another(target: DeviceTarget) -> None:
     geometry = target.table.geometry()
     assert geometry.granularity > 0
     assert geometry.granularity % 4096 == 0
     assert geometry.recommended % geometry.granularity == 0
 
 
-def test_quirks_are_the_same_when_asked_again(target: Target) -> None:
+def test_quirks_are_the_same_when_asked_again(target: DeviceTarget) -> None:
     assert target.table.quirks() == target.table.quirks()
 
 
@@ -70,7 +70,7 @@ def test_every_entry_works_on_a_thread_that_never_used_the_device(entry: str, me
         in_fresh_thread(lambda step=step: memory.do(step))  # type: ignore[misc]
 
 
-def test_two_threads_work_side_by_side(target: Target) -> None:
+def test_two_threads_work_side_by_side(target: DeviceTarget) -> None:
     def work() -> None:
         memory = DeviceMemory(target.table, target.table.geometry().recommended)
         for _ in range(10):

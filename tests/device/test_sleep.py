@@ -16,7 +16,7 @@ from hardpoint.interfaces.errors import BackupStale, DeviceOutOfMemory, InvalidA
 from hardpoint.memory import DriverQuirks, VirtualPool
 from hardpoint_conformance.fault_matrix import World
 
-from .targets import DEVICE, Target
+from .targets import DEVICE, DeviceTarget
 
 SAMPLE = 4096
 
@@ -41,7 +41,7 @@ def addresses(world: World) -> list[int]:
     return [block.address for block in world.blocks]
 
 
-def set_bytes(target: Target, address: int, size: int) -> None:
+def set_bytes(target: DeviceTarget, address: int, size: int) -> None:
     """Write to memory as programs on the device do, past the engine."""
     stream = target.table.stream_create()
     target.table.fill(address, 0x5A, size, stream)
@@ -50,7 +50,7 @@ def set_bytes(target: Target, address: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK])
-def test_every_policy_keeps_its_promise(target: Target, world: World, tier: SleepTier) -> None:
+def test_every_policy_keeps_its_promise(target: DeviceTarget, world: World, tier: SleepTier) -> None:
     fill(world, target.unit)
     for _ in range(2):
         report = world.pool.sleep(world.plan(tier=tier))
@@ -70,7 +70,7 @@ def test_every_policy_keeps_its_promise(target: Target, world: World, tier: Slee
         assert list(world.faults_of_state(dict.fromkeys(addresses(world), False))) == []
 
 
-def test_rebuilt_memory_is_what_its_callback_writes(target: Target, world: World) -> None:
+def test_rebuilt_memory_is_what_its_callback_writes(target: DeviceTarget, world: World) -> None:
     block = world.add(2 * target.unit, "derived", Policy.REBUILD)
     block.content = b"\x5a" * SAMPLE
     world.pool.declare_source(block.address, block.size, lambda: set_bytes(target, block.address, block.size))
@@ -79,7 +79,7 @@ def test_rebuilt_memory_is_what_its_callback_writes(target: Target, world: World
     assert list(world.faults_of_state()) == []
 
 
-def test_tags_wake_one_by_one_with_their_bytes(target: Target, world: World) -> None:
+def test_tags_wake_one_by_one_with_their_bytes(target: DeviceTarget, world: World) -> None:
     fill(world, target.unit)
     world.pool.sleep(world.plan())
     world.forget("kv_cache", "scratch")
@@ -91,7 +91,7 @@ def test_tags_wake_one_by_one_with_their_bytes(target: Target, world: World) -> 
     assert list(world.faults_of_state(dict.fromkeys(addresses(world), False))) == []
 
 
-def test_discarded_weights_leave_memory_that_can_be_written(target: Target, world: World) -> None:
+def test_discarded_weights_leave_memory_that_can_be_written(target: DeviceTarget, world: World) -> None:
     block = world.add(4 * target.unit, "weights")
     report = world.pool.sleep(world.plan(policies={"weights": Policy.DISCARD}))
     assert (report.preserved, returned(report) > 0.9) == (0, True)
@@ -102,7 +102,7 @@ def test_discarded_weights_leave_memory_that_can_be_written(target: Target, worl
     assert list(world.faults_of_state()) == []
 
 
-def test_unchanged_weights_are_not_copied_again(target: Target, world: World) -> None:
+def test_unchanged_weights_are_not_copied_again(target: DeviceTarget, world: World) -> None:
     block = world.add(4 * target.unit, "weights")
     plan = world.plan(keep=frozenset({"weights"}))
     assert world.pool.sleep(plan).preserved == block.size
@@ -121,7 +121,7 @@ def test_unchanged_weights_are_not_copied_again(target: Target, world: World) ->
     assert list(world.faults_of_state()) == []
 
 
-def test_write_past_the_engine_is_found_on_request(target: Target, world: World) -> None:
+def test_write_past_the_engine_is_found_on_request(target: DeviceTarget, world: World) -> None:
     block = world.add(2 * target.unit, "weights")
     keep = frozenset({"weights"})
     world.pool.sleep(world.plan(keep=keep))
@@ -134,7 +134,7 @@ def test_write_past_the_engine_is_found_on_request(target: Target, world: World)
     block.content = None
 
 
-def test_elastic_memory_grows_and_shrinks_at_its_address(target: Target, world: World) -> None:
+def test_elastic_memory_grows_and_shrinks_at_its_address(target: DeviceTarget, world: World) -> None:
     if DriverQuirks.ADDRESS_HOLDS_MEMORY in target.table.quirks():
         pytest.skip("this system gives memory back only with its addresses: elastic memory is refused")
     unit = target.unit
@@ -155,7 +155,7 @@ def test_elastic_memory_grows_and_shrinks_at_its_address(target: Target, world: 
     world.pool.free(address)
 
 
-def test_two_engines_on_two_threads_sleep_and_wake(target: Target, new_world: Callable[[], World]) -> None:
+def test_two_engines_on_two_threads_sleep_and_wake(target: DeviceTarget, new_world: Callable[[], World]) -> None:
     worlds = [new_world(), new_world()]
     for world in worlds:
         world.add(3 * target.unit, "weights")
@@ -171,7 +171,7 @@ def test_two_engines_on_two_threads_sleep_and_wake(target: Target, new_world: Ca
             done.result()
 
 
-def test_memory_is_taken_and_freed_while_the_engine_sleeps_and_wakes(target: Target, world: World) -> None:
+def test_memory_is_taken_and_freed_while_the_engine_sleeps_and_wakes(target: DeviceTarget, world: World) -> None:
     fill(world, target.unit)
     world.forget("kv_cache", "scratch")
     stop = threading.Event()
@@ -216,11 +216,13 @@ class Hoard:
 
 
 @pytest.fixture
-def hoard(target: Target) -> Hoard:
+def hoard(target: DeviceTarget) -> Hoard:
     return Hoard(VirtualPool(target.table))
 
 
-def test_exhausted_device_is_out_of_memory_and_nothing_is_lost(target: Target, world: World, hoard: Hoard) -> None:
+def test_exhausted_device_is_out_of_memory_and_nothing_is_lost(
+    target: DeviceTarget, world: World, hoard: Hoard
+) -> None:
     world.add(2 * target.unit, "weights")
     before = target.free()
     with pytest.raises(DeviceOutOfMemory):
@@ -238,7 +240,9 @@ def test_exhausted_device_is_out_of_memory_and_nothing_is_lost(target: Target, w
     assert target.has_free(before)
 
 
-def test_wake_without_room_stays_asleep_and_succeeds_once_there_is(target: Target, world: World, hoard: Hoard) -> None:
+def test_wake_without_room_stays_asleep_and_succeeds_once_there_is(
+    target: DeviceTarget, world: World, hoard: Hoard
+) -> None:
     for _ in range(4):
         world.add(8 * target.unit, "weights")
     world.pool.sleep(world.plan())
@@ -266,7 +270,7 @@ pool.sleep(SleepPlan(tags=frozenset({"weights"})))
 
 
 def test_process_that_ends_half_asleep_ends_well_and_its_memory_returns(
-    target: Target, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+    target: DeviceTarget, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not DEVICE and target.simulated:
         monkeypatch.setenv(f"HARDPOINT_{target.backend.upper()}_DRIVER", str(simulated_library(target.backend)))

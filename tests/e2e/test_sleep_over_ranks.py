@@ -16,7 +16,7 @@ from hardpoint.memory import VirtualAllocator
 from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import shape_for, tiny_model
-from hardpoint_conformance.worker_bench import Bench, Served, level_plan, running
+from hardpoint_conformance.worker_bench import Served, WorkerBench, level_plan, running
 from hardpoint_cpu.allocator import CpuAllocator
 from hardpoint_cpu.driver import driver_table
 
@@ -42,7 +42,7 @@ class SeenAllocator(CpuAllocator):
 class Ranks(Executor):
     """Workers in one thread, each of which serves the same sequence with a whole model."""
 
-    def __init__(self, benches: list[Bench], expected: list[int]) -> None:
+    def __init__(self, benches: list[WorkerBench], expected: list[int]) -> None:
         self.benches = benches
         self.expected = expected
         self.sequences: list[Served] = []

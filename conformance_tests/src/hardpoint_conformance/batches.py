@@ -1,11 +1,11 @@
 """Cases of paged attention and the bench that runs them: sequences, their places in a KV cache, and the batch of a step.
 
 A `Case` is numbers only: whole sequences of queries, keys and values on the host. A `Placement` says which blocks hold which
-sequence. A `Bench` puts both on the target's device, runs steps over any positions of the sequences through the backend (`prepare`,
+sequence. A `AttentionBench` puts both on the target's device, runs steps over any positions of the sequences through the backend (`prepare`,
 `write_kv`, `forward`), and brings the results back. What no sequence owns of the cache holds numbers too, as leftovers of others.
 
     case = make_case(rng, layer(heads=4, kv_heads=2, head_dim=64), DType.BFLOAT16, [17, 40])
-    bench = Bench(target, case)
+    bench = AttentionBench(target, case)
     spans = [Span(0, 16, 17), Span(1, 30, 40)]
     check(case, spans, bench.run(spans), quality)
 """
@@ -320,7 +320,7 @@ class Step:
         return all(buffer.guards_intact() for buffer in self.buffers)
 
 
-class Bench:
+class AttentionBench:
     """A backend with a KV cache on its device.
 
     Args:
@@ -542,7 +542,7 @@ def check_steps(
     target: Target, case: Case, rng: np.random.Generator, quality: _Notes, *, block_size: int | None = None
 ) -> None:
     """Run one step of each kind over a case, and assert that all keep to the oracle's bounds."""
-    bench = Bench(target, case, rng=rng, block_size=block_size)
+    bench = AttentionBench(target, case, rng=rng, block_size=block_size)
     for spans in case.steps(target.claims):
         check(case, spans, bench.run(spans), quality)
 

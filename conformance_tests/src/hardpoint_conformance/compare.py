@@ -29,7 +29,7 @@ _GOOD = ("passed", "proved", Verdict.CONFORMANT.value)
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Comparison:
     """Rows of texts under the names of reports.
 
     Attributes:
@@ -87,14 +87,14 @@ def _name(report: Report) -> str:
     return " ".join(filter(None, (backend["name"], backend["version"], "(simulated)" if report["simulated"] else "")))
 
 
-def compare(reports: Sequence[Report], subject: str) -> Matrix:
+def compare(reports: Sequence[Report], subject: str) -> Comparison:
     """Return the matrix of reports by one of `SUBJECTS`; the first row is the verdict."""
     columns = {"capabilities": _capabilities, "clauses": _clauses, "levels": _levels}[subject]
     found = [columns(report) for report in reports]
     rows = dict.fromkeys(name for column in found for name in column)
     verdicts = ("verdict", *(report["verdict"]["outcome"] for report in reports))
     body = [(name, *(column.get(name, "") for column in found)) for name in rows]
-    return Matrix(subject, names_of(reports), (verdicts, *body))
+    return Comparison(subject, names_of(reports), (verdicts, *body))
 
 
 def _capabilities(report: Report) -> dict[str, str]:

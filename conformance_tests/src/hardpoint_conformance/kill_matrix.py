@@ -76,7 +76,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class KillMatrix:
     """All of it.
 
     Attributes:
@@ -212,7 +212,7 @@ class Matrix:
         return _PAGE.format(state=state, summary=summary, rows=rows, unproved=unproved)
 
 
-def write_report(matrix: Matrix, folder: Path) -> None:
+def write_report(matrix: KillMatrix, folder: Path) -> None:
     """Write `selftest.json` and `selftest.html`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest.json").write_text(json.dumps(matrix.to_json(), indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -129,7 +129,7 @@ class TrackedPool(VirtualPool):
         self.close()
 
 
-class Machine(RuleBasedStateMachine):
+class MemoryMachine(RuleBasedStateMachine):
     """A pool beside its model."""
 
     def __init__(self, target: FaultTarget, tiers: frozenset[SleepTier] = frozenset(SleepTier)) -> None:
@@ -446,8 +446,8 @@ def run_model(
         seed: of the sequences, which are then not made shorter; None for others every time, and the shortest that fails.
     """
 
-    def machine() -> Machine:
-        return Machine(target, tiers)
+    def machine() -> MemoryMachine:
+        return MemoryMachine(target, tiers)
 
     factory: Any = machine if seed is None else hypothesis.seed(seed)(machine)
     run_state_machine_as_test(

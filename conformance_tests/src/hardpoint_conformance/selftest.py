@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hardpoint_conformance.forks import Case, Ended, Job, collect, run_forked
-from hardpoint_conformance.kill_matrix import Finding, Matrix, Verdict, write_report
+from hardpoint_conformance.kill_matrix import Finding, KillMatrix, Verdict, write_report
 from hardpoint_conformance.mutants import Mutant, mutants
 from hardpoint_conformance.outcomes import Outcome
 from hardpoint_conformance.outcomes import Verdict as ReportVerdict
@@ -99,7 +99,7 @@ def selftest(
     ]
     order = [mutant.name for mutant in chosen]
     meant = {clause for mutant in chosen for clause in mutant.killed_by}
-    matrix = Matrix(
+    matrix = KillMatrix(
         verdicts=tuple(sorted(verdicts, key=lambda one: order.index(one.mutant.name))),
         clauses=tuple(
             {case.clause.id: case.clause for case in everything if case.applies or case.clause.id in meant}.values()

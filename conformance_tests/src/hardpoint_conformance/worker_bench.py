@@ -138,7 +138,7 @@ def _changed(worker: Worker, change: MemoryChange, number: int | None) -> Memory
     return worker.commit(number)
 
 
-class Bench:
+class WorkerBench:
     """A worker with a model and a KV cache of `blocks` blocks, by default enough, and the sequences that it serves.
 
     Its swap space holds `swapped` tokens. A sequence's blocks are taken in a shuffled order, so that neither neighbours in a table
@@ -374,12 +374,12 @@ def _overwrite(batch: StepBatch) -> None:
 @contextmanager
 def running(
     target: Target, model: Model, *, blocks: int | None = None, swapped: int = 0, **changes: Any
-) -> Iterator[Bench]:
+) -> Iterator[WorkerBench]:
     """Return a worker of the target that is ready to serve a model; it is shut down at the end."""
     config = config_for(target.claims, model, **changes)
     worker = target.worker(config)
     try:
-        yield Bench(worker, config, blocks, swapped)
+        yield WorkerBench(worker, config, blocks, swapped)
     finally:
         worker.shutdown()
 
@@ -412,7 +412,7 @@ def random_prompts(rng: np.random.Generator, model: Model, lengths: Sequence[int
     return [rng.integers(0, model.shape.vocab, length).tolist() for length in lengths]
 
 
-def edge_lengths(bench: Bench, count: int) -> list[int]:
+def edge_lengths(bench: WorkerBench, count: int) -> list[int]:
     """Return lengths of prompts around the borders of blocks that leave room for `count` tokens."""
     size, longest = bench.block_size, bench.info.max_model_len - count
     return [length for length in (1, size - 1, size, size + 1, 2 * size + 1) if 0 < length <= longest]

@@ -19,7 +19,7 @@ from hardpoint.interfaces import WORKER_CALLS, WeightWrite, Worker, WorkerConfig
 from hardpoint_conformance.ranks import free_port, process_context
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model
-from hardpoint_conformance.worker_bench import Bench, config_for
+from hardpoint_conformance.worker_bench import WorkerBench, config_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,12 +123,12 @@ class WorkerRanks:
 @contextmanager
 def running_ranks(
     processes: RankProcesses, target: Target, model: Model, **changes: Any
-) -> Iterator[tuple[Bench, WorkerRanks]]:
+) -> Iterator[tuple[WorkerBench, WorkerRanks]]:
     """Return ranks that are ready to serve a model; they are shut down at the end."""
     config = config_for(target.claims, model, world_size=processes.world, **changes)
     ranks = WorkerRanks(processes, config)
     try:
-        yield Bench(cast(Worker, ranks), config), ranks
+        yield WorkerBench(cast(Worker, ranks), config), ranks
     except BaseException:
         # What failed is the news, not that ranks which are gone cannot be shut down.
         with suppress(AssertionError):

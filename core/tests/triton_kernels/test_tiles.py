@@ -14,16 +14,21 @@ from hypothesis import strategies as st
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, Device, DType
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused, ConfigError
 from hardpoint.triton.choice import Attention, attention_choice, attention_note
-from hardpoint.triton.tiles import SPLIT_KEYS, Target, decode_tiles, max_splits, padded, prefill_tiles
+from hardpoint.triton.tiles import SPLIT_KEYS, TileTarget, decode_tiles, max_splits, padded, prefill_tiles
 from hardpoint.worker.model_runner import dummy_batch
 
 NAMES = [kernels.value for kernels in Attention]
-TARGETS = [Target(32, 80, 108), Target(32, 90, 132), Target(64, 0, 304), Target(32, 0, 1, interpreted=True)]
+TARGETS = [
+    TileTarget(32, 80, 108),
+    TileTarget(32, 90, 132),
+    TileTarget(64, 0, 304),
+    TileTarget(32, 0, 1, interpreted=True),
+]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_suit_matrix_units_and_the_split_of_contexts(target: Target, itemsize: int) -> None:
+def test_tiles_suit_matrix_units_and_the_split_of_contexts(target: TileTarget, itemsize: int) -> None:
     for head_dim in range(16, 257, 16):
         for tiles in (
             *(decode_tiles(head_dim, group, itemsize, target) for group in (1, 7, 16, 40, 64)),
@@ -39,7 +44,7 @@ def test_decodes_in_float32_fit_into_the_least_shared_memory(capability: int) ->
     """Queries, and keys and values of each stage, where the hardware's matrix units do not take them from there."""
     for head_dim in range(16, 257, 16):
         for group in (1, 16, 24, 32, 33, 64):
-            tiles = decode_tiles(head_dim, group, 4, Target(32, capability, 84))
+            tiles = decode_tiles(head_dim, group, 4, TileTarget(32, capability, 84))
             rows = tiles.block_m + 2 * tiles.stages * tiles.block_n
             assert rows * padded(head_dim) * 4 <= 99 << 10
 
@@ -51,14 +56,14 @@ def test_all_heads_of_a_group_are_in_one_tile(group: int) -> None:
 
 @given(st.integers(1, 128), st.integers(1, 400))
 def test_splits_are_a_power_of_two_within_bounds(kv_heads: int, units: int) -> None:
-    splits = max_splits(kv_heads, Target(32, 90, units))
+    splits = max_splits(kv_heads, TileTarget(32, 90, units))
     assert splits in (8, 16, 32, 64)
     assert splits == padded(splits)
 
 
 def test_a_single_sequence_fills_the_target() -> None:
-    assert max_splits(8, Target(32, 90, 132)) * 8 >= 128
-    assert max_splits(1, Target(32, 90, 132)) == 64
+    assert max_splits(8, TileTarget(32, 90, 132)) * 8 >= 128
+    assert max_splits(1, TileTarget(32, 90, 132)) == 64
 
 
 def test_float8_is_converted_by_targets_that_have_the_instruction() -> None:

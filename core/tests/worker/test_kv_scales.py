@@ -19,11 +19,11 @@ from hardpoint.interfaces import KV_CACHE, WEIGHTS, DType, Policy, SleepPlan, We
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Shape, tiny_model
-from hardpoint_conformance.worker_bench import Bench, running, sleep, wake
+from hardpoint_conformance.worker_bench import WorkerBench, running, sleep, wake
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]]
 PLAIN = tiny_model(Shape(head_dim=16, layers=3))
-Start = Callable[[str | Path], AbstractContextManager[Bench]]
+Start = Callable[[str | Path], AbstractContextManager[WorkerBench]]
 
 
 def _reference() -> Any:
@@ -46,7 +46,7 @@ def start(request: pytest.FixtureRequest) -> Start:
     attention = {"reference": _reference, "triton": _triton}[request.param]
 
     @contextmanager
-    def started(folder: str | Path) -> Iterator[Bench]:
+    def started(folder: str | Path) -> Iterator[WorkerBench]:
         target = Target.find("cpu").with_descriptor(attention=attention, kernels=None)
         model = replace(PLAIN, path=str(folder))
         with running(target, model, dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3, block_size=16) as bench:
@@ -55,7 +55,7 @@ def start(request: pytest.FixtureRequest) -> Start:
     return started
 
 
-def answers(bench: Bench) -> list[tuple[list[int], list[float]]]:
+def answers(bench: WorkerBench) -> list[tuple[list[int], list[float]]]:
     """Return what the prompts give: tokens and their log probabilities."""
     served = bench.generate(PROMPTS, 3, logprobs=1)
     return [(one.generated, [float(entry.logprobs[0]) for entry in one.logprobs]) for one in served]

@@ -20,7 +20,7 @@ from hardpoint.interfaces import (
 from hardpoint_conformance.batches import (
     DTYPES,
     UNWRITTEN,
-    Bench,
+    AttentionBench,
     Layout,
     Span,
     check,
@@ -162,7 +162,7 @@ def test_prefill(
     block_size = claims.attention.default_block_size
     for length in edges(block_size):
         case = make_case(rng, plain_layer(claims), dtype, [length])
-        check(case, case.whole(), Bench(target, case, rng=rng).run(case.whole()), quality)
+        check(case, case.whole(), AttentionBench(target, case, rng=rng).run(case.whole()), quality)
 
 
 @clause("attn.prefill.batch@1", LEVEL, capability="attention", facts="attention test A")
@@ -172,7 +172,7 @@ def test_prefill_of_several(
 ) -> None:
     """Prompts of different lengths in one step do not see each other's tokens."""
     case = make_case(rng, plain_layer(claims), dtype, [5, 1, 70, 33, 2])
-    check(case, case.whole(), Bench(target, case, rng=rng).run(case.whole()), quality)
+    check(case, case.whole(), AttentionBench(target, case, rng=rng).run(case.whole()), quality)
 
 
 @clause("attn.decode.single@1", LEVEL, capability="attention", facts="attention test A3")
@@ -182,7 +182,7 @@ def test_decode(target: Target, claims: Capabilities, rng: np.random.Generator, 
     hundred keys."""
     block_size = claims.attention.default_block_size
     case = make_case(rng, plain_layer(claims), dtype, [2, *edges(block_size)[1:], 300, 700])
-    check(case, case.last(), Bench(target, case, rng=rng).run(case.last()), quality)
+    check(case, case.last(), AttentionBench(target, case, rng=rng).run(case.last()), quality)
 
 
 @clause("attn.decode.long@1", LEVEL, capability="attention", facts="attention test A3")
@@ -193,7 +193,7 @@ def test_long_decode(
 ) -> None:
     """A decode over a context that a backend may split into parts merges them to the oracle's result."""
     case = make_case(rng, plain_layer(claims), dtype, [length])
-    check(case, case.last(), Bench(target, case, rng=rng).run(case.last()), quality)
+    check(case, case.last(), AttentionBench(target, case, rng=rng).run(case.last()), quality)
 
 
 @clause("attn.prefill.chunk@1", LEVEL, capability="attention.chunked_prefill", facts="attention test A2")
@@ -204,7 +204,7 @@ def test_chunk(target: Target, claims: Capabilities, rng: np.random.Generator, q
     case = make_case(rng, plain_layer(claims), dtype, [3 * block_size + 5] * 4)
     starts = [1, block_size - 1, block_size, 2 * block_size + 3]
     spans = [Span(seq, start, case.lengths[seq] - seq) for seq, start in enumerate(starts)]
-    check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+    check(case, spans, AttentionBench(target, case, rng=rng).run(spans), quality)
 
 
 @clause(
@@ -217,7 +217,7 @@ def test_several_queries(
 ) -> None:
     """A few queries at the end of a context, as speculative decoding has them, each see exactly the keys up to their own."""
     case = make_case(rng, plain_layer(claims), dtype, [queries + 1, 37, 64, 260])
-    check(case, case.last(queries), Bench(target, case, rng=rng).run(case.last(queries)), quality)
+    check(case, case.last(queries), AttentionBench(target, case, rng=rng).run(case.last(queries)), quality)
 
 
 @clause("attn.heads.group@1", LEVEL, capability="attention", facts="attention test B")
@@ -329,7 +329,7 @@ def test_sums_of_values(
     for q, v in zip(case.q, case.v, strict=True):
         q.mul_(1 / 64)
         v.abs_().add_(0.5)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     check(case, case.last(), bench.run(case.last()), quality)
     if target.claims_to("attention.chunked_prefill"):
         check(case, case.last(20), bench.run(case.last(20)), quality)
@@ -366,7 +366,7 @@ def test_write_kv(target: Target, claims: Capabilities, rng: np.random.Generator
     """`write_kv` puts each token's key and value, bit by bit, into the slot that the mapping names, and changes nothing else in the
     cache."""
     case = make_case(rng, plain_layer(claims), dtype, [300, 40, 2])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     spans = case.whole() if step == "prefill" else case.last()
     bench.load(before := bench.image(bench.before(spans)))
     laid_out = bench.step(spans)
@@ -380,7 +380,7 @@ def test_write_kv(target: Target, claims: Capabilities, rng: np.random.Generator
 def test_write_kv_again(target: Target, claims: Capabilities, rng: np.random.Generator, dtype: DType) -> None:
     """Writing the same step's keys and values again changes no bit of the cache."""
     case = make_case(rng, plain_layer(claims), dtype, [50, 3])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     bench.load(bench.image([0, 0]))
     step = bench.step(case.whole())
     metadata = bench.attention.prepare(bench.plan, step.batch)
@@ -395,7 +395,7 @@ def test_write_kv_again(target: Target, claims: Capabilities, rng: np.random.Gen
 def test_slot_of_minus_one(target: Target, claims: Capabilities, rng: np.random.Generator, dtype: DType) -> None:
     """A token whose slot is -1 is not written, whatever stands beside it in the batch."""
     case = make_case(rng, plain_layer(claims), dtype, [20, 20, 20])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     bench.load(before := bench.image([0, 0, 0]))
     step = bench.step(case.whole(), Layout(silent=frozenset({0, 2})))
     bench.write(step, bench.attention.prepare(bench.plan, step.batch))
@@ -407,7 +407,7 @@ def test_layers_apart(target: Target, claims: Capabilities, rng: np.random.Gener
     """Each layer reads and writes its own slice of the cache only."""
     for dtype in dtypes_claimed(claims):
         cases = [make_case(rng, plain_layer(claims), dtype, [20, 45]) for _ in range(3)]
-        bench = Bench(target, *cases, rng=rng)
+        bench = AttentionBench(target, *cases, rng=rng)
         for spans in cases[0].steps(claims):
             bench.load(bench.image(bench.before(spans)))
             step = bench.step(spans)
@@ -422,7 +422,7 @@ def test_copy_blocks(target: Target, claims: Capabilities, rng: np.random.Genera
     """`copy_blocks` copies whole blocks in all layers, keys and values, bit by bit, and changes no other block; one block may be the
     source of several copies; no pairs are no work."""
     cases = [make_case(rng, plain_layer(claims), dtype, [100]) for _ in range(2)]
-    bench = Bench(target, *cases, rng=rng)
+    bench = AttentionBench(target, *cases, rng=rng)
     bench.load(before := bench.image([100]))
     bench.attention.copy_blocks(bench.cache, np.zeros((0, 2), np.int32))
     assert same_bits(bench.cache, before)
@@ -442,7 +442,7 @@ def test_swap_blocks(target: Target, claims: Capabilities, rng: np.random.Genera
     """`swap_blocks` copies whole blocks in all layers between the device's cache and one on the host, whose number of blocks is another,
     bit by bit and in both directions."""
     cases = [make_case(rng, plain_layer(claims), dtype, [100]) for _ in range(2)]
-    bench = Bench(target, *cases, rng=rng)
+    bench = AttentionBench(target, *cases, rng=rng)
     bench.load(device := bench.image([100]))
     host = torch.full(bench.spec.shape(2), UNWRITTEN, dtype=dtype.to_torch())
     expected_host = host.clone()
@@ -466,7 +466,7 @@ def test_swap_blocks(target: Target, claims: Capabilities, rng: np.random.Genera
 def test_empty_batch(target: Target, claims: Capabilities, rng: np.random.Generator) -> None:
     """A step without sequences and tokens is no work and no error."""
     case = make_case(rng, plain_layer(claims), dtypes_claimed(claims)[0], [10])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     bench.load(before := bench.image([10]))
     assert bench.proceed([]) == []
     assert same_bits(bench.cache, before)
@@ -477,7 +477,7 @@ def test_empty_batch(target: Target, claims: Capabilities, rng: np.random.Genera
 def test_inputs_are_read_only(target: Target, claims: Capabilities, rng: np.random.Generator, dtype: DType) -> None:
     """`forward` writes to its output alone: queries, keys, values, the cache and the batch's arrays keep every bit."""
     case = make_case(rng, plain_layer(claims), dtype, [40, 25])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         bench.load(bench.image(bench.before(spans)))
         step = bench.step(spans)

@@ -22,7 +22,7 @@ from hardpoint.interfaces import (
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.batches import (
     DTYPES,
-    Bench,
+    AttentionBench,
     Span,
     check,
     check_steps,
@@ -119,7 +119,7 @@ def test_window_in_a_long_context(
     # Keys before every window of the queries below: alike to all queries and with large values.
     case.v[0][: length - 30 - window] = 100.0
     case.k[0][: length - 30 - window] *= 4.0
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     check(case, case.last(), bench.run(case.last()), quality)
     if target.claims_to("attention.chunked_prefill"):
         check(case, case.last(30), bench.run(case.last(30)), quality)
@@ -220,7 +220,7 @@ def test_mixed_batch(
     spans = [Span(0, 39, 40), Span(1, 0, 33), Span(2, 0, 1), Span(3, 299, 300)]
     if target.claims_to("attention.chunked_prefill"):
         spans += [Span(4, 50, 90), Span(5, 15, 17)]
-    check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+    check(case, spans, AttentionBench(target, case, rng=rng).run(spans), quality)
 
 
 @clause("attn.batch.mixed-features@1", LEVEL, capability="attention.mixed_batch", facts="attention test A4")
@@ -236,7 +236,7 @@ def test_mixed_batch_with_features(
     for dtype in dtypes_claimed(claims):
         case = make_case(rng, layer_with(claims, features), dtype, [40, 33, 1, 300])
         spans = [Span(0, 39, 40), Span(1, 0, 33), Span(2, 0, 1), Span(3, 299, 300)]
-        check(case, spans, Bench(target, case, rng=rng).run(spans), quality)
+        check(case, spans, AttentionBench(target, case, rng=rng).run(spans), quality)
 
 
 @clause("attn.layers.differ@1", LEVEL, facts="attention test D, attention test E")
@@ -253,7 +253,7 @@ def test_layers_differ(
     kinds = [layer_with(claims, features), plain, replace(plain, scale=plain.scale / 2), layer_with(claims, features)]
     dtype = dtypes_claimed(claims)[0]
     cases = [make_case(rng, kind, dtype, [50, 64]) for kind in kinds]
-    bench = Bench(target, *cases, rng=rng)
+    bench = AttentionBench(target, *cases, rng=rng)
     for spans in cases[0].steps(claims):
         bench.load(bench.image(bench.before(spans)))
         step = bench.step(spans)
@@ -275,7 +275,7 @@ def test_narrow_cache(
         if kv_dtype not in claims.attention.kv_dtypes[dtype]:
             continue
         case = make_case(rng, plain_layer(claims), dtype, [1, 20, 75], kv_dtype=kv_dtype)
-        bench = Bench(target, case, rng=rng)
+        bench = AttentionBench(target, case, rng=rng)
         assert bench.spec.dtype is kv_dtype
         for spans in case.steps(claims):
             check(case, spans, bench.run(spans), quality)
@@ -297,7 +297,7 @@ def test_scaled_cache(
             plain = plain_layer(claims)
             kinds = [replace(plain, k_scale=k_scale, v_scale=v_scale), plain, replace(plain, v_scale=v_scale)]
             cases = [make_case(rng, kind, dtype, [1, 20, 75], kv_dtype=kv_dtype) for kind in kinds]
-            bench = Bench(target, *cases, rng=rng)
+            bench = AttentionBench(target, *cases, rng=rng)
             for spans in cases[0].steps(claims):
                 bench.load(before := bench.image(bench.before(spans)))
                 step = bench.step(spans)

@@ -20,7 +20,7 @@ from hardpoint.interfaces import (
 from hardpoint_conformance.batches import (
     DTYPES,
     UNWRITTEN,
-    Bench,
+    AttentionBench,
     Layout,
     Placement,
     Span,
@@ -66,9 +66,9 @@ def test_permuted_blocks(
     """Which physical blocks hold a sequence does not matter: after a permutation of all blocks the results are the same, bit by bit where
     runs repeat."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    one = Bench(target, case, rng=rng)
+    one = AttentionBench(target, case, rng=rng)
     moved = one.placement.moved(rng.permutation(one.placement.num_blocks))
-    other = Bench(target, case, rng=rng, placement=moved)
+    other = AttentionBench(target, case, rng=rng, placement=moved)
     for spans in case.steps(claims):
         ones, others = one.run(spans), other.run(spans)
         check(case, spans, ones, quality)
@@ -84,7 +84,7 @@ def test_order_of_blocks(
     """Block tables that rise, fall, alternate between sequences or begin again at the cache's start are all followed entry by entry."""
     for dtype in dtypes_claimed(claims):
         case = make_case(rng, plain_layer(claims), dtype, [150, 150])
-        block_size = Bench(target, case).plan.block_size
+        block_size = AttentionBench(target, case).plan.block_size
         count = -(-150 // block_size)
         ids = np.arange(2 * count)
         if order == "rising":
@@ -98,7 +98,7 @@ def test_order_of_blocks(
             taken = set(blocks[0].tolist())
             blocks[1] = np.roll([block for block in ids if block not in taken], count // 2)
         placement = placed(rng, [owned.tolist() for owned in blocks], 2 * count + 1)
-        bench = Bench(target, case, rng=rng, placement=placement)
+        bench = AttentionBench(target, case, rng=rng, placement=placement)
         for spans in (case.last(), case.whole()):
             check(case, spans, bench.run(spans), quality)
 
@@ -111,8 +111,8 @@ def test_leftover_entries(
     """Entries of the block table beyond a sequence's blocks, and rows of no sequence, are not followed: other leftovers there give the
     same bits where runs repeat."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    one = Bench(target, case, rng=rng)
-    other = Bench(target, case, rng=rng, placement=_with_leftovers(one.placement, 0))
+    one = AttentionBench(target, case, rng=rng)
+    other = AttentionBench(target, case, rng=rng, placement=_with_leftovers(one.placement, 0))
     for spans in case.steps(claims):
         ones, others = one.run(spans), other.run(spans)
         check(case, spans, others, quality)
@@ -136,7 +136,7 @@ def test_shared_prefix(
     block_size = claims.attention.default_block_size
     common = 2 * block_size
     case = make_case(rng, plain_layer(claims), dtype, [common + 10, common + 3, common + block_size])
-    bench = Bench(target, case, rng=rng, block_size=block_size)
+    bench = AttentionBench(target, case, rng=rng, block_size=block_size)
     for tensors in (case.k, case.v):
         for tensor in tensors[1:]:
             tensor[:common] = tensors[0][:common]
@@ -144,7 +144,7 @@ def test_shared_prefix(
         (*bench.placement.blocks[0][: common // block_size], *blocks[common // block_size :])
         for blocks in bench.placement.blocks
     ]
-    other = Bench(target, case, rng=rng, placement=placed(rng, shared, bench.placement.num_blocks))
+    other = AttentionBench(target, case, rng=rng, placement=placed(rng, shared, bench.placement.num_blocks))
     ones, others = bench.run(case.last()), other.run(case.last())
     check(case, case.last(), others, quality)
     assert_same(claims, ones, others)
@@ -178,7 +178,7 @@ def test_large_offsets(
     )
     last = num_blocks - 1
     placement = placed(rng, [(last, 0), (1, last - 2), (last - 1,)], num_blocks)
-    bench = Bench(target, case, rng=rng, block_size=block_size, placement=placement, cache=cache)
+    bench = AttentionBench(target, case, rng=rng, block_size=block_size, placement=placement, cache=cache)
     check(case, case.whole(), bench.proceed(case.whole()), quality)
     check(case, case.last(), bench.proceed(case.last()), quality)
     pairs = np.array([(last - 1, 2)], np.int32)
@@ -200,9 +200,9 @@ def _poisoned(
     value: float,
 ) -> None:
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    block_size = Bench(target, case).plan.block_size
+    block_size = AttentionBench(target, case).plan.block_size
     scattered = place(rng, case.lengths, block_size, first=1)
-    bench = Bench(target, case, rng=rng, placement=_with_leftovers(scattered, 0))
+    bench = AttentionBench(target, case, rng=rng, placement=_with_leftovers(scattered, 0))
     for spans in case.steps(claims):
         clean = bench.image(bench.before(spans))
         bench.load(clean)
@@ -265,7 +265,7 @@ def test_huge_values_behind_the_window(
     """Keys and values that the window hides change no bit of a result, even where they are a thousand times as large as all others."""
     window = 20
     case = make_case(rng, plain_layer(claims, window=window), dtype, [130, 45])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     expected = bench.run(case.last())
     check(case, case.last(), expected, quality)
     for x in (*case.k, *case.v):
@@ -285,7 +285,7 @@ def test_freed_blocks_before_the_window(
     whatever is there, NaN included, changes no bit of a result."""
     window = 20
     case = make_case(rng, plain_layer(claims, window=window), dtype, [130, 45, 200])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     size, nobody = bench.plan.block_size, bench.spare()[0]
     for queries in (1, 9):
         spans = [Span(seq, length - queries, length) for seq, length in enumerate(case.lengths)]
@@ -297,7 +297,7 @@ def test_freed_blocks_before_the_window(
             freed = max(span.begin - window + 1, 0) // size
             bench.canonical(image)[:, :, [nobody, *bench.placement.blocks[span.seq][:freed]]] = value
             table[bench.placement.rows[span.seq], :freed] = nobody
-        other = Bench(target, case, rng=rng, placement=replace(bench.placement, table=table))
+        other = AttentionBench(target, case, rng=rng, placement=replace(bench.placement, table=table))
         other.load(image)
         outs = other.proceed(spans)
         check(case, spans, outs, quality)
@@ -311,7 +311,7 @@ def test_poison_in_padding(
 ) -> None:
     """Queries, keys and values of padding tokens may be NaN: they change no result and are not written to the cache."""
     case = make_case(rng, plain_layer(claims), dtype, [37, 70, 64])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         outs = bench.run(spans, Layout(padding_tokens=5, padding=NAN))
         check(case, spans, outs, quality)
@@ -330,7 +330,7 @@ def test_padding_tokens(
     """Tokens at the end of a batch that belong to no sequence (slot -1) are not written to the cache, change no result, and leave a finite
     output: what was there, or a number."""
     case = make_case(rng, plain_layer(claims), dtype, [37, 70, 64])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         bench.load(image := bench.image(bench.before(spans)))
         step = bench.step(spans, Layout(padding_tokens=tokens))
@@ -349,7 +349,7 @@ def test_padding_sequences(
     """Sequences at the end of a batch without tokens and context change nothing, in the cache or in a result, also beside padding
     tokens."""
     case = make_case(rng, plain_layer(claims), dtype, [37, 70, 64])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         bench.load(image := bench.image(bench.before(spans)))
         step = bench.step(spans, Layout(padding_tokens=seqs // 2, padding_seqs=seqs))
@@ -367,7 +367,7 @@ def test_sentinels(
     """A step writes its tokens' slots and its outputs' rows and nothing else: neither before or after the cache and the outputs, nor
     between the rows of an output with strides, nor elsewhere in the cache."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         bench.load(image := bench.image(bench.before(spans)))
         step = bench.step(spans, Layout(strided=strided))
@@ -390,7 +390,7 @@ def test_strides(
     """Queries, keys and values that are slices of one fused projection, with strides between tokens and an offset into their storage,
     and outputs inside a wider buffer, give the oracle's result."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         check(case, spans, bench.run(spans, Layout(strided=True)), quality)
 
@@ -406,7 +406,7 @@ def test_token_by_token(
     """Prompts and then decodes, one token a step over the cache that earlier steps wrote, give what the oracle gives for the whole
     sequences."""
     case = make_case(rng, plain_layer(claims), dtype, [30, 45])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     bench.load(bench.image([0, 0]))
     starts = (14, 31)
     spans = [Span(seq, 0, start) for seq, start in enumerate(starts)]
@@ -423,7 +423,7 @@ def test_chunks(
 ) -> None:
     """A prompt computed in pieces, cut anywhere, gives for every token what the oracle gives for the prompt in one piece."""
     case = make_case(rng, plain_layer(claims), dtype, [160])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     bench.load(bench.image([0]))
     cuts = sorted(rng.choice(np.arange(1, 160), pieces - 1, replace=False).tolist())
     for begin, end in zip([0, *cuts], [*cuts, 160], strict=True):
@@ -438,7 +438,7 @@ def test_order_of_sequences(
     """The order of sequences in a batch does not matter: each has the oracle's result in any, and the same bits where the backend is
     batch-invariant."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         ones = bench.run(spans)
         others = bench.run(spans, Layout(order=tuple(rng.permutation(len(spans)).tolist())))
@@ -454,7 +454,7 @@ def test_host_buffers_are_reused(
     """The batch's arrays belong to the scheduler again as soon as `forward` has returned: what is written to them then, before the device
     has finished, changes no result."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for spans in case.steps(claims):
         bench.load(bench.image(bench.before(spans)))
         step = bench.step(spans)
@@ -477,7 +477,7 @@ def test_metadata_is_fresh(
     """`prepare` looks at the batch anew each time: the same arrays with other contents, as the scheduler's buffers have in the next step,
     give the new step's result."""
     case = make_case(rng, plain_layer(claims), dtype, [30, 61, 50, 45, 90, 33])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     first = [Span(seq, case.lengths[seq] - 1, case.lengths[seq]) for seq in (0, 1, 2)]
     second = [Span(seq, case.lengths[seq] - 1, case.lengths[seq]) for seq in (4, 5, 3)]
     bench.load(bench.image([length - 1 for length in case.lengths]))
@@ -500,7 +500,7 @@ def test_blocks_move_between_steps(
 ) -> None:
     """A sequence whose blocks were moved between two steps, as after a swap, is read at its new place."""
     case = make_case(rng, plain_layer(claims), dtype, [50, 80])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     check(case, case.last(), bench.run(case.last()), quality)
     for _ in range(2):
         bench.placement = bench.placement.moved(rng.permutation(bench.placement.num_blocks))
@@ -514,7 +514,7 @@ def test_batches_of_other_sizes(
 ) -> None:
     """Steps with fewer and with more sequences and tokens than the one before leave nothing of it in their results."""
     case = make_case(rng, plain_layer(claims), dtype, [30, 61, 50, 45, 90, 33])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for count in (6, 1, 4, 2, 6):
         for spans in (case.last()[:count], case.whole()[:count]):
             check(case, spans, bench.run(spans), quality)

@@ -26,7 +26,7 @@ from hardpoint_conformance.tiny_model import (
 )
 from hardpoint_conformance.worker_bench import (
     FLOATS,
-    Bench,
+    WorkerBench,
     check_tokens,
     edge_lengths,
     level_plan,
@@ -280,7 +280,7 @@ def test_live_blocks_are_preserved(
 
 
 @pytest.fixture(scope="module")
-def demo(request: pytest.FixtureRequest) -> Iterator[tuple[Bench, Model]]:
+def demo(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerBench, Model]]:
     """A worker with the demo model, loaded once."""
     file = demo_file()
     if file is None:
@@ -292,14 +292,14 @@ def demo(request: pytest.FixtureRequest) -> Iterator[tuple[Bench, Model]]:
 
 
 @clause("tokens.demo.oracle@1", Level.WORKER, facts="6.3 end-to-end")
-def test_demo_model(demo: tuple[Bench, Model], target: Target, quality: Quality) -> None:
+def test_demo_model(demo: tuple[WorkerBench, Model], target: Target, quality: Quality) -> None:
     """The demo model, a trained one, continues a prompt as the oracle does."""
     bench, model = demo
     check_tokens(model, bench.generate([DEMO_PROMPT], 12), usual_dtype(target.claims), quality)
 
 
 @clause("tokens.demo.sleep@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 2")
-def test_demo_model_sleeps(demo: tuple[Bench, Model], target: Target) -> None:
+def test_demo_model_sleeps(demo: tuple[WorkerBench, Model], target: Target) -> None:
     """The demo model's tokens are the same when it sleeps and wakes in their middle."""
     bench, model = demo
     (expected,) = bench.generate([DEMO_PROMPT], 12)

@@ -16,7 +16,16 @@ from hardpoint_conformance.memory import files_below, wait_until
 from hardpoint_conformance.plugin import Quality
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
-from hardpoint_conformance.worker_bench import Bench, Served, check_tokens, level_plan, running, sleep, wake, watched
+from hardpoint_conformance.worker_bench import (
+    Served,
+    WorkerBench,
+    check_tokens,
+    level_plan,
+    running,
+    sleep,
+    wake,
+    watched,
+)
 
 PROMPT = (9, 41, 7, 130, 22, 22, 5, 88, 201, 64, 3, 17, 90, 12, 250, 31, 6, 77)
 
@@ -28,32 +37,32 @@ def model(target: Target) -> Model:
 
 
 @pytest.fixture
-def bench(target: Target, model: Model) -> Iterator[Bench]:
+def bench(target: Target, model: Model) -> Iterator[WorkerBench]:
     """A worker that is ready."""
     with running(target, model) as bench:
         yield bench
 
 
-def serving(bench: Bench) -> Served:
+def serving(bench: WorkerBench) -> Served:
     """Return a sequence in the middle of its tokens."""
     sequence = bench.begin(PROMPT, 2)
     bench.run([sequence], 3)
     return sequence
 
 
-def goes_on(bench: Bench, model: Model, sequence: Served, quality: Quality) -> None:
+def goes_on(bench: WorkerBench, model: Model, sequence: Served, quality: Quality) -> None:
     """Check that a sequence is served on with the oracle's tokens."""
     bench.run([sequence], len(sequence.generated) + 4)
     check_tokens(model, [sequence], bench.info.dtype, quality)
 
 
-def plan_of(bench: Bench, sequence: Served) -> SleepPlan:
+def plan_of(bench: WorkerBench, sequence: Served) -> SleepPlan:
     """Return a plan that preserves the weights and the sequence's blocks."""
     return level_plan(1, live_blocks=tuple(sequence.blocks))
 
 
 @clause("worker.transaction.commit@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
-def test_sleep_and_wake_in_two_phases(bench: Bench, model: Model, quality: Quality) -> None:
+def test_sleep_and_wake_in_two_phases(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A sleep that is begun and committed is a sleep, and a wake likewise: the reports agree with the books, nothing runs in between,
     and running sequences go on from their preserved blocks with the same tokens."""
     sequence = serving(bench)
@@ -76,7 +85,7 @@ def test_sleep_and_wake_in_two_phases(bench: Bench, model: Model, quality: Quali
 
 
 @clause("worker.transaction.rollback@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
-def test_rolled_back_phases_keep_the_tokens(bench: Bench, model: Model, quality: Quality) -> None:
+def test_rolled_back_phases_keep_the_tokens(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """After a sleep that was rolled back the worker serves on with the same tokens, from the KV blocks that it had; after a wake that
     was rolled back it is asleep, and the next wake brings everything back."""
     sequence = serving(bench)
@@ -97,7 +106,7 @@ def test_rolled_back_phases_keep_the_tokens(bench: Bench, model: Model, quality:
 
 
 @clause("worker.transaction.numbers@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
-def test_wrong_numbers_change_nothing(bench: Bench, model: Model, quality: Quality) -> None:
+def test_wrong_numbers_change_nothing(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A number that is not positive, was used before, or is not above all earlier ones begins nothing; one that is not the open
     transaction's ends nothing. Each is InvalidTransaction and changes nothing."""
     sequence = serving(bench)
@@ -128,7 +137,7 @@ def test_wrong_numbers_change_nothing(bench: Bench, model: Model, quality: Quali
 
 @clause("worker.transaction.open@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
 @pytest.mark.parametrize("kind", ["sleep", "wake"])
-def test_nothing_runs_while_one_is_open(bench: Bench, model: Model, kind: str, quality: Quality) -> None:
+def test_nothing_runs_while_one_is_open(bench: WorkerBench, model: Model, kind: str, quality: Quality) -> None:
     """While a transaction is open a step, every way to write weights, and every other sleep or wake raise MemoryBusy; the worker can
     then still commit, and serves again once it is awake."""
     sequence = serving(bench)
@@ -157,7 +166,7 @@ def test_nothing_runs_while_one_is_open(bench: Bench, model: Model, kind: str, q
 
 
 @clause("worker.transaction.missing@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
-def test_weights_are_missing_from_the_commit_on(bench: Bench, model: Model, quality: Quality) -> None:
+def test_weights_are_missing_from_the_commit_on(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A sleep that discards the weights makes them missing when it is committed: not when it is begun, and not when it is rolled back."""
     sequence = serving(bench)
     worker = bench.worker

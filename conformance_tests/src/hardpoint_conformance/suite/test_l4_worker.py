@@ -47,9 +47,9 @@ from hardpoint_conformance.reference import FACTOR, hidden_states, judge
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model, write_checkpoint
 from hardpoint_conformance.worker_bench import (
-    Bench,
     Parts,
     Served,
+    WorkerBench,
     check_tokens,
     config_for,
     level_plan,
@@ -78,7 +78,7 @@ def other_model(target: Target) -> Model:
 
 
 @pytest.fixture
-def bench(target: Target, model: Model) -> Iterator[Bench]:
+def bench(target: Target, model: Model) -> Iterator[WorkerBench]:
     """A worker that is ready, with swap space."""
     with running(target, model, swapped=160) as bench:
         yield bench
@@ -90,7 +90,7 @@ def parts(target: Target) -> Parts:
     return watched(target)
 
 
-def _serves(bench: Bench, model: Model, quality: Quality, count: int = 4) -> None:
+def _serves(bench: WorkerBench, model: Model, quality: Quality, count: int = 4) -> None:
     """Check that the worker gives the oracle's tokens of a model."""
     (sequence,) = bench.generate([PROMPT], count, logprobs=2)
     check_tokens(model, [sequence], bench.info.dtype, quality)
@@ -140,7 +140,7 @@ def test_a_call_before_its_time(target: Target, model: Model, call: str, quality
     try:
         with pytest.raises(HardpointError):
             getattr(worker, call)(*arguments.get(call, ()))
-        _serves(Bench(worker, config), model, quality, count=2)
+        _serves(WorkerBench(worker, config), model, quality, count=2)
     finally:
         worker.shutdown()
 
@@ -185,7 +185,7 @@ def test_dummy_weights(target: Target, model: Model) -> None:
 
 
 @clause("worker.profile.within-total@1", Level.WORKER, facts="6.3 worker")
-def test_profile_is_within_the_device(bench: Bench) -> None:
+def test_profile_is_within_the_device(bench: WorkerBench) -> None:
     """The profile counts the weights as used, its peak is no less than what is in use after it, and all is within the device's memory."""
     profile = bench.profile
     assert 0 < profile.used <= profile.total
@@ -261,7 +261,7 @@ def test_cache_larger_than_the_device(target: Target, model: Model) -> None:
 
 
 @clause("worker.execute.empty@1", Level.WORKER, facts="6.3 worker")
-def test_step_without_sequences(bench: Bench, model: Model, quality: Quality) -> None:
+def test_step_without_sequences(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A step of no sequences gives no tokens and changes nothing."""
     output = bench.step({})
     assert output.token_ids.shape == (0,)
@@ -276,7 +276,9 @@ def test_step_without_sequences(bench: Bench, model: Model, quality: Quality) ->
 
 
 @clause("worker.execute.samples@1", Level.WORKER)
-def test_one_token_for_each_sample(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+def test_one_token_for_each_sample(
+    bench: WorkerBench, model: Model, rng: np.random.Generator, quality: Quality
+) -> None:
     """A step gives one int64 token for each of its samples, in their order, and none for chunks that do not end their prompt."""
     first, second, third = (bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [12, 30, 5]))
     output = bench.step({first.seq_id: 12, second.seq_id: 20, third.seq_id: 5})
@@ -291,7 +293,7 @@ def test_one_token_for_each_sample(bench: Bench, model: Model, rng: np.random.Ge
 
 
 @clause("worker.execute.forks@1", Level.WORKER)
-def test_forks_sample_the_same_row(bench: Bench, model: Model, quality: Quality) -> None:
+def test_forks_sample_the_same_row(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A prompt that ends with n forks is computed once and sampled n times."""
     parent = bench.begin(PROMPT)
     step = bench.input_of([(parent, len(PROMPT))])
@@ -309,7 +311,7 @@ def test_forks_sample_the_same_row(bench: Bench, model: Model, quality: Quality)
 
 
 @clause("worker.execute.abort@1", Level.WORKER, facts="6.3 worker")
-def test_abort_in_the_middle(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+def test_abort_in_the_middle(bench: WorkerBench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
     """Sequences that end in the middle, computed or half computed, leave the others as they are; their blocks serve new ones."""
     stays, goes, half = (bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [40, 33, 60]))
     bench.step({stays.seq_id: 40, goes.seq_id: 33, half.seq_id: 20})
@@ -323,7 +325,7 @@ def test_abort_in_the_middle(bench: Bench, model: Model, rng: np.random.Generato
 
 
 @clause("worker.execute.id-reuse@1", Level.WORKER)
-def test_finished_sequences_are_forgotten(bench: Bench, model: Model, quality: Quality) -> None:
+def test_finished_sequences_are_forgotten(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """Once a worker was told that a sequence is finished, the same id is a new sequence, sampled as that one asks."""
     first = bench.begin(PROMPT, temperature=3.0, seed=7, allowed_token_ids=(3, 4))
     bench.run([first], 3)
@@ -357,7 +359,7 @@ def test_a_failing_step_is_reported(target: Target, model: Model, quality: Quali
 
 @clause("worker.steps.order@1", Level.WORKER)
 def test_steps_are_collected_in_the_order_of_their_submission(
-    bench: Bench, model: Model, rng: np.random.Generator
+    bench: WorkerBench, model: Model, rng: np.random.Generator
 ) -> None:
     """As many steps as the model's info says may be in flight; one more is refused, and the outputs come in order, each once."""
     prompts = random_prompts(rng, model, [13] * (bench.info.steps_in_flight + 2))
@@ -373,7 +375,7 @@ def test_steps_are_collected_in_the_order_of_their_submission(
     assert bench.compute(steps[-1]).token_ids.tolist() == [expected[-1]]
 
 
-def _sampled_otherwise(bench: Bench, prompts: list[list[int]]) -> list[Served]:
+def _sampled_otherwise(bench: WorkerBench, prompts: list[list[int]]) -> list[Served]:
     """Begin a sequence of each prompt: greedy, with log probabilities, drawn, and with penalties that count what was generated."""
     ways: list[dict[str, Any]] = [
         {},
@@ -386,7 +388,7 @@ def _sampled_otherwise(bench: Bench, prompts: list[list[int]]) -> list[Served]:
 
 
 @clause("worker.steps.overlap@1", Level.WORKER)
-def test_steps_in_flight_give_the_same_tokens(bench: Bench, model: Model, rng: np.random.Generator) -> None:
+def test_steps_in_flight_give_the_same_tokens(bench: WorkerBench, model: Model, rng: np.random.Generator) -> None:
     """A token of -1 is the one that a step in flight samples for its sequence: with as many steps in flight as may be, all tokens are
     those of one step at a time, for decodes, chunked prompts beside them, and rows that had other sequences before."""
     prompts, late = random_prompts(rng, model, [9, 40, 3, 21, 17]), random_prompts(rng, model, [30])
@@ -408,7 +410,7 @@ def test_steps_in_flight_give_the_same_tokens(bench: Bench, model: Model, rng: n
 
 @clause("worker.steps.moves@1", Level.WORKER)
 def test_moves_follow_the_steps_in_flight(
-    bench: Bench, model: Model, rng: np.random.Generator, quality: Quality
+    bench: WorkerBench, model: Model, rng: np.random.Generator, quality: Quality
 ) -> None:
     """A step's moves take what the steps before it write: blocks that a step in flight fills are copied, and swapped out and in."""
     first, second = (bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [29, 35]))
@@ -461,7 +463,7 @@ def test_a_step_fails_among_others(target: Target, model: Model, rng: np.random.
 
 
 @clause("worker.steps.sleep@1", Level.WORKER, capability="memory.sleep.1")
-def test_sleep_with_a_step_in_flight(bench: Bench, model: Model, quality: Quality) -> None:
+def test_sleep_with_a_step_in_flight(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A sleep waits for the steps in flight; their outputs are collected after it as before, asleep or awake."""
     sequence = bench.begin(PROMPT, 2)
     bench.submit()
@@ -503,7 +505,7 @@ class _Fault:
 # Sampling and embeddings
 
 
-def _sampled(bench: Bench, count: int = 6, **sampling: Any) -> list[int]:
+def _sampled(bench: WorkerBench, count: int = 6, **sampling: Any) -> list[int]:
     sequence = bench.begin(PROMPT, **sampling)
     bench.run([sequence], count)
     bench.finish(sequence)
@@ -511,7 +513,7 @@ def _sampled(bench: Bench, count: int = 6, **sampling: Any) -> list[int]:
 
 
 @clause("worker.sampling.limits@1", Level.WORKER)
-def test_limits_of_what_is_sampled(bench: Bench) -> None:
+def test_limits_of_what_is_sampled(bench: WorkerBench) -> None:
     """Only allowed tokens are sampled, a large enough bias decides, and stop tokens are masked until there are enough tokens."""
     allowed = (3, 70, 141)
     assert set(_sampled(bench, allowed_token_ids=allowed)) <= set(allowed)
@@ -524,7 +526,7 @@ def test_limits_of_what_is_sampled(bench: Bench) -> None:
 
 
 @clause("worker.sampling.seeded@1", Level.WORKER)
-def test_draws_depend_on_their_seed(bench: Bench, rng: np.random.Generator, model: Model) -> None:
+def test_draws_depend_on_their_seed(bench: WorkerBench, rng: np.random.Generator, model: Model) -> None:
     """Drawn tokens depend on the sequence's seed and nothing else: not on its id, its company, or how often it was drawn before."""
     first = _sampled(bench, temperature=2.0, seed=11)
     assert _sampled(bench, temperature=2.0, seed=11) == first
@@ -537,7 +539,7 @@ def test_draws_depend_on_their_seed(bench: Bench, rng: np.random.Generator, mode
 
 
 @clause("worker.sampling.top-k@1", Level.WORKER)
-def test_top_k(bench: Bench, model: Model, quality: Quality) -> None:
+def test_top_k(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """With top_k of 1 a drawn token is the oracle's, at any temperature; with 4 it is one of the oracle's best four."""
     greedy = bench.begin(PROMPT, temperature=5.0, top_k=1, seed=1)
     bench.run([greedy], 4)
@@ -555,7 +557,7 @@ def test_top_k(bench: Bench, model: Model, quality: Quality) -> None:
 @pytest.mark.parametrize("chunk", [256, 7])
 @pytest.mark.parametrize("pooling", list(Pooling), ids=str)
 @clause("worker.execute.pooling@1", Level.WORKER)
-def test_embeddings(bench: Bench, model: Model, pooling: Pooling, chunk: int, quality: Quality) -> None:
+def test_embeddings(bench: WorkerBench, model: Model, pooling: Pooling, chunk: int, quality: Quality) -> None:
     """An embedding request's prompt, whole or in chunks, gives its pooled hidden states once, with the step that ends it, and no token."""
     dtype = bench.info.dtype.to_torch()
     exact, plain = hidden_states(model, PROMPT, torch.float64, dtype)
@@ -580,7 +582,7 @@ def test_embeddings(bench: Bench, model: Model, pooling: Pooling, chunk: int, qu
 # Blocks
 
 
-def _overwrite_blocks(bench: Bench, model: Model, rng: np.random.Generator) -> None:
+def _overwrite_blocks(bench: WorkerBench, model: Model, rng: np.random.Generator) -> None:
     """Serve others in all blocks that are free."""
     bench.generate(random_prompts(rng, model, [100, 100]), 2)
 
@@ -597,7 +599,7 @@ def test_unused_blocks_do_not_matter(parts: Parts, model: Model, rng: np.random.
 
 
 @clause("worker.kv.swap@1", Level.WORKER)
-def test_swapped_blocks_come_back(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+def test_swapped_blocks_come_back(bench: WorkerBench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
     """A sequence whose blocks went to the host and came back to other blocks goes on with the oracle's tokens."""
     (prompt,) = random_prompts(rng, model, [70])
     sequence = bench.begin(prompt, 2)
@@ -614,7 +616,7 @@ def test_swapped_blocks_come_back(bench: Bench, model: Model, rng: np.random.Gen
 
 
 @clause("worker.kv.copy@1", Level.WORKER)
-def test_copied_blocks_serve(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+def test_copied_blocks_serve(bench: WorkerBench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
     """A sequence over copies of another's blocks goes on with the oracle's tokens when the other's are overwritten."""
     (prompt,) = random_prompts(rng, model, [50])
     first, second = bench.begin(prompt, 2), bench.begin(prompt, 2)
@@ -630,7 +632,7 @@ def test_copied_blocks_serve(bench: Bench, model: Model, rng: np.random.Generato
 
 
 @clause("worker.kv.moves-in-order@1", Level.WORKER)
-def test_moves_are_made_in_order(bench: Bench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
+def test_moves_are_made_in_order(bench: WorkerBench, model: Model, rng: np.random.Generator, quality: Quality) -> None:
     """Within a step, blocks are swapped out, then in, then copied, and all before the step's tokens are computed.
 
     One device block is saved, filled from the host and copied from in the same step, and its first owner still finds what was saved.
@@ -802,7 +804,7 @@ def test_corrupt_weights(target: Target, model: Model, damage: Callable[[Path], 
 
 
 @clause("worker.weights.update@1", Level.WORKER)
-def test_updated_weights_serve(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+def test_updated_weights_serve(bench: WorkerBench, model: Model, other_model: Model, quality: Quality) -> None:
     """Weights that are replaced in place give the tokens of the new ones, and the number of those used is returned."""
     _serves(bench, model, quality)
     assert bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model)) == len(other_model.weights)
@@ -814,7 +816,7 @@ def test_updated_weights_serve(bench: Bench, model: Model, other_model: Model, q
 
 
 @clause("worker.weights.reload@1", Level.WORKER)
-def test_reloaded_weights_serve(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+def test_reloaded_weights_serve(bench: WorkerBench, model: Model, other_model: Model, quality: Quality) -> None:
     """A reload from another checkpoint of the same model serves that one, and a further reload reads it again."""
     assert bench.worker.write_weights(WeightWrite.RELOAD, model=other_model.path) == len(model.weights)
     _serves(bench, other_model, quality)
@@ -826,7 +828,7 @@ def test_reloaded_weights_serve(bench: Bench, model: Model, other_model: Model, 
 
 @clause("worker.weights.reload-refused@1", Level.WORKER)
 def test_reload_of_another_model_is_refused(
-    target: Target, bench: Bench, model: Model, tmp_path: Path, quality: Quality
+    target: Target, bench: WorkerBench, model: Model, tmp_path: Path, quality: Quality
 ) -> None:
     """A reload from a checkpoint that is not there or of another shape is a typed error, and the weights stay as they were."""
     wider = tiny_model(shape_for(target.claims, intermediate=128))
@@ -850,7 +852,7 @@ def _wrong_shape(model: Model) -> tuple[str, torch.Tensor]:
 )
 @clause("worker.weights.update-refused@1", Level.WORKER)
 def test_wrong_update_is_refused(
-    bench: Bench, model: Model, bad: Callable[[Model], tuple[str, torch.Tensor]], quality: Quality
+    bench: WorkerBench, model: Model, bad: Callable[[Model], tuple[str, torch.Tensor]], quality: Quality
 ) -> None:
     """An update that begins with a tensor that is not the model's is CorruptWeights, and the weights stay as they were."""
     with pytest.raises(CorruptWeights):
@@ -860,7 +862,7 @@ def test_wrong_update_is_refused(
 
 
 @clause("worker.weights.update-failure@1", Level.WORKER, facts="allocator fact 43")
-def test_update_that_breaks_off(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+def test_update_that_breaks_off(bench: WorkerBench, model: Model, other_model: Model, quality: Quality) -> None:
     """When an update fails after its first tensor, its error comes out and all weights are missing until they are loaded again."""
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
@@ -907,7 +909,7 @@ def test_shutdown_in_any_state(target: Target, model: Model, state: str) -> None
     config = config_for(target.claims, model)
     worker = target.worker(replace(config, model="/nowhere/at/all") if state == "failed" else config)
     if state == "served":
-        Bench(worker, config).generate([PROMPT], 1)
+        WorkerBench(worker, config).generate([PROMPT], 1)
     elif state != "made":
         worker.start()
         if state == "loaded":
@@ -958,7 +960,7 @@ def test_two_workers_side_by_side(
 
 @pytest.mark.parametrize("tags", [(WEIGHTS,), (KV_CACHE,), (WEIGHTS, KV_CACHE)], ids=["weights", "kv", "both"])
 @clause("worker.sleep.asleep@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 47")
-def test_nothing_runs_while_asleep(bench: Bench, model: Model, tags: tuple[str, ...], quality: Quality) -> None:
+def test_nothing_runs_while_asleep(bench: WorkerBench, model: Model, tags: tuple[str, ...], quality: Quality) -> None:
     """While weights or KV cache are asleep a step is MemoryAsleep; while the weights are, so is every way to write them."""
     sequence = bench.begin(PROMPT, 2)
     bench.run([sequence], 2)
@@ -980,7 +982,7 @@ def test_nothing_runs_while_asleep(bench: Bench, model: Model, tags: tuple[str, 
 
 
 @clause("worker.sleep.books@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 1, allocator fact 24")
-def test_books_around_a_sleep(bench: Bench) -> None:
+def test_books_around_a_sleep(bench: WorkerBench) -> None:
     """A sleep gives back what weights and KV cache had mapped, and wake takes the same again; the reports agree with the books."""
     before = bench.worker.status().memory
     slept = sleep(bench.worker, level_plan(1))
@@ -1028,7 +1030,7 @@ def test_the_cache_stays_where_it_is(parts: Parts, model: Model, quality: Qualit
 
 
 @clause("worker.sleep.repeated@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 9")
-def test_repeated_sleep_and_wake(bench: Bench, model: Model, quality: Quality) -> None:
+def test_repeated_sleep_and_wake(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A second sleep and a second wake do nothing, and their reports say so."""
     sleep(bench.worker, level_plan(1))
     again = sleep(bench.worker, level_plan(1))
@@ -1040,7 +1042,7 @@ def test_repeated_sleep_and_wake(bench: Bench, model: Model, quality: Quality) -
 
 
 @clause("worker.sleep.unknown-tag@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 12")
-def test_unknown_tags(bench: Bench, model: Model, quality: Quality) -> None:
+def test_unknown_tags(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A sleep or wake that names an unknown tag is UnknownTag, and nothing is done, not even for the tags that are known."""
     with pytest.raises(UnknownTag):
         sleep(bench.worker, replace(level_plan(1), tags=frozenset({WEIGHTS, "nobody"})))
@@ -1055,7 +1057,7 @@ def test_unknown_tags(bench: Bench, model: Model, quality: Quality) -> None:
 
 
 @clause("worker.sleep.partial-wake@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 11")
-def test_partial_wake(bench: Bench, model: Model, other_model: Model, quality: Quality) -> None:
+def test_partial_wake(bench: WorkerBench, model: Model, other_model: Model, quality: Quality) -> None:
     """The weights can be woken alone and written while the KV cache is still asleep; the new ones serve when it is woken too."""
     sleep(bench.worker, level_plan(1))
     report = wake(bench.worker, [WEIGHTS])
@@ -1068,7 +1070,7 @@ def test_partial_wake(bench: Bench, model: Model, other_model: Model, quality: Q
 
 
 @clause("worker.sleep.level2-missing@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
-def test_discarded_weights_never_serve(bench: Bench, model: Model) -> None:
+def test_discarded_weights_never_serve(bench: WorkerBench, model: Model) -> None:
     """After a sleep of level 2 all weights are missing and a step is WeightsMissing, awake or not."""
     bench.begin(PROMPT)
     sleep(bench.worker, level_plan(2))
@@ -1083,7 +1085,9 @@ def test_discarded_weights_never_serve(bench: Bench, model: Model) -> None:
 
 @pytest.mark.parametrize("way", ["reload", "update", "update-in-two", "declare"])
 @clause("worker.sleep.level2-return@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
-def test_ways_back_from_level_2(bench: Bench, model: Model, other_model: Model, way: str, quality: Quality) -> None:
+def test_ways_back_from_level_2(
+    bench: WorkerBench, model: Model, other_model: Model, way: str, quality: Quality
+) -> None:
     """After level 2, a reload, an update with all weights, or a declaration makes the worker serve again; a part of them does not."""
     sleep(bench.worker, level_plan(2))
     wake(bench.worker)
@@ -1115,7 +1119,7 @@ def test_ways_back_from_level_2(bench: Bench, model: Model, other_model: Model, 
 )
 @clause("worker.sleep.update-survives@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 8")
 def test_updates_survive_the_next_sleep(
-    bench: Bench, model: Model, other_model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
+    bench: WorkerBench, model: Model, other_model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
 ) -> None:
     """Weights that were updated between two sleeps are the new ones after the second: no kept backup and no source hides a write."""
     sleep(bench.worker, level_plan(1, tier, str(tmp_path)))
@@ -1129,7 +1133,7 @@ def test_updates_survive_the_next_sleep(
 
 
 @clause("worker.sleep.source-void@1", Level.WORKER, capability="memory.tier.source", facts="allocator fact 8")
-def test_updated_weights_have_no_source(bench: Bench, other_model: Model, model: Model, quality: Quality) -> None:
+def test_updated_weights_have_no_source(bench: WorkerBench, other_model: Model, model: Model, quality: Quality) -> None:
     """A sleep to the tier source is refused with reasons for updated weights, and possible again after a reload."""
     plan = level_plan(1, SleepTier.SOURCE)
     bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model))
@@ -1145,7 +1149,7 @@ def test_updated_weights_have_no_source(bench: Bench, other_model: Model, model:
 
 
 @clause("worker.sleep.backup-clean@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 8")
-def test_clean_backups_are_not_copied_again(bench: Bench, model: Model, quality: Quality) -> None:
+def test_clean_backups_are_not_copied_again(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A second sleep of weights that nobody wrote may keep the first one's backup; with `verify` it is compared, and holds."""
     sleep(bench.worker, level_plan(1))
     wake(bench.worker)
@@ -1159,7 +1163,7 @@ def test_clean_backups_are_not_copied_again(bench: Bench, model: Model, quality:
 
 @pytest.mark.parametrize("level", [pytest.param(level, marks=proves(f"memory.sleep.{level}")) for level in (1, 2)])
 @clause("worker.sleep.level-refused@1", Level.WORKER, refusal=True)
-def test_unclaimed_levels_are_refused(bench: Bench, model: Model, level: int, quality: Quality) -> None:
+def test_unclaimed_levels_are_refused(bench: WorkerBench, model: Model, level: int, quality: Quality) -> None:
     """A sleep of a level that is not claimed is a typed error, nothing is put to sleep, and the worker goes on."""
     with pytest.raises(HardpointError):
         sleep(bench.worker, level_plan(level))
@@ -1172,7 +1176,7 @@ def test_unclaimed_levels_are_refused(bench: Bench, model: Model, level: int, qu
 )
 @clause("worker.sleep.tier-refused@1", Level.WORKER, refusal=True)
 def test_unclaimed_tiers_are_refused(
-    bench: Bench, model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
+    bench: WorkerBench, model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
 ) -> None:
     """A sleep to a tier that is not claimed is a typed error, nothing is put to sleep, and the worker goes on."""
     with pytest.raises(HardpointError):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hardpoint.interfaces import Capabilities, DType
-from hardpoint_conformance.batches import DTYPES, Bench, Case, Span, check, make_case, plain_layer, same_bits
+from hardpoint_conformance.batches import DTYPES, AttentionBench, Case, Span, check, make_case, plain_layer, same_bits
 from hardpoint_conformance.clauses import clause, proves
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.plugin import Quality
@@ -27,7 +27,7 @@ def test_same_run(
 ) -> None:
     """The same step over the same cache gives the same bits every time."""
     case = make_case(rng, plain_layer(claims), dtype, LONG)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     short = [spans[-2:] for spans in case.steps(claims)]
     for spans in (case.last(), *short):
         first = bench.run(spans)
@@ -43,8 +43,8 @@ def test_other_instance(
 ) -> None:
     """Another attention object of the same device, which has run other steps before, gives the same bits."""
     case = make_case(rng, plain_layer(claims), dtype, LENGTHS)
-    one = Bench(target, case, rng=rng)
-    other = Bench(target, case, rng=rng, placement=one.placement)
+    one = AttentionBench(target, case, rng=rng)
+    other = AttentionBench(target, case, rng=rng, placement=one.placement)
     other.run(case.last(3))
     for spans in case.steps(claims):
         outs = one.run(spans)
@@ -60,14 +60,14 @@ def test_batch_invariance(
 ) -> None:
     """A sequence has the same bits alone, in a batch with others, and among copies of itself."""
     case = make_case(rng, plain_layer(claims), dtype, LONG if step == "decode" else LENGTHS)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     spans = case.last() if step == "decode" else case.whole()
     together = bench.run(spans)
     check(case, spans, together, quality)
     for span, out in zip(spans, together, strict=True):
         assert same_bits(bench.run([span])[0], out)
     copies = _copies(case, spans[-2].seq, 9)
-    many = Bench(target, copies, rng=rng)
+    many = AttentionBench(target, copies, rng=rng)
     outs = many.run(copies.last() if step == "decode" else copies.whole())
     assert all(same_bits(out, together[-2]) for out in outs)
 
@@ -84,7 +84,7 @@ def test_decode_among_prompts(
 ) -> None:
     """A decode has the same bits beside prompts as alone."""
     case = make_case(rng, plain_layer(claims), dtype, [300, 90, 40])
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     alone = bench.run([Span(0, 299, 300)])
     spans = [Span(0, 299, 300), Span(1, 0, 90), Span(2, 0, 40)]
     together = bench.run(spans)
@@ -99,6 +99,6 @@ def test_batch_tolerance(
 ) -> None:
     """A sequence keeps to the oracle's bound alone and in batches of any size, whatever the backend claims of its determinism."""
     case = make_case(rng, plain_layer(claims), dtype, [260] * 12)
-    bench = Bench(target, case, rng=rng)
+    bench = AttentionBench(target, case, rng=rng)
     for count in (1, 2, 7, 12):
         check(case, case.last()[:count], bench.run(case.last()[:count]), quality)

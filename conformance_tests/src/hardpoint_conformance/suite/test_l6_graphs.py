@@ -20,7 +20,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.memory import TensorAllocator
 from hardpoint_conformance.batches import (
-    Bench,
+    AttentionBench,
     Case,
     Layout,
     Span,
@@ -57,10 +57,10 @@ class Captured:
         self.allocator: TensorAllocator = target.allocator()
         self.runner: GraphRunner = target.descriptor.make("graph_runner", target.device)
         self.runner.start(self.allocator)
-        plain = Bench(target, self.case, rng=rng)
+        plain = AttentionBench(target, self.case, rng=rng)
         assert plain.plan.graph_level is not GraphLevel.NONE, "graphs are claimed and not planned"
         cache = self.allocator.empty(plain.spec.shape(plain.placement.num_blocks), plain.spec.dtype, KV_CACHE)
-        self.bench = Bench(target, self.case, rng=rng, placement=plain.placement, cache=cache)
+        self.bench = AttentionBench(target, self.case, rng=rng, placement=plain.placement, cache=cache)
         self._steps: dict[int, Step] = {}
         attention = self.bench.attention
         attention.begin_capture(self.bench.plan, max(sizes))

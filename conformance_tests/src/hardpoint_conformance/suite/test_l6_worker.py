@@ -15,8 +15,8 @@ from hardpoint_conformance.plugin import Quality
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
 from hardpoint_conformance.worker_bench import (
-    Bench,
     Served,
+    WorkerBench,
     check_tokens,
     level_plan,
     random_prompts,
@@ -39,7 +39,7 @@ def _logprobs(sequence: Served) -> list[tuple[list[int], list[float]]]:
 
 
 def _interleaved(
-    bench: Bench, prompts: list[list[int]], counts: list[int], rng: np.random.Generator, chunked: bool = True
+    bench: WorkerBench, prompts: list[list[int]], counts: list[int], rng: np.random.Generator, chunked: bool = True
 ) -> list[Served]:
     """Serve prompts with random arrivals and pauses, and with random chunks; return them in the order of `prompts`."""
     waiting = list(zip(prompts, counts, strict=True))
@@ -107,7 +107,7 @@ def test_alone_and_in_company(target: Target, model: Model, rng: np.random.Gener
             assert _logprobs(sequence) == _logprobs(expected[index]), f"prompt {index} {way}"
 
 
-def _held(bench: Bench) -> dict[str, tuple[int, int, int, int]]:
+def _held(bench: WorkerBench) -> dict[str, tuple[int, int, int, int]]:
     stats = bench.worker.status().memory
     return {tag: (s.allocated, s.mapped, s.backed_up, s.allocations) for tag, s in stats.tags.items()}
 

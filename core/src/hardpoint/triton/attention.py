@@ -20,7 +20,7 @@ from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import AttentionChoice, attention_choice
 from hardpoint.triton.launch import Launches, interpreter_is_on
 from hardpoint.triton.step import InvalidBatch, Step, StepBuilder
-from hardpoint.triton.tiles import COPY_WORDS, Target
+from hardpoint.triton.tiles import COPY_WORDS, TileTarget
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class TritonAttention(AttentionBackend):
         self,
         device: Device,
         claims: AttentionCapabilities | None = None,
-        target: Target | None = None,
+        target: TileTarget | None = None,
         choice: AttentionChoice | None = None,
     ) -> None:
         if importlib.util.find_spec("triton") is None:
@@ -186,7 +186,7 @@ class TritonAttention(AttentionBackend):
         return tensor.device.type == self._device.type or tensor.is_pinned()
 
     @cached_property
-    def _target(self) -> Target:
+    def _target(self) -> TileTarget:
         return self._given_target or _ask_driver(self._device)
 
     def _launches_of(self, plan: AttentionPlan) -> Launches:
@@ -259,13 +259,13 @@ def _check_copy(source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
             raise InvalidBatch(f"the {name} has {cache.shape[2]} blocks", found=f"{name} blocks {blocks.tolist()}")
 
 
-def _ask_driver(device: torch.device) -> Target:
+def _ask_driver(device: torch.device) -> TileTarget:
     """Return facts about the device that kernels run on, as Triton's driver gives them.
 
     Raises BackendUnavailable where that cannot start: it compiles a module in C at its first use, which wheels do not bring.
     """
     if interpreter_is_on():
-        return Target(lanes=32, capability=0, units=1, interpreted=True)
+        return TileTarget(lanes=32, capability=0, units=1, interpreted=True)
     from triton.runtime import driver
 
     try:
@@ -281,4 +281,4 @@ def _ask_driver(device: torch.device) -> Target:
             ),
         ) from error
     capability = target.arch if isinstance(target.arch, int) else 0
-    return Target(lanes=target.warp_size, capability=capability, units=facts["multiprocessor_count"])
+    return TileTarget(lanes=target.warp_size, capability=capability, units=facts["multiprocessor_count"])

@@ -14,7 +14,7 @@ from hardpoint.triton.tiles import (
     PROGRAMS_PER_UNIT,
     SPLIT_KEYS,
     WRITE_TOKENS,
-    Target,
+    TileTarget,
     decode_tiles,
     max_splits,
     padded,
@@ -48,7 +48,9 @@ class KernelConstants:
     prefill: dict[str, Any]
 
     @classmethod
-    def of(cls, request: AttentionRequest, layer: AttentionLayer, block_size: int, target: Target) -> KernelConstants:
+    def of(
+        cls, request: AttentionRequest, layer: AttentionLayer, block_size: int, target: TileTarget
+    ) -> KernelConstants:
         """Return the constants of a layer."""
         dim = layer.head_dim
         decode, prefill = tiles_of(request, target)
@@ -86,14 +88,14 @@ class KernelConstants:
         )
 
 
-def kv_format(request: AttentionRequest, target: Target) -> str:
+def kv_format(request: AttentionRequest, target: TileTarget) -> str:
     """Return how kernels read the cache: in the queries' dtype, as e4m3 by the target's instructions, or by its bits."""
     if request.kv_dtype is request.dtype:
         return "same"
     return "native" if target.converts_float8 else "bits"
 
 
-def tiles_of(request: AttentionRequest, target: Target) -> tuple[Any, Any]:
+def tiles_of(request: AttentionRequest, target: TileTarget) -> tuple[Any, Any]:
     """Return the tiles of decodes and of everything else; one shape for all layers, so that one list of work serves them all."""
     dim, itemsize = request.layers[0].head_dim, request.dtype.itemsize
     group = max(layer.num_heads // layer.num_kv_heads for layer in request.layers)
@@ -101,7 +103,7 @@ def tiles_of(request: AttentionRequest, target: Target) -> tuple[Any, Any]:
     return decode_tiles(dim, group, itemsize, target), prefill_tiles(dim, itemsize, target, unpacks)
 
 
-def split_rule(request: AttentionRequest, target: Target) -> SplitRule:
+def split_rule(request: AttentionRequest, target: TileTarget) -> SplitRule:
     """Return how decodes are split."""
     block_n = tiles_of(request, target)[0].block_n
     return SplitRule(block_n, SPLIT_KEYS // block_n, max_splits(request.layers[0].num_kv_heads, target))
@@ -138,7 +140,7 @@ class _Numbers:
 class Launches:
     """Launches the kernels of one plan's layers."""
 
-    def __init__(self, plan: AttentionPlan, target: Target, device: torch.device) -> None:
+    def __init__(self, plan: AttentionPlan, target: TileTarget, device: torch.device) -> None:
         from hardpoint.triton import kernels
 
         self._kernels = kernels

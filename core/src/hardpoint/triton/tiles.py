@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Target:
+class TileTarget:
     """Facts about what kernels are compiled for.
 
     Attributes:
@@ -77,7 +77,7 @@ def padded(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def decode_tiles(head_dim: int, group: int, itemsize: int, target: Target) -> Tiles:
+def decode_tiles(head_dim: int, group: int, itemsize: int, target: TileTarget) -> Tiles:
     """Return the tiles of decodes with `group` query heads per KV head, and queries of `itemsize` bytes."""
     rows, dim = max(16, padded(group)), padded(head_dim)
     if target.interpreted:
@@ -95,7 +95,7 @@ def decode_tiles(head_dim: int, group: int, itemsize: int, target: Target) -> Ti
     return Tiles(rows, 64, 4, 5)
 
 
-def prefill_tiles(head_dim: int, itemsize: int, target: Target, unpacks: bool = False) -> Tiles:
+def prefill_tiles(head_dim: int, itemsize: int, target: TileTarget, unpacks: bool = False) -> Tiles:
     """Return the tiles of everything that is not a decode. `unpacks`: the bits of e4m3 are taken apart, which takes registers."""
     dim = padded(head_dim)
     if target.interpreted:
@@ -111,7 +111,7 @@ def prefill_tiles(head_dim: int, itemsize: int, target: Target, unpacks: bool = 
     return Tiles(128, 16 if unpacks else 32, 8, 3)
 
 
-def max_splits(kv_heads: int, target: Target) -> int:
+def max_splits(kv_heads: int, target: TileTarget) -> int:
     """Return into how many parts a decode's context is split at most: enough to fill the target with a single sequence."""
     wanted = target.units // kv_heads
     return min(64, max(8, padded(wanted + 1) // 2))
