@@ -4,6 +4,7 @@ A `Case` is numbers only: whole sequences of queries, keys and values on the hos
 sequence. An `AttentionBench` puts both on the target's device, runs steps over any positions of the sequences through the backend
 (`prepare`, `write_kv`, `forward`), and brings the results back. What no sequence owns of the cache holds numbers too, as leftovers of
 others.
+
     case = make_case(rng, layer(heads=4, kv_heads=2, head_dim=64), DType.BFLOAT16, [17, 40])
     bench = AttentionBench(target, case)
     spans = [Span(0, 16, 17), Span(1, 30, 40)]
