@@ -103,7 +103,9 @@ class AscendAttention(AttentionBackend):
                 "a sequence's queries are consecutive tokens of the batch, and the last ones of its context",
                 found=f"query_start {batch.query_start.tolist()}, context_lens {batch.context_lens.tolist()}, {tokens} tokens",
             )
-        table = needed_blocks(batch.block_table, batch.rows[present], context_lens, plan.block_size)
+        unseen = _unseen_blocks(plan, context_lens - queries[present])
+        table = needed_blocks(batch.block_table, batch.rows[present], context_lens, plan.block_size, unseen)
+        context_lens = context_lens - unseen * plan.block_size
         written = np.flatnonzero(batch.slot_mapping >= 0)
         slots = batch.slot_mapping[written]
         last_block = max(int(table.max(initial=-1)), int(slots.max(initial=-1)) // plan.block_size)
@@ -212,6 +214,19 @@ class AscendAttention(AttentionBackend):
             ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool)
             self._mask = ones.triu(1).to(self._device.torch_device)
         return self._mask
+
+
+def _unseen_blocks(plan: AttentionPlan, positions: Int32Array) -> Int32Array:
+    """Return int32[sequences], how many first blocks no layer's window shows to a query at these positions or after them.
+
+    They may be other sequences' by now, and are left out of the call: a masked key has a weight of zero, which is no help where the key is
+    NaN. The mask does not change, since it counts from the end of the context.
+    """
+    windows = [layer.sliding_window for layer in plan.request.layers]
+    if None in windows:
+        return np.zeros_like(positions)
+    widest = max(window for window in windows if window is not None)
+    return np.maximum(positions - widest + 1, 0) // plan.block_size
 
 
 def _halves(kv_cache: Tensor, step: AscendStep) -> tuple[Tensor, Tensor]:

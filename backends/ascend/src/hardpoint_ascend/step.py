@@ -165,8 +165,14 @@ class StaticStep:
         )
 
 
-def needed_blocks(table: Int32Array, rows: Int32Array, context_lens: Int32Array, block_size: int) -> Int32Array:
-    """Return int32[sequences, blocks]: each sequence's own blocks, then zeros, since the operator reads no block number's validity."""
+def needed_blocks(
+    table: Int32Array, rows: Int32Array, context_lens: Int32Array, block_size: int, unseen: Int32Array
+) -> Int32Array:
+    """Return int32[sequences, blocks]: each sequence's own blocks, then zeros, since the operator reads no block number's validity.
+
+    Args:
+        unseen: int32[sequences], how many of its first blocks are left out.
+    """
     if table.ndim != 2:
         raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
     needed = -(-context_lens // block_size)
@@ -176,7 +182,9 @@ def needed_blocks(table: Int32Array, rows: Int32Array, context_lens: Int32Array,
             f"a context of {int(context_lens.max())} tokens takes {width} blocks",
             found=f"a block table with {table.shape[1]} columns",
         )
-    owned = np.where(np.arange(width) < needed[:, None], table[rows, :width], 0).astype(np.int32)
+    columns = unseen[:, None] + np.arange(int((needed - unseen).max(initial=0)))
+    is_owned = columns < needed[:, None]
+    owned = np.where(is_owned, table[rows[:, None], np.where(is_owned, columns, 0)], 0).astype(np.int32)
     if owned.min(initial=0) < 0:
         raise InvalidBatch("blocks are numbered from 0", found=f"block {int(owned.min())} in the block table")
     return owned
