@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
+from hardpoint import LLM
 from hardpoint.engine.sleep import EngineState
 from hardpoint.executor import RemoteExecutor
 from hardpoint.executor.ray_transport import RayTransport
 from hardpoint.interfaces.errors import ConfigError, RankFailed
-from tests.e2e.test_ranks import PROMPTS, REPORTED_WITHIN, TOKENS, _check_dead, _check_tokens, _compute, _engine
+from tests.e2e.test_ranks import PROMPTS, REPORTED_WITHIN, TOKENS, _check_dead, _check_tokens, _compute
+
+
+def _engine(**settings: Any) -> LLM:
+    small = {"max_model_len": 256, "num_device_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    return LLM("demo", dtype="float32", backend="cpu", **(small | settings))
 
 
 @pytest.mark.timeout(300)
