@@ -266,7 +266,7 @@ class Inbox:
 
 
 def check_room(command: Command, waiting: int, limit: int) -> None:
-    """Raise InboxFull where so many commands wait that this one is not taken."""
+    """Raise InboxFull where the limit of waiting commands is reached, and this one is not exempt."""
     if waiting >= limit and not isinstance(command, _UNLIMITED):
         raise InboxFull("the engine's inbox is full", found=f"{limit} commands wait", hint="Try again later")
 

@@ -302,7 +302,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget all cached contents at once, as after a change of weights.
 
-        Legal at any time. No request admitted later uses anything computed before; running and swapped sequences keep their
+        Callable at any time. No request admitted later uses anything computed before; running and swapped sequences keep their
         blocks, which are not shared any more.
         """
         self._core.reset_prefix_cache()
@@ -359,7 +359,7 @@ class _PlanBatches:
         self._without_moves: StepBatch | None = None
 
     def batch(self, sizes: tuple[int, int, int, int], moves: _Moves | None) -> StepBatch:
-        """Return the batch of a step with so many (tokens, sequences, decodes, samples)."""
+        """Return the batch of a step of these numbers of (tokens, sequences, decodes, samples)."""
         if self._without_moves is None or sizes != self._sizes:
             self._sizes = sizes
             self._without_moves = self._make(*sizes)
