@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
+from hardpoint.executor.interrupts import allow_between
 from hardpoint.interfaces.errors import (
     ConfigError,
     CorruptWeights,
@@ -186,7 +187,7 @@ def weight_pairs(weights: object) -> Iterator[tuple[str, Tensor]]:
             found=f"a {type(weights).__name__}",
             hint="Give an iterable such as `state_dict().items()`",
         )
-    return map(_weight_pair, weights)
+    return map(_weight_pair, allow_between(weights))
 
 
 def _weight_pair(item: object) -> tuple[str, Tensor]:
