@@ -130,7 +130,9 @@ class ModelConfig:
     def check_has_layers(self, num_tensors: int) -> None:
         """Raise ModelError where a checkpoint of so many tensors cannot have a tensor of each layer."""
         if "num_hidden_layers" in self.values and self.num_layers > num_tensors:
-            raise self._unusable("num_hidden_layers", self.num_layers, f"as many as the checkpoint's tensors, {num_tensors}, have")
+            raise self._unusable(
+                "num_hidden_layers", self.num_layers, f"as many as the checkpoint's tensors, {num_tensors}, have"
+            )
 
     @cached_property
     def num_heads(self) -> int:
