@@ -14,6 +14,7 @@ from typing import Any
 from hardpoint.executor.base import Executor, at_rank, raise_first
 from hardpoint.executor.calls import COMMUNICATING, SCHEMAS, Progress
 from hardpoint.executor.failures import Failure, describe, rebuild
+from hardpoint.executor.interrupts import AllowedInterrupts
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.transport import NAME_BYTES, PROGRESS, Deadline, Frame, Kind, Transport
@@ -226,7 +227,9 @@ class RemoteExecutor(Executor):
         """
         try:
             while round.missing:
-                if not self._transport.wait(deadline.left(), first):
+                with AllowedInterrupts():
+                    has_arrived = self._transport.wait(deadline.left(), first)
+                if not has_arrived:
                     raise self._late(round, deadline)
                 # What ended the wait may be a failure, after which all ranks are of interest.
                 first = None
