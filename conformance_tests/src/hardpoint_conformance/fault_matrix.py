@@ -419,7 +419,7 @@ def run_pairs(target: FaultTarget, operation: Operation, directory: str, stride:
         made = _in_thread(row, f"call {first}", partial(_pair, target, operation, (first,), directory, row))
         if made is None or made < first:
             break
-        for second in range(first + 1 + first % stride, made + 1, stride):
+        for second in range(first + 1, made + 1, stride):
             case = partial(_pair, target, operation, (first, second), directory, row)
             _in_thread(row, f"calls {first} and {second}", case)
     return row
