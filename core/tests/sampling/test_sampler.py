@@ -140,7 +140,7 @@ def assert_follows(tokens: npt.NDArray[np.int64], probabilities: npt.NDArray[np.
 
 
 def assert_drawn_rightly(logits: torch.Tensor, count: int, **values: Any) -> None:
-    """The first draws are those of the definition; and `count` of them follow the distribution, by the implementation that is asked for many."""
+    """The first draws are the definition's, and `count` of them, where so many are asked for, follow the distribution."""
     one = sequence(0, **values)
     expected = [reference.sample_row(logits.numpy(), replace(one, seed=seed), []) for seed in range(10)]
     tokens = draws(logits, count if draws_many() else len(expected), **values)
@@ -150,7 +150,7 @@ def assert_drawn_rightly(logits: torch.Tensor, count: int, **values: Any) -> Non
 
 
 def draws_many() -> bool:
-    """Whether the implementation is asked for thousands of draws: the faster one is, which gives the same tokens as the other."""
+    """Whether this implementation is asked for thousands of draws: the faster one is, whose tokens are the other's too."""
     return KERNELS[0] is not None or find_spec("hardpoint_cpu") is None
 
 
