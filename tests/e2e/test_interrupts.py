@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -143,3 +145,23 @@ def test_what_a_caller_does_in_a_call_is_interrupted_at_once(
         signal.signal(signal.SIGINT, before)
     assert not went_on
     subject.check()
+
+
+def test_the_process_ends_cleanly_while_a_daemon_thread_generates() -> None:
+    program = """
+import threading
+from hardpoint import LLM, SamplingParams
+from hardpoint_conformance.tiny_model import Shape, tiny_model
+llm = LLM(tiny_model(Shape()).path, backend="cpu", dtype="float32", skip_tokenizer_init=True, num_device_blocks=16, max_model_len=64)
+params, begun = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True), threading.Event()
+
+def generate():
+    while True:
+        llm.generate({"prompt_token_ids": [5, 9, 22]}, params, use_tqdm=False)
+        begun.set()
+
+threading.Thread(target=generate, daemon=True).start()
+begun.wait()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
