@@ -36,7 +36,8 @@ from tests.e2e.extremes import (
 )
 
 SPECIAL = ["<s>", "</s>", "<end>", "<pad>"]
-VOCABULARY = len(SPECIAL) + 256
+VOCABULARY = len(SPECIAL) + 256 + 4
+"""Tokens of the model, of which the tokenizer does not know the last four, as in models with padded heads."""
 SHAPE = Shape(vocab=VOCABULARY, hidden=32, intermediate=32, layers=1, heads=2, kv_heads=1)
 SETTINGS: dict[str, Any] = {
     "backend": "cpu",
