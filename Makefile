@@ -56,7 +56,7 @@ test-engine: $(STAMP)
 test-backends: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS_OF_BACKENDS)
 
-fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k
+fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k, and pairs of calls
 	$(BIN)/python -m tests.fault_matrix
 
 test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)

@@ -63,6 +63,11 @@ std::vector<Range> Blocks::live() const {
 size_t Allocation::mapped_now() const { return bytes_in(Chunk::State::kMapped); }
 size_t Allocation::detached_now() const { return bytes_in(Chunk::State::kDetached); }
 
+bool Allocation::is_intact() const {
+  return std::all_of(chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(num_chunks()),
+                     [](const Chunk& chunk) { return chunk.state != Chunk::State::kEmpty && chunk.intact; });
+}
+
 size_t Allocation::bytes_in(Chunk::State state) const {
   size_t bytes = 0;
   for (size_t index = 0; index < chunks.size(); ++index) {

@@ -100,6 +100,8 @@ struct Allocation {
   uint64_t live_bytes() const { return blocks ? blocks->bytes() : size; }
   size_t mapped_now() const;
   size_t detached_now() const;
+  // Whether memory that it still has holds all of its bytes, so that no backup is needed.
+  bool is_intact() const;
   // Forgets which files its bytes came from.
   void drop_files();
   // Bytes of `live()` that the sources cover.

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "released_gil.hpp"
+#include "hardpoint/released_gil.hpp"
 #include "memory_pool.hpp"
 #include "memory_tensor.hpp"
 

@@ -123,7 +123,8 @@ const StagingBuffer& PoolOperation::staging_of(Mover& mover) const {
     for (const BackupPiece& piece : entry.backup->pieces) largest = std::max(largest, piece.range.size);
   }
   constexpr uint64_t kSector = DiskStore::kAlignment;
-  mover.staging = std::make_unique<StagingBuffer>(pool_.driver_, std::min(kStaging, (largest + kSector - 1) / kSector * kSector));
+  mover.staging = std::make_unique<StagingBuffer>(
+      pool_.driver_, pool_.arena_, std::min(kStaging, (largest + kSector - 1) / kSector * kSector));
   return *mover.staging;
 }
 

@@ -80,7 +80,8 @@ void Wake::choose(const std::optional<std::vector<std::string>>& tags) {
 void Wake::check_backups() const {
   std::set<const void*> seen;
   for (const Entry& entry : entries_) {
-    if (!entry.backup) continue;
+    // What a sleep could not finish is no backup; its rollback left the bytes in the memory that it could not map again.
+    if (!entry.backup || entry.allocation->is_intact()) continue;
     if (entry.backup->disk && seen.insert(entry.backup->disk.get()).second) {
       with_disk_faults([&] { entry.backup->disk->verify_header(); });
     }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "experts.hpp"
+#include "hardpoint/released_gil.hpp"
 
 namespace py = pybind11;
 
@@ -19,7 +20,7 @@ T* at(Address address) {
 
 void bind_experts(py::module_& m) {
   using namespace hp;
-  const py::call_guard<py::gil_scoped_release> unlocked;
+  const py::call_guard<hardpoint::ReleasedGil> unlocked;
   m.def("gated_columns", &gated_columns);
   m.def("experts_workspace_bytes", &experts_workspace_bytes, py::kw_only(), py::arg("tokens"), py::arg("top_k"),
         py::arg("num_experts"), py::arg("hidden"), py::arg("intermediate"));

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "signals.hpp"
+#include "hardpoint/released_gil.hpp"
 
 namespace py = pybind11;
 
@@ -14,6 +15,6 @@ void bind_signals(py::module_& m) {
           return hp::wait_for_all(reinterpret_cast<const void*>(counters), count, stride, value, seconds);
         },
         py::arg("own"), py::arg("counters"), py::arg("count"), py::arg("stride"), py::arg("value"), py::arg("seconds"),
-        py::call_guard<py::gil_scoped_release>(),
+        py::call_guard<hardpoint::ReleasedGil>(),
         "Set the counter at `own`, and wait until `count` counters, `stride` bytes apart, have reached `value`; False after `seconds`.");
 }

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -25,6 +22,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import MemoryAsleep, MemoryBusy, WeightsMissing
 from hardpoint.worker import StandardWorker
+from tests.interrupts import InterruptAt
 
 PLANS = {
     "level 1": SleepPlan(policies={KV_CACHE: Policy.DISCARD}),
@@ -36,36 +34,6 @@ def one() -> StepInput:
     """Return a step of a sequence that is new."""
     greedy = SequenceSampling(0, (9,), seed=0, temperature=0.0, state_row=0)
     return step([5], 9, finished_seq_ids=(0,), new_sequences=(greedy,))
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt before the n-th line that a call runs in the worker or the executor."""
-
-    def __init__(self, nth: int) -> None:
-        self._left = nth
-
-    def __call__(self, call: Callable[[], object]) -> bool:
-        """Make the call; returns whether it came to its end."""
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return False
-        finally:
-            sys.settrace(before)
-        return True
-
-    def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
-        name = frame.f_globals.get("__name__", "")
-        return self._line if name.startswith(("hardpoint.worker", "hardpoint.executor")) else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            self._left -= 1
-            if self._left == 0:
-                raise KeyboardInterrupt
-        return self._line
 
 
 @pytest.fixture
@@ -94,12 +62,13 @@ def test_an_interrupt_at_any_line_of_a_sleep_or_wake_leaves_nothing_wrong_to_ser
             assert not worker.status().missing_weights
 
     def interrupted(change: MemoryChange, nth: int) -> bool:
-        finished = Interrupt(nth)(lambda: executor.change(change))
+        with InterruptAt(nth, inside=("hardpoint.worker", "hardpoint.executor")) as interrupt:
+            executor.change(change)
         with suppress(MemoryBusy):
             serves()
         executor.settle()
         serves()
-        return finished
+        return not interrupt.came
 
     nth, finished = 0, False
     while not finished:
