@@ -7,8 +7,9 @@ import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import ContextDecorator
 from types import FrameType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 T = TypeVar("T")
 
@@ -18,8 +19,8 @@ _active: DeferredInterrupts | None = None
 """What defers interrupts now; only the main thread, which alone takes signals, reads and writes it."""
 
 
-class DeferredInterrupts:
-    """A context in whose body no KeyboardInterrupt is raised: a SIGINT that comes meanwhile is given to its handler at the end.
+class DeferredInterrupts(ContextDecorator):
+    """A context or decorator in whose body no KeyboardInterrupt is raised: a SIGINT meanwhile is given to its handler at the end.
 
     Does nothing in other threads than the main one, in another one's body, and where SIGINT has no handler in Python.
     """
@@ -37,6 +38,9 @@ class DeferredInterrupts:
         if _active is self:
             _active = None
             self._let_through()
+
+    def _recreate_cm(self) -> Self:
+        return type(self)()  # a decorated function may call itself
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came.append(frame)
