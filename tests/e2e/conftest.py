@@ -126,8 +126,11 @@ def oracle_float32() -> Oracle:
 
 @pytest.fixture(scope="session")
 def oracle_bfloat16(oracle_float32: Oracle) -> Oracle:
-    """Plain bfloat16 inference. Its matrix products are summed up in float32 and rounded once, as on hardware that has bfloat16; so they are
-    float32's here, of the same numbers, because a CPU without it takes ten times as long for its own."""
+    """Plain bfloat16 inference.
+
+    Its matrix products are float32's of the same numbers, rounded once, as hardware that has bfloat16 computes them; a CPU without it
+    takes five times as long for its own.
+    """
     model = deepcopy(oracle_float32.model).to(torch.bfloat16)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
