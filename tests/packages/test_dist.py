@@ -99,8 +99,8 @@ def test_each_extra_without_its_hardware_says_what_it_lacks(environment: Environ
     for extra, library in EXTRAS.items():
         succeed(environment, f'pip install "hardpoint[{extra}]"')
         succeed(environment, f"python -c 'import hardpoint_{extra}'")
-        (line,) = (line for line in environment.run("hardpoint doctor").stdout.splitlines() if library in line)
-        assert extra in line or "no " in line
+        told = environment.run("hardpoint doctor").stdout
+        assert any(library in line and "no " in line for line in told.splitlines()), told
     assert "not installed" in environment.run("hardpoint conformance list").stdout
     succeed(environment, 'pip install "hardpoint[conformance]"')
     assert "alloc.address.stable@1" in succeed(environment, "hardpoint conformance list --level L1")
@@ -115,7 +115,7 @@ def test_an_upgrade_takes_core_and_backend_and_no_other_minor_version_fits(
     (core,), (backend,) = DIST.glob("hardpoint-*.whl"), DIST.glob("hardpoint_cpu-*.whl")
     for wheel in (core, backend):
         reversioned(wheel, next_patch, tmp_path)
-    succeed(environment, f'pip install --upgrade --find-links {tmp_path} "hardpoint[cpu]"')
+    succeed(environment, f"pip install --upgrade --find-links {tmp_path} hardpoint hardpoint-cpu")
     found = versions(environment)
     assert (found["hardpoint"], found["hardpoint-cpu"]) == (next_patch, next_patch)
     assert succeed(environment, "hardpoint --version") == f"hardpoint {next_patch}\n"
