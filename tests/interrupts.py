@@ -15,14 +15,14 @@ class _Interrupt:
     """A context in which SIGINT raises KeyboardInterrupt as it does at a terminal, and which takes that.
 
     Attributes:
-        came: the signal was sent; without it, the calls in the context were made to their end.
+        came: it came; without it, the calls in the context were made to their end.
     """
 
     came = False
 
     def __enter__(self) -> Self:
         # A job in the background ignores SIGINT.
-        self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._handler = signal.signal(signal.SIGINT, self._raise)
         self._begin()
         return self
 
@@ -32,6 +32,10 @@ class _Interrupt:
         self._end()
         signal.signal(signal.SIGINT, self._handler)
         return self.came and isinstance(error, KeyboardInterrupt)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
 
     def _begin(self) -> None: ...
 
@@ -71,41 +75,45 @@ class InterruptAt(_Interrupt):
         sys.settrace(self._tracer)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if self.came or not frame.f_globals.get("__name__", "").startswith(self._inside):
+        if not self._left or not frame.f_globals.get("__name__", "").startswith(self._inside):
             return None
         return self._step if not self._functions or frame.f_code.co_name in self._functions else None
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event in self._events and not self.came:
+        if event in self._events and self._left > 0:
             self._left -= 1
             if self._left == 0:
-                self.came = True
                 self.where = f"{frame.f_globals['__name__']}:{frame.f_lineno} ({event} in {frame.f_code.co_name})"
                 signal.raise_signal(signal.SIGINT)
         return self._step
 
 
 class InterruptAfter(_Interrupt):
-    """A signal from another thread, so many seconds after the context began; it waits for it where the calls were made by then."""
+    """A signal from another thread, so many seconds after the context began; none comes where the calls are made by then."""
 
     def __init__(self, seconds: float) -> None:
         self._timer = threading.Thread(target=self._send)
         self._seconds = seconds
-        self._over = False
+        self._is_inside = False
 
     def _begin(self) -> None:
         # The signal is sent in the midst of Python code, not after the 5 ms for which it keeps other threads waiting.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-5)
         self._timer.start()
+        self._is_inside = True
 
     def _end(self) -> None:
-        self._over = True
+        self._is_inside = False
         self._timer.join()
         sys.setswitchinterval(self._interval)
 
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        # At the context's own beginning and end nothing could take it.
+        if self._is_inside and frame is not None and frame.f_code.co_filename != __file__:
+            super()._raise(number, frame)
+
     def _send(self) -> None:
         time.sleep(self._seconds)
-        if not self._over:
-            self.came = True
+        if self._is_inside:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

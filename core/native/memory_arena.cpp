@@ -7,6 +7,8 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <new>
+#include <numeric>
 #include <string>
 #include <system_error>
 
@@ -73,7 +75,9 @@ uint64_t host_memory_available() {
 HostArena::~HostArena() {
   if (abandoned_) return;
   background_.wait();
-  for (auto& [id, slab] : slabs_) destroy(*slab);
+  std::lock_guard lock(mutex_);
+  for (auto& [id, slab] : slabs_) release_locked(slab->data, slab->size, slab->registered);
+  unpin_again_locked();
 }
 
 std::vector<HostArena::Span> HostArena::take(size_t size, std::optional<uint64_t> budget) {
@@ -82,6 +86,7 @@ std::vector<HostArena::Span> HostArena::take(size_t size, std::optional<uint64_t
   size = round_up(size, kPage);
   for (;;) {
     std::unique_lock lock(mutex_);
+    unpin_again_locked();
     check_locked(asked, budget);
     if (free_locked() >= size) {
       std::vector<Span> spans;
@@ -187,31 +192,61 @@ std::unique_ptr<HostArena::Slab> HostArena::make_slab(size_t size) const {
   try {
     slab->registered = driver_.host_register(data, size);
   } catch (...) {
-    destroy(*slab);
+    munmap(data, size);
     throw;
   }
   return slab;
 }
 
-void HostArena::destroy(Slab& slab) const noexcept {
-  try {
-    if (slab.registered) driver_.host_unregister(slab.data, slab.size);
-  } catch (const MemoryFault&) {
-    return;  // the device may still use the pages: they stay
+void HostArena::release(std::byte* data, size_t size, bool registered) noexcept {
+  if (abandoned_) return;
+  std::lock_guard lock(mutex_);
+  unpin_again_locked();
+  release_locked(data, size, registered);
+}
+
+void HostArena::release_locked(std::byte* data, size_t size, bool registered) noexcept {
+  if (registered && !unpin(data, size)) {
+    try {
+      pinned_.emplace(data, size);
+    } catch (const std::bad_alloc&) {
+    }
+    return;
   }
-  munmap(slab.data, slab.size);
+  munmap(data, size);
+}
+
+bool HostArena::unpin(std::byte* data, size_t size) const noexcept {
+  try {
+    driver_.host_unregister(data, size);
+    return true;
+  } catch (const MemoryFault&) {
+    return false;
+  }
+}
+
+void HostArena::unpin_again_locked() noexcept {
+  for (auto range = pinned_.begin(); range != pinned_.end();) {
+    if (!unpin(range->first, range->second)) {
+      ++range;
+      continue;
+    }
+    munmap(range->first, range->second);
+    range = pinned_.erase(range);
+  }
 }
 
 void HostArena::trim() {
   background_.wait();
   std::lock_guard lock(mutex_);
+  unpin_again_locked();
   for (auto slab = slabs_.begin(); slab != slabs_.end();) {
     if (slab->second->used > 0) {
       ++slab;
       continue;
     }
     held_ -= slab->second->size;
-    destroy(*slab->second);
+    release_locked(slab->second->data, slab->second->size, slab->second->registered);
     slab = slabs_.erase(slab);
   }
 }
@@ -227,7 +262,7 @@ void HostArena::abandon(bool forked) {
 
 uint64_t HostArena::held() const {
   std::lock_guard lock(mutex_);
-  return held_;
+  return std::accumulate(pinned_.begin(), pinned_.end(), uint64_t{held_}, [](uint64_t sum, const auto& range) { return sum + range.second; });
 }
 
 uint64_t HostArena::used() const {

@@ -35,6 +35,9 @@ class HostArena {
   // bytes or the host has no room; kDriverCall when pinning fails. Nothing is taken then.
   std::vector<Span> take(size_t size, std::optional<uint64_t> budget);
   void give(const Span& span);
+  // Unpins memory, where it was registered with the driver, and gives it back to the operating system. What the driver does not unpin stays, since
+  // the device may still use it: it counts as held, and is tried again by `take`, `release` and `trim`, and at the end.
+  void release(std::byte* data, size_t size, bool registered) noexcept;
 
   // Takes and pins slabs until `size` bytes are free, in a thread of its own; `take` waits for it. A failure there is met again by `take`.
   void prepare(size_t size, std::optional<uint64_t> budget);
@@ -44,7 +47,7 @@ class HostArena {
   // child (`forked`) neither mutexes nor the thread are touched, because what held them was not copied.
   void abandon(bool forked);
 
-  uint64_t held() const;  // bytes of slabs
+  uint64_t held() const;  // bytes of slabs, and of what the driver has not unpinned so far
   uint64_t used() const;  // bytes of spans
 
  private:
@@ -60,11 +63,14 @@ class HostArena {
   size_t free_locked() const { return held_ - used_; }
   void grow(size_t size);
   std::unique_ptr<Slab> make_slab(size_t size) const;
-  void destroy(Slab& slab) const noexcept;
+  void release_locked(std::byte* data, size_t size, bool registered) noexcept;
+  bool unpin(std::byte* data, size_t size) const noexcept;  // whether the driver did it
+  void unpin_again_locked() noexcept;
 
   const Driver& driver_;
-  mutable std::mutex mutex_;  // guards slabs_, held_, used_; not held while a slab is made
+  mutable std::mutex mutex_;  // guards slabs_, pinned_, held_, used_; not held while a slab is made
   std::map<uint32_t, std::unique_ptr<Slab>> slabs_;
+  std::map<std::byte*, size_t> pinned_;  // what is to be given back and was not unpinned yet, with its size
   uint32_t next_slab_ = 0;
   size_t held_ = 0, used_ = 0;
   std::atomic<bool> abandoned_{false};

@@ -128,7 +128,7 @@ void Backup::read(Range range, std::byte* target) const {
   }
 }
 
-StagingBuffer::StagingBuffer(const Driver& driver, size_t size) : driver_(driver), size_(size) {
+StagingBuffer::StagingBuffer(const Driver& driver, HostArena& arena, size_t size) : arena_(arena), size_(size) {
   void* raw = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (raw == MAP_FAILED) throw MemoryFault(Fault::kBudgetExceeded, "the host has no memory for staging", std::strerror(errno));
   data_ = static_cast<std::byte*>(raw);
@@ -141,13 +141,6 @@ StagingBuffer::StagingBuffer(const Driver& driver, size_t size) : driver_(driver
   }
 }
 
-StagingBuffer::~StagingBuffer() {
-  try {
-    if (registered_) driver_.host_unregister(data_, size_);
-  } catch (const MemoryFault&) {
-    return;  // the device may still use the pages: they stay
-  }
-  munmap(data_, size_);
-}
+StagingBuffer::~StagingBuffer() { arena_.release(data_, size_, registered_); }
 
 }  // namespace hardpoint::memory

@@ -101,7 +101,7 @@ class Backup {
 // Host memory at a page's boundary, for direct I/O; pinned for the device where it is not the device's own.
 class StagingBuffer {
  public:
-  StagingBuffer(const Driver& driver, size_t size);
+  StagingBuffer(const Driver& driver, HostArena& arena, size_t size);
   ~StagingBuffer();
   StagingBuffer(const StagingBuffer&) = delete;
   StagingBuffer& operator=(const StagingBuffer&) = delete;
@@ -109,7 +109,7 @@ class StagingBuffer {
   size_t size() const { return size_; }
 
  private:
-  const Driver& driver_;
+  HostArena& arena_;
   std::byte* data_;
   size_t size_;
   bool registered_ = false;

@@ -8,8 +8,8 @@
 #include <mutex>
 
 #include "bind.hpp"
-#include "released_gil.hpp"
 #include "checksum.hpp"
+#include "hardpoint/released_gil.hpp"
 #include "memory_disk.hpp"
 
 namespace hardpoint {

@@ -123,7 +123,8 @@ const StagingBuffer& PoolOperation::staging_of(Mover& mover) const {
     for (const BackupPiece& piece : entry.backup->pieces) largest = std::max(largest, piece.range.size);
   }
   constexpr uint64_t kSector = DiskStore::kAlignment;
-  mover.staging = std::make_unique<StagingBuffer>(pool_.driver_, std::min(kStaging, (largest + kSector - 1) / kSector * kSector));
+  mover.staging = std::make_unique<StagingBuffer>(
+      pool_.driver_, pool_.arena_, std::min(kStaging, (largest + kSector - 1) / kSector * kSector));
   return *mover.staging;
 }
 
@@ -176,6 +177,14 @@ void PoolOperation::renew_address(Allocation& allocation) const {
   } catch (const MemoryFault&) {
     return;  // the range is still ours, with the memory that it holds
   }
+}
+
+void PoolOperation::await_transfers() {
+  std::unique_lock lock(pool_.books_);
+  for (const Entry& entry : entries_) {
+    if (entry.allocation->state == State::kRebuilding) entry.allocation->state = State::kRestoring;
+  }
+  for (const Entry& entry : entries_) pool_.await_transfers(lock, *entry.allocation);
 }
 
 void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "released_gil.hpp"
+#include "hardpoint/released_gil.hpp"
 
 namespace py = pybind11;
 

@@ -30,7 +30,6 @@ from hardpoint.interfaces.errors import (
     WorkerError,
 )
 from hardpoint.sampling import RequestOutputKind
-from tests.e2e.extremes import check_that_extremes_end_alone
 
 TOKENS = {"prompt_token_ids": [5, 9, 22, 7]}
 """A prompt of the model without tokenizer."""
@@ -349,10 +348,6 @@ def test_two_engines_live_side_by_side(llm: LLM, make_shallow: Any) -> None:
         assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
         assert other.generate(TOKENS, params)[0].outputs[0].token_ids == expected.outputs[0].token_ids
     assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
-
-
-def test_an_extreme_request_ends_alone(llm: LLM) -> None:
-    check_that_extremes_end_alone(llm, ["Water boils at", "The quick brown fox"], llm.get_tokenizer().vocab_size)
 
 
 def test_each_completion_without_a_token_ends_alone(llm: LLM) -> None:

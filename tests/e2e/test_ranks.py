@@ -27,7 +27,15 @@ from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
 from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing
 from hardpoint_conformance.tiny_model import Model
 from tests.e2e.conftest import Oracle
-from tests.e2e.extremes import check_that_extremes_end_alone
+from tests.e2e.extremes import (
+    PROMPT,
+    Beside,
+    batches,
+    check_that_a_request_of_nan_ends_alone,
+    combined,
+    single,
+    together,
+)
 from tests.leaks import Belongings
 
 pytestmark = pytest.mark.timeout(300)
@@ -136,6 +144,18 @@ def _check_that_logits_that_are_no_numbers_end_their_requests(llm: LLM, weights:
     llm.reload_weights()
 
 
+def _check_that_extremes_end_alone(llm: LLM, model: Model, oracle: Oracle) -> None:
+    """A sample of what `test_extremes.py` tries; only the driver samples, and the others learn of what it cannot."""
+    logits, vocabulary = oracle.logits([*PROMPT, 0], len(PROMPT))[0].numpy(), model.shape.vocab
+    beside = Beside(llm.engine, logits, exact=False)
+    some = [*together(vocabulary), *single(vocabulary)[::15], *combined(vocabulary, 50)]
+    for trials in batches([one | {"max_tokens": 4} for one in some]):
+        beside.try_params(trials)
+    assert not beside.wrong, "\n".join(beside.wrong)
+    assert min(beside.counts.values()) > 0
+    check_that_a_request_of_nan_ends_alone(llm, logits, model.weights["model.embed_tokens.weight"])
+
+
 def test_two_ranks_share_each_layer(
     make: Make, shallow: Model, oracle: Oracle, greedy: Any, nothing_left: Callable[[], list[str]]
 ) -> None:
@@ -144,7 +164,7 @@ def test_two_ranks_share_each_layer(
         assert len(_pids(llm)) == 2
         _check_tokens(llm, oracle, greedy(TOKENS))
         _check_that_logits_that_are_no_numbers_end_their_requests(llm, shallow.weights)
-        check_that_extremes_end_alone(llm, PROMPTS, shallow.shape.vocab)
+        _check_that_extremes_end_alone(llm, shallow, oracle)
         _check_tokens(llm, oracle, greedy(TOKENS))
 
         seen: list[tuple[int, int]] = []

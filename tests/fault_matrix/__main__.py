@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.table import Table
 
-from hardpoint_conformance.fault_matrix import Row, run_target
+from hardpoint_conformance.fault_matrix import OPERATIONS, Row, run_target
 
-from .targets import all_targets
+from .system_calls import SystemCallTarget, run_system_calls
+from .targets import all_targets, driver_targets
+
+STRIDE = 5
+"""Between the second calls that are tried with each first system call: there are tens of thousands of pairs."""
+
+
+def _matrices() -> Iterator[tuple[str, Iterable[Row]]]:
+    for target in all_targets():
+        yield target.name, run_target(target)
+    for target in driver_targets():
+        yield f"{target.name}, pairs", run_target(target, pairs=1)
+    names = [operation.name for operation in OPERATIONS]
+    yield SystemCallTarget.name, run_system_calls(names)
+    yield f"{SystemCallTarget.name}, pairs (every {STRIDE}th)", run_system_calls(names, STRIDE)
 
 
 def main() -> int:
     """Run every target and print a table for each, then the count."""
     console = Console(width=140)
     rows: list[Row] = []
-    for target in all_targets():
-        table = Table(title=target.name, title_justify="left")
+    for name, found_rows in _matrices():
+        table = Table(title=name, title_justify="left")
         for column in ("operation", "calls made to fail (k tried)", "cases", "undone", "tolerated", "failures"):
             table.add_column(
                 column, justify="left" if column in ("operation", "calls made to fail (k tried)") else "right"
             )
         by_operation: defaultdict[str, list[Row]] = defaultdict(list)
-        for row in run_target(target):
+        for row in found_rows:
             rows.append(row)
             by_operation[row.operation].append(row)
         for operation, found in by_operation.items():

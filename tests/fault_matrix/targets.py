@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from hardpoint.memory import DriverTable
-from hardpoint_conformance.fault_matrix import FaultTarget
+from hardpoint_conformance.fault_matrix import FaultTarget, InterposedTarget
+from hardpoint_simulators import Simulator
+from hardpoint_simulators.control import ANY_CALL
 
 CAPACITY = 1 << 30
 GRANULARITY = 1 << 16
@@ -14,55 +16,17 @@ CODES = {"cuda": (2, 700), "rocm": (2, 700), "ascend": (207001, 507015)}
 """By vendor: the codes of out of memory, and of a failure of another kind."""
 
 
-class CpuTarget(FaultTarget):
-    """The CPU's driver, which makes its own entries fail."""
+class CpuTarget(InterposedTarget):
+    """The CPU's driver."""
 
-    name = "cpu"
-    _entries = (
-        "reserve",
-        "release_address",
-        "create",
-        "release",
-        "map",
-        "unmap",
-        "copy_to_host",
-        "copy_to_device",
-        "fill",
-        "stream_create",
-        "stream_synchronize",
-        "device_synchronize",
-        "memory_info",
-    )
+    def __init__(self) -> None:
+        from hardpoint_cpu.driver import driver_table
 
-    def table(self) -> DriverTable:
-        from hardpoint_cpu.driver import DriverFaults, driver_table
-
-        self._table = driver_table(options={"budget": CAPACITY})
-        self._faults = DriverFaults(self._table)
-        self._armed: tuple[str, int] | None = None
-        return self._table
-
-    def calls(self) -> dict[str, int]:
-        return {entry: self._faults.calls(entry) for entry in self._entries}
-
-    def fail(self, call: str, nth: int) -> None:
-        self._faults.fail(call, nth)
-        self._armed = (call, self._faults.calls(call) + nth)
-
-    def disarm(self) -> bool:
-        if self._armed is None:
-            return False
-        call, at = self._armed
-        self._faults.fail(call, 1, 0)
-        self._armed = None
-        return self._faults.calls(call) >= at
+        super().__init__("cpu", driver_table(options={"budget": CAPACITY}))
 
     def held(self) -> Mapping[str, int]:
-        free, total = self._table.memory_info()
-        return {"used": total - free}
-
-    def finish(self) -> None:
-        self._armed = None
+        free, total = self._driver.base.memory_info()
+        return {"used, by its own account": total - free, **super().held()}
 
 
 class SimulatedTarget(FaultTarget):
@@ -76,8 +40,6 @@ class SimulatedTarget(FaultTarget):
     _never = ("GetErrorName", "GetErrorString", "GetRecentErrMsg")
 
     def __init__(self, vendor: str, quirks: Mapping[str, int] | None = None) -> None:
-        from hardpoint_simulators import Simulator
-
         self._vendor = vendor
         self._quirks = dict(quirks or {})
         self._table: DriverTable | None = None
@@ -105,10 +67,18 @@ class SimulatedTarget(FaultTarget):
         calls = self._simulator.calls()
         return {call: count for call, count in calls.items() if not call.endswith(self._never)}
 
+    def count(self) -> int:
+        return self._simulator.stats().calls
+
     def fail(self, call: str, nth: int) -> None:
         memory = any(part in call for part in ("MemCreate", "MallocPhysical"))
         self._simulator.fail(call, nth, CODES[self._vendor][0 if memory else 1])
         self._armed = (call, self._simulator.call_count(call) + nth)
+
+    def fail_calls(self, *numbers: int) -> None:
+        for number in numbers:
+            self._simulator.fail(ANY_CALL, number, CODES[self._vendor][1])
+        self._armed = ANY_CALL, self.count() + max(numbers)
 
     def violations(self) -> list[str]:
         return self._simulator.violations()
@@ -116,7 +86,7 @@ class SimulatedTarget(FaultTarget):
     def disarm(self) -> bool:
         self._simulator.clear_faults()
         call, at = self._armed
-        return self._simulator.call_count(call) >= at
+        return (self.count() if call == ANY_CALL else self._simulator.call_count(call)) >= at
 
     def held(self) -> Mapping[str, int]:
         stats = self._simulator.stats()
@@ -140,3 +110,9 @@ def all_targets() -> list[FaultTarget]:
         SimulatedTarget("rocm", {"hold_until_address_free": 1, "stale_pages": 1}),
         SimulatedTarget("ascend"),
     ]
+
+
+def driver_targets() -> Iterator[FaultTarget]:
+    """Yield every driver of the workspace, one at a time, with failures between it and the core, whatever the calls of its vendor."""
+    for target in all_targets():
+        yield target if isinstance(target, InterposedTarget) else InterposedTarget(target.name, target.table())

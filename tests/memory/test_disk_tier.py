@@ -41,6 +41,23 @@ def test_a_backup_on_disk_takes_no_host_memory_and_is_removed_after_wake(pool: T
     wait_until(lambda: pool.books().disk_used == 0)
 
 
+def test_a_directory_that_was_not_there_is_made_for_the_user_alone(
+    cpu_pool: TrackedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HARDPOINT_SLEEP_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_pool.filled(content(cpu_pool.unit))
+    mask = os.umask(0)
+    try:
+        cpu_pool.sleep(SleepPlan(tier=SleepTier.DISK))
+    finally:
+        os.umask(mask)
+    (file,) = backup_files(tmp_path)
+    assert file.is_relative_to(tmp_path / "hardpoint" / "sleep")
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "hardpoint" / "sleep", file.parent, file)}
+    assert list(modes.values()) == [0o700, 0o700, 0o600]
+
+
 def test_a_backup_beyond_the_disk_budget_is_refused_before_any_driver_call(
     pool: TrackedPool, target: FaultTarget, tmp_path: Path
 ) -> None:

@@ -28,6 +28,11 @@ def registrations(target: FaultTarget) -> int:
     return sum(count for call, count in target.calls().items() if call.endswith("HostRegister"))
 
 
+def unpins(target: FaultTarget) -> list[str]:
+    """Return the name of the call that unpins host memory; empty for a device whose memory the host's is."""
+    return [call for call in target.calls() if call.endswith("HostUnregister")]
+
+
 def test_a_backup_beyond_the_budget_is_refused_before_any_driver_call(pool: TrackedPool, target: FaultTarget) -> None:
     """Fact 20."""
     data = content(4 * pool.unit)
@@ -88,6 +93,43 @@ def test_the_arena_is_used_again_and_given_back(pool: TrackedPool) -> None:
     assert pool.books().host_used == 0
     pool.trim()
     assert pool.books().host_held == 0
+
+
+@pytest.mark.parametrize("again", ["trim", "sleep"])
+def test_memory_that_the_driver_does_not_unpin_stays_in_the_books_until_it_does(
+    pool: TrackedPool, target: FaultTarget, again: str
+) -> None:
+    address = pool.filled(content(3 * pool.unit))
+    pool.sleep(SleepPlan())
+    pool.wake()
+    held = pool.books().host_held
+    for call in unpins(target):
+        target.fail(call, 1)
+        pool.trim()
+        assert target.disarm()
+        assert pool.books().host_held == held
+    if again == "sleep":
+        pool.sleep(SleepPlan())
+        assert pool.books().host_held == held
+        pool.wake()
+    pool.trim()
+    assert pool.books().host_held == 0
+    assert pool.read(address, 3 * pool.unit) == content(3 * pool.unit)
+
+
+def test_a_buffer_of_a_disk_sleep_that_the_driver_does_not_unpin_is_unpinned_by_the_next_one(
+    pool: TrackedPool, target: FaultTarget, tmp_path: Path
+) -> None:
+    address = pool.filled(content(3 * pool.unit))
+    plan = SleepPlan(tier=SleepTier.DISK, disk_directory=str(tmp_path))
+    for call in unpins(target):
+        target.fail(call, 1)
+        pool.sleep(plan)
+        assert target.disarm()
+        assert 3 * pool.unit <= pool.books().host_held < 4 * pool.unit
+        pool.wake()
+    assert pool.books().host_held == 0
+    assert pool.read(address, 3 * pool.unit) == content(3 * pool.unit)
 
 
 def test_memory_freed_in_pieces_serves_the_next_backups(pool: TrackedPool) -> None:

@@ -11,6 +11,7 @@
 
 #include "attention.hpp"
 #include "bind.hpp"
+#include "hardpoint/released_gil.hpp"
 #include "isa.hpp"
 #include "prepared_batch.hpp"
 #include "thread_pool.hpp"
@@ -28,7 +29,7 @@ std::vector<BlockPool> block_pools(Address data, int64_t pools, int64_t num_bloc
 
 void bind_threads(py::module_& m) {
   m.def("set_num_threads", [](int n) { ThreadPool::global().set_num_threads(n); }, py::arg("n"),
-        py::call_guard<py::gil_scoped_release>(),
+        py::call_guard<hardpoint::ReleasedGil>(),
         "Use n threads, the calling one included. Raises ValueError outside 1 to 4096.");
   m.def("num_threads", [] { return ThreadPool::global().num_threads(); },
         "Threads in use: HARDPOINT_CPU_THREADS, else the cores that this process may run on.");
@@ -37,7 +38,7 @@ void bind_threads(py::module_& m) {
       [](int64_t n, int64_t grain, int64_t inner) {
         std::vector<std::atomic<int32_t>> counts(static_cast<size_t>(n));
         {
-          py::gil_scoped_release unlocked;
+          const hardpoint::ReleasedGil unlocked;
           ThreadPool::global().parallel_for(n, grain, [&](int64_t begin, int64_t end, int) {
             for (int64_t i = begin; i < end; ++i) {
               if (inner == 0) counts[static_cast<size_t>(i)].fetch_add(1);
@@ -58,7 +59,7 @@ void bind_threads(py::module_& m) {
         for (int64_t i = 0; i < jobs; ++i) ThreadPool::global().parallel_for(chunks, 1, [](int64_t, int64_t, int) {});
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / static_cast<double>(jobs);
       },
-      py::arg("jobs"), py::arg("chunks"), py::call_guard<py::gil_scoped_release>(),
+      py::arg("jobs"), py::arg("chunks"), py::call_guard<hardpoint::ReleasedGil>(),
       "Seconds that one empty job of the given number of chunks takes, averaged over `jobs` in a row.");
 }
 
@@ -114,7 +115,7 @@ void bind_attention(py::module_& m) {
       [](const PreparedBatch& prepared, const AttentionLayer& layer, Address k, int64_t k_stride, Address v, int64_t v_stride,
          int dtype, Address k_cache, Address v_cache) {
         const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype)};
-        py::gil_scoped_release unlocked;
+        const hardpoint::ReleasedGil unlocked;
         write_kv(prepared.batch(), layer, at<const void>(k), k_stride, at<const void>(v), v_stride, kv.dtype, kv);
       },
       "Write the step's keys and values to their slots.");
@@ -127,7 +128,7 @@ void bind_attention(py::module_& m) {
         with_tensors.alibi = at<const float>(alibi);
         const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype)};
         const AttentionPlan& plan = prepared.plan_for(layer);
-        py::gil_scoped_release unlocked;
+        const hardpoint::ReleasedGil unlocked;
         attention(plan, prepared.batch(), with_tensors, at<const void>(q), q_stride, kv.dtype, kv, at<void>(out), out_stride);
       },
       "Attention of the step's queries over their contexts.");
@@ -135,7 +136,7 @@ void bind_attention(py::module_& m) {
       "copy_blocks",
       [](Address from, int64_t from_blocks, Address to, int64_t to_blocks, int64_t pools, int64_t block_bytes, Address pairs,
          int64_t num_pairs) {
-        py::gil_scoped_release unlocked;
+        const hardpoint::ReleasedGil unlocked;
         const int32_t* narrow = at<const int32_t>(pairs);
         const std::vector<int64_t> wide(narrow, narrow + 2 * num_pairs);
         copy_blocks(block_pools(from, pools, from_blocks, block_bytes), block_pools(to, pools, to_blocks, block_bytes), block_bytes,
@@ -143,7 +144,7 @@ void bind_attention(py::module_& m) {
       },
       "Copy blocks between two caches, each `pools` consecutive pools; pairs are int32[num_pairs, 2] (source, destination).");
   m.def("read_bandwidth", [](Address p, int64_t bytes) { return read_bandwidth(at<const void>(p), bytes); },
-        py::call_guard<py::gil_scoped_release>(), "Read bytes from p with this thread alone; returns a checksum.");
+        py::call_guard<hardpoint::ReleasedGil>(), "Read bytes from p with this thread alone; returns a checksum.");
 }
 
 }  // namespace hp

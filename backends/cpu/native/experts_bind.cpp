@@ -5,13 +5,14 @@
 
 #include "bind.hpp"
 #include "experts.hpp"
+#include "hardpoint/released_gil.hpp"
 
 namespace py = pybind11;
 
 namespace hp {
 
 void bind_experts(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> unlocked;
+  const py::call_guard<hardpoint::ReleasedGil> unlocked;
   m.def("gated_columns", &gated_columns);
   m.def("experts_workspace_bytes", &experts_workspace_bytes, py::kw_only(), py::arg("tokens"), py::arg("top_k"),
         py::arg("num_experts"), py::arg("hidden"), py::arg("intermediate"));

@@ -14,6 +14,7 @@
 #include "bind.hpp"
 #include "decoder.hpp"
 #include "gemm.hpp"
+#include "hardpoint/released_gil.hpp"
 #include "ops.hpp"
 #include "prepared_batch.hpp"
 #include "sampler.hpp"
@@ -57,7 +58,7 @@ DecoderLayer decoder_layer(const AttentionLayer& attention, int kv_group, int64_
 }
 
 void bind_operators(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> unlocked;
+  const py::call_guard<hardpoint::ReleasedGil> unlocked;
   m.def(
       "rms_norm",
       [](Address x, int64_t x_stride, int64_t rows, int64_t n, int dtype, Address weight, float eps, Address out, int64_t out_stride) {
@@ -104,7 +105,7 @@ void bind_operators(py::module_& m) {
 }
 
 void bind_decoder(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> unlocked;
+  const py::call_guard<hardpoint::ReleasedGil> unlocked;
   py::class_<DecoderLayer>(m, "DecoderLayer", "One layer's settings and the addresses of its weights.")
       .def(py::init(&decoder_layer), py::arg("attention"), py::arg("kv_group"), py::arg("cache_layer"), py::arg("rope_table"), py::arg("weights"), py::arg("vectors"));
 
@@ -158,7 +159,7 @@ void bind_decoder(py::module_& m) {
 }
 
 void bind_sampler(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> unlocked;
+  const py::call_guard<hardpoint::ReleasedGil> unlocked;
   py::class_<RowSampler>(m, "RowSampler", "Samples tokens from rows of logits; keeps working memory. One call at a time.")
       .def(py::init<>())
       .def(
@@ -202,7 +203,7 @@ void bind_sampler(py::module_& m) {
 }  // namespace
 
 void bind_kernels(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> unlocked;
+  const py::call_guard<hardpoint::ReleasedGil> unlocked;
 
   m.def("packed_bytes", [](int64_t n, int64_t k, int dtype) { return packed_bytes(n, k, static_cast<DType>(dtype)); });
   m.def("pack_weight",

@@ -5,6 +5,7 @@
 
 #include "bind.hpp"
 #include "signals.hpp"
+#include "hardpoint/released_gil.hpp"
 
 namespace py = pybind11;
 
@@ -17,7 +18,7 @@ void bind_signals(py::module_& m) {
           return wait_for_all(at<const void>(counters), count, stride, value, seconds);
         },
         py::arg("own"), py::arg("counters"), py::arg("count"), py::arg("stride"), py::arg("value"), py::arg("seconds"),
-        py::call_guard<py::gil_scoped_release>(),
+        py::call_guard<hardpoint::ReleasedGil>(),
         "Set the counter at `own`, and wait until `count` counters, `stride` bytes apart, have reached `value`; False after `seconds`.");
 }
 

@@ -132,6 +132,23 @@ time.sleep({seconds})
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("call", ["count_items(50, 1)", "job_seconds(50, 2)"])
+def test_process_ends_cleanly_while_a_daemon_thread_computes(call):
+    code = f"""
+import threading, time
+from hardpoint_cpu import _native
+begun = threading.Event()
+def busy():
+    while True:
+        _native.{call}
+        begun.set()
+threading.Thread(target=busy, daemon=True).start()
+begun.wait()
+"""
+    result = run_python(code)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_number_of_threads_comes_from_the_environment():
     code = "from hardpoint_cpu import _native; print(_native.num_threads())"
     assert run_python(code, HARDPOINT_CPU_THREADS="5").stdout.strip() == "5"

@@ -1,6 +1,6 @@
-"""One failing driver call at a time, in every operation of the engine, and what must hold after it.
+"""Failing driver calls in every operation of the engine, one at a time and two at a time, and what must hold after them.
 
-For each case a pool is filled anew, one call is made to fail, and the operation is run. Then either
+For each case of one a pool is filled anew, one call is made to fail, and the operation is run. Then either
 - it raised a typed error: every allocation is as it was before (awake or asleep, all its bytes), the driver holds what it held
   before, and the same operation succeeds when it is tried again; or
 - it raised nothing, which is right only for calls whose failure costs nothing (a figure of a report, a retry that succeeded, memory
@@ -8,6 +8,9 @@ For each case a pool is filled anew, one call is made to fail, and the operation
 The second phase of a sleep or wake cannot be tried again: a commit raises nothing whatever call fails, and after a rollback that
 raised, all bytes are there and a wake finds them.
 At the end everything is freed, and the driver holds nothing.
+
+The second failure of a pair meets undoing, more often than not. Then the error is typed, no byte is lost that was not to be dropped, and
+once the driver works again a wake brings everything back, as does a sleep and a wake after it.
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property, partial
+from itertools import count
 from threading import Thread
+from typing import TypeVar
 
 from hardpoint.interfaces import MemoryTransaction, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded
 from hardpoint.memory import DriverQuirks, DriverTable, VirtualPool
 from hardpoint_conformance.interposed import InterposedDriver
-from hardpoint_conformance.memory import assert_holds_nothing, driver_of
-from hardpoint_conformance.target import Target
+from hardpoint_conformance.memory import assert_holds_nothing
 
 
 class FaultTarget(ABC):
@@ -35,11 +40,13 @@ class FaultTarget(ABC):
         name: human-readable; says `simulated` where the vendor's library is one.
         elastic: memory of an allocation can be given back while its addresses stay.
         units: of its granularity, in the largest allocation.
+        tolerates: ends of the names of its own calls whose failure an operation may survive, as `_MAY_BE_TOLERATED`.
     """
 
     name: str
     elastic: bool = True
     units: int = 5
+    tolerates: tuple[str, ...] = ()
 
     @abstractmethod
     def table(self) -> DriverTable:
@@ -49,13 +56,21 @@ class FaultTarget(ABC):
     def calls(self) -> dict[str, int]:
         """Return how often each call that can fail has been made."""
 
+    def count(self) -> int:
+        """Return how many calls have been made, as `fail_calls` counts them."""
+        return sum(self.calls().values())
+
     @abstractmethod
     def fail(self, call: str, nth: int) -> None:
         """Make the nth call from now on fail once."""
 
     @abstractmethod
+    def fail_calls(self, *numbers: int) -> None:
+        """Make these calls from now on fail; calls of all kinds are counted together."""
+
+    @abstractmethod
     def disarm(self) -> bool:
-        """Let no more calls fail; returns whether an armed one has failed."""
+        """Let no more calls fail; returns whether all that were armed have failed."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -76,10 +91,9 @@ class InterposedTarget(FaultTarget):
     units = 2
     _never = ("open", "close", "geometry", "quirks")  # called when a pool is made, and by tests
 
-    def __init__(self, target: Target) -> None:
-        self.name = target.name
-        self._armed, self._refused = "", 0
-        self._driver = InterposedDriver(driver_of(target))
+    def __init__(self, name: str, driver: DriverTable) -> None:
+        self.name = name
+        self._driver = InterposedDriver(driver)
         self._driver.open()  # a driver remembers what it found by probing as long as it is open
         self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self._driver.quirks()
 
@@ -91,12 +105,12 @@ class InterposedTarget(FaultTarget):
 
     def fail(self, call: str, nth: int) -> None:
         self._driver.fail(call, nth)
-        self._armed = call
+
+    def fail_calls(self, *numbers: int) -> None:
+        self._driver.fail_calls(*numbers)
 
     def disarm(self) -> bool:
-        fired = self._driver.disarm()
-        self._refused += fired and self._armed == "host_unregister"
-        return fired
+        return self._driver.disarm()
 
     def held(self) -> Mapping[str, int]:
         # A pool keeps streams and pinned memory for its next operation.
@@ -108,9 +122,6 @@ class InterposedTarget(FaultTarget):
         return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
 
     def finish(self) -> None:
-        # Memory that the driver refused to unpin stays, since the device may still use it.
-        for host, size in list(self._driver.ledger.registered.items())[: self._refused]:
-            self._driver.host_unregister(host, size)
         self._driver.close()
         assert_holds_nothing(self._driver)
 
@@ -135,7 +146,7 @@ class World:
     blocks: list[Block] = field(default_factory=list)
     transaction: MemoryTransaction | None = None
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Bytes of the driver's granularity, in which sizes are given."""
         return self.pool.driver.geometry().granularity
@@ -220,6 +231,7 @@ _MAY_BE_TOLERATED = (
 """Ends of names (lower case, without underscores) of calls whose failure an operation may survive."""
 
 Step = Callable[[World], object]
+Result = TypeVar("Result")
 
 
 class Ending(Enum):
@@ -358,13 +370,20 @@ def _world(target: FaultTarget, directory: str) -> World:
     return world
 
 
-def run_target(target: FaultTarget, operations: tuple[Operation, ...] = OPERATIONS) -> Iterator[Row]:
-    """Yield a row for every call that an operation makes on a driver."""
+def run_target(target: FaultTarget, operations: tuple[Operation, ...] = OPERATIONS, pairs: int = 0) -> Iterator[Row]:
+    """Yield a row for every call that an operation makes on a driver, or for its pairs of calls.
+
+    Args:
+        pairs: 0 for single calls; n for pairs, each first call with every n-th after it.
+    """
     with tempfile.TemporaryDirectory() as directory:
         for operation in operations:
             if operation.elastic and not target.elastic:
                 continue
-            yield from run_operation(target, operation, directory)
+            if pairs:
+                yield run_pairs(target, operation, directory, pairs)
+            else:
+                yield from run_operation(target, operation, directory)
         target.finish()
 
 
@@ -376,24 +395,47 @@ def run_operation(target: FaultTarget, operation: Operation, directory: str) -> 
     operation.run(world)
     counts = {call: count - before.get(call, 0) for call, count in target.calls().items()}
     world.close()
-    for call, count in sorted(counts.items()):
-        if count <= 0:
+    for call, made in sorted(counts.items()):
+        if made <= 0:
             continue
         row = Row(target.name, operation.name, call)
-        for k in range(1, count + 1):
-            row.cases += 1
-            # A thread of its own: a call that gives the thread's device back may be the one that fails.
-            thread = Thread(target=_case_in_thread, args=(target, operation, call, k, directory, row))
-            thread.start()
-            thread.join()
+        for k in range(1, made + 1):
+            _in_thread(row, f"k={k}", partial(_case, target, operation, call, k, directory, row))
         yield row
 
 
-def _case_in_thread(target: FaultTarget, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
-    try:
-        _case(target, operation, call, k, directory, row)
-    except Exception as error:
-        row.failures.append(f"k={k}: {type(error).__name__}: {error}")
+def run_pairs(target: FaultTarget, operation: Operation, directory: str, stride: int) -> Row:
+    """Return the row of the pairs of an operation's calls: what follows the first has met its failure."""
+    row = Row(target.name, operation.name, "pairs")
+    for first in count(1):
+        # Alone, to learn how many calls follow.
+        made = _in_thread(row, f"call {first}", partial(_pair, target, operation, (first,), directory, row))
+        if made is None or made < first:
+            break
+        for second in range(first + 1, made + 1, stride):
+            case = partial(_pair, target, operation, (first, second), directory, row)
+            _in_thread(row, f"calls {first} and {second}", case)
+    return row
+
+
+def _in_thread(row: Row, name: str, case: Callable[[], Result]) -> Result | None:
+    """Return what a case does, None where it failed.
+
+    It runs in a thread of its own: a call that gives the thread's device back may be the one that fails.
+    """
+    results: list[Result] = []
+
+    def run() -> None:
+        try:
+            results.append(case())
+        except Exception as error:
+            row.failures.append(f"{name}: {type(error).__name__}: {error}")
+
+    row.cases += 1
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0] if results else None
 
 
 def _case(target: FaultTarget, operation: Operation, call: str, k: int, directory: str, row: Row) -> None:
@@ -420,7 +462,8 @@ def _case(target: FaultTarget, operation: Operation, call: str, k: int, director
     else:
         if target.disarm():
             row.tolerated += 1
-            if operation.ending is None and not call.lower().replace("_", "").endswith(_MAY_BE_TOLERATED):
+            tolerated = (*_MAY_BE_TOLERATED, *target.tolerates)
+            if operation.ending is None and not call.lower().replace("_", "").endswith(tolerated):
                 wrong.append("the failure had no effect")
         else:
             row.not_reached += 1
@@ -433,6 +476,36 @@ def _case(target: FaultTarget, operation: Operation, call: str, k: int, director
     wrong += _differences(dict.fromkeys(held, 0), target.held())
     if wrong:
         row.failures.append(f"k={k}: {'; '.join(wrong)}")
+
+
+def _pair(target: FaultTarget, operation: Operation, numbers: tuple[int, ...], directory: str, row: Row) -> int:
+    """Make calls of an operation fail, by their numbers; returns how many it made."""
+    world = _world(target, directory)
+    operation.prepare(world)
+    before = target.count()
+    target.fail_calls(*numbers)
+    try:
+        operation.run(world)
+    except (DeviceOutOfMemory, DriverError, HostBudgetExceeded):
+        row.undone += 1
+    else:
+        row.tolerated += 1
+        world.forget(*operation.forgets)
+    finally:
+        made = target.count() - before
+        row.not_reached += not target.disarm()
+    wrong: list[str] = []
+    world.pool.wake()
+    wrong += world.faults_of_state({block.address: False for block in world.blocks})
+    world.pool.sleep(world.plan())
+    world.pool.wake()
+    world.forget(*_DROPPED)
+    wrong += world.faults_of_state()
+    world.close()
+    wrong += _differences(dict.fromkeys(target.held(), 0), target.held())
+    if wrong:
+        row.failures.append(f"calls {numbers}: {'; '.join(wrong)}")
+    return made
 
 
 def _differences(expected: Mapping[str, int], found: Mapping[str, int]) -> Iterator[str]:

@@ -120,6 +120,15 @@ class _Fault:
     status: int | None
     fired: bool = False
 
+    def counts_down(self) -> bool:
+        """Count one of its calls; return whether that one fails."""
+        self.nth -= 1
+        if self.nth > 0 or self.times == 0:
+            return False
+        self.times -= 1
+        self.fired = True
+        return True
+
 
 class InterposedDriver(DriverTable):
     """A driver over another one. May be used from any thread; no exception leaves an entry.
@@ -143,9 +152,9 @@ class InterposedDriver(DriverTable):
         self.base = base
         self.ledger = Ledger()
         self.errors: list[Exception] = []
-        self._lock = threading.RLock()  # guards the three books and the fault
+        self._lock = threading.RLock()  # guards the three books and the faults
         self._counts: Counter[str] = Counter()
-        self._fault: _Fault | None = None
+        self._faults: list[_Fault] = []
         self._callbacks: list[Any] = []
         below: Any = base._table
         table = type(below)()
@@ -175,7 +184,7 @@ class InterposedDriver(DriverTable):
             return dict(self._counts)
 
     def fail(self, entry: str | None, nth: int = 1, *, times: int = 1, status: int | None = None) -> None:
-        """Make the nth call of an entry from now on (1 = the next) fail without doing anything, in place of an earlier fault.
+        """Make the nth call of an entry from now on (1 = the next) fail without doing anything, in place of earlier faults.
 
         Args:
             entry: None for the calls of all entries, counted together.
@@ -183,13 +192,18 @@ class InterposedDriver(DriverTable):
             status: None for OUT_OF_MEMORY from `create`, FAILED from all others.
         """
         with self._lock:
-            self._fault = _Fault(entry, nth, times, status)
+            self._faults = [_Fault(entry, nth, times, status)]
+
+    def fail_calls(self, *numbers: int) -> None:
+        """Make these calls from now on (1 = the next, of any entry) fail without doing anything, in place of earlier faults."""
+        with self._lock:
+            self._faults = [_Fault(None, number, 1, None) for number in numbers]
 
     def disarm(self) -> bool:
-        """Let no more calls fail; return whether one has."""
+        """Let no more calls fail; return whether all that were to fail have, once at least."""
         with self._lock:
-            fault, self._fault = self._fault, None
-        return fault is not None and fault.fired
+            faults, self._faults = self._faults, []
+        return bool(faults) and all(fault.fired for fault in faults)
 
     def held(self) -> dict[str, int]:
         """Return the counts of the ledger."""
@@ -247,16 +261,11 @@ class InterposedDriver(DriverTable):
         """Count a call; return the status that it is to fail with."""
         with self._lock:
             self._counts[name] += 1
-            fault = self._fault
-            if fault is None or fault.entry not in (None, name):
+            due = [fault for fault in self._faults if fault.entry in (None, name) and fault.counts_down()]
+            if not due:
                 return None
-            fault.nth -= 1
-            if fault.nth > 0 or fault.times == 0:
-                return None
-            fault.times -= 1
-            fault.fired = True
             memory = DriverStatus.OUT_OF_MEMORY if name == "create" else DriverStatus.FAILED
-            return int(memory if fault.status is None else fault.status)
+            return int(memory if due[0].status is None else due[0].status)
 
 
 def entry_types(driver: DriverTable) -> Iterator[tuple[str, Any]]:

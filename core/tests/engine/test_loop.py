@@ -12,6 +12,7 @@ import pytest
 
 from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.engine.front import unseeded
+from hardpoint.engine.sleep import EngineState
 from hardpoint.interfaces.errors import (
     CorruptWeights,
     DrainTimeout,
@@ -23,6 +24,7 @@ from hardpoint.interfaces.errors import (
     WorkerError,
 )
 from hardpoint.sampling import RequestOutputKind
+from tests.interrupts import InterruptAt
 
 Make = Callable[..., LLM]
 
@@ -152,6 +154,36 @@ def test_an_interrupt_in_a_step_leaves_an_engine_that_goes_on(make_llm: Make, mo
         assert core.scheduler.num_in_flight == 0
         assert results(llm.generate("Dear Sir", params)) == expected
     assert llm.stats().blocks_used == 0
+
+
+def test_the_outputs_of_an_interrupted_step_come_with_the_next_one(make_llm: Make) -> None:
+    llm = make_llm(1)
+    params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    expected = list(llm.generate("x", params)[0].outputs[0].token_ids)
+    nth, came = 0, True
+    while came:
+        nth += 1
+        llm.engine.add_request("a", "x", params)
+        tokens = []
+        with InterruptAt(nth, functions=("_book", "take_events", "_apply", "apply", "_step_done")) as interrupt:
+            tokens += llm.engine.step()[0].outputs[0].token_ids
+        came = interrupt.came
+        tokens += [token for output in drain(llm.engine)["a"] for token in output.outputs[0].token_ids]
+        assert tokens == expected
+    assert nth > 20, "that many lines are run at least"
+
+
+def test_an_interrupt_ends_the_wait_of_a_sleep_for_requests(make_llm: Make) -> None:
+    llm = make_llm(1)
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    expected = results(llm.generate("x", params))
+    llm.engine.add_request("a", "x", params)
+    with InterruptAt(30, functions=("_book",)) as interrupt:
+        llm.sleep(0, mode="wait")
+    assert interrupt.came
+    assert llm.sleep_status().state is EngineState.RUNNING
+    assert llm.engine.has_unfinished_requests()
+    assert results([drain(llm.engine)["a"][-1]]) == expected
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -776,7 +776,8 @@ def test_the_plan_carries_the_engines_settings_and_the_callers() -> None:
     assert plan.policies == {WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}
     assert (plan.tier, plan.host_budget, plan.disk_directory, plan.disk_budget) == (SleepTier.DISK, 11, "backups", 22)
     assert plan.verify
-    assert plan.progress is progress
+    plan.progress(3, 4)
+    assert seen == [(3, 4)]
     engine.wake()
     assert engine.sleep(tier="host").tier is SleepTier.HOST
 

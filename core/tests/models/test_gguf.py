@@ -227,6 +227,34 @@ def test_other_files_and_versions_are_named(whole: bytes, tmp_path: Path) -> Non
         open_model(str(path))
 
 
+def _header(*, keys: bytes = b"", num_keys: int = 0, tensors: bytes = b"", num_tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + keys + tensors
+
+
+def test_arrays_in_arrays_have_an_end(tmp_path: Path) -> None:
+    nested = struct.pack("<Q1sI", 1, b"a", 9) + struct.pack("<IQ", 9, 1) * 100_000
+    (tmp_path / "model.gguf").write_bytes(_header(keys=nested, num_keys=1))
+    with pytest.raises(CorruptWeights, match="arrays nested more than 8 deep"):
+        open_model(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("count", [5, 2**32 - 1])
+def test_a_tensor_of_more_dimensions_than_ggml_has_is_corrupt(count: int, tmp_path: Path) -> None:
+    tensor = struct.pack("<Q1sI", 1, b"t", count) + bytes(100)
+    (tmp_path / "model.gguf").write_bytes(_header(tensors=tensor, num_tensors=1))
+    with pytest.raises(CorruptWeights, match=f"tensor t has {count} dimensions, more than 4"):
+        open_model(str(tmp_path / "model.gguf"))
+
+
+def test_more_layers_than_tensors_are_corrupt(tmp_path: Path) -> None:
+    def many(writer: Any) -> None:
+        writer.kv_data[0]["llama.block_count"] = gguf.gguf_writer.GGUFValue(1000, gguf.GGUFValueType.UINT32)
+
+    _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F32, many)
+    with pytest.raises(CorruptWeights, match="num_hidden_layers is 1000, not as many as the checkpoint's tensors"):
+        open_model(str(tmp_path / "model.gguf"))
+
+
 def test_a_missing_tensor_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     _write(path, "llama", gguf.GGMLQuantizationType.F32)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import HardpointError, ModelError
@@ -130,7 +134,40 @@ def test_names_that_are_no_paths(model: str) -> None:
         open_model(model)
 
 
-def test_more_layers_than_any_model_has_are_refused_before_they_are_described(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3_000_000}))
+@pytest.mark.parametrize("config", [LLAMA, FOREIGN], ids=lambda config: config["model_type"])
+def test_more_layers_than_any_model_has_are_refused_before_they_are_described(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3_000_000}))
     with pytest.raises(ModelError, match="num_hidden_layers"):
         describe(tmp_path)
+
+
+@pytest.mark.parametrize("config", [LLAMA, FOREIGN], ids=lambda config: config["model_type"])
+def test_more_layers_than_the_checkpoint_has_tensors_are_refused_before_they_are_described(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1000, "dtype": "float32"}))
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    source = open_model(str(tmp_path))
+    start = time.process_time()
+    with pytest.raises(ModelError, match="num_hidden_layers is 1000, not as many as the checkpoint's tensors, 1, have"):
+        source.attention_layers()
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_among_a_models_files_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match=f"{name} cannot be read as a part of a model"):
+        open_model(str(tmp_path))
+
+
+def test_a_pipe_in_place_of_a_gguf_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    for name in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ModelError, match=r"model\.gguf cannot be read as a part of a model"):
+            open_model(str(name))

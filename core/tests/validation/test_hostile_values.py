@@ -13,14 +13,18 @@ import pytest
 import torch
 
 from hardpoint import EngineConfig, PoolingParams, SamplingParams
-from hardpoint.engine.inputs import PromptProcessor, as_conversations, as_prompts, pair_with_params
+from hardpoint.engine.inputs import PromptProcessor, TokenizedPrompt, as_conversations, as_prompts, pair_with_params
 from hardpoint.engine.sleep import SleepRequest, Tags
 from hardpoint.executor import RankLimits, RaySettings
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, SleepRefused
 from hardpoint.scheduler import SchedulerConfig
 from hardpoint.validation import Validated
 
-REQUIRED = {EngineConfig: {"model": "demo"}, SchedulerConfig: {"block_size": 16, "num_device_blocks": 100}}
+REQUIRED: dict[type[Validated], dict[str, Any]] = {
+    EngineConfig: {"model": "demo"},
+    SchedulerConfig: {"block_size": 16, "num_device_blocks": 100},
+    TokenizedPrompt: {"text": None, "token_ids": [1]},
+}
 ERRORS = {
     EngineConfig: ConfigError,
     SchedulerConfig: ConfigError,
@@ -28,6 +32,7 @@ ERRORS = {
     RaySettings: ConfigError,
     SamplingParams: InvalidSamplingParams,
     PoolingParams: InvalidRequest,
+    TokenizedPrompt: InvalidRequest,
     SleepRequest: SleepRefused,
     Tags: SleepRefused,
 }

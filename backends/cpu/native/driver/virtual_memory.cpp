@@ -236,15 +236,25 @@ void VirtualMemory::unmap(uint64_t address, size_t size) {
 void VirtualMemory::move_to_parking(uint64_t address, uint64_t parking, size_t size) const {
   if (keep_address_) {
     move_pages(address, parking, size, kMoveAndKeep);
-    Undo move_back([&] { ::mremap(pointer(parking), size, size, kMoveAndKeep, pointer(address)); });
-    make_inaccessible(address, size);
-    move_back.dismiss();
+    try {
+      make_inaccessible(address, size);
+    } catch (const Failure&) {
+      if (::mremap(pointer(parking), size, size, kMoveAndKeep, pointer(address)) != MAP_FAILED) throw;
+      // The pages can only stay where they are, which is what was asked for; that accesses fault is the best that is left to try.
+      reserve_at(address, size);
+      ::mprotect(pointer(address), size, PROT_NONE);
+    }
     return;
   }
   // Without MREMAP_DONTUNMAP the address would be free for a moment, and the kernel could give it to another thread. Copying is slow and safe.
   make_accessible(parking, size);
   std::memcpy(pointer(parking), pointer(address), size);
-  make_inaccessible(address, size);
+  try {
+    make_inaccessible(address, size);
+  } catch (const Failure&) {
+    // Where the kernel has emptied the range, the copy is all that is left of the pages, and the memory is unmapped.
+    if (!reserve_at(address, size)) throw;
+  }
 }
 
 void VirtualMemory::check_mapped(const char* call, uint64_t address, size_t size) const {

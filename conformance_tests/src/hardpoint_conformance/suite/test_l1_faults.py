@@ -76,7 +76,7 @@ def test_out_of_memory_on_wake_undoes_it(pool_memory: PoolMemory) -> None:
 def test_any_failing_call_leaves_the_state_before(target: Target, operation: Operation, tmp_path: Path) -> None:
     """Whichever call of the driver fails within an operation: a typed error with the state before, all bytes and nothing leaked, after
     which the operation succeeds; or no error, where the failure costs nothing, and all of the work done. A commit raises nothing."""
-    interposed = InterposedTarget(target)
+    interposed = InterposedTarget(target.name, driver_of(target))
     if operation.elastic and not interposed.elastic:
         interposed.finish()
         pytest.skip("not testable here: the driver's quirks leave no elastic memory")

@@ -6,6 +6,7 @@ from hardpoint.interfaces import Capabilities
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.fault_matrix import InterposedTarget
 from hardpoint_conformance.levels import Level
+from hardpoint_conformance.memory import driver_of
 from hardpoint_conformance.memory_model import run_model
 from hardpoint_conformance.target import Target
 
@@ -19,7 +20,7 @@ from hardpoint_conformance.target import Target
 def test_any_sequence_does_what_the_model_says(target: Target, claims: Capabilities, seed: int, draw: str) -> None:
     """After any sequence of allocating, writing, freeing, resizing, declaring sources, sleep by any plan, partial wake, and a failing
     call here and there, bytes, addresses, books and what the driver holds are what a model of them says."""
-    interposed = InterposedTarget(target)
+    interposed = InterposedTarget(target.name, driver_of(target))
     interposed.elastic &= claims.memory.elastic
     run_model(interposed, 16, seed, claims.memory.tiers)
     interposed.finish()

@@ -86,7 +86,7 @@ class RequestMaker:
         check_params(params, SamplingParams)
         if not self._model.is_generative:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
-        tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt)
+        tokens = self.process(prompt)
         params.check_vocab(self._model.vocab_size)
         if params.logits_processors and self._config.other_processes:
             raise InvalidSamplingParams(
@@ -123,7 +123,7 @@ class RequestMaker:
         RequestArguments(request_id)
         params = PoolingParams() if params is None else params
         check_params(params, PoolingParams)
-        tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, reserve=0)
+        tokens = self.process(prompt, reserve=0)
         command = Embed(next(self._keys), tokens.token_ids, params.pooling or Pooling.LAST)
         return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
 

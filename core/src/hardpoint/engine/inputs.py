@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
+from hardpoint.executor.interrupts import allow_between
 from hardpoint.interfaces.errors import (
     ConfigError,
     CorruptWeights,
@@ -18,7 +19,7 @@ from hardpoint.interfaces.errors import (
     TokenOutOfRange,
 )
 from hardpoint.sampling import PoolingParams, SamplingParams
-from hardpoint.validation import INT32_MAX, Validated, shown
+from hardpoint.validation import INT32_MAX, Int64, Validated, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,12 +57,20 @@ class _TextPart(Validated):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    """A prompt as the engine takes it."""
+class TokenizedPrompt(Validated):
+    """A prompt as the engine takes it, which may be in another process; raises InvalidRequest."""
+
+    _error = InvalidRequest
+    _called = "a part of a tokenized prompt"
 
     text: str | None
-    token_ids: list[int]
+    token_ids: list[Int64]
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if self.cache_salt is not None:
+            _check_unicode("cache_salt", self.cache_salt)
 
 
 class PromptProcessor:
@@ -72,11 +81,14 @@ class PromptProcessor:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def __call__(self, prompt: Prompt, *, reserve: int = 1) -> TokenizedPrompt:
+    def __call__(self, prompt: Prompt | TokenizedPrompt, *, reserve: int = 1) -> TokenizedPrompt:
         """Return the checked prompt; `reserve` tokens of the context stay free for output.
 
         Raises EmptyPrompt, PromptTooLong, TokenOutOfRange, InvalidRequest.
         """
+        if isinstance(prompt, TokenizedPrompt):
+            self._check(prompt.token_ids, reserve)
+            return prompt
         text, token_ids, salt = self._parse(prompt)
         if token_ids is None:
             assert text is not None
@@ -132,8 +144,6 @@ class PromptProcessor:
                 found=f"keys {sorted(prompt)}",
                 hint="Give 'prompt' or 'prompt_token_ids'",
             )
-        if keys.cache_salt is not None:
-            _check_unicode("cache_salt", keys.cache_salt)
         return keys.prompt, None if keys.prompt_token_ids is None else list(keys.prompt_token_ids), keys.cache_salt
 
     def _check(self, token_ids: list[int], reserve: int) -> None:
@@ -177,7 +187,7 @@ def weight_pairs(weights: object) -> Iterator[tuple[str, Tensor]]:
             found=f"a {type(weights).__name__}",
             hint="Give an iterable such as `state_dict().items()`",
         )
-    return map(_weight_pair, weights)
+    return map(_weight_pair, allow_between(weights))
 
 
 def _weight_pair(item: object) -> tuple[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
@@ -45,6 +47,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
+from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts
 from hardpoint.interfaces.errors import EngineDead, InvalidRequest
 from hardpoint.sampling import PoolingParams, SamplingParams
 
@@ -52,6 +55,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["EngineStats", "LLMEngine"]
+
+_EXIT_SECONDS = 10.0
+"""At most so long does the end of the process wait for a step of another thread."""
+
+_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
+_is_exiting = False
 
 
 class LLMEngine:
@@ -77,6 +86,7 @@ class LLMEngine:
         self._failures: list[Exception] = []
         self._own = Recipient(self._undelivered.append, self._failures.append)
         self._dead = False
+        _engines.add(self)
 
     def add_request(
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: SamplingParams, *, priority: int = 0
@@ -91,13 +101,15 @@ class LLMEngine:
             InvalidRequest: the prompt or a parameter is not possible, or the request could never fit; nothing was queued.
             EngineAsleep, WeightsMissing: the engine sleeps, or has no weights, and queues no (more) requests.
         """
-        self._wait(request_id, self.submit_request(request_id, prompt, params, self._own, priority))
+        with DeferredInterrupts():
+            self._wait(request_id, self.submit_request(request_id, prompt, params, self._own, priority))
 
     def add_embedding_request(
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None
     ) -> None:
         """Queue an embedding request; arguments as for `add_request`. Raises InvalidRequest, EngineAsleep, WeightsMissing."""
-        self._wait(request_id, self.submit_embedding_request(request_id, prompt, params, self._own))
+        with DeferredInterrupts():
+            self._wait(request_id, self.submit_embedding_request(request_id, prompt, params, self._own))
 
     def submit_request(
         self,
@@ -127,7 +139,7 @@ class LLMEngine:
         return self._submit(*self._maker.embedding(request_id, prompt, params, recipient))
 
     def _submit(self, request: Request | EmbeddingRequest, command: Command) -> Future[None]:
-        with self._lock:
+        with self._lock, DeferredInterrupts():
             self._requests.add(request)
             try:
                 return self._loop.submit(command)
@@ -137,11 +149,12 @@ class LLMEngine:
 
     def _wait(self, request_id: str, taken: Future[None]) -> None:
         try:
-            taken.result()
+            with AllowedInterrupts():
+                taken.result()
         except BaseException:
             self.abort_request(request_id)
             raise
-        with self._lock:
+        with self._lock, DeferredInterrupts():
             self._apply(self._loop.pending())
 
     def process_chat(
@@ -160,17 +173,19 @@ class LLMEngine:
             EngineAsleep, WeightsMissing: the engine cannot compute a step in its state; all requests stay as they are.
             EngineDead: the engine was shut down, or (RankFailed) a rank is gone; then all requests have ended.
         """
-        with self._lock:
+        _stop_at_exit()
+        with self._lock, DeferredInterrupts():
             self._check_alive()
             if not self._undelivered and not self._failures:
                 self._apply(self._loop.events())
-            outputs = list(self._undelivered)
-            self._undelivered.clear()
+        # An interrupt of the step has come by now, so that the next call returns its outputs.
+        with self._lock:
             if self._failures:
-                self._undelivered.extend(outputs)
                 error = self._failures[0]
                 self._failures.clear()
                 raise error
+            outputs = list(self._undelivered)
+            self._undelivered.clear()
             return outputs
 
     def serve(
@@ -182,7 +197,8 @@ class LLMEngine:
         """
         shown = 0
         while len(done) < len(request_ids):
-            with self._lock:
+            _stop_at_exit()
+            with self._lock, DeferredInterrupts():
                 if failures:
                     raise failures[0]
                 if len(done) == len(request_ids):
@@ -203,7 +219,7 @@ class LLMEngine:
                 found=f"a {type(request_ids).__name__}",
                 hint="Give one id or several",
             )
-        with self._lock:
+        with self._lock, DeferredInterrupts():
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             keys = [key for key in map(self._requests.remove, ids) if key is not None]
             if keys and not self._dead:
@@ -365,7 +381,8 @@ class LLMEngine:
 
     def _call(self, command: Command) -> Reply:
         """Have a command done, and tell recipients what came up by it: requests that it ended, or the engine's end."""
-        with self._lock:
+        _stop_at_exit()
+        with self._lock, DeferredInterrupts():
             try:
                 return self._loop.call(command)
             finally:
@@ -382,6 +399,21 @@ class LLMEngine:
     def _check_alive(self) -> None:
         if self._dead:
             raise EngineDead("the engine was shut down", hint="Make a new one")
+
+
+def _stop_at_exit() -> None:
+    """Go no further in a daemon thread when the process ends: the interpreter ends it, which in torch's code would abort the process."""
+    if _is_exiting and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
+@atexit.register
+def _let_steps_end() -> None:
+    global _is_exiting
+    _is_exiting = True
+    for engine in list(_engines):
+        if engine._lock.acquire(timeout=_EXIT_SECONDS):
+            engine._lock.release()
 
 
 def _make_loop(config: EngineConfig) -> Loop:

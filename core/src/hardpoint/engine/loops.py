@@ -15,6 +15,7 @@ from hardpoint.engine.commands import Abort, CheckStep, Command, Died, Event, Fi
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore, EngineInfo
 from hardpoint.engine.sleep import SleepMode
+from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts
 from hardpoint.interfaces.errors import EngineDead, InboxFull
 from hardpoint.interfaces.worker import ModelInfo
 
@@ -59,7 +60,10 @@ class Loop(ABC):
 
 
 class InlineLoop(Loop):
-    """A loop that its clients drive, one after the other: a command is done when it is called, and a step is computed by `events`."""
+    """A loop that its clients drive, one after the other: a command is done when it is called, and a step is computed by `events`.
+
+    An interrupt comes after a command or a step, or where one waits: for a rank elsewhere, or for what a caller's function does.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.core = EngineCore(config)
@@ -68,7 +72,7 @@ class InlineLoop(Loop):
 
     def submit(self, command: Command) -> Future[Reply]:
         """Do a command; one that takes steps is done by `events`."""
-        with self._lock:
+        with self._lock, DeferredInterrupts():
             done: Future[Reply] = Future()
             try:
                 reply = self.core.execute(command)
@@ -82,13 +86,15 @@ class InlineLoop(Loop):
 
     def call(self, command: Command) -> Reply:
         """Do a command; a sleep that waits for requests serves them first."""
-        with self._lock:
+        with self._lock, DeferredInterrupts():
             reply = self.core.execute(command)
             if not isinstance(reply, Future):
                 return reply
             try:
                 while not reply.done():
                     self.core.advance()
+                    with AllowedInterrupts():
+                        pass
             except BaseException:
                 self.core.cancel_drain()
                 raise
@@ -96,13 +102,13 @@ class InlineLoop(Loop):
 
     def events(self) -> list[Event]:
         """Go one step on."""
-        with self._lock:
+        with self._lock, DeferredInterrupts():
             self.core.advance()
             return self.core.take_events()
 
     def pending(self) -> list[Event]:
         """Return what came up, without a step."""
-        with self._lock:
+        with self._lock, DeferredInterrupts():
             return self.core.take_events()
 
     def shutdown(self) -> None:
@@ -125,7 +131,8 @@ class RunningLoop(Loop):
         """Have a command done and wait for its answer."""
         reply = self.submit(command)
         try:
-            return reply.result()
+            with AllowedInterrupts():
+                return reply.result()
         except BaseException:
             if not reply.done():
                 self.give_up(command)
@@ -140,6 +147,9 @@ class RunningLoop(Loop):
     def events(self) -> list[Event]:
         """Wait for the next events, as long as any can come."""
         while True:
+            # Where its caller defers interrupts, events that were taken are not lost to one.
+            with AllowedInterrupts():
+                pass
             with contextlib.suppress(queue.Empty):
                 return self._arrived.get(timeout=_IDLE_SECONDS)
             if not self.call(CheckStep()):

@@ -30,6 +30,7 @@ from hardpoint.engine.process_messages import (
 )
 from hardpoint.engine.sleep import SleepParticipant
 from hardpoint.executor.failures import Failure, describe, rebuild
+from hardpoint.executor.interrupts import AllowedInterrupts
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import Link, LinkFiles
 from hardpoint.executor.messages import Buffer, decode, encode
@@ -82,7 +83,8 @@ class ProcessLoop(RunningLoop):
         """Have a command done and wait for its answer; what it calls back is called in this thread."""
         reply = self._process.submit(command, is_awaited=True)
         try:
-            return self._process.wait(reply)
+            with AllowedInterrupts():
+                return self._process.wait(reply)
         except BaseException as error:
             if not reply.done():
                 self._process.abandon(reply, error)

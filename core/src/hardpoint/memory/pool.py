@@ -40,7 +40,7 @@ class PoolBooks:
 
     Attributes:
         reserved: addresses.
-        host_held, host_used: host memory of the backup arena, and what backups use of it.
+        host_held, host_used: host memory of the backup arena, with what the driver has not unpinned so far, and what backups use of it.
         disk_used: files of backups.
         unreturned: freed device memory that the driver has refused to take back so far; it is tried again.
     """
@@ -258,7 +258,7 @@ MemoryTransaction.register(_native.MemoryOperation)
 
 
 def _placed(plan: SleepPlan) -> SleepPlan:
-    """Return a plan that names the directory of its backups on disk, which is made."""
+    """Return a plan that names the directory of its backups on disk, which is made for this user alone."""
     if plan.tier is not SleepTier.DISK:
         return plan
     return replace(plan, disk_directory=str(_sleep_directory(plan.disk_directory)))
@@ -267,7 +267,7 @@ def _placed(plan: SleepPlan) -> SleepPlan:
 def _sleep_directory(named: str | None) -> Path:
     directory = Path(named) if named else default_sleep_directory()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise MemoryFault(
             f"the directory {directory} for backups cannot be made",

@@ -25,8 +25,8 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
 }
 _MAX_INTEGER = 1 << 31
-_MAX_LAYERS = 4096
-"""Beyond any model's; a configuration that asks for more would take memory for each layer before a tensor is missed."""
+_MAX_LAYERS = 1024
+"""Beyond any model's; a configuration that asks for more would take time and memory for each layer before a tensor is missed."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -126,6 +126,13 @@ class ModelConfig:
         if count > _MAX_LAYERS:
             raise self._unusable("num_hidden_layers", count, f"at most {_MAX_LAYERS}")
         return count
+
+    def check_has_layers(self, num_tensors: int) -> None:
+        """Raise ModelError where a checkpoint of so many tensors cannot have a tensor of each layer."""
+        if "num_hidden_layers" in self.values and self.num_layers > num_tensors:
+            raise self._unusable(
+                "num_hidden_layers", self.num_layers, f"as many as the checkpoint's tensors, {num_tensors}, have"
+            )
 
     @cached_property
     def num_heads(self) -> int:

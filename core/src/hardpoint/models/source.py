@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
@@ -226,6 +226,9 @@ class ModelSource:
         if dtype not in self._described:
             from hardpoint.models.description import ModelDescription
 
+            if self.format is ModelFormat.SAFETENSORS:
+                # Before the layers are made, which takes time and memory for each.
+                self.model_config.check_has_layers(len(self.checkpoint.shapes()))
             self._described[dtype] = ModelDescription.of(self.model_config, dtype)
         return self._described[dtype]
 
@@ -348,14 +351,28 @@ def _demo_file() -> Path:
     return files[0]
 
 
+def _check_regular(paths: Iterable[Path]) -> None:
+    """Raise ModelError where something of a model is a pipe, a socket or a device: to read it could wait for ever."""
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelError(
+                f"{path} cannot be read as a part of a model",
+                found="neither a file nor a folder: a pipe, a socket or a device",
+                hint="Give regular files, or links to them",
+            )
+
+
 def _open_gguf(path: Path, load_format: str) -> ModelSource:
+    _check_regular([path])
     if load_format not in ("auto", ModelFormat.GGUF, ModelFormat.DUMMY):
         raise ConfigError(f"load_format {load_format!r} does not fit the model", found=f"a GGUF file, {path.name}")
     file = read_gguf(path)
     values = config_from_gguf(file)
     architecture = values["architectures"][0]
     try:
-        ModelConfig(architecture, values, str(path)).check()
+        config = ModelConfig(architecture, values, str(path))
+        config.check()
+        config.check_has_layers(len(file.tensors))
     except ModelError as error:
         raise CorruptWeights(f"{path} has impossible hyperparameters", found=str(error)) from error
     form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.GGUF
@@ -363,6 +380,7 @@ def _open_gguf(path: Path, load_format: str) -> ModelSource:
 
 
 def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> ModelSource:
+    _check_regular(folder.iterdir())
     if not (folder / "config.json").is_file():
         files = sorted(folder.glob("*.gguf"))
         if len(files) == 1:

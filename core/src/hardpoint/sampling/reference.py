@@ -48,7 +48,7 @@ def processed_logits(logits: FloatArray, sampling: SequenceSampling, output: Seq
     """Return the logits after the request's own processors, masks, biases and penalties, in this order: float32[vocab_size]."""
     result = logits.astype(np.float32)
     for processor in sampling.logits_processors:
-        result = processor(list(output), torch.from_numpy(result)).numpy()
+        result = processor(list(output), torch.from_numpy(result)).detach().to(torch.float32, copy=True).numpy()
     if sampling.allowed_token_ids is not None:
         result[np.setdiff1d(np.arange(len(logits)), sampling.allowed_token_ids)] = -np.inf
     if len(output) < sampling.min_tokens:

@@ -67,22 +67,30 @@ class _Processed:
     functions: tuple[LogitsProcessor, ...]
     token_ids: list[int] = field(default_factory=list)
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return the processed logits of the row, float32[vocab_size]; raises ValueError where a function fails."""
+    def apply(self, row: Tensor) -> str | None:
+        """Process the logits of the row in place, float32[vocab_size]; returns what is wrong with a function that fails."""
         for function in self.functions:
-            name, shape = getattr(function, "__qualname__", repr(function)), logits.shape
             try:
-                logits = function(list(self.token_ids), logits)
-            except Exception as error:
-                raise ValueError(f"the logits processor {name} raised {type(error).__name__}: {error}") from error
-            if not isinstance(logits, torch.Tensor) or logits.shape != shape:
+                result = function(list(self.token_ids), row.clone())
+                if isinstance(result, torch.Tensor) and result.shape == row.shape:
+                    row.copy_(result)
+                    continue
                 found = (
-                    f"one of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+                    f"one of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
                 )
-                raise ValueError(
-                    f"the logits processor {name} returned {found} instead of a tensor of shape {list(shape)}"
-                )
-        return logits
+                did = f"returned {found} instead of a tensor of shape {list(row.shape)}"
+            except Exception as error:
+                did = f"raised {_text(type(error).__name__, error)}"
+            return f"the logits processor {_text(function)} {did}"
+        return None
+
+
+def _text(*values: object) -> str:
+    """Return the name or text of a user's objects, whose own methods may fail."""
+    try:
+        return ": ".join(str(getattr(value, "__qualname__", value)) for value in values)
+    except Exception:
+        return "(what cannot be shown)"
 
 
 class SampledTokens:
@@ -228,10 +236,9 @@ class Sampler:
         if processed:
             given = logits.clone()
             for i, one in processed.items():
-                try:
-                    given[i] = one.apply(logits[i].clone())
-                except ValueError as error:
-                    reasons[i] = str(error)
+                reason = one.apply(given[i])
+                if reason is not None:
+                    reasons[i] = reason
                     given[i] = -torch.inf
         tokens = None if self._kernels is None else self._kernels.sample(given, on_device, tables)
         if tokens is None:

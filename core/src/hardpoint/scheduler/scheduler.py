@@ -361,8 +361,8 @@ class _PlanBatches:
     def batch(self, sizes: tuple[int, int, int, int], moves: _Moves | None) -> StepBatch:
         """Return the batch of a step of these numbers of (tokens, sequences, decodes, samples)."""
         if self._without_moves is None or sizes != self._sizes:
-            self._sizes = sizes
             self._without_moves = self._make(*sizes)
+            self._sizes = sizes
         if moves is None:
             return self._without_moves
         swap_out, swap_in, copies, preempted = moves

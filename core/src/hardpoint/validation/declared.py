@@ -52,7 +52,7 @@ GiB: TypeAlias = Annotated[float, Meta(ge=0, le=2**33)]
 """Sizes of which 64 bits can count the bytes."""
 
 _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a text", NoneType: "None"}
-_LISTS = (Sequence, frozenset)
+_LISTS = (Sequence, list, frozenset)
 _INDEX = re.compile(r"`\$\[(\d+)\]")
 _MAX_SHOWN = 200
 _set = object.__setattr__
@@ -61,7 +61,7 @@ _set = object.__setattr__
 class Validated:
     """Base of frozen dataclasses that are checked when they are made.
 
-    A field accepts what its annotation says: `int`, `float`, `bool`, `str`, `Literal`, enumerations, `Sequence`, `frozenset`,
+    A field accepts what its annotation says: `int`, `float`, `bool`, `str`, `Literal`, enumerations, `Sequence`, `list`, `frozenset`,
     `Mapping`, unions of these, `Annotated` with `msgspec.Meta` for ranges, and other `Validated` classes (or mappings of their
     fields). Nothing is converted by guess: neither "1" nor True is an integer. Numbers and arrays of numpy and torch count as what
     they hold; sequences are kept as tuples.

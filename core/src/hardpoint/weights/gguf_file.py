@@ -25,6 +25,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _F32, _F16, _BF16 = 0, 1, 30
 _CHUNK_ELEMENTS = 1 << 20
+_MAX_DIMS = 4
+"""ggml's GGML_MAX_DIMS."""
+_MAX_NESTING = 8
+"""Of arrays in arrays; no known key has any."""
 _UINT64 = struct.Struct("<Q")
 
 
@@ -213,13 +217,15 @@ class _Reader:
         self._position = end
         return text
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
             return self._unpack("<" + _SCALARS[kind])[0]
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             raise struct.error(f"unknown value type {kind} before byte {self._position}")
+        if depth == _MAX_NESTING:
+            raise struct.error(f"arrays nested more than {_MAX_NESTING} deep at byte {self._position}")
         element, count = self._unpack("<IQ")
         if count > self._size:
             raise struct.error(f"an array of {count} elements at byte {self._position} runs past the end of the file")
@@ -227,7 +233,7 @@ class _Reader:
             return list(self._unpack(f"<{count}{_SCALARS[element]}"))
         if element == _STRING:
             return self._strings(count)
-        return [self._value(element) for _ in range(count)]
+        return [self._value(element, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
         mapped, position, size, length_at = self._map, self._position, self._size, _UINT64.unpack_from
@@ -245,6 +251,8 @@ class _Reader:
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         (num_dims,) = self._unpack("<I")
+        if num_dims > _MAX_DIMS:
+            raise struct.error(f"tensor {name} has {num_dims} dimensions, more than {_MAX_DIMS}")
         dims = self._unpack(f"<{num_dims}Q")
         kind, offset = self._unpack("<IQ")
         return name, tuple(reversed(dims)), kind, offset

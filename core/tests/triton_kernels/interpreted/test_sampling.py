@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from hardpoint.interfaces import Device
+from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import SamplingParams, reference
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.triton import TritonKernels, operators
+from tests.e2e.extremes import single, together
 
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -71,3 +74,21 @@ def test_a_row_without_a_token_fails_alone(values: dict[str, Any]) -> None:
     assert "NaN or infinity" in found.failed[0]
     assert "NaN or infinity" in found.failed[1]
     assert "masks leave no token" in found.failed[2]
+
+
+def test_extreme_parameters_are_a_matter_of_their_row() -> None:
+    columns, sequences = 61, []
+    for values in [*together(columns), *single(columns)[::9]]:
+        values.pop("logits_processors", None)
+        with suppress(InvalidRequest):
+            params = SamplingParams(**values)
+            params.check_vocab(columns)
+            sequences.append(params.to_sequence_sampling(0, (1, 2, 3), 0, 0, []))
+    sampler = Sampler(columns, kernels=TritonKernels(Device("any", 0, "the host", "cpu")))
+    sampler.set_rows([replace(one, state_row=row) for row, one in enumerate(sequences)])
+    logits = 2 * torch.randn(1, columns, generator=torch.Generator().manual_seed(0)).expand(len(sequences), -1)
+    rows = np.arange(len(sequences), dtype=np.int32)
+    found = sampler.sample(logits, rows, np.zeros_like(rows)).collect()
+    for row, one in enumerate(sequences):
+        assert found.token_ids[row] == max(reference.sample_row(logits[row].numpy(), one, []), -1), one
+    assert 0 < len(found.failed) < len(sequences) / 2

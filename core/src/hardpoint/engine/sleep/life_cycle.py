@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hardpoint.engine.sleep.participants import Participants, SleepParticipant
@@ -20,6 +21,7 @@ from hardpoint.engine.sleep.report import (
 )
 from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest
 from hardpoint.executor import Executor
+from hardpoint.executor.interrupts import AllowedInterrupts
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, MemoryReport, Policy, SleepPlan, WakePlan
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import (
@@ -281,7 +283,7 @@ class LifeCycle:
             if preserves_kv and KV_CACHE in tags
             else None,
             verify=request.verify,
-            progress=request.progress,
+            progress=None if request.progress is None else partial(_report, request.progress),
         )
 
     def _check_weights(self, request: SleepRequest) -> None:
@@ -396,10 +398,13 @@ class LifeCycle:
         """
         self._check_not_busy()
         self._check_not_failed("the weights cannot be written")
-        changed = False
+        # After an interrupt, ranks elsewhere may have written what they were given, all of it even.
+        changed = True
         try:
             results: list[int] = self._executor.call("write_weights", write, weights, model)
-            changed = True
+        except Exception:
+            changed = False
+            raise
         finally:
             self._read_books()
             if changed or self._missing:
@@ -480,6 +485,11 @@ class LifeCycle:
             restored / _MIB,
             report.state.value,
         )
+
+
+def _report(progress: Callable[[int, int], None], done: int, total: int) -> None:
+    with AllowedInterrupts():
+        progress(done, total)
 
 
 def _unknown(tags: frozenset[str], known: frozenset[str]) -> UnknownTag:

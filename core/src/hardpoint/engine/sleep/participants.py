@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hardpoint.executor.interrupts import AllowedInterrupts
 from hardpoint.interfaces.allocator import SleepPlan
 from hardpoint.interfaces.errors import ConfigError, ParticipantError
 
@@ -62,7 +63,8 @@ class Participants:
         for entry in self._entries:
             new = tags - entry.asleep
             try:
-                entry.participant.before_sleep(plan)
+                with AllowedInterrupts():
+                    entry.participant.before_sleep(plan)
             except BaseException as error:
                 self.undo(tags)
                 if isinstance(error, Exception):
@@ -80,7 +82,8 @@ class Participants:
             if not woken:
                 continue
             try:
-                entry.participant.after_wake(woken)
+                with AllowedInterrupts():
+                    entry.participant.after_wake(woken)
             except Exception as error:
                 raise ParticipantError.of(entry.participant.name, "after_wake", error) from error
             entry.asleep -= woken
@@ -92,7 +95,8 @@ class Participants:
             if not woken:
                 continue
             try:
-                entry.participant.after_wake(woken)
+                with AllowedInterrupts():
+                    entry.participant.after_wake(woken)
             except Exception:
                 _log.exception("the participant '%s' could not be woken after a sleep failed", entry.participant.name)
                 continue
