@@ -108,7 +108,7 @@ conformance-triton: .torch/triton/.installed  ## The conformance suite on the Tr
 test-triton: .torch/triton/.installed  ## What the suite does not ask of the Triton kernels, in Triton's interpreter
 	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels core/tests/worker/test_kv_scales.py
 
-aot: .torch/triton/.installed  ## Compile every Triton kernel for every target, and fail where one spills registers
+aot: .torch/triton/.installed  ## Compile the Triton kernels that changed for every target, and fail where one spills registers
 	.torch/triton/bin/python scripts/triton_aot.py --shows-spills
 	.torch/triton/bin/python scripts/triton_aot.py
 

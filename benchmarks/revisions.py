@@ -33,6 +33,8 @@ REQUESTS = 64
 MAX_MODEL_LEN = 1024
 STREAM_TOKENS = 64
 START = "from hardpoint import LLM; LLM('demo', threads={threads}, max_model_len=1024)"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""As in an installation: the first process of a revision compiles its modules, and those that are measured find them compiled."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Revision:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=ENVIRONMENT,
             start_new_session=True,
         )
 
@@ -154,7 +157,7 @@ class Revision:
     def start(self) -> dict[str, float]:
         """Start an engine in a fresh process; return seconds by the clock and of processor time."""
         begun = time.perf_counter()
-        process = subprocess.Popen([*self._python, "-c", START.format(threads=self._threads)])
+        process = subprocess.Popen([*self._python, "-c", START.format(threads=self._threads)], env=ENVIRONMENT)
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - begun
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -1,6 +1,6 @@
 """Compile the kernels of attention, of rows and of experts for targets without a device, and fail where one spills: `make aot`.
 
-    python scripts/triton_aot.py [--jobs N] [--target sm_90] [--cache FOLDER] [--shows-spills]
+    python scripts/triton_aot.py [--jobs N] [--target sm_90] [--again N] [--update] [--shows-spills]
 
 Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives it, for the element
 types, head dimensions and features below, and those
@@ -9,7 +9,10 @@ Prints registers, shared memory and spilled bytes, and ends with status 1 if a k
 memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from the cubin (cuobjdump
 --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata of the assembly (`.vgpr_spill_count`,
 `.sgpr_spill_count`, `.private_segment_fixed_size`).
-What was compiled before is kept, by the hash of the kernels' source, the arguments and Triton's version.
+What kernels need is committed, in `docs/triton_kernels.json`, by the hash of a kernel's source, its arguments and Triton's version: all
+that the compiler's output depends on. Only kernels that are not there are compiled, and as many others as `--again` says, drawn at
+random, which must need what is written there. `--update` compiles all and writes the file; a kernel counts as another one when it has
+moved to other lines, too.
 `--shows-spills` compiles kernels that must spill instead, and ends with status 1 unless that is reported.
 
 Needs triton (`.torch/triton`), no torch build for the target and no device.
@@ -21,6 +24,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -47,9 +51,7 @@ from hardpoint.triton.launch import KernelConstants
 from hardpoint.triton.operators import activation_constants, norm_constants, rotary_constants, sampling_constants
 from hardpoint.triton.tiles import COPY_WORDS, TileTarget
 
-ROOT = Path(__file__).resolve().parent.parent
-_KERNELS = ROOT / "core" / "src" / "hardpoint" / "triton"
-SOURCES = [_KERNELS / f"{name}.py" for name in ("kernels", "row_kernels", "expert_kernels", "sampling_kernels")]
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "triton_kernels.json"
 BLOCK_SIZE = 32
 
 
@@ -117,9 +119,13 @@ class Job:
     options: dict[str, int]
 
     def key(self) -> str:
-        """Return the name under which the result is kept."""
-        text = json.dumps([self.machine, self.kernel, self.types, self.constants, self.options], sort_keys=True)
-        return hashlib.sha256(f"{text}{_fingerprint()}".encode()).hexdigest()[:24]
+        """Return the hash of everything that the compiled code depends on."""
+        import triton
+
+        source = _function(self.kernel).cache_key  # of the functions that it calls, too
+        facts = [self.machine, self.kernel, self.types, self.constants, self.options, _aligned(self), source]
+        text = json.dumps([*facts, triton.__version__], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -130,21 +136,24 @@ class Resources:
         registers: of a thread.
         shared: bytes of a program.
         spilled: bytes of a thread that lie in memory.
-        seconds: that it took to compile.
     """
 
     registers: int
     shared: int
     spilled: int
-    seconds: float
 
 
 @cache
-def _fingerprint() -> str:
-    import triton
+def _function(name: str) -> Any:
+    """Return a kernel by its name."""
+    from hardpoint.triton import expert_kernels, kernels, row_kernels, sampling_kernels
 
-    sources = b"".join(path.read_bytes() for path in [*SOURCES, Path(__file__)])
-    return hashlib.sha256(sources + triton.__version__.encode()).hexdigest()
+    return next(getattr(m, name) for m in (row_kernels, expert_kernels, sampling_kernels, kernels) if hasattr(m, name))
+
+
+def _aligned(job: Job) -> list[str]:
+    """Return the arguments that Triton knows to be multiples of 16: where tensors and rows begin."""
+    return [name for name, kind in job.types.items() if kind.startswith("*") or name in ALIGNED]
 
 
 def requests() -> Iterator[tuple[str, AttentionRequest]]:
@@ -271,30 +280,20 @@ def _type(argument: str, types: dict[str, str]) -> str:
     return "*i64" if argument in ("source", "destination", "step", "last_tokens", "tokens") else "i32"
 
 
-def compiled(job: Job, folder: Path) -> Resources:
-    """Return what a job's code needs, compiled now or before."""
-    kept = folder / f"{job.key()}.json"
-    if kept.exists():
-        return Resources(**json.loads(kept.read_text()))
+def compiled(job: Job) -> Resources:
+    """Compile a job and return what its code needs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hardpoint.triton import expert_kernels, kernels, row_kernels, sampling_kernels
-
-    module = next(m for m in (row_kernels, expert_kernels, sampling_kernels, kernels) if hasattr(m, job.kernel))
-    function, machine, began = getattr(module, job.kernel), MACHINES[job.machine], time.perf_counter()
+    function, machine = _function(job.kernel), MACHINES[job.machine]
     signature = {name: job.types.get(name, "constexpr") for name in function.arg_names}
-    # What Triton knows of arguments at run time: where tensors and rows begin is a multiple of 16.
-    aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in ALIGNED]
-    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in _aligned(job)}
     source = ASTSource(function, signature=signature, constexprs=job.constants, attrs=attributes)
     target = GPUTarget(machine.backend, machine.arch, machine.facts.lanes)
     kernel = triton.compile(source, target=target, options=job.options)
     used = _of_cubin(kernel.asm["cubin"]) if machine.backend == "cuda" else _of_assembly(kernel.asm["amdgcn"])
-    result = Resources(used[0], int(kernel.metadata.shared), used[1], round(time.perf_counter() - began, 2))
-    kept.write_text(json.dumps(asdict(result)))
-    return result
+    return Resources(used[0], int(kernel.metadata.shared), used[1])
 
 
 def _of_cubin(code: bytes) -> tuple[int, int]:
@@ -334,21 +333,57 @@ def problems(job: Job, used: Resources) -> list[str]:
     return found
 
 
-def run(wanted: Sequence[Job], folder: Path, workers: int) -> int:
-    """Compile, print a table, and return the number of kernels with problems."""
-    folder.mkdir(parents=True, exist_ok=True)
-    began, bad = time.perf_counter(), 0
+def run(wanted: Sequence[Job], known: dict[str, Resources], workers: int) -> dict[str, Resources]:
+    """Compile the jobs whose needs are not known, print a table, and return the needs of all by the jobs' keys."""
+    began, found, bad = time.perf_counter(), dict[str, Resources](), 0
+    missing = {key: job for job in wanted if (key := job.key()) not in known}
     print(f"{'target':8}{'kernel':12}{'registers':>10}{'shared':>9}{'spilled':>9}  {'warps x stages':16}for")
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job, used in zip(wanted, pool.map(compiled, wanted, [folder] * len(wanted)), strict=True):
-            wrong = problems(job, used)
-            bad += bool(wrong)
-            shape = f"{job.options.get('num_warps')} x {job.options.get('num_stages', 1)}"
-            line = f"{job.machine:8}{job.kernel:12}{used.registers:>10}{used.shared:>9}{used.spilled:>9}  {shape:16}{job.what}"
-            print(line + ("".join(f"  <- {text}" for text in wrong)), flush=True)
+        fresh = dict(zip(missing, pool.map(compiled, missing.values()), strict=True))
+    for job in wanted:
+        used = found[job.key()] = fresh.get(job.key()) or known[job.key()]
+        wrong = problems(job, used)
+        bad += bool(wrong)
+        shape = f"{job.options.get('num_warps')} x {job.options.get('num_stages', 1)}"
+        line = (
+            f"{job.machine:8}{job.kernel:12}{used.registers:>10}{used.shared:>9}{used.spilled:>9}  {shape:16}{job.what}"
+        )
+        print(line + ("".join(f"  <- {text}" for text in wrong)))
     verdict = f"{bad} of {len(wanted)} kernels must not be used" if bad else f"{len(wanted)} kernels, none spills"
-    print(f"{verdict}; {time.perf_counter() - began:.0f} s, triton {__import__('triton').__version__}")
-    return bad
+    seconds = time.perf_counter() - began
+    print(f"{verdict}; {len(fresh)} compiled in {seconds:.0f} s, triton {__import__('triton').__version__}", flush=True)
+    return found
+
+
+def differences(wanted: Sequence[Job], known: dict[str, Resources], again: int, workers: int) -> list[str]:
+    """Compile some jobs again whose needs are known; return where these are not what is written, in words."""
+    candidates = [job for job in wanted if job.key() in known]
+    drawn = random.sample(candidates, min(again, len(candidates)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(compiled, drawn))
+    print(f"{len(drawn)} kernels compiled again, to compare")
+    return [
+        f"{job.machine} {job.kernel} of {job.what}: {used} now, {known[job.key()]} in {REPORT.name}"
+        for job, used in zip(drawn, found, strict=True)
+        if used != known[job.key()]
+    ]
+
+
+def read_report() -> dict[str, Resources]:
+    """Return what is committed, by the keys of jobs."""
+    rows = json.loads(REPORT.read_text()) if REPORT.exists() else []
+    return {row["key"]: Resources(row["registers"], row["shared"], row["spilled"]) for row in rows}
+
+
+def write_report(wanted: Sequence[Job], found: dict[str, Resources]) -> None:
+    """Write a line for each kernel, in the order of the jobs."""
+    rows = [
+        json.dumps(
+            {"target": job.machine, "kernel": job.kernel, "for": job.what, **asdict(found[job.key()]), "key": job.key()}
+        )
+        for job in wanted
+    ]
+    REPORT.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -356,18 +391,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--target", action="append", choices=MACHINES)
-    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "aot")
-    parser.add_argument(
-        "--shows-spills", action="store_true", help="compile a kernel that must spill, and nothing else"
-    )
+    parser.add_argument("--again", type=int, default=8, metavar="N", help="known kernels to compile again, to compare")
+    parser.add_argument("--update", action="store_true", help=f"compile everything, and write {REPORT.name}")
+    parser.add_argument("--shows-spills", action="store_true", help="compile kernels that must spill, and nothing else")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET"):
         print("TRITON_INTERPRET is set: kernels would be interpreted and not compiled", file=sys.stderr)
         return 2
-    os.environ.setdefault("TRITON_CACHE_DIR", str(options.cache / "triton"))
-    if options.shows_spills:
-        return 0 if run(spilling_jobs(), options.cache, options.jobs) == len(spilling_jobs()) else 1
-    return 1 if run(list(jobs(options.target or USUAL)), options.cache, options.jobs) else 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        if options.shows_spills:
+            must_spill = spilling_jobs()
+            found = run(must_spill, {}, options.jobs)
+            return 0 if all(problems(job, found[job.key()]) for job in must_spill) else 1
+        wanted = list(jobs(options.target or USUAL))
+        known = {} if options.update else read_report()
+        found = run(wanted, known, options.jobs)
+        if options.update:
+            write_report(wanted, found)
+        different = differences(wanted, known, options.again, options.jobs)
+        print("\n".join(different))
+        return 1 if different or any(problems(job, found[job.key()]) for job in wanted) else 0
 
 
 if __name__ == "__main__":

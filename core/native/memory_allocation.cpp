@@ -18,13 +18,27 @@ std::optional<uint64_t> Blocks::take(size_t size) {
   return std::nullopt;
 }
 
-size_t Blocks::give(uint64_t start) {
+size_t Blocks::give(uint64_t start, bool in_use) {
   const auto block = used_.find(start);
   if (block == used_.end()) return 0;
   const size_t size = block->second;
   used_.erase(block);
   bytes_ -= size;
-  auto gap = free_.emplace(start, rounded(size)).first;
+  if (in_use) {
+    given_in_use_.push_back({start, rounded(size)});
+  } else {
+    add_gap({start, rounded(size)});
+  }
+  return size;
+}
+
+void Blocks::reuse() {
+  for (const Range& gap : given_in_use_) add_gap(gap);
+  given_in_use_.clear();
+}
+
+void Blocks::add_gap(const Range& range) {
+  auto gap = free_.emplace(range.start, range.size).first;
   if (gap != free_.begin()) {
     const auto before = std::prev(gap);
     if (before->first + before->second == gap->first) {
@@ -38,7 +52,6 @@ size_t Blocks::give(uint64_t start) {
     gap->second += after->second;
     free_.erase(after);
   }
-  return size;
 }
 
 Range Blocks::containing(uint64_t byte) const {

@@ -44,8 +44,10 @@ class Blocks {
 
   // Returns the first byte of a block, or nothing when no gap is large enough.
   std::optional<uint64_t> take(size_t size);
-  // Returns the bytes that were asked for the block at `start`; 0 when there is none.
-  size_t give(uint64_t start);
+  // Returns the bytes that were asked for the block at `start`; 0 when there is none. Where they are `in_use`, they are taken again only after
+  // `reuse`.
+  size_t give(uint64_t start, bool in_use);
+  void reuse();
   bool empty() const { return used_.empty(); }
   size_t count() const { return used_.size(); }
   // Bytes in use, neighbours merged.
@@ -61,8 +63,10 @@ class Blocks {
 
  private:
   static size_t rounded(size_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
+  void add_gap(const Range& gap);
   std::map<uint64_t, size_t> free_;
   std::map<uint64_t, size_t> used_;
+  std::vector<Range> given_in_use_;
   uint64_t bytes_ = 0;
 };
 
@@ -76,10 +80,11 @@ struct Allocation {
   Policy policy = Policy::kPreserve;
   State state = State::kMapped;
   bool elastic = false;         // has addresses to grow into
-  bool free_requested = false;  // freed while a sleep or wake owned it
+  bool free_requested = false;  // freed while a sleep or wake owned it, or bytes were copied
   bool address_lost = false;    // its range was taken by something else; an operation that ends makes it kLost
   bool keep_backup = false;     // the sleep's plan vouched for the tag's writers
   Policy asleep_as = Policy::kPreserve;  // what the sleep did with it
+  size_t transfers = 0;         // reads and writes under way, until whose end it stays mapped
   uint64_t writes = 0;          // together with the tag's: the generation of its content
   std::vector<Chunk> chunks;
   std::vector<Source> sources;  // by range, without overlap

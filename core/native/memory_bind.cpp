@@ -256,7 +256,7 @@ void bind_memory(py::module_& m) {
       .def("is_asleep", &Pool::is_asleep)
       .def("know_tags", &Pool::know_tags)
       .def("read",
-           [](const Pool& pool, uint64_t address, const py::buffer& target) {
+           [](Pool& pool, uint64_t address, const py::buffer& target) {
              const py::buffer_info info = target.request(true);
              const ReleasedGil released;
              pool.read(address, info.ptr, static_cast<size_t>(info.size * info.itemsize));

@@ -179,6 +179,14 @@ void PoolOperation::renew_address(Allocation& allocation) const {
   }
 }
 
+void PoolOperation::await_transfers() {
+  std::unique_lock lock(pool_.books_);
+  for (const Entry& entry : entries_) {
+    if (entry.allocation->state == State::kRebuilding) entry.allocation->state = State::kRestoring;
+  }
+  for (const Entry& entry : entries_) pool_.await_transfers(lock, *entry.allocation);
+}
+
 void PoolOperation::settle(const std::function<void(Entry&, size_t)>& set) {
   std::vector<std::unique_ptr<Allocation>> doomed;
   std::vector<std::shared_ptr<Backup>> dropped;  // their memory is given back outside of the lock

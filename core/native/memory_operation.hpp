@@ -72,6 +72,8 @@ class PoolOperation : public Operation {
   void renew_address(Allocation& allocation) const;
   // Returns the allocations to the books; those that were freed meanwhile are destroyed.
   void settle(const std::function<void(Entry&, size_t index)>& set);
+  // Lets nobody but the operation touch its memory any more, and waits for those who do.
+  void await_transfers();
   void note_asleep();
 
   Pool& pool_;

@@ -243,7 +243,10 @@ uint64_t Pool::allocate_block(size_t size, const std::string& tag, Policy policy
     std::lock_guard lock(books_);
     id = tag_id(tag);
     for (auto& [address, allocation] : allocations_) {
-      if (!allocation->blocks || allocation->tag != id || allocation->policy != policy || allocation->state != State::kMapped) continue;
+      if (!allocation->blocks || allocation->tag != id || allocation->policy != policy || allocation->state != State::kMapped ||
+          allocation->free_requested) {
+        continue;
+      }
       if (const auto start = allocation->blocks->take(size)) {
         ++allocation->writes;
         count_allocated(static_cast<int64_t>(size));
@@ -277,7 +280,7 @@ void Pool::free(uint64_t address) {
         throw MemoryFault(Fault::kForeign, "there is no memory of this allocator at address " + std::to_string(address),
                           "it was never handed out, or was freed");
       }
-      const uint64_t size = allocation.blocks->give(start);
+      const uint64_t size = allocation.blocks->give(start, allocation.transfers > 0);
       count_allocated(-static_cast<int64_t>(size));
       auto& sources = allocation.sources;
       sources.erase(std::remove_if(sources.begin(), sources.end(),
@@ -292,7 +295,7 @@ void Pool::free(uint64_t address) {
       }
       count_allocated(-static_cast<int64_t>(allocation.size));
     }
-    if (allocation.is_owned_by_operation()) {
+    if (allocation.is_owned_by_operation() || allocation.transfers > 0) {
       allocation.free_requested = true;
       return;
     }
@@ -364,7 +367,7 @@ void Pool::resize(uint64_t address, size_t size) {
     end_operation();
   };
   try {
-    std::lock_guard lock(books_);
+    std::unique_lock lock(books_);
     Allocation& found = need(address);
     if (found.address != address || !found.elastic || size == 0 || size > found.reserved) {
       throw MemoryFault(Fault::kInvalid, "cannot resize to " + std::to_string(size) + " bytes",
@@ -377,6 +380,7 @@ void Pool::resize(uint64_t address, size_t size) {
     }
     found.state = State::kSaving;
     allocation = &found;
+    await_transfers(lock, found);
   } catch (...) {
     end_operation();
     throw;
@@ -478,19 +482,61 @@ Allocation& Pool::transferable(uint64_t address, size_t size, const char* what) 
   return allocation;
 }
 
-void Pool::read(uint64_t address, void* target, size_t size) const {
+// A read or write under way.
+class Pool::Transfer {
+ public:
+  Transfer(Pool& pool, Allocation& allocation) : pool_(pool), allocation_(allocation) { ++allocation.transfers; }  // books locked
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+  ~Transfer() {
+    std::unique_ptr<Allocation> doomed;
+    {
+      std::lock_guard lock(pool_.books_);
+      if (--allocation_.transfers > 0) return;
+      if (allocation_.blocks) allocation_.blocks->reuse();
+      if (allocation_.free_requested && !allocation_.is_owned_by_operation()) {
+        const auto entry = pool_.allocations_.find(allocation_.address);
+        doomed = std::move(entry->second);
+        pool_.allocations_.erase(entry);
+      }
+    }
+    pool_.transfers_ended_.notify_all();
+    if (doomed && !pool_.abandoned_ && !pool_.destroy(*doomed)) pool_.defer_release(std::move(doomed));
+  }
+
+ private:
+  Pool& pool_;
+  Allocation& allocation_;
+};
+
+void Pool::await_transfers(std::unique_lock<std::mutex>& lock, const Allocation& allocation) {
+  transfers_ended_.wait(lock, [&] { return allocation.transfers == 0; });
+}
+
+void Pool::copy(const std::function<void(uint64_t stream)>& queue) const {
+  const Driver::Stream stream(driver_);
+  try {
+    queue(stream);
+    stream.synchronize();
+  } catch (...) {
+    stream.drain();  // the copy may be under way, and its memory is about to be given back
+    throw;
+  }
+}
+
+void Pool::read(uint64_t address, void* target, size_t size) {
   check_usable("read");
+  std::optional<Transfer> transfer;
   {
     std::lock_guard lock(books_);
-    transferable(address, size, "read");
+    transfer.emplace(*this, transferable(address, size, "read"));
   }
-  const Driver::Stream stream(driver_);
-  driver_.copy_to_host(target, address, size, stream);
-  stream.synchronize();
+  copy([&](uint64_t stream) { driver_.copy_to_host(target, address, size, stream); });
 }
 
 void Pool::write(uint64_t address, const void* source, size_t size) {
   check_usable("write");
+  std::optional<Transfer> transfer;
   {
     std::lock_guard lock(books_);
     Allocation& allocation = transferable(address, size, "write");
@@ -498,10 +544,9 @@ void Pool::write(uint64_t address, const void* source, size_t size) {
       ++allocation.writes;
       allocation.sources.clear();
     }
+    transfer.emplace(*this, allocation);
   }
-  const Driver::Stream stream(driver_);
-  driver_.copy_to_device(address, source, size, stream);
-  stream.synchronize();
+  copy([&](uint64_t stream) { driver_.copy_to_device(address, source, size, stream); });
 }
 
 std::shared_ptr<const SourceFile> Pool::open_source(const std::string& path) {

@@ -82,14 +82,15 @@ class Pool : public std::enable_shared_from_this<Pool> {
   uint64_t allocate(size_t size, const std::string& tag, Policy policy, size_t capacity = 0);
   // As `allocate`, small sizes cut from a shared allocation of the same tag and policy, where there is memory for one.
   uint64_t allocate_block(size_t size, const std::string& tag, Policy policy);
-  // Gives back what either returned. Throws kForeign. Memory that the driver does not take back stays in the books and is tried again.
+  // Gives back what either returned; where bytes of it are being copied, when that has ended. Throws kForeign. Memory that the driver does not take back stays in the books and is tried again.
   void free(uint64_t address);
   // Grows or shrinks an allocation with capacity; bytes in [0, min(old, new)) stay. Throws kInvalid, kAsleep, kOutOfMemory.
   void resize(uint64_t address, size_t size);
   bool is_asleep(uint64_t address) const;
 
-  // Copies between an awake allocation and host memory, to its end (a block's, where it is cut into blocks). Callbacks of a wake may, too.
-  void read(uint64_t address, void* target, size_t size) const;
+  // Copies between an awake allocation and host memory, to its end (a block's, where it is cut into blocks). Callbacks of a wake may, too. The memory
+  // stays until the copy has ended: operations wait for it.
+  void read(uint64_t address, void* target, size_t size);
   void write(uint64_t address, const void* source, size_t size);
 
   void declare_source(uint64_t address, std::vector<Source> sources);
@@ -120,6 +121,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   friend class Sleep;
   friend class Wake;
 
+  class Transfer;
+
   struct Tag {
     std::string name;
     uint64_t writes = 0;
@@ -134,6 +137,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Allocation& need(uint64_t address) const;                                               // books locked; throws kForeign
   // The allocation, when `size` bytes from `address` on may be copied now. Books locked; throws kForeign, kAsleep, kInvalid.
   Allocation& transferable(uint64_t address, size_t size, const char* what) const;
+  // Waits until no byte of an allocation that admits no new transfer is being copied. Books locked.
+  void await_transfers(std::unique_lock<std::mutex>& lock, const Allocation& allocation);
+  // Runs copies on a stream to their end.
+  void copy(const std::function<void(uint64_t stream)>& queue) const;
   uint64_t generation(const Allocation& allocation) const { return tags_[allocation.tag].writes + allocation.writes; }
   std::unique_ptr<Allocation> make(size_t size, uint32_t tag, Policy policy, size_t capacity);
   std::unique_ptr<Allocation> take_memory(size_t size, uint32_t tag, Policy policy, size_t capacity);
@@ -168,6 +175,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::map<uint64_t, std::unique_ptr<Allocation>> allocations_;  // by address; one in kSaving or kRestoring belongs to the operation
   std::vector<std::unique_ptr<Allocation>> unreturned_;
   std::map<std::string, std::weak_ptr<const SourceFile>> source_files_;
+  std::condition_variable transfers_ended_;  // of some allocation
   uint64_t allocated_ = 0, peak_allocated_ = 0;
   std::map<std::string, std::shared_ptr<DiskStore>> disks_;  // by directory
 

@@ -162,6 +162,7 @@ Sleep::Sleep(Pool& pool, const SleepPlan& plan, const Progress& progress) : Pool
   pool.retry_unreturned();
   choose(plan);
   try {
+    await_transfers();
     replaced_.clear();
     check_sources();
     take_room(plan);

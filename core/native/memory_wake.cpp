@@ -139,6 +139,7 @@ std::vector<uint64_t> Wake::rebuilds() const {
 
 Report Wake::commit() {
   begin_end("commit a wake");
+  await_transfers();
   for (const Entry& entry : entries_) report_.unmapped += entry.allocation->mapped_now();
   settle([](Entry& entry, size_t) {
     Allocation& allocation = *entry.allocation;
@@ -166,6 +167,7 @@ void Wake::rollback() {
 // Takes the new memory away again. What the driver refuses to unmap or release stays in the books of its chunk, where the next wake finds it; so
 // does memory that an earlier sleep could neither map back nor give back, for it may be all that has the bytes.
 void Wake::undo() {
+  await_transfers();
   bool quiet = true;
   try {
     pool_.driver_.device_synchronize();  // copies may be under way

@@ -1,9 +1,12 @@
-"""Ctrl-C at any moment of a call, on one rank in this process: afterwards the same tokens, or a refusal that a wake and a reload end."""
+"""Ctrl-C at any moment of a call, on one rank and on two: afterwards the same tokens, or a refusal that a wake and a reload end."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +25,8 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 class Subject:
     """An engine, and what it gives when nothing happens."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, ranks: int) -> None:
+        self.ranks = ranks
         self.llm = LLM(
             model.path,
             backend="cpu",
@@ -31,6 +35,7 @@ class Subject:
             max_model_len=64,
             max_num_seqs=4,
             num_device_blocks=16,
+            tensor_parallel_size=ranks,
         )
         self.weights = model.weights
         self.expected = self.tokens(), self.embedding()
@@ -62,9 +67,9 @@ class Subject:
         assert self.llm.stats().blocks_used == 0
 
 
-@pytest.fixture(scope="module")
-def subject() -> Iterator[Subject]:
-    subject = Subject(tiny_model(Shape()))
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    subject = Subject(tiny_model(Shape()), request.param)
     yield subject
     subject.llm.shutdown()
 
@@ -81,10 +86,14 @@ CALLS: dict[str, tuple[Callable[[Subject], Any], Callable[[Subject], Any], int]]
 }
 """What is done before, the call, and of how many lines one is tried."""
 
+MORE = dict.fromkeys(CALLS, 9) | {"embed": 3, "reload": 1}
+"""How many times as many lines it takes on two ranks."""
+
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_line_leaves_nothing_wrong_to_serve(subject: Subject, name: str) -> None:
     before, call, stride = CALLS[name]
+    stride = stride if subject.ranks == 1 else MORE[name] * stride
     trials, finished = 0, False
     while not finished:
         before(subject)
@@ -92,7 +101,32 @@ def test_an_interrupt_at_any_line_leaves_nothing_wrong_to_serve(subject: Subject
             call(subject)
         subject.check()
         trials, finished = trials + 1, not interrupt.came
-    assert trials > 30, "that many lines are run at least"
+    assert trials > 30 // subject.ranks, "that many lines are run at least"
+
+
+def test_an_interrupted_update_leaves_no_keys_and_values_of_the_weights_before(subject: Subject) -> None:
+    """Ranks elsewhere may have made all of it, though nobody waited for their answers."""
+    prompt = [{"prompt_token_ids": list(range(40))}]
+    others = {name: weight.flip(0) for name, weight in subject.weights.items()}
+
+    def tokens() -> list[int]:
+        return list(subject.llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+    def change(weights: Any) -> list[int]:
+        subject.llm.update_weights(weights.items())
+        return tokens()
+
+    right = [change(others), change(subject.weights)]
+    assert right[0] != right[1]
+    trials, finished = 0, False
+    while not finished:
+        with InterruptAt(1 + trials * (97 if subject.ranks == 1 else 211), returns=True) as interrupt:
+            subject.llm.update_weights(others.items())
+        with contextlib.suppress(WeightsMissing):
+            assert tokens() in right
+        assert change(subject.weights) == right[1]
+        trials, finished = trials + 1, not interrupt.came
+    assert trials > 5
 
 
 @pytest.mark.parametrize("name", ["generate", "sleep at level 2"])
@@ -103,13 +137,13 @@ def test_a_signal_at_any_moment_leaves_nothing_wrong_to_serve(subject: Subject, 
     call(subject)
     usual = time.perf_counter() - start
     subject.check()
-    for _ in range(60):
+    for _ in range(60 // subject.ranks):
         before(subject)
         with InterruptAfter(rng.uniform(0, usual)) as interrupt:
             call(subject)
         subject.check()
         came += interrupt.came
-    assert came > 10
+    assert came > 10 // subject.ranks
 
 
 def sleeps_and_reports(subject: Subject, interrupt: Callable[..., None]) -> None:
@@ -143,3 +177,23 @@ def test_what_a_caller_does_in_a_call_is_interrupted_at_once(
         signal.signal(signal.SIGINT, before)
     assert not went_on
     subject.check()
+
+
+def test_the_process_ends_cleanly_while_a_daemon_thread_generates() -> None:
+    program = """
+import threading
+from hardpoint import LLM, SamplingParams
+from hardpoint_conformance.tiny_model import Shape, tiny_model
+llm = LLM(tiny_model(Shape()).path, backend="cpu", dtype="float32", skip_tokenizer_init=True, num_device_blocks=16, max_model_len=64)
+params, begun = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True), threading.Event()
+
+def generate():
+    while True:
+        llm.generate({"prompt_token_ids": [5, 9, 22]}, params, use_tqdm=False)
+        begun.set()
+
+threading.Thread(target=generate, daemon=True).start()
+begun.wait()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")

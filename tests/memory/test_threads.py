@@ -6,13 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from hardpoint.interfaces import Policy, SleepPlan
-from hardpoint.interfaces.errors import ForeignMemory
+from hardpoint.interfaces.errors import ForeignMemory, MemoryAsleep
 from hardpoint.memory import VirtualPool
+from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.memory import content
 from hardpoint_conformance.memory_model import TrackedPool
 from tests.fault_matrix.targets import CpuTarget
@@ -104,6 +105,75 @@ def test_threads_free_what_is_being_put_to_sleep(pool: TrackedPool) -> None:
                 pool.free(address)
         assert pool.stats().tags["weights"].allocations == 1
     assert pool.read(kept, 2 * pool.unit) == content(2 * pool.unit)
+
+
+@pytest.mark.parametrize("ending", ["free", "free of a shared block", "sleep", "shrink"])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_memory_stays_while_its_bytes_are_copied(cpu_target: CpuTarget, kind: str, ending: str) -> None:
+    """Another thread frees it, puts it to sleep or resizes it in the middle of the copy: it is unmapped after that."""
+    entry = "copy_to_host" if kind == "read" else "copy_to_device"
+    calls: list[str] = []
+    threads = Crew()
+
+    def copy(call: Callable[..., int], *arguments: int) -> int:
+        if not threads.threads and ready:
+            threads.start(endings[ending]).join(0.05)
+            calls.append("copied")
+        return call(*arguments)
+
+    def unmap(call: Callable[..., int], *arguments: int) -> int:
+        calls.append("unmapped")
+        return call(*arguments)
+
+    pool = TrackedPool(InterposedDriver(cpu_target.table(), {entry: copy, "unmap": unmap}))
+    shared = ending == "free of a shared block"
+    size = 4096 if shared else 4 * pool.unit
+    data = content(size)
+    ready = False
+    address = pool.allocate(size, "weights", Policy.PRESERVE, 0 if shared else 2 * size, shared=shared)
+    pool.write(address, data)
+    endings: dict[str, Callable[[], object]] = {
+        "free": lambda: pool.free(address),
+        "free of a shared block": lambda: (pool.free(address), taken.append(pool.allocate(size, shared=True))),
+        "sleep": lambda: pool.sleep(SleepPlan()),
+        "shrink": lambda: pool.resize(address, pool.unit),
+    }
+    taken: list[int] = []
+    ready = True
+    if kind == "read":
+        assert pool.read(address, size) == data
+    else:
+        pool.write(address, data)
+    threads.join()
+    assert calls[0] == "copied"
+    assert "unmapped" in calls
+    assert address not in taken, "handed out while it was written"
+    pool.free_all()
+
+
+def test_threads_read_and_write_what_others_free_or_put_to_sleep(pool: TrackedPool) -> None:
+    kept = pool.filled(content(pool.unit))
+    over = threading.Event()
+    doomed: list[int] = []
+
+    def touch(address: Callable[[], int]) -> None:
+        while not over.is_set():
+            with suppress(MemoryAsleep, ForeignMemory):
+                pool.write(address(), content(pool.unit))
+                found = pool.read(address(), pool.unit)
+                assert address() != kept or found == content(pool.unit)
+
+    with crew() as threads:
+        doomed.append(pool.filled(content(pool.unit)))
+        for address in (lambda: kept, lambda: doomed[-1]):
+            threads.start(lambda address=address: touch(address))
+        for _ in range(60):
+            pool.sleep(SleepPlan())
+            pool.wake()
+            doomed.append(pool.filled(content(pool.unit)))
+            pool.free(doomed[-2])
+        over.set()
+    assert pool.stats().tags["weights"].allocations == 2
 
 
 def test_operations_of_two_threads_follow_one_another(pool: TrackedPool) -> None:

@@ -93,7 +93,6 @@ class InterposedTarget(FaultTarget):
 
     def __init__(self, name: str, driver: DriverTable) -> None:
         self.name = name
-        self._armed, self._refused = "", 0
         self._driver = InterposedDriver(driver)
         self._driver.open()  # a driver remembers what it found by probing as long as it is open
         self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self._driver.quirks()
@@ -106,15 +105,12 @@ class InterposedTarget(FaultTarget):
 
     def fail(self, call: str, nth: int) -> None:
         self._driver.fail(call, nth)
-        self._armed = call
 
     def fail_calls(self, *numbers: int) -> None:
         self._driver.fail_calls(*numbers)
 
     def disarm(self) -> bool:
-        fired = self._driver.disarm()
-        self._refused += fired and self._armed == "host_unregister"
-        return fired
+        return self._driver.disarm()
 
     def held(self) -> Mapping[str, int]:
         # A pool keeps streams and pinned memory for its next operation.
@@ -126,9 +122,6 @@ class InterposedTarget(FaultTarget):
         return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
 
     def finish(self) -> None:
-        # Memory that the driver refused to unpin stays, since the device may still use it.
-        for host, size in list(self._driver.ledger.registered.items())[: self._refused]:
-            self._driver.host_unregister(host, size)
         self._driver.close()
         assert_holds_nothing(self._driver)
 

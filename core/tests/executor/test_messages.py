@@ -417,6 +417,23 @@ def test_a_damaged_weight_is_a_typed_error() -> None:
             decode_weight(damaged)
 
 
+@pytest.mark.parametrize("dtype", ["(", "f8,,", "O", "<U3", "V8", "<M8[s]", "", "\0", "float64"])
+def test_an_array_of_no_number_is_not_understood(dtype: str) -> None:
+    """Some of these names are errors of syntax where numpy reads them."""
+    description = msgspec.msgpack.encode((dtype, [1]))
+    content = b"".join([len(description).to_bytes(4, "little"), description, bytes(8)])
+    with pytest.raises(MalformedMessage, match="an array of"):
+        decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, content)), np.ndarray)
+
+
+@pytest.mark.parametrize("shape", [[-1], [0, 2**62], [0, 2**63], [2**63, 2**63], [0] * 100])
+def test_an_array_of_an_impossible_shape_is_not_understood(shape: list[int]) -> None:
+    description = msgspec.msgpack.encode(("<f8", shape))
+    content = len(description).to_bytes(4, "little") + description
+    with pytest.raises(MalformedMessage, match="not understood"):
+        decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, content)), np.ndarray)
+
+
 @pytest.mark.parametrize("item", [3, ("a",), (1, torch.ones(1)), ("a", 1), ("a", torch.ones(1, dtype=torch.complex64))])
 def test_what_is_no_weight_is_refused(item: Any) -> None:
     with pytest.raises(CorruptWeights):

@@ -69,15 +69,24 @@ def results(
     return run_ranks(tensor, stages, work)[(stages - 1) * tensor :]
 
 
+@pytest.fixture(scope="module")
+def one_rank(tiny: Any) -> Any:
+    """Of a family: what one rank samples for two sequences, and its logits when it is given these tokens."""
+
+    @cache
+    def run(name: str) -> tuple[list[int], list[int], list[torch.Tensor]]:
+        _, model, plan, attention = open_and_load(tiny(name, "uneven"))
+        (first, _), (second, _) = decode_two(Runner(model, plan, attention), FIRST, SECOND, STEPS)
+        return first, second, list(forced(Runner(model, plan, attention), first, second, "logits"))
+
+    return run
+
+
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize("name", LEAN)
-def test_ranks_give_the_logits_of_one(tiny: Any, name: str, tensor: int, stages: int) -> None:
-    folder = tiny(name, "uneven")
-    _, model, plan, attention = open_and_load(folder)
-    (first, _), (second, _) = decode_two(Runner(model, plan, attention), FIRST, SECOND, STEPS)
-    _, model, plan, attention = open_and_load(folder)
-    expected = list(forced(Runner(model, plan, attention), first, second, "logits"))
-    for found in results(folder, tensor, stages, first, second, "logits"):
+def test_ranks_give_the_logits_of_one(tiny: Any, one_rank: Any, name: str, tensor: int, stages: int) -> None:
+    first, second, expected = one_rank(name)
+    for found in results(tiny(name, "uneven"), tensor, stages, first, second, "logits"):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * max(1.0, float(other.abs().max())))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
@@ -54,6 +56,12 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineStats", "LLMEngine"]
 
+_EXIT_SECONDS = 10.0
+"""At most so long does the end of the process wait for a step of another thread."""
+
+_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
+_is_exiting = False
+
 
 class LLMEngine:
     """A loaded model and the requests in progress.
@@ -78,6 +86,7 @@ class LLMEngine:
         self._failures: list[Exception] = []
         self._own = Recipient(self._undelivered.append, self._failures.append)
         self._dead = False
+        _engines.add(self)
 
     def add_request(
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: SamplingParams, *, priority: int = 0
@@ -164,6 +173,7 @@ class LLMEngine:
             EngineAsleep, WeightsMissing: the engine cannot compute a step in its state; all requests stay as they are.
             EngineDead: the engine was shut down, or (RankFailed) a rank is gone; then all requests have ended.
         """
+        _stop_at_exit()
         with self._lock, DeferredInterrupts():
             self._check_alive()
             if not self._undelivered and not self._failures:
@@ -187,6 +197,7 @@ class LLMEngine:
         """
         shown = 0
         while len(done) < len(request_ids):
+            _stop_at_exit()
             with self._lock, DeferredInterrupts():
                 if failures:
                     raise failures[0]
@@ -370,6 +381,7 @@ class LLMEngine:
 
     def _call(self, command: Command) -> Reply:
         """Have a command done, and tell recipients what came up by it: requests that it ended, or the engine's end."""
+        _stop_at_exit()
         with self._lock, DeferredInterrupts():
             try:
                 return self._loop.call(command)
@@ -387,6 +399,21 @@ class LLMEngine:
     def _check_alive(self) -> None:
         if self._dead:
             raise EngineDead("the engine was shut down", hint="Make a new one")
+
+
+def _stop_at_exit() -> None:
+    """Go no further in a daemon thread when the process ends: the interpreter ends it, which in torch's code would abort the process."""
+    if _is_exiting and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
+@atexit.register
+def _let_steps_end() -> None:
+    global _is_exiting
+    _is_exiting = True
+    for engine in list(_engines):
+        if engine._lock.acquire(timeout=_EXIT_SECONDS):
+            engine._lock.release()
 
 
 def _make_loop(config: EngineConfig) -> Loop:

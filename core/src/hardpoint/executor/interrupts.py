@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+# Of `signal` without the conversions to enumerations and back, which take ten times as long: every step defers interrupts.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import ContextDecorator
 from types import FrameType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 T = TypeVar("T")
+
+_SIGINT = int(signal.SIGINT)
 
 _active: DeferredInterrupts | None = None
 """What defers interrupts now; only the main thread, which alone takes signals, reads and writes it."""
 
 
-class DeferredInterrupts:
-    """A context in whose body no KeyboardInterrupt is raised: a SIGINT that comes meanwhile is given to its handler at the end.
+class DeferredInterrupts(ContextDecorator):
+    """A context or decorator in whose body no KeyboardInterrupt is raised: a SIGINT meanwhile is given to its handler at the end.
 
     Does nothing in other threads than the main one, in another one's body, and where SIGINT has no handler in Python.
     """
 
     def __enter__(self) -> None:
         global _active
-        if _active is None and _is_main() and callable(handler := signal.getsignal(signal.SIGINT)):
-            self._handler, self._came = handler, list[FrameType | None]()
-            signal.signal(signal.SIGINT, self._note)
+        if _active is None and _is_main() and callable(handler := _signal.getsignal(_SIGINT)):
+            self._handler = handler
+            self._came: list[FrameType | None] = []
+            _signal.signal(_SIGINT, self._note)
             _active = self
 
     def __exit__(self, *_: object) -> None:
@@ -33,14 +39,17 @@ class DeferredInterrupts:
             _active = None
             self._let_through()
 
+    def _recreate_cm(self) -> Self:
+        return type(self)()  # a decorated function may call itself
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came.append(frame)
 
     def _let_through(self) -> None:
-        signal.signal(signal.SIGINT, self._handler)
+        _signal.signal(_SIGINT, self._handler)
         came, self._came = self._came, []
         for frame in came:
-            self._handler(signal.SIGINT, frame)
+            self._handler(_SIGINT, frame)
 
 
 class AllowedInterrupts:
@@ -63,10 +72,10 @@ class AllowedInterrupts:
         if self._deferring is None:
             return
         try:
-            signal.signal(signal.SIGINT, self._deferring._note)
+            _signal.signal(_SIGINT, self._deferring._note)
         except BaseException:
             # A signal had come by then, and its handler was called first.
-            signal.signal(signal.SIGINT, self._deferring._note)
+            _signal.signal(_SIGINT, self._deferring._note)
             raise
         finally:
             _active = self._deferring

@@ -6,6 +6,7 @@ import select
 from collections import deque
 from collections.abc import Sequence
 
+from hardpoint.executor.interrupts import AllowedInterrupts
 from hardpoint.executor.limits import RankLimits
 from hardpoint.executor.link import Link, LinkFiles
 from hardpoint.executor.messages import Buffer
@@ -16,6 +17,9 @@ from hardpoint.executor.transport import Deadline, Frame, Kind, Transport
 from hardpoint.interfaces.errors import MalformedMessage, RankFailed
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.plugins import Resolved
+
+_PATIENCE = 2.0
+"""Seconds that an interrupt waits for a rank to take more of a message; from then on it is raised, and the message torn."""
 
 
 class ProcessTransport(Transport):
@@ -124,8 +128,12 @@ class ProcessTransport(Transport):
 
     def _wait_for_room(self, space: int) -> None:
         """Wait until a ring has room; meanwhile take what ranks send, so that none of them waits for room in turn."""
-        if not _poll((space, *self._sources())).poll(self._deadline.left() * 1000):
-            raise TimeoutError
+        room = _poll((space, *self._sources()))
+        if not room.poll(min(self._deadline.left(), _PATIENCE) * 1000):
+            with AllowedInterrupts():
+                has_room = room.poll(self._deadline.left() * 1000)
+            if not has_room:
+                raise TimeoutError
         self.check()
         self._take_frames()
 

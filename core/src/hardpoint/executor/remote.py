@@ -14,7 +14,7 @@ from typing import Any
 from hardpoint.executor.base import Executor, at_rank, raise_first
 from hardpoint.executor.calls import COMMUNICATING, SCHEMAS, Progress
 from hardpoint.executor.failures import Failure, describe, rebuild
-from hardpoint.executor.interrupts import AllowedInterrupts
+from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.transport import NAME_BYTES, PROGRESS, Deadline, Frame, Kind, Transport
@@ -37,6 +37,12 @@ _log = logging.getLogger("hardpoint")
 _PENDING = object()
 """Outcome of a rank that has not answered."""
 
+_BRIEF = frozenset({"commit", "rollback", "status"})
+"""Calls that end a change of memory: to be told in their midst, what is asleep would not be known."""
+
+_PATIENCE = 2.0
+"""Seconds that an interrupt waits for the answers to a brief call; from then on it is raised."""
+
 _INCONSISTENT = "Ranks that are out of step cannot go on, so all were ended; make a new engine"
 
 
@@ -55,8 +61,10 @@ class RemoteExecutor(Executor):
     """Ranks in processes of their own, which end with this one.
 
     A rank that dies, is stopped or does not answer within its limit ends all ranks: every call from then on raises the RankFailed that
-    says which one it was. So does an error that leaves the ranks out of step with one another, and an interrupt in the middle of a
-    message; an interrupt while waiting for answers only leaves these to be dropped.
+    says which one it was. So does an error that leaves the ranks out of step with one another.
+
+    An interrupt comes while answers are waited for, and leaves these to be dropped. It does not come in the middle of a message, except
+    where a rank has taken nothing of it for seconds; that ends the ranks.
 
     Args:
         transport: not started yet; it belongs to this executor from here on.
@@ -95,6 +103,7 @@ class RemoteExecutor(Executor):
         """Process ids of the ranks, each on its machine."""
         return self._transport.pids
 
+    @DeferredInterrupts()
     def submit(self, step: StepInput) -> None:
         """Send one step to every rank; what refuses it there is raised by `collect`. Raises RankFailed, EngineDead, ForkedProcess."""
         self._check()
@@ -110,6 +119,7 @@ class RemoteExecutor(Executor):
             self._end_ranks(error)
             raise
 
+    @DeferredInterrupts()
     def collect(self) -> StepOutput:
         """Return the driver rank's output of the oldest step that was submitted.
 
@@ -148,6 +158,7 @@ class RemoteExecutor(Executor):
         finally:
             self._finalizer()
 
+    @DeferredInterrupts()
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         schema = SCHEMAS[name]
         deadline = Deadline(name, self._limits.of(name))
@@ -167,7 +178,8 @@ class RemoteExecutor(Executor):
                 self._send(self._all[1:], Kind.CALL, round.call, [header, *schema.encode(quiet)], deadline)
             if schema.takes_weights:
                 raised = self._stream(round, schema.weights_of(args), deadline)
-            outcomes = self._gather(round, deadline, progress, waits=name in COMMUNICATING)
+            patience = _PATIENCE if name in _BRIEF else 0.0
+            outcomes = self._gather(round, deadline, progress, waits=name in COMMUNICATING, patience=patience)
         except EngineDead as error:
             return [error] * len(self._all)
         if raised is not None:
@@ -218,19 +230,22 @@ class RemoteExecutor(Executor):
         *,
         waits: bool,
         first: int | None = None,
+        patience: float = 0.0,
     ) -> list[Any]:
         """Return each rank's outcome.
 
         Args:
             waits: ranks wait for one another in this call: when one has failed, the others get little time to follow.
             first: see `Transport.wait`.
+            patience: seconds for which no interrupt is raised while nothing arrives.
         """
         try:
             while round.missing:
-                with AllowedInterrupts():
-                    has_arrived = self._transport.wait(deadline.left(), first)
-                if not has_arrived:
-                    raise self._late(round, deadline)
+                if not (patience and self._transport.wait(min(patience, deadline.left()), first)):
+                    with AllowedInterrupts():
+                        has_arrived = self._transport.wait(deadline.left(), first)
+                    if not has_arrived:
+                        raise self._late(round, deadline)
                 # What ended the wait may be a failure, after which all ranks are of interest.
                 first = None
                 self._receive()

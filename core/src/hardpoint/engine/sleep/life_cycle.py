@@ -398,10 +398,13 @@ class LifeCycle:
         """
         self._check_not_busy()
         self._check_not_failed("the weights cannot be written")
-        changed = False
+        # After an interrupt, ranks elsewhere may have written what they were given, all of it even.
+        changed = True
         try:
             results: list[int] = self._executor.call("write_weights", write, weights, model)
-            changed = True
+        except Exception:
+            changed = False
+            raise
         finally:
             self._read_books()
             if changed or self._missing:

@@ -14,7 +14,7 @@ using namespace hardpoint::driver;
 namespace {
 
 constexpr int32_t dlpack_cpu = 1;
-constexpr size_t granularity = size_t{2} << 20, max_chunk = size_t{64} << 20;
+constexpr size_t granularity = size_t{64} << 10, max_chunk = size_t{8} << 20;
 constexpr uint64_t total = uint64_t{1} << 30;  // bytes of the device's memory
 
 void check(bool is_done, const char *call, hp_status status = HP_FAILED) {
