@@ -14,7 +14,7 @@ environment=build/variants/$variant
 site_packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 tools=$(cd "$(dirname "$python")" && pwd)
 
-test -x "$environment/bin/python" || "$python" -m venv "$environment"
+test -x "$environment/bin/python" || "$python" -m venv --without-pip "$environment"
 own=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$site_packages" > "$own/development.pth"
 
@@ -58,7 +58,7 @@ case $variant in
     ;;
   tsan)
     install ./core -C cmake.define.HARDPOINT_SANITIZE=thread
-    install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.HARDPOINT_PORTABLE=ON
+    install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.HARDPOINT_PORTABLE=ON -C build.targets=_driver -C install.components=driver
     install_as_developed ./simulators
     # Interpreter and torch are not instrumented: what matters are the threads of the engine itself, in tests that import no torch. The runtime
     # does not bear addresses at random everywhere.

@@ -8,7 +8,7 @@ version=$(sed -n 's/^torch==//p' constraints.txt)
 environment=.torch/$build
 
 rm -rf "$environment"
-"$PYTHON" -m venv "$environment"
+"$PYTHON" -m venv --without-pip "$environment"
 # Vendors' builds without dependencies: the vendors' libraries are simulated, and the rest is in the development environment.
 dependencies=--no-deps
 case $build in
@@ -19,7 +19,7 @@ case $build in
   ray) packages=("$(grep '^ray==' constraints.txt)") dependencies= ;;
   *) echo "there is no build '$build'; cuda, ascend, triton and ray are known" >&2; exit 2 ;;
 esac
-"$environment/bin/pip" --disable-pip-version-check install -q $dependencies "${packages[@]}"
+"$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q $dependencies "${packages[@]}"
 
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Added as a site, so that the editable installs in it count too.

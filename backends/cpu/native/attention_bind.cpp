@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "bind.hpp"
 #include "hardpoint/released_gil.hpp"
 #include "isa.hpp"
 #include "prepared_batch.hpp"
@@ -19,13 +20,6 @@ namespace py = pybind11;
 
 namespace hp {
 namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 std::vector<BlockPool> block_pools(Address data, int64_t pools, int64_t num_blocks, int64_t block_bytes) {
   std::vector<BlockPool> result;

@@ -3,23 +3,15 @@
 
 #include <cstdint>
 
+#include "bind.hpp"
 #include "experts.hpp"
 #include "hardpoint/released_gil.hpp"
 
 namespace py = pybind11;
 
-namespace {
-
-using Address = uintptr_t;
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
+namespace hp {
 
 void bind_experts(py::module_& m) {
-  using namespace hp;
   const py::call_guard<hardpoint::ReleasedGil> unlocked;
   m.def("gated_columns", &gated_columns);
   m.def("experts_workspace_bytes", &experts_workspace_bytes, py::kw_only(), py::arg("tokens"), py::arg("top_k"),
@@ -62,3 +54,5 @@ void bind_experts(py::module_& m) {
       },
       unlocked);
 }
+
+}  // namespace hp

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind.hpp"
 #include "decoder.hpp"
 #include "gemm.hpp"
 #include "hardpoint/released_gil.hpp"
@@ -20,15 +21,8 @@
 
 namespace py = pybind11;
 
+namespace hp {
 namespace {
-
-using Address = uintptr_t;
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-using namespace hp;
 
 // (tiles, n, k, dtype)
 using WeightTuple = std::tuple<Address, int64_t, int64_t, int>;
@@ -250,3 +244,5 @@ void bind_kernels(py::module_& m) {
   bind_sampler(m);
   bind_decoder(m);
 }
+
+}  // namespace hp
