@@ -14,8 +14,8 @@ PROMPT ?= Give three facts about the moon.
 # What is imported is compiled once, and not by each of hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-engine test-headers \
+.PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-dist test-engine test-headers \
 	test-flashinfer test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
 help:  ## Show the targets
@@ -58,6 +58,16 @@ test-backends: $(STAMP)
 
 fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k, and pairs of calls
 	$(BIN)/python -m tests.fault_matrix
+
+dist: dist/.built  ## Build sdists and wheels of all distributions
+
+dist/.built: $(STAMP) LICENSE scripts/make_dist.sh $(shell find core/src backends/*/src conformance_tests/src simulators/src -name '*.py') \
+		$(wildcard core/README.md backends/*/README.md conformance_tests/README.md simulators/README.md)
+	PYTHON=$(BIN)/python scripts/make_dist.sh
+	touch $@
+
+test-dist: dist/.built  ## What `make dist` built, in bare environments: a prompt, extras, upgrade, uninstalling, an sdist
+	HARDPOINT_DIST=dist $(BIN)/python -m pytest -q -p no:cacheprovider tests/packages
 
 test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)
 	$(PYTHON) tests/headers/check_headers.py
@@ -138,7 +148,7 @@ selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, a
 	$(MAKE) --no-print-directory conformance-cpu
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-ray test-triton test-headers test-flashinfer
+CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
@@ -160,4 +170,4 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers t
 	touch $@
 
 clean:  ## Remove the environment and all build output
-	rm -rf $(VENV) .peers .torch build core/build backends/*/build simulators/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .peers .torch build dist core/build backends/*/build simulators/build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -85,6 +86,18 @@ def test_extras_name_every_backend_of_the_tree(root: Path) -> None:
     for folder in sorted((root / "backends").iterdir()):
         if (folder / "pyproject.toml").exists():
             assert extras[folder.name][0].startswith(f"hardpoint-{folder.name}")
+
+
+def test_distributions_have_one_version_and_need_one_another_in_the_same_minor_one(root: Path) -> None:
+    folders = [file.parent for file in (*root.glob("*/pyproject.toml"), *root.glob("backends/*/pyproject.toml"))]
+    texts = {folder.name: (folder / "pyproject.toml").read_text("utf-8") for folder in folders}
+    (version,) = {re.search(r'^version = "(.*)"$', text, re.MULTILINE)[1] for text in texts.values()}  # type: ignore[index]
+    minor = version.rpartition(".")[0]
+    for name, text in texts.items():
+        needed = re.findall(r'"hardpoint(?:-\w+)?(?:\[\w+\])?([~=<>!][^"]*)"', text)
+        assert set(needed) <= {f"~={minor}.0"}, name
+    assert f"## {version}" in (root / "CHANGELOG.md").read_text("utf-8")
+    assert {(folder / "LICENSE").read_text("utf-8") for folder in folders} == {(root / "LICENSE").read_text("utf-8")}
 
 
 def test_backends_of_the_tree_are_found_like_any_other(root: Path) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hardpoint.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from hardpoint.sampling import PoolingParams, SamplingParams
 
-__version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "LLM",
@@ -47,6 +47,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("hardpoint")
     if name not in _HOMES:
         raise AttributeError(f"module 'hardpoint' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,6 +4,34 @@ A command's module turns options into calls of the engine (or of discovery) and 
 itself. Nothing imports this package.
 """
 
-from hardpoint.cli.app import main
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hardpoint.cli import interrupts
+from hardpoint.cli.exit_codes import ExitCode
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with an `ExitCode`; Ctrl-C ends it with one line.
+
+    Args:
+        arguments: None for those of the process, whose SIGINT is handled here from then on.
+    """
+    try:
+        if arguments is None:
+            interrupts.take()
+        from hardpoint.cli.app import run
+
+        run(arguments)
+    except BaseException as error:
+        if not interrupts.came(error):
+            raise
+        interrupts.tell()
+        sys.exit(ExitCode.INTERRUPTED)
+    finally:
+        interrupts.end()
+
 
 __all__ = ["main"]

@@ -1,5 +1,5 @@
 """`python -m hardpoint.cli`: the same as the command `hardpoint`."""
 
-from hardpoint.cli.app import main
+from hardpoint.cli import main
 
 main()

@@ -62,8 +62,8 @@ def _root(
     """Run LLMs on any accelerator that has a backend; `hardpoint COMMAND --help` explains a command."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with an `ExitCode`.
+def run(arguments: Sequence[str] | None) -> None:
+    """Run the command line and exit with an `ExitCode`; raises KeyboardInterrupt or exits with its status where Ctrl-C did.
 
     A `HardpointError` becomes one message on standard error; any other exception is a defect of ours and keeps its traceback.
     """
@@ -74,8 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print_error(error)
         sys.exit(ExitCode.FAILED)
-    except KeyboardInterrupt:
-        sys.exit(ExitCode.INTERRUPTED)
 
 
 def print_error(error: HardpointError) -> None:

@@ -89,8 +89,7 @@ def throughput(
     Times count from the start, so TTFT holds the time that a request waits for others.
     """
     generator = np.random.default_rng(seed)
-    llm = engine.open()
-    try:
+    with engine.open() as llm:
         _run(llm, *_requests(llm, generator, input_len, output_len, warmup, temperature, ignore_eos))
         prompts, params = _requests(llm, generator, input_len, output_len, num_prompts, temperature, ignore_eos)
         before = llm.stats()
@@ -98,8 +97,6 @@ def throughput(
         outputs = _run(llm, prompts, params, show_progress=not as_json and sys.stderr.isatty())
         seconds = time.perf_counter() - start
         after = llm.stats()
-    finally:
-        llm.shutdown()
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
     report = {
@@ -147,10 +144,9 @@ def latency(
     """Run one batch after another; report end-to-end seconds, time to first token (TTFT) and time per output token (TPOT)."""
     generator = np.random.default_rng(seed)
     lengths = LengthRange(input_len, input_len), LengthRange(output_len, output_len)
-    llm = engine.open()
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
-    try:
+    with engine.open() as llm:
         for iteration in range(warmup + iterations):
             requests = _requests(llm, generator, *lengths, batch_size, temperature, ignore_eos)
             start = time.perf_counter()
@@ -158,8 +154,6 @@ def latency(
             if iteration >= warmup:
                 seconds.append(time.perf_counter() - start)
                 outputs += done
-    finally:
-        llm.shutdown()
     report = {
         **describe(llm.info),
         "benchmark": "latency",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from hardpoint.cli import interrupts
 from hardpoint.cli.options import EngineOptions, SamplingOptions, takes
-from hardpoint.cli.session import backend_name, interruptible, sampling_params, show_rate, stream
+from hardpoint.cli.session import Interrupt, backend_name, interruptible, sampling_params, show_rate, stream
 from hardpoint.interfaces.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -38,8 +40,7 @@ def chat(
     standard output.
     """
     given = sampling.given(max_tokens=max_tokens)
-    llm = engine.open()
-    try:
+    with engine.open() as llm:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None or tokenizer.chat_template is None:
             raise InvalidRequest(
@@ -47,8 +48,6 @@ def chat(
                 hint="Use `hardpoint generate --raw`, or an instruction-tuned model",
             )
         _Conversation(llm, sampling_params(llm, given, max_tokens=512), system).run()
-    finally:
-        llm.shutdown()
 
 
 class _Conversation:
@@ -89,6 +88,7 @@ class _Conversation:
                 sys.stdout.write("\n")
                 return None
             except KeyboardInterrupt:
+                interrupts.forgive()
                 self._say(f"\n{_HELP}")
 
     def _turn(self, text: str) -> None:
@@ -108,7 +108,7 @@ class _Conversation:
         pieces: list[str] = []
         num_tokens, num_cached, first_token, last_token = 0, 0, 0.0, 0.0
         prompt = llm.engine.process_chat(self._messages)
-        with interruptible() as interrupt:
+        with interruptible() if self._interactive else nullcontext(Interrupt()) as interrupt:
             answer = stream(llm, prompt, self._params)
             for output in answer:
                 last_token = time.perf_counter()

@@ -6,6 +6,7 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from hardpoint.cli import interrupts
 from hardpoint.interfaces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,4 +24,5 @@ def __getattr__(name: str) -> typer.Typer:
             "the conformance suite is not installed", hint="Install it: pip install hardpoint-conformance"
         )
     commands: typer.Typer = importlib.import_module(f"{SUITE}.cli").app
+    interrupts.raise_from_here()
     return commands

@@ -61,8 +61,7 @@ def generate(
     """
     prompts = _prompts(prompt, prompts_file)
     given = sampling.given(max_tokens=max_tokens, n=n, logprobs=logprobs, ignore_eos=ignore_eos)
-    llm = engine.open()
-    try:
+    with engine.open() as llm:
         params = sampling_params(llm, given, max_tokens=128)
         tokenized = [_tokenize(llm, text, chat, system) for text in prompts]
         start = time.perf_counter()
@@ -79,8 +78,6 @@ def generate(
         else:
             _print_as_it_comes(llm, tokenized[0], params)
         _print_summary(llm)
-    finally:
-        llm.shutdown()
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:

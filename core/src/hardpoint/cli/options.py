@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from hardpoint.cli import interrupts
 
 if TYPE_CHECKING:
     from hardpoint.engine.llm import LLM
@@ -76,8 +78,9 @@ class EngineOptions:
         bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
     ] = False
 
-    def open(self, *, quiet: bool = False, **more: Any) -> LLM:
-        """Load the engine, with a line on standard error while it loads (where that is a terminal).
+    @contextmanager
+    def open(self, **more: Any) -> Iterator[LLM]:
+        """Load the engine, with a line on standard error while it loads (where that is a terminal), and shut it down in the end.
 
         Args:
             more: further settings of `EngineConfig`.
@@ -92,8 +95,10 @@ class EngineOptions:
         settings["num_device_blocks"] = settings.pop("num_blocks")
         settings["enable_prefix_caching"] = settings.pop("prefix_caching")
         console = Console(stderr=True, soft_wrap=True)
-        with console.status(f"Loading {self.model}") if console.is_terminal and not quiet else nullcontext():
-            return LLM(**settings, **more)
+        with console.status(f"Loading {self.model}") if console.is_terminal else nullcontext():
+            llm = LLM(**settings, **more)
+        with interrupts.ended_by(llm.shutdown):
+            yield llm
 
 
 @dataclass(frozen=True, kw_only=True)

