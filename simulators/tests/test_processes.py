@@ -18,7 +18,8 @@ sys.path.insert(0, os.environ["TESTS"])
 from drivers import *
 driver = DRIVERS[sys.argv[1]](Simulator(sys.argv[1]))
 """
-STARTED = PRELUDE + "driver.start()\naddress, handle = driver.block()\n"
+START = "driver.start()\naddress, handle = driver.block()\n"
+STARTED = PRELUDE + START
 
 VENDORS = sorted(DRIVERS)
 
@@ -101,6 +102,25 @@ if child == 0:
 assert os.WTERMSIG(os.waitpid(child, 0)[1]) == 11
 assert driver.read(address, 6) == (0, b"parent")
 assert driver.create(G)[0] == 0
+"""
+    )
+    passes(script, vendor)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_child_forked_before_initialisation_begins_afresh(vendor: str) -> None:
+    script = (
+        PRELUDE
+        + """
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+        + START
+        + """
+assert driver.write(address, b"own") == 0 and driver.read(address, 3) == (0, b"own")
+if child == 0:
+    os._exit(0)
 """
     )
     passes(script, vendor)

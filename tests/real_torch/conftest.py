@@ -7,7 +7,9 @@ folder of the generated libraries in HARDPOINT_TORCH_LIBRARIES. Elsewhere they a
 from __future__ import annotations
 
 import gc
+import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -45,6 +47,32 @@ simulator = Simulator({backend!r})
 DEVICE = Device({backend!r}, 0, "simulated", "{torch_type}:0", simulated=True)
 """
 """How a process begins that uses torch over a simulated driver."""
+
+STATUSES = """
+import os
+statuses = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+"""
+"""What it does before, to tell by its standard output how forks end; imports may print."""
+
+FORKS = """
+import json
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=statuses, flush=True)
+else:
+    sys.exit()
+for descriptor, name in enumerate(("stdout", "stderr"), 1):
+    os.dup2(os.open(os.path.join(asked["output"], name), os.O_WRONLY | os.O_CREAT), descriptor)
+os.chdir(asked["folder"])
+exec(asked["code"])
+"""
+"""How it goes on to do so in forks, each of which ends as an interpreter does: importing torch takes seconds."""
+
+CHILD_SECONDS = 100.0
 
 
 def pytest_configure() -> None:
@@ -165,23 +193,61 @@ def tolerant_allocator(machine: Machine) -> Iterator[DeviceAllocator]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def imported(machine: Machine) -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported torch, has not touched a device, and forks for each line that it reads."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STATUSES + _start(machine) + FORKS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 @pytest.fixture
-def run_child(machine: Machine, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run code in a fresh interpreter on a machine of its own, and return how it ended."""
+def run_child(
+    machine: Machine, imported: subprocess.Popen[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run code in a process of its own on a machine of its own, and return how it ended.
+
+    With an environment, which torch may read when it is imported, it is a fresh interpreter; else a fork of `imported`, which ends as one.
+    """
 
     def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        start = START.format(build=BUILD, libraries=LIBRARIES, backend=machine.backend, torch_type=machine.torch_type)
+        if not environment:
+            return _run_fork(imported, code, tmp_path, tmp_path_factory.mktemp("output"))
         return subprocess.run(
-            [sys.executable, "-c", start + code],
+            [sys.executable, "-c", _start(machine) + code],
             env={**os.environ, **environment},
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=CHILD_SECONDS,
             check=False,
         )
 
     return run
+
+
+def _start(machine: Machine) -> str:
+    return START.format(build=BUILD, libraries=LIBRARIES, backend=machine.backend, torch_type=machine.torch_type)
+
+
+def _run_fork(
+    process: subprocess.Popen[str], code: str, folder: Path, output: Path
+) -> subprocess.CompletedProcess[str]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(json.dumps({"code": code, "folder": str(folder), "output": str(output)}), file=process.stdin, flush=True)
+    if not select.select([process.stdout], [], [], CHILD_SECONDS)[0]:
+        process.kill()
+        raise subprocess.TimeoutExpired(code, CHILD_SECONDS)
+    status = int(process.stdout.readline())
+    stdout, stderr = ((output / name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(code, status, stdout, stderr)
 
 
 @pytest.fixture

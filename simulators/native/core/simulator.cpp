@@ -13,8 +13,10 @@ void after_fork_in_parent() { simulator().mutex.unlock(); }
 
 void after_fork_in_child() {
   Simulator& machine = simulator();
-  machine.memory.hide_everything();
-  machine.forked_.store(true, std::memory_order_relaxed);
+  if (machine.initialized) {
+    machine.memory.hide_everything();
+    machine.forked_.store(true, std::memory_order_relaxed);
+  }
   machine.mutex.unlock();
 }
 

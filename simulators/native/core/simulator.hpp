@@ -36,7 +36,8 @@ class Simulator {
   Simulator(const Simulator&) = delete;
   Simulator& operator=(const Simulator&) = delete;
 
-  // True in a forked child: a device context does not survive a fork, and every call must say so.
+  // True in a child that was forked after the vendor's initialisation: nothing of it survives a fork, and every call must say so. The child of
+  // a process that has only loaded the library begins afresh.
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
 
   // Count a call and prepare the log for it; returns the vendor code that it is to fail with, 0 for none.

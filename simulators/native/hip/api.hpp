@@ -64,6 +64,7 @@ int remember(int code);
 template <class Body>
 int hip_call(CallSite& site, Body&& body) noexcept {
   return remember(serve<Codes>(site, [&](Simulator& machine) {
+    machine.initialized = true;
     if (!machine.settings.devices) return Result::NoDevice;
     return body(machine, current_device());
   }));

@@ -59,9 +59,7 @@ using namespace hardpoint::simulators::hip;
 
 HIP_CALL(hipInit)(unsigned flags) {
   return hip_call(site_of_hipInit, [&](Simulator& machine, int) {
-    if (flags) return machine.violations.note(Result::InvalidValue, "flags must be 0");
-    machine.initialized = true;
-    return Result::Ok;
+    return flags ? machine.violations.note(Result::InvalidValue, "flags must be 0") : Result::Ok;
   });
 }
 
