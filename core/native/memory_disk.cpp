@@ -322,6 +322,7 @@ class DiskDirectory {
   void remove() const {
     if (is_owner()) remove_store(path);
   }
+  void remove_others_left() const { remove_abandoned(path.substr(0, path.rfind('/'))); }
 
   void take(uint64_t bytes) {
     uint64_t used = used_.load();
@@ -544,11 +545,14 @@ DiskStore::DiskStore(std::string directory, uint64_t budget_bytes, DiskCalls cal
 
 DiskStore::~DiskStore() = default;
 
+void DiskStore::remove_abandoned(const std::string& directory) { memory::remove_abandoned(directory); }
+
 std::unique_ptr<DiskFile> DiskStore::create(uint64_t payload_bytes, size_t max_pieces) {
   directory_->check_owner();
   if (payload_bytes % kAlignment != 0)
     throw std::invalid_argument("a backup of " + std::to_string(payload_bytes) + " bytes is not a multiple of " +
                                 std::to_string(kAlignment));
+  directory_->remove_others_left();
   return std::unique_ptr<DiskFile>(new DiskFile(directory_, payload_bytes, max_pieces));
 }
 

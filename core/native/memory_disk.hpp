@@ -1,7 +1,8 @@
 // Backups on disk: a budgeted directory of files that live as long as the process that wrote them.
 //
 // Each store works in a subdirectory of its own, `hardpoint-<pid>-<random>`, and holds a lock (flock) on a file in it. A subdirectory whose
-// lock nobody holds was left by a process that died, and is removed by the next store that opens the directory. Nothing else there is touched.
+// lock nobody holds was left by a process that died, and is removed by the next store that opens the directory or makes a file there, and by
+// `remove_abandoned`. Nothing else there is touched.
 //
 // A backup is one file: a header (what is where, with checksums) and the payload. It is allocated whole before the first byte is written, it is
 // called `.partial` until it is committed, and it is removed with its DiskFile. Reads and writes bypass the page cache where the file system
@@ -144,10 +145,12 @@ class DiskStore {
   // Makes the directory where it is missing (not its parents), removes what dead processes left there, and enters a new subdirectory.
   // `budget_bytes` limits the bytes of all files of this store. Throws DiskError.
   DiskStore(std::string directory, uint64_t budget_bytes, DiskCalls calls = DiskCalls::system());
+  // Removes what dead processes left in a directory; does nothing where there is none, and passes over what it may not remove.
+  static void remove_abandoned(const std::string& directory);
   // The subdirectory is removed once the store and all its files are gone.
   ~DiskStore();
 
-  // Takes the bytes of a backup, header included, from the budget and from the disk. `payload_bytes` is a multiple of kAlignment.
+  // Takes the bytes of a backup, header included, from the budget and from the disk; first removes what processes that have died since left there. `payload_bytes` is a multiple of kAlignment.
   // Throws BudgetExceeded (before any call), DiskFull (before anything is written), DiskError.
   std::unique_ptr<DiskFile> create(uint64_t payload_bytes, size_t max_pieces);
 

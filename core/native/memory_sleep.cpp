@@ -549,6 +549,7 @@ void Sleep::wait_for_lagging_counter() {
 
 void Pool::prepare_host(const SleepPlan& plan) {
   check_usable("prepare a sleep");
+  if (plan.tier == Tier::kDisk) DiskStore::remove_abandoned(plan.disk_directory);
   uint64_t bytes = 0;
   std::vector<std::shared_ptr<Backup>> replaced;
   {

@@ -724,24 +724,25 @@ def test_sleep_mode_is_refused_where_the_backend_claims_no_sleep(
         make_tiny(enable_sleep_mode=True)
 
 
-def test_the_host_memory_of_the_first_sleep_is_made_ready_beside_an_accelerator_only(
+def test_the_first_sleep_is_made_ready_where_it_takes_host_memory_beside_an_accelerator_or_the_disk(
     as_if: Callable[..., None], make_tiny: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hardpoint_cpu.allocator import CpuAllocator
 
     plans: list[SleepPlan] = []
     monkeypatch.setattr(CpuAllocator, "prepare_sleep", lambda self, plan: plans.append(plan))
-    make_tiny(enable_sleep_mode=True)
+    make_tiny(enable_sleep_mode=True, sleep_tier="host")
     make_tiny(enable_sleep_mode=False)
-    assert plans == []
     as_if(accelerator=True)
     make_tiny(enable_sleep_mode=False)
-    make_tiny(enable_sleep_mode=True, sleep_tier="disk")
+    make_tiny(enable_sleep_mode=True, sleep_tier="source")
     assert plans == []
+    make_tiny(enable_sleep_mode=True, sleep_tier="disk")
     make_tiny(enable_sleep_mode=True, sleep_host_budget=0.5)
-    (plan,) = plans
-    assert (plan.tier, plan.host_budget) == (SleepTier.HOST, 1 << 29)
-    assert plan.keep == {"weights"}
+    assert [(plan.tier, plan.host_budget, plan.keep) for plan in plans] == [
+        (SleepTier.DISK, None, {"weights"}),
+        (SleepTier.HOST, 1 << 29, {"weights"}),
+    ]
 
 
 def test_the_default_tier_is_the_one_that_frees_memory(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.interfaces import SleepPlan, SleepTier
-from hardpoint.interfaces.errors import BackupCorrupt, HostBudgetExceeded
+from hardpoint.interfaces.errors import BackupCorrupt, HostBudgetExceeded, MemoryFault
 from hardpoint_conformance.fault_matrix import FaultTarget
 from hardpoint_conformance.memory import content, differences, wait_until
 from hardpoint_conformance.memory_model import TrackedPool
@@ -216,6 +216,29 @@ def test_what_a_killed_process_left_is_removed_and_never_served(
     assert len(backup_files(tmp_path)) == 1
     cpu_pool.wake()
     assert cpu_pool.read(address, len(data)) == data
+
+
+def test_what_a_process_left_that_was_killed_since_is_removed(cpu_pool: TrackedPool, tmp_path: Path) -> None:
+    """By the next sleep of a pool that has used the directory before, and where a sleep is prepared."""
+    cpu_pool.filled(content(1 << 20))
+    cpu_pool.sleep(plan(tmp_path))
+    cpu_pool.wake()
+    for uses in (cpu_pool.sleep, cpu_pool.prepare_sleep):
+        assert wait_until(lambda: not backup_files(tmp_path))
+        run_program(KILLED, tmp_path, "after")
+        (left,) = backup_files(tmp_path)
+        uses(plan(tmp_path))
+        assert not left.exists()
+        cpu_pool.wake()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff"])
+def test_a_directory_that_cannot_be_named_is_a_typed_error(name: str, cpu_pool: TrackedPool) -> None:
+    address = cpu_pool.filled(content(cpu_pool.unit))
+    with pytest.raises(MemoryFault, match="no directory"):
+        cpu_pool.sleep(SleepPlan(tier=SleepTier.DISK, disk_directory=name))
+    cpu_pool.prepare_sleep(SleepPlan(tier=SleepTier.DISK, disk_directory=name))
+    assert not cpu_pool.is_asleep(address)
 
 
 def test_a_living_process_keeps_its_backups_when_another_comes(cpu_pool: TrackedPool, tmp_path: Path) -> None:

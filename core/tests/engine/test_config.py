@@ -51,6 +51,8 @@ from hardpoint.scheduler import SchedulerConfig
         ({"ray": {}}, "the ranks do not run on it"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"max_queued_while_asleep": 0}, "max_queued_while_asleep"),
+        ({"sleep_disk_directory": "a\0b"}, "sleep_disk_directory must be a text that can name a file"),
+        ({"sleep_disk_directory": "\ud800"}, "sleep_disk_directory must be a text that can name a file"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
         ({"memory_utilization": 0.5, "gpu_memory_utilization": 0.5}, "given twice"),
     ],

@@ -13,7 +13,7 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.scheduler import SchedulerSettings
-from hardpoint.validation import GiB, Int64, NonNegativeInt, PositiveInt, Seconds, Share, did_you_mean, shown
+from hardpoint.validation import FileName, GiB, Int64, NonNegativeInt, PositiveInt, Seconds, Share, did_you_mean, shown
 
 # Names under which scripts written for other engines pass the same settings.
 _ALIASES = {
@@ -93,7 +93,7 @@ class EngineConfig(SchedulerSettings):
     enable_sleep_mode: bool = False
     sleep_tier: Literal["host", "disk", "source"] | None = None
     sleep_host_budget: GiB | None = None
-    sleep_disk_directory: str | None = None
+    sleep_disk_directory: FileName | None = None
     sleep_disk_budget: GiB | None = None
     sleeping_requests: Literal["reject", "queue"] = "reject"
     max_queued_while_asleep: PositiveInt = 1024

@@ -708,6 +708,8 @@ def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabil
 
 
 def _prepared_sleep(config: EngineConfig, resolved: Resolved, settings: SleepPlan) -> SleepPlan | None:
-    """Return the sleep to make ready for: pinning host memory takes longer than the sleep that uses it."""
-    wanted = config.enable_sleep_mode and resolved.descriptor.accelerator and settings.tier is SleepTier.HOST
+    """Return the sleep to make ready for: pinning host memory takes longer than the sleep that uses it, and backups on disk that
+    killed engines left take room until somebody removes them."""
+    pins = resolved.descriptor.accelerator and settings.tier is SleepTier.HOST
+    wanted = config.enable_sleep_mode and (pins or settings.tier is SleepTier.DISK)
     return replace(settings, policies=_PRESERVED) if wanted else None

@@ -94,8 +94,16 @@ class VirtualMemory:
         self.native.mark_written(list(tags))
 
     def prepare_sleep(self, plan: SleepPlan) -> None:
-        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded."""
-        self.native.prepare_host(_placed(plan))
+        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded.
+
+        For one to disk, remove the backups that dead processes left in its directory.
+        """
+        if plan.tier is SleepTier.DISK:
+            try:
+                plan = replace(plan, disk_directory=str(_sleep_directory(plan.disk_directory)))
+            except MemoryFault:
+                return  # the sleep will say so
+        self.native.prepare_host(plan)
 
     def begin_sleep(self, plan: SleepPlan) -> MemoryTransaction:
         """Do everything of a sleep that can fail; see `DeviceAllocator.begin_sleep`.
@@ -261,11 +269,7 @@ def _placed(plan: SleepPlan) -> SleepPlan:
     """Return a plan that names the directory of its backups on disk, which is made for this user alone."""
     if plan.tier is not SleepTier.DISK:
         return plan
-    return replace(plan, disk_directory=str(_sleep_directory(plan.disk_directory)))
-
-
-def _sleep_directory(named: str | None) -> Path:
-    directory = Path(named) if named else default_sleep_directory()
+    directory = _sleep_directory(plan.disk_directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -273,6 +277,18 @@ def _sleep_directory(named: str | None) -> Path:
             f"the directory {directory} for backups cannot be made",
             found=str(error),
             hint=f"Set {SLEEP_DIRECTORY_VARIABLE}",
+        ) from error
+    return replace(plan, disk_directory=str(directory))
+
+
+def _sleep_directory(named: str | None) -> Path:
+    try:
+        directory = Path(named) if named else default_sleep_directory()
+        if b"\0" in str(directory).encode():
+            raise ValueError("embedded null byte")
+    except (RuntimeError, ValueError) as error:  # no home; no path
+        raise MemoryFault(
+            "there is no directory for backups", found=ascii(error), hint=f"Set {SLEEP_DIRECTORY_VARIABLE}"
         ) from error
     return directory
 

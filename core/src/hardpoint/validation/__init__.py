@@ -6,6 +6,7 @@ Settings, sampling parameters and prompts derive from `Validated`; what a field 
 from hardpoint.validation.declared import (
     FLOAT32_MAX,
     INT32_MAX,
+    FileName,
     GiB,
     Int64,
     NonNegativeFloat,
@@ -22,6 +23,7 @@ from hardpoint.validation.declared import (
 __all__ = [
     "FLOAT32_MAX",
     "INT32_MAX",
+    "FileName",
     "GiB",
     "Int64",
     "NonNegativeFloat",

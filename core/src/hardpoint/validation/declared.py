@@ -50,6 +50,8 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=FLOAT32_MIN, le=1e9)]
 """A duration above 0 that every timer can count."""
 GiB: TypeAlias = Annotated[float, Meta(ge=0, le=2**33)]
 """Sizes of which 64 bits can count the bytes."""
+FileName: TypeAlias = Annotated[str, Meta(pattern=r"^[^\x00\ud800-\udfff]*\Z")]
+"""A text that can name a file: no NUL, and no surrogate, which UTF-8 does not have."""
 
 _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a text", NoneType: "None"}
 _LISTS = (Sequence, list, frozenset)
@@ -240,6 +242,8 @@ def describe(kind: Any) -> str:
 
 def _range(kind: type, meta: Meta) -> str:
     low, high = meta.ge, meta.le
+    if kind is str:
+        return "a text that can name a file (no NUL, no surrogate)"
     if kind is float:
         start = "(0" if low == FLOAT32_MIN else f"[{low:g}"
         end = f"{meta.lt:g})" if meta.lt is not None else "infinity)" if high in (None, FLOAT32_MAX) else f"{high:g}]"
