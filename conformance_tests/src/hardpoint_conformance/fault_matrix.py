@@ -94,10 +94,13 @@ class InterposedTarget(FaultTarget):
     def __init__(self, name: str, driver: DriverTable) -> None:
         self.name = name
         self._driver = InterposedDriver(driver)
-        self._driver.open()  # a driver remembers what it found by probing as long as it is open
-        self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self._driver.quirks()
+        self._is_open = False
+        self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self.table().quirks()
 
     def table(self) -> DriverTable:
+        if not self._is_open:
+            self._driver.open()  # a driver remembers what it found by probing as long as it is open
+            self._is_open = True
         return self._driver
 
     def calls(self) -> dict[str, int]:
@@ -122,7 +125,9 @@ class InterposedTarget(FaultTarget):
         return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
 
     def finish(self) -> None:
-        self._driver.close()
+        if self._is_open:
+            self._driver.close()
+            self._is_open = False
         assert_holds_nothing(self._driver)
 
 
