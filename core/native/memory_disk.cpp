@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
@@ -62,6 +63,31 @@ auto retry_interrupted(Call call) {
   while (result < 0 && errno == EINTR) result = call();
   return result;
 }
+
+// Growing a file beyond RLIMIT_FSIZE sends the thread SIGXFSZ, which ends a process that does not ignore it. While this lives the signal is held back,
+// and then taken away, so that EFBIG is all that comes of it.
+class FileLimitIsAnError {
+ public:
+  FileLimitIsAnError() {
+    sigemptyset(&signal_);
+    sigaddset(&signal_, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &signal_, &before_);
+  }
+  FileLimitIsAnError(const FileLimitIsAnError&) = delete;
+  FileLimitIsAnError& operator=(const FileLimitIsAnError&) = delete;
+  ~FileLimitIsAnError() {
+    if (sigismember(&before_, SIGXFSZ) == 1) return;
+    const int error = errno;
+    const timespec none{};
+    while (sigtimedwait(&signal_, nullptr, &none) < 0 && errno == EINTR) {
+    }
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+    errno = error;
+  }
+
+ private:
+  sigset_t signal_, before_;
+};
 
 uint64_t random_bits() {
   std::random_device random;
@@ -372,6 +398,7 @@ void DiskFile::open_file() {
 
 void DiskFile::allocate() {
   const DiskCalls& calls = directory_->calls;
+  const FileLimitIsAnError held;
   if (file_bytes_ > static_cast<uint64_t>(std::numeric_limits<off_t>::max())) fail("fallocate", path_, EFBIG);
   const auto size = static_cast<off_t>(file_bytes_);
   if (retry_interrupted([&] { return calls.fallocate(calls.context, file_, size); }) == 0) return;
@@ -417,6 +444,7 @@ void DiskFile::read(uint64_t offset, void* data, uint64_t size) const {
 }
 
 void DiskFile::write_at(uint64_t position, const void* data, uint64_t size) {
+  const FileLimitIsAnError held;
   const DiskCalls& calls = directory_->calls;
   auto bytes = static_cast<const unsigned char*>(data);
   while (size > 0) {

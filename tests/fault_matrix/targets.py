@@ -95,6 +95,9 @@ class SimulatedTarget(FaultTarget):
             for name in ("used", "reservations", "address_space", "handles", "mappings", "streams")
         }
 
+    def left(self) -> Mapping[str, int]:
+        return {**self.held(), "pinned ranges": self._simulator.stats().host_ranges}
+
     def finish(self) -> None:
         if self._table is not None:
             self._table.close()

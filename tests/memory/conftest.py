@@ -31,12 +31,12 @@ def cpu_target() -> CpuTarget:
 def tracked_pool(target: FaultTarget) -> Iterator[TrackedPool]:
     """Yield a pool; afterwards everything has gone back to the driver and no rule was broken."""
     table = target.table()
-    nothing = dict(target.held())
+    nothing = dict(target.left())
     pool = TrackedPool(table)
     yield pool
     pool.free_all()
     del pool
-    assert dict(target.held()) == nothing
+    assert dict(target.left()) == nothing
     assert target.violations() == []
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from hardpoint.interfaces import FileExtent, Policy, SleepPlan, SleepTier
-from hardpoint.interfaces.errors import DriverError, MemoryAsleep, MemoryBusy
+from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, MemoryAsleep, MemoryBusy
 from hardpoint_conformance.fault_matrix import FaultTarget
 from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.memory import content, files_below, wait_until
@@ -73,6 +74,22 @@ def test_no_ending_but_a_sleeps_rollback_needs_the_driver(target: FaultTarget, k
                 read = pool.read_backup if pool.is_asleep(address) else pool.read
                 assert read(address, len(expected)) == expected
     pool.free_all()
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_no_run_of_failing_calls_loses_memory(target: FaultTarget, length: int) -> None:
+    """The second failure is met where the first one is undone, by the core or within an entry of the driver."""
+    for first in range(1, 16):
+        pool = TrackedPool(target.table())
+        target.fail_calls(*range(first, first + length))
+        with suppress(DriverError, DeviceOutOfMemory):
+            pool.allocate(2 * pool.unit)
+        target.disarm()
+        pool.free_all()
+        assert pool.books().unreturned == 0
+        del pool
+        left = target.left()
+        assert dict(left) == dict.fromkeys(left, 0), f"calls {first} to {first + length - 1}"
 
 
 def test_a_sleep_that_cannot_be_rolled_back_is_asleep_with_its_bytes(target: FaultTarget) -> None:

@@ -167,14 +167,18 @@ class Device {
 
   void release(uint64_t handle, size_t) {
     const Current current = use("release");
+    undo_half_mapping(handle);
     CALL(aclrtFreePhysical, pointer(handle));
   }
 
   void map(uint64_t address, size_t size, uint64_t handle) {
     const Current current = use("map");
     driver::check_range("map", address, size, geometry_);
+    undo_half_mapping(handle);
     CALL(aclrtMapMem, pointer(address), size, 0, pointer(handle), 0);
-    Undo unmap([&] { api_.aclrtUnmapMem(pointer(address)); });
+    Undo unmap([&] {
+      if (api_.aclrtUnmapMem(pointer(address)) != success) half_mapped_.add(handle, address, size);
+    });
     grant_access(address, size);
     unmap.dismiss();
   }
@@ -256,6 +260,10 @@ class Device {
     bool changed_ = false;
   };
 
+  void undo_half_mapping(uint64_t handle) {
+    half_mapped_.undo(handle, [&](uint64_t address, size_t) { CALL(aclrtUnmapMem, pointer(address)); });
+  }
+
   Current use(const char *entry) const {
     opened_.require(entry);
     return Current(*this);
@@ -314,6 +322,7 @@ class Device {
   const int32_t index_;
   PhysicalMemProp properties_{};
   driver::OpenCount opened_;
+  driver::HalfMapped half_mapped_;
   Context context_ = nullptr;  // set by the first open, before any entry may use them
   hp_geometry geometry_{};
 };

@@ -153,14 +153,18 @@ class Device {
 
   void release(uint64_t handle, size_t) {
     const Current current = use("release");
+    undo_half_mapping(handle);
     CALL(cuMemRelease, handle);
   }
 
   void map(uint64_t address, size_t size, uint64_t handle) {
     const Current current = use("map");
     driver::check_range("map", address, size, geometry_);
+    undo_half_mapping(handle);
     CALL(cuMemMap, address, size, 0, handle, 0);
-    Undo unmap([&] { api_.cuMemUnmap(address, size); });
+    Undo unmap([&] {
+      if (api_.cuMemUnmap(address, size) != success) half_mapped_.add(handle, address, size);
+    });
     const MemAccessDesc access{properties_.location, access_read_write};
     CALL(cuMemSetAccess, address, size, &access, 1);
     unmap.dismiss();
@@ -245,6 +249,10 @@ class Device {
     bool changed_ = false;
   };
 
+  void undo_half_mapping(uint64_t handle) {
+    half_mapped_.undo(handle, [&](uint64_t address, size_t size) { CALL(cuMemUnmap, address, size); });
+  }
+
   Current use(const char *entry) const {
     opened_.require(entry);
     return Current(*this, context_);
@@ -295,6 +303,7 @@ class Device {
   DeviceHandle device_ = 0;
   MemAllocationProp properties_{};
   driver::OpenCount opened_;
+  driver::HalfMapped half_mapped_;
   Context context_ = nullptr;  // set by the first open, before any entry may use them
   hp_geometry geometry_{};
 };

@@ -161,6 +161,7 @@ class Device {
 
   void release(uint64_t handle, size_t) {
     const Current current = use("release");
+    undo_half_mapping(handle);
     CALL(hipMemRelease, allocation(handle));
   }
 
@@ -168,9 +169,12 @@ class Device {
     const Current current = use("map");
     driver::check_range("map", address, size, geometry_);
     if (handle == 0) driver::refuse("map", "handle 0 is none that create returned");
+    undo_half_mapping(handle);
     CALL(hipMemMap, pointer(address), size, 0, allocation(handle), 0);
     Undo unmap([&] {
-      if (api_.hipMemUnmap(pointer(address), size) != success) forget_last_error();
+      if (api_.hipMemUnmap(pointer(address), size) == success) return;
+      forget_last_error();
+      half_mapped_.add(handle, address, size);
     });
     const MemAccessDesc access{properties_.location, access_read_write};
     CALL(hipMemSetAccess, pointer(address), size, &access, 1);
@@ -256,6 +260,10 @@ class Device {
     bool changed_ = false;
   };
 
+  void undo_half_mapping(uint64_t handle) {
+    half_mapped_.undo(handle, [&](uint64_t address, size_t size) { CALL(hipMemUnmap, pointer(address), size); });
+  }
+
   Current use(const char *entry) const {
     opened_.require(entry);
     return Current(*this);
@@ -302,6 +310,7 @@ class Device {
   DeviceHandle device_ = 0;
   MemAllocationProp properties_{};
   driver::OpenCount opened_;
+  driver::HalfMapped half_mapped_;
   hp_geometry geometry_{};  // set by the first open, before any entry may use it
   std::mutex quirks_mutex_;  // guards quirks_
   std::optional<uint64_t> quirks_;

@@ -84,6 +84,10 @@ class FaultTarget(ABC):
     def held(self) -> Mapping[str, int]:
         """Return what the driver counts as taken: memory, and where it counts them handles, mappings, addresses, streams."""
 
+    def left(self) -> Mapping[str, int]:
+        """Return what is taken when no pool is left: as `held`, and what a pool keeps for its next operation."""
+        return self.held()
+
 
 class InterposedTarget(FaultTarget):
     """Any backend's driver, whose entries fail between it and the core."""
@@ -94,13 +98,13 @@ class InterposedTarget(FaultTarget):
     def __init__(self, name: str, driver: DriverTable) -> None:
         self.name = name
         self._driver = InterposedDriver(driver)
-        self._is_open = False
+        self._opened = False
         self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self.table().quirks()
 
     def table(self) -> DriverTable:
-        if not self._is_open:
+        if not self._opened:
             self._driver.open()  # a driver remembers what it found by probing as long as it is open
-            self._is_open = True
+            self._opened = True
         return self._driver
 
     def calls(self) -> dict[str, int]:
@@ -124,10 +128,12 @@ class InterposedTarget(FaultTarget):
     def violations(self) -> list[str]:
         return [*self._driver.broken_rules(), *map(repr, self._driver.errors)]
 
+    def left(self) -> Mapping[str, int]:
+        return {**self.held(), **self._driver.held()}
+
     def finish(self) -> None:
-        if self._is_open:
-            self._driver.close()
-            self._is_open = False
+        self._driver.close()
+        self._opened = False
         assert_holds_nothing(self._driver)
 
 

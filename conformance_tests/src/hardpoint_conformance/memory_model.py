@@ -21,6 +21,7 @@ from hardpoint.interfaces.errors import (
     DeviceOutOfMemory,
     DriverError,
     ForeignMemory,
+    HostBudgetExceeded,
     InvalidAllocation,
     MemoryAsleep,
     MemoryFault,
@@ -36,6 +37,17 @@ MANY = 12
 tags = st.sets(st.sampled_from(TAGS), min_size=1)
 policies = st.sampled_from(
     [Policy.PRESERVE, Policy.PRESERVE, Policy.DISCARD, Policy.ZERO, Policy.REBUILD, Policy.RESIDENT]
+)
+
+
+Fault = tuple[int, int] | list[int] | None
+"""Of driver calls: one of a kind and which of its calls, or the numbers of several of any kind; None for none."""
+
+faults = (
+    st.none()
+    | st.tuples(st.integers(0, 40), st.integers(1, 8))
+    | st.lists(st.integers(1, 40), min_size=2, max_size=4, unique=True)
+    | st.builds(lambda first, number: list(range(first, first + number)), st.integers(1, 40), st.integers(2, 6))
 )
 
 
@@ -152,39 +164,66 @@ class MemoryMachine(RuleBasedStateMachine):
     def pick(self, index: int) -> Block:
         return self.blocks[list(self.blocks)[index % len(self.blocks)]]
 
-    def attempt(self, fault: tuple[int, int] | None, call: Callable[[], object]) -> bool:
-        """Make a call with at most one driver call failing, again without when that was too much; False if it was refused."""
+    def attempt(self, fault: Fault, call: Callable[[], object]) -> bool:
+        """Make a call with driver calls failing, again without when that was too much.
+
+        Returns False where undoing it failed, too: everything was woken then instead, which brings all bytes back.
+        """
         calls = sorted(self.target.calls())
-        if fault and calls:
+        if not calls:
+            fault = None
+        before = self.target.count()
+        if isinstance(fault, list):
+            self.target.fail_calls(*fault)
+        elif fault:
             self.target.fail(calls[fault[0] % len(calls)], fault[1])
+        failed = False
         try:
             call()
-        except (DeviceOutOfMemory, DriverError):
+        except (DeviceOutOfMemory, DriverError, HostBudgetExceeded):
             assert fault, "an error without a fault"
-            assert self.target.disarm(), "an error without a failed call"
-            self.faulted = True
-            self.bytes_are_as_known()
-            call()
+            failed = True
         finally:
-            if fault and calls and self.target.disarm():
-                self.faulted = True
+            if fault:
+                reached = self.target.disarm()
+                fired = reached if isinstance(fault, tuple) else self.target.count() - before >= min(fault)
+                self.faulted |= fired
+        if not failed:
+            return True
+        assert fired, "an error without a failed call"
+        if isinstance(fault, list) and self.is_otherwise_asleep():
+            self.pool.wake()
+            self.note_awake(None)
+            self.bytes_are_as_known()
+            return False
+        self.bytes_are_as_known()
+        call()
         return True
 
+    def is_otherwise_asleep(self) -> bool:
+        """Return whether memory sleeps that the model says is awake; never the other way round."""
+        states = {(block.asleep, self.pool.is_asleep(block.address)) for block in self.blocks.values()}
+        assert (True, False) not in states
+        return (False, True) in states
+
+    def note_awake(self, chosen: set[str] | None) -> None:
+        """Note in the model that tags woke; None for all."""
+        for block in self.blocks.values():
+            if block.asleep and (chosen is None or block.tag in chosen):
+                block.asleep, block.readable = False, Known()
+                block.callback = block.callback and not block.zeroed
+                block.zeroed = False
+
     def change(
-        self,
-        fault: tuple[int, int] | None,
-        phases: Phases,
-        at_once: Callable[[], object],
-        begin: Callable[[], MemoryTransaction],
-    ) -> None:
+        self, fault: Fault, phases: Phases, at_once: Callable[[], object], begin: Callable[[], MemoryTransaction]
+    ) -> bool:
         """Sleep or wake, in one call or in two phases, as `attempt` makes a call."""
         if phases is Phases.ONE:
-            self.attempt(fault, at_once)
-            return
+            return self.attempt(fault, at_once)
         if phases is Phases.TWO_AFTER_A_ROLLBACK:
             begin().rollback()
             self.bytes_are_as_known()
-        self.attempt(fault, lambda: begin().commit())
+        return self.attempt(fault, lambda: begin().commit())
 
     def bytes_are_as_known(self) -> None:
         for block in self.blocks.values():
@@ -204,11 +243,9 @@ class MemoryMachine(RuleBasedStateMachine):
         tag=st.sampled_from(TAGS),
         policy=policies,
         kind=st.sampled_from(["own", "own", "shared", "elastic"]),
-        fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 6)),
+        fault=faults,
     )
-    def allocate(
-        self, units: int, more: int, tag: str, policy: Policy, kind: str, fault: tuple[int, int] | None
-    ) -> None:
+    def allocate(self, units: int, more: int, tag: str, policy: Policy, kind: str, fault: Fault) -> None:
         size = 300 + 977 * units if kind == "shared" else max(1, units * self.unit + more)
         if policy is Policy.REBUILD and kind == "shared":
             kind = "own"
@@ -245,8 +282,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 other.callback = False
 
     @precondition(lambda self: self.blocks)
-    @rule(index=st.integers(0, 99), fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 6)))
-    def free(self, index: int, fault: tuple[int, int] | None) -> None:
+    @rule(index=st.integers(0, 99), fault=faults)
+    def free(self, index: int, fault: Fault) -> None:
         block = self.pick(index)
         del self.blocks[block.address]
         self.attempt(fault, lambda: self.pool.free(block.address))
@@ -257,16 +294,17 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(
         index=st.integers(0, 99),
         units=st.integers(1, 6),
-        fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 6)),
+        fault=faults,
     )
-    def resize(self, index: int, units: int, fault: tuple[int, int] | None) -> None:
+    def resize(self, index: int, units: int, fault: Fault) -> None:
         elastic = [block for block in self.blocks.values() if block.capacity]
         block, size = elastic[index % len(elastic)], units * self.unit
         if block.asleep:
             with pytest.raises(MemoryAsleep):
                 self.pool.resize(block.address, size)
             return
-        self.attempt(fault, lambda: self.pool.resize(block.address, size))
+        if not self.attempt(fault, lambda: self.pool.resize(block.address, size)):
+            return
         if size < block.size:
             block.known = block.known.within([(0, size)])
         outgrown = block.callback and size > block.size
@@ -316,7 +354,7 @@ class MemoryMachine(RuleBasedStateMachine):
         keep=st.sets(st.sampled_from(TAGS)),
         verify=st.booleans(),
         narrowed=st.booleans(),
-        fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 8)),
+        fault=faults,
         phases=phases,
     )
     def sleep(
@@ -327,7 +365,7 @@ class MemoryMachine(RuleBasedStateMachine):
         keep: set[str],
         verify: bool,
         narrowed: bool,
-        fault: tuple[int, int] | None,
+        fault: Fault,
         phases: Phases,
     ) -> None:
         tier = self.tiers[tier_index % len(self.tiers)]
@@ -355,7 +393,8 @@ class MemoryMachine(RuleBasedStateMachine):
             with pytest.raises(InvalidAllocation):
                 self.pool.sleep(plan)
             return
-        self.change(fault, phases, lambda: self.pool.sleep(plan), lambda: self.pool.begin_sleep(plan))
+        if not self.change(fault, phases, lambda: self.pool.sleep(plan), lambda: self.pool.begin_sleep(plan)):
+            return
         for block, policy in sleeping:
             block.asleep = True
             known = block.known.within(live[block.address]) if block.address in live else block.known
@@ -368,15 +407,11 @@ class MemoryMachine(RuleBasedStateMachine):
             else:
                 block.known = block.readable = known
 
-    @rule(chosen=st.none() | tags, fault=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 8)), phases=phases)
-    def wake(self, chosen: set[str] | None, fault: tuple[int, int] | None, phases: Phases) -> None:
+    @rule(chosen=st.none() | tags, fault=faults, phases=phases)
+    def wake(self, chosen: set[str] | None, fault: Fault, phases: Phases) -> None:
         named = None if chosen is None else sorted(chosen)
-        self.change(fault, phases, lambda: self.pool.wake(named), lambda: self.pool.begin_wake(named))
-        for block in self.blocks.values():
-            if block.asleep and (chosen is None or block.tag in chosen):
-                block.asleep, block.readable = False, Known()
-                block.callback = block.callback and not block.zeroed
-                block.zeroed = False
+        if self.change(fault, phases, lambda: self.pool.wake(named), lambda: self.pool.begin_wake(named)):
+            self.note_awake(chosen)
 
     @rule(chosen=tags)
     def discard_backup(self, chosen: set[str]) -> None:
@@ -431,7 +466,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pool.free_all()
         del self.pool
         self.directory.cleanup()
-        held = dict(self.target.held())
+        held = dict(self.target.left())
         assert held == dict.fromkeys(held, 0)
         assert self.target.violations() == []
 

@@ -282,6 +282,30 @@ class OpenCount {
   std::atomic<int64_t> count_{0};
 };
 
+// Mappings that `map` could neither finish nor undo: they are undone before their handle is mapped again or released, which fails where that does.
+class HalfMapped {
+ public:
+  void add(uint64_t handle, uint64_t address, size_t size) noexcept try {
+    const std::lock_guard lock(mutex_);
+    mappings_[handle] = {address, size};
+  } catch (const std::bad_alloc &) {
+  }
+
+  // Calls unmap(address, size), which may throw, where the handle has such a mapping.
+  template <class Unmap>
+  void undo(uint64_t handle, Unmap &&unmap) {
+    const std::lock_guard lock(mutex_);
+    const auto mapping = mappings_.find(handle);
+    if (mapping == mappings_.end()) return;
+    unmap(mapping->second.first, mapping->second.second);
+    mappings_.erase(mapping);
+  }
+
+ private:
+  std::mutex mutex_;  // guards mappings_
+  std::map<uint64_t, std::pair<uint64_t, size_t>> mappings_;  // address and size, by handle
+};
+
 // The C function of one entry: calls a method and turns what it throws into a status.
 template <auto method>
 struct Entry;

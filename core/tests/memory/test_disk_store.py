@@ -266,10 +266,24 @@ def test_a_full_disk_is_known_before_anything_is_written(store: DiskStore, error
     assert store.create(4 * PAGE, 1).file_bytes == 5 * PAGE
 
 
-def test_a_limit_on_file_sizes_is_a_full_disk(store: DiskStore, file_size_limit: int) -> None:
-    with pytest.raises(DiskFull):
-        store.create(file_size_limit, 1)
-    assert store.bytes_used == 0
+def test_a_limit_on_file_sizes_is_a_full_disk_and_no_signal(store: DiskStore, file_size_limit: int) -> None:
+    """The signal would end a process that does not ignore it, as Python does when it starts."""
+    sent: list[int] = []
+    before = signal.signal(signal.SIGXFSZ, lambda number, _: sent.append(number))
+    try:
+        with pytest.raises(DiskFull):
+            store.create(file_size_limit, 1)
+        store.fail("fallocate", errno.EOPNOTSUPP)
+        with pytest.raises(DiskFull):
+            store.create(file_size_limit, 1)
+        assert store.bytes_used == 0
+        file = store.create(file_size_limit - PAGE, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        with pytest.raises(DiskFull):
+            file.write(4 * PAGE, pages(PAGE))
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+    assert sent == []
 
 
 def test_a_file_system_that_cannot_allocate_is_used(store: DiskStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import load_tokenizer, open_model
+from hardpoint.weights import gguf_file
 from hardpoint.weights.gguf_file import read_gguf
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -203,6 +205,27 @@ def test_truncated_anywhere_is_corrupt(share: float, whole: bytes, tmp_path: Pat
     (tmp_path / "model.gguf").write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(CorruptWeights):
         open_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_is_corrupt(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    file = read_gguf(path)
+    last = max(file.tensors.values(), key=lambda tensor: tensor.offset)
+    os.truncate(path, len(whole) // 2)
+    with pytest.raises(CorruptWeights, match="truncated"):
+        list(file.rows(last.name))
+
+
+def test_a_header_of_any_length_is_read(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    for length in (4, 100, 1000, 1 << 20):
+        monkeypatch.setattr(gguf_file, "_FIRST_READ", length)
+        path = tmp_path / f"{length}.gguf"
+        path.write_bytes(whole)
+        files.append(read_gguf(path))
+    assert all(file.tensors == files[-1].tensors for file in files)
+    assert all(file.metadata == files[-1].metadata for file in files)
 
 
 def test_every_damaged_header_byte_gives_a_typed_error_or_a_model(whole: bytes, tmp_path: Path) -> None:

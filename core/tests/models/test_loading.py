@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,15 @@ def test_truncated_safetensors_are_corrupt(llama: Path, keep: float) -> None:
     file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
     with pytest.raises(CorruptWeights, match="damaged or truncated"):
         open_and_load(llama)
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_is_corrupt(llama: Path) -> None:
+    file = llama / "model.safetensors"
+    source = open_model(str(llama))
+    last = max(source.checkpoint.shapes(), key=lambda name: source.checkpoint.stored(name).offset)
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CorruptWeights, match="truncated"):
+        source.checkpoint.read(last)
 
 
 def test_a_missing_shard_is_named(llama: Path) -> None:

@@ -93,10 +93,8 @@ class ModelSource:
         return open_safetensors(self.path)
 
     def close_weights(self) -> None:
-        """Let go of the files' pages, once the weights are loaded; `checkpoint` opens them again."""
+        """Close the files, once the weights are loaded; `checkpoint` opens them again."""
         self.__dict__.pop("checkpoint", None)
-        if self.gguf is not None:
-            self.gguf.forget_pages()
 
     def opener(self) -> Callable[[], ModelSource]:
         """Return what opens this model again, from the same place; it keeps no file open."""

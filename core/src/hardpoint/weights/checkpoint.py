@@ -1,7 +1,7 @@
 """Checkpoints: named tensors under their Hugging Face names, whatever they are stored in, read row by row.
 
-A checkpoint yields chunks of rows, so that a weight goes from the mapped file straight to its place on the device; no tensor
-is held whole in another dtype on the way.
+A checkpoint yields chunks of rows, so that a weight goes from the file to its place on the device by a small buffer; no tensor
+is held whole on the way.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CorruptWeights, ModelNotFound, UnsupportedArchitecture
 from hardpoint.weights.gguf_file import GGUFFile
+from hardpoint.weights.open_file import CHUNK_BYTES, OpenFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,16 @@ SAFETENSORS_SINGLE = "model.safetensors"
 
 
 _SAFETENSORS_DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+_TORCH_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""Of safetensors' floating types: torch's names."""
 _GGUF_DTYPES = {0: DType.FLOAT32, 1: DType.FLOAT16, 30: DType.BFLOAT16}
 
 
@@ -55,6 +67,11 @@ class Checkpoint(ABC):
         Values are on the host, of whatever floating dtype is stored. Raises CorruptWeights.
         """
 
+    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield rows of one expert of a stacked tensor [experts, rows, ...], as `rows` yields a tensor's."""
+        for _, values in self.rows(name, expert, expert + 1):
+            yield begin, values[0, begin:end]
+
     def dtype(self) -> DType | None:
         """Return the dtype that the weights are stored in, None where there is none to speak of."""
         return None
@@ -71,33 +88,37 @@ class Checkpoint(ABC):
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of a safetensors file; offset and size in bytes."""
+
+    file: OpenFile
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    kind: str
+
+
 class SafetensorsCheckpoint(Checkpoint):
-    """A single safetensors file, or several with an index; mapped, read on demand."""
+    """A single safetensors file, or several with an index; read on demand."""
 
     def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self._handles: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
-        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
+        self._entries: dict[str, _Entry] = {}
         for file in files:
             try:
-                handle: Any = safe_open(str(file), framework="pt", device="cpu")
-                for name in handle.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
-                    if name in self._handles:
+                with safe_open(str(file), framework="np"):
+                    pass  # it checks the header
+                for name, entry in _safetensors_entries(file).items():
+                    if name in self._entries:
                         raise CorruptWeights(f"two files of {file.parent} have the tensor {name}", found=file.name)
-                    view = handle.get_slice(name)
-                    self._handles[name] = handle
-                    self._paths[name] = file
-                    self._shapes[name] = tuple(view.get_shape())
-                    self._dtypes[name] = view.get_dtype()
-            except (SafetensorError, OSError) as error:
+                    self._entries[name] = entry
+            except (SafetensorError, OSError, struct.error, json.JSONDecodeError) as error:
                 raise CorruptWeights(
                     f"{file} is damaged or truncated", found=str(error), hint="Download the file again"
                 ) from error
-        absent = sorted(set(weight_map or ()) - set(self._handles))
+        absent = sorted(set(weight_map or ()) - set(self._entries))
         if absent:
             raise CorruptWeights(
                 f"the index of {files[0].parent} names tensors that no file has",
@@ -106,44 +127,63 @@ class SafetensorsCheckpoint(Checkpoint):
             )
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+        return {name: entry.shape for name, entry in self._entries.items()}
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        from safetensors import SafetensorError
+        entry = self._entries[name]
+        wanted = range(entry.shape[0] if entry.shape else 1)[begin:end]
+        for first, values in self._chunks(name, (0, entry.shape[1:]), wanted.start, wanted.stop):
+            yield first, values if entry.shape else values[0]
 
-        try:
-            tensor = self._handles[name].get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CorruptWeights(f"tensor {name} cannot be read", found=str(error)) from error
-        if not tensor.is_floating_point():
+    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        rows, *row = self._entries[name].shape[1:]
+        return self._chunks(name, (expert * rows, tuple(row)), begin, end)
+
+    def _chunks(
+        self, name: str, rows: tuple[int, tuple[int, ...]], begin: int, end: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield a tensor cut into rows; `rows` says which of them counts as 0, and their shape. No rows are one empty chunk."""
+        import torch
+
+        entry, (base, shape) = self._entries[name], rows
+        dtype = getattr(torch, _TORCH_DTYPES.get(entry.kind, ""), None)
+        if dtype is None:
             raise UnsupportedArchitecture(
                 "the checkpoint is quantised in a format that Hardpoint does not read",
-                found=f"tensor {name} has dtype {tensor.dtype}",
+                found=f"tensor {name} has dtype {entry.kind}",
                 hint="Use the unquantised checkpoint, or a GGUF file",
             )
-        yield begin, tensor[begin:end] if tensor.ndim else tensor
+        row_bytes = prod(shape) * dtype.itemsize
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for first in range(begin, max(end, begin + 1), step):
+            count = max(0, min(end - first, step))
+            try:
+                data = entry.file.read(entry.offset + (base + first) * row_bytes, count * row_bytes)
+            except OSError as error:
+                raise CorruptWeights(f"tensor {name} cannot be read", found=str(error)) from error
+            yield first, data.view(dtype).view(count, *shape)
 
     def dtype(self) -> DType | None:
-        return next((_SAFETENSORS_DTYPES[kind] for kind in self._dtypes.values() if kind in _SAFETENSORS_DTYPES), None)
+        kinds = (entry.kind for entry in self._entries.values())
+        return next((_SAFETENSORS_DTYPES[kind] for kind in kinds if kind in _SAFETENSORS_DTYPES), None)
 
     def stored(self, name: str) -> StoredTensor | None:
-        dtype = _SAFETENSORS_DTYPES.get(self._dtypes[name])
-        if dtype is None:
-            return None
-        path = self._paths[name]
-        if path not in self._headers:
-            self._headers[path] = _safetensors_header(path)
-        data, entries = self._headers[path]
-        begin, end = entries[name]["data_offsets"]
-        return StoredTensor(path, data + begin, end - begin, dtype)
+        entry = self._entries[name]
+        dtype = _SAFETENSORS_DTYPES.get(entry.kind)
+        return None if dtype is None else StoredTensor(entry.file.path, entry.offset, entry.size, dtype)
 
 
-def _safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Return where a file's data begins, and its table of tensors, whose offsets count from there (the format's specification)."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        entries: dict[str, Any] = json.loads(opened.read(length))
-    return 8 + length, entries
+def _safetensors_entries(path: Path) -> dict[str, _Entry]:
+    """Return the tensors that a file's header lists, whose offsets count from its end (the format's specification)."""
+    file = OpenFile(path)
+    (length,) = struct.unpack("<Q", file.start(8))
+    table: dict[str, Any] = json.loads(file.start(8 + length)[8:])
+    table.pop("__metadata__", None)
+    return {
+        name: _Entry(file, 8 + length + begin, end - begin, tuple(entry["shape"]), entry["dtype"])
+        for name, entry in table.items()
+        for begin, end in [entry["data_offsets"]]
+    }
 
 
 def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
@@ -311,6 +351,9 @@ class RenamedCheckpoint(Checkpoint):
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         return self._inner.rows(name.removeprefix(self._prefix), begin, end)
+
+    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        return self._inner.expert_rows(name.removeprefix(self._prefix), expert, begin, end)
 
     def stored(self, name: str) -> StoredTensor | None:
         return self._inner.stored(name.removeprefix(self._prefix))

@@ -1,13 +1,12 @@
 """GGUF files: metadata, tensor table, dequantised rows.
 
 The layout is that of the GGUF specification, versions 2 and 3, little-endian (ggml, docs/gguf.md). The tables of 50 to 250
-thousand tokens and merges are most of the metadata, so they are read in one pass over the mapped file; block formats are
+thousand tokens and merges are most of the metadata, so they are read in one pass; block formats are
 dequantised by the `gguf` library.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
+from hardpoint.weights.open_file import OpenFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,8 @@ _MAX_DIMS = 4
 _MAX_NESTING = 8
 """Of arrays in arrays; no known key has any."""
 _UINT64 = struct.Struct("<Q")
+_FIRST_READ, _LONGEST_HEADER = 4 << 20, 1 << 30
+"""Bytes: what holds the header of small models, and more than any header has."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class GGUFFile:
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
-    _map: mmap.mmap = field(repr=False)
+    _file: OpenFile = field(repr=False)
 
     @property
     def architecture(self) -> str:
@@ -84,15 +86,12 @@ class GGUFFile:
             )
         return self.metadata[name]
 
-    def forget_pages(self) -> None:
-        """Give the pages of the mapping back; they are read from the file again when they are needed."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
     def rows(
         self, name: str, order: Callable[[int], Any] | None = None, begin: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of a tensor from `begin` to `end`, or of a vector its elements, in chunks: (first row, dequantised rows).
+
+        Raises CorruptWeights where the file has become shorter.
 
         Chunks hold about a million elements, so that a conversion to another dtype never needs a second copy of the tensor.
         Block formats give float32, F16 and BF16 their own type.
@@ -104,17 +103,23 @@ class GGUFFile:
         import torch
 
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
-        num_rows = prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else 1
-        raw = raw.reshape(num_rows, -1)
-        wanted = range(tensor.shape[0])[begin:end]
         is_vector = len(tensor.shape) == 1
+        num_rows = 1 if is_vector else prod(tensor.shape[:-1])
+        row_bytes = tensor.nbytes // max(1, num_rows)
+        wanted = range(tensor.shape[0])[begin:end]
+        places = np.arange(num_rows) if order is None or is_vector else order(num_rows)
         if not is_vector:
-            raw = raw[wanted.start : wanted.stop] if order is None else raw[order(num_rows)[wanted.start : wanted.stop]]
+            places = places[wanted.start : wanted.stop]
         step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
-        for first in range(0, len(raw), step):
-            part = _dequantize(raw[first : first + step], tensor.type_id)
-            values = torch.from_numpy(part)
+        for first in range(0, len(places), step):
+            chunk = places[first : first + step]
+            low, high = int(chunk.min()), int(chunk.max()) + 1  # rows change places only with near ones
+            raw = (
+                self._file.read(tensor.offset + low * row_bytes, (high - low) * row_bytes)
+                .numpy()
+                .reshape(-1, row_bytes)
+            )
+            values = torch.from_numpy(_dequantize(raw if order is None else raw[chunk - low], tensor.type_id))
             if tensor.type_id == _BF16:
                 values = values.view(torch.bfloat16)
             yield wanted.start + first, values[0][begin:end] if is_vector else values
@@ -125,8 +130,7 @@ def _dequantize(raw: Any, type_id: int) -> Any:
 
     if type_id in (_F32, _F16, _BF16):
         dtype = {_F32: np.float32, _F16: np.float16, _BF16: np.int16}[type_id]
-        # A copy: mapped pages are read-only, which torch warns of.
-        return np.array(raw).view(dtype)
+        return raw.view(dtype)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -137,7 +141,7 @@ _open_files: WeakValueDictionary[tuple[Path, int, int], GGUFFile] = WeakValueDic
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a GGUF file and read its metadata and tensor table; raises CorruptWeights, ModelError.
+    """Open a GGUF file and read its metadata and tensor table; raises CorruptWeights, ModelError.
 
     A file that is open already, by its path, size and time of change, is not read again: an engine and its worker share it.
     """
@@ -150,19 +154,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _read_gguf(path: Path) -> GGUFFile:
-    with path.open("rb") as file:
-        try:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise CorruptWeights(f"{path} is not a GGUF file", found="an empty file") from error
-    if mapped[:4] != b"GGUF":
-        raise CorruptWeights(f"{path} is not a GGUF file", found=f"first bytes {mapped[:4]!r} instead of b'GGUF'")
-    try:
-        metadata, tensors = _Reader(mapped, path).read()
-    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, IndexError) as error:
-        raise CorruptWeights(
-            f"{path} has a damaged or truncated header", found=str(error), hint="Download or convert the file again"
-        ) from error
+    file = OpenFile(path)
+    metadata, tensors = _read_header(file, file.size())
     if "general.architecture" not in metadata:
         raise CorruptWeights(f"{path} does not say which architecture it has", found="no key 'general.architecture'")
     parts = int(metadata.get("split.count", 0))
@@ -171,16 +164,38 @@ def _read_gguf(path: Path) -> GGUFFile:
             f"{path} is one of {parts} parts of a model",
             hint="Merge the parts into one file (llama.cpp: llama-gguf-split --merge)",
         )
-    return GGUFFile(path, metadata, tensors, mapped)
+    return GGUFFile(path, metadata, tensors, file)
+
+
+def _read_header(file: OpenFile, size: int) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Read as much of the file as its header takes."""
+    length = _FIRST_READ
+    while True:
+        start = file.start(min(size, length))
+        if start[:4] != b"GGUF":
+            found = f"first bytes {start[:4]!r} instead of b'GGUF'" if start else "an empty file"
+            raise CorruptWeights(f"{file.path} is not a GGUF file", found=found)
+        try:
+            return _Reader(start, size, file.path).read()
+        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, IndexError) as error:
+            if len(start) < min(size, _LONGEST_HEADER):
+                length *= 4
+                continue
+            raise CorruptWeights(
+                f"{file.path} has a damaged or truncated header",
+                found=str(error),
+                hint="Download or convert the file again",
+            ) from error
 
 
 class _Reader:
     """One pass over the header; every length is checked against the file before it is believed."""
 
-    def __init__(self, mapped: mmap.mmap, path: Path) -> None:
-        self._map = mapped
+    def __init__(self, start: bytes, size: int, path: Path) -> None:
+        """`start`: first bytes of a file of `size` bytes."""
+        self._start = start
         self._path = path
-        self._size = len(mapped)
+        self._size = size
         self._position = 4
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -204,16 +219,16 @@ class _Reader:
         return metadata, {name: self._placed(name, dims, kind, start + at) for name, dims, kind, at in entries}
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self._map, self._position)
+        values = struct.unpack_from(layout, self._start, self._position)
         self._position += struct.calcsize(layout)
         return values
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")
         end = self._position + length
-        if end > self._size:
+        if end > len(self._start):
             raise struct.error(f"a string of {length} bytes at byte {self._position} runs past the end of the file")
-        text = self._map[self._position : end].decode("utf-8")
+        text = self._start[self._position : end].decode("utf-8")
         self._position = end
         return text
 
@@ -236,15 +251,15 @@ class _Reader:
         return [self._value(element, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        mapped, position, size, length_at = self._map, self._position, self._size, _UINT64.unpack_from
+        start, position, size, length_at = self._start, self._position, len(self._start), _UINT64.unpack_from
         texts: list[str] = []
         append = texts.append
         for _ in range(count):
             first = position + 8
-            position = first + length_at(mapped, position)[0]
+            position = first + length_at(start, position)[0]
             if position > size:
                 raise struct.error(f"a string at byte {first} runs past the end of the file")
-            append(mapped[first:position].decode("utf-8"))
+            append(start[first:position].decode("utf-8"))
         self._position = position
         return texts
 

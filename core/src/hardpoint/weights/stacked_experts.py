@@ -86,8 +86,10 @@ class UnstackedCheckpoint(Checkpoint):
             yield from self._inner.rows(name if place is None else place.stacked, begin, end)
             return
         last = place.rows if end is None else end
-        for _, values in self._inner.rows(place.stacked, place.expert, place.expert + 1):
-            yield begin, values[0, place.first_row + begin : place.first_row + last]
+        for first, values in self._inner.expert_rows(
+            place.stacked, place.expert, place.first_row + begin, place.first_row + last
+        ):
+            yield first - place.first_row, values
 
     def dtype(self) -> DType | None:
         return self._inner.dtype()
