@@ -31,6 +31,7 @@ from hardpoint.interfaces import (
     DType,
     IntSet,
     KVCacheSpec,
+    MemoryCapabilities,
     MemoryChange,
     MemoryProfile,
     MemoryReport,
@@ -219,7 +220,8 @@ def _probe() -> ProbeResult:
 
 
 def _capabilities(device: Device) -> Capabilities:
-    return replace(Capabilities.none(), tensor_parallel=IntSet.of(1, 2), collectives=("none",))
+    memory = MemoryCapabilities(frozenset({1}), frozenset({SleepTier.HOST}))
+    return replace(Capabilities.none(), memory=memory, tensor_parallel=IntSet.of(1, 2), collectives=("none",))
 
 
 @pluggy.HookimplMarker("hardpoint")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hardpoint.engine.commands import Added, Finish, Generate, StepDone
+from hardpoint.engine.commands import Added, Finish, Generate, Sleep, StepDone, Wake
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore
-from hardpoint.engine.sleep import EngineState
+from hardpoint.engine.sleep import EngineState, SleepRequest
 from hardpoint.executor import InProcessExecutor, RankLimits, RemoteExecutor
 from hardpoint.interfaces import SequenceSampling
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, EngineDead, RankFailed, WorkerError
@@ -138,6 +138,20 @@ def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
         core.lifecycle.check_admission(0, 5)
     core.shutdown()
     core.shutdown()
+
+
+@pytest.mark.parametrize(("call", "after"), [("begin", 1), ("commit", 1), ("status", 0), ("status", 1)])
+def test_a_rank_that_is_gone_in_a_wake_is_named_with_its_last_words(call: str, after: int, make_core: Make) -> None:
+    """By the wake itself, whatever it was doing, and by everything after it."""
+    after += 2 * (call == "status")  # of the sleep
+    core = make_core({"call": call, "does": "exit", "rank": 1, "after": after}, tensor_parallel_size=2)
+    core.execute(Sleep(SleepRequest()))
+    wake = Wake()
+    for attempt in (lambda: core.execute(wake), lambda: core.execute(wake), lambda: add(core)):
+        with pytest.raises(RankFailed) as raised:
+            attempt()
+        assert (raised.value.rank, raised.value.ended) == (1, "its process ended with exit code 3")
+        assert "the last words of this rank" in raised.value.output
 
 
 @pytest.mark.parametrize("call", ["load", "profile", "initialize_kv", "warm_up"])

@@ -61,6 +61,7 @@ from hardpoint.interfaces.errors import (
     DrainTimeout,
     EngineDead,
     KVCacheTooSmall,
+    RankFailed,
     SleepRefused,
     WorkerError,
 )
@@ -420,6 +421,10 @@ class EngineCore:
         self._book_all()
         try:
             yield
+        except RankFailed as error:
+            if self.lifecycle.death is None:
+                self.lifecycle.mark_dead(error)
+            raise
         finally:
             death = self.lifecycle.death
             if death is not None and not self._is_dead:

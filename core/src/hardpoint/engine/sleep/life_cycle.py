@@ -30,6 +30,7 @@ from hardpoint.interfaces.errors import (
     EngineDead,
     HardpointError,
     MemoryBusy,
+    RankFailed,
     RanksDiverged,
     SleepRefused,
     UnknownTag,
@@ -135,7 +136,10 @@ class LifeCycle:
 
     def _refusal(self, state: EngineState, problem: str, queue: str | None = None) -> HardpointError:
         if self.death is not None:
-            return EngineDead(problem, found=self._failure, hint="Make a new engine")
+            dead = type(self.death)(problem, found=self._failure, hint="Make a new engine")
+            if isinstance(dead, RankFailed) and isinstance(self.death, RankFailed):
+                dead.rank, dead.ended, dead.output = self.death.rank, self.death.ended, self.death.output
+            return dead
         if state is EngineState.FAILED:
             return EngineDead(
                 problem,
@@ -211,6 +215,7 @@ class LifeCycle:
                     self.participants.undo(new - self._asleep)
                     raise
             self._read_books()
+            self._check_alive()
             self._note_slept(plan, tags)
         changed = bool(tags) or (plan is None and not self._paused)
         if changed or not self._paused:
@@ -361,6 +366,7 @@ class LifeCycle:
                         self._read_books(error)
                         raise
                     self._read_books()
+                    self._check_alive()
                 self.participants.after_wake(self._asleep)
             if not self._asleep:
                 self._paused, self._level = False, None
@@ -459,6 +465,11 @@ class LifeCycle:
             failure = error
         self._failure = None if failure is None else f"{type(failure).__name__}: {failure}"
         self._paused = self._paused or failure is not None or bool(self._asleep)
+
+    def _check_alive(self) -> None:
+        """Raise what ended the engine, where a rank has gone since it ended a sleep or wake."""
+        if self.death is not None:
+            raise self.death
 
     def _log_sleep(self, report: SleepReport) -> None:
         if report.memory is None:
