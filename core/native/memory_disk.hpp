@@ -150,8 +150,8 @@ class DiskStore {
   // The subdirectory is removed once the store and all its files are gone.
   ~DiskStore();
 
-  // Takes the bytes of a backup, header included, from the budget and from the disk; first removes what processes that have died since left there. `payload_bytes` is a multiple of kAlignment.
-  // Throws BudgetExceeded (before any call), DiskFull (before anything is written), DiskError.
+  // Takes the bytes of a backup, header included, from the budget and from the disk; first removes what processes that have died since left
+  // there. `payload_bytes` is a multiple of kAlignment. Throws BudgetExceeded (before any call), DiskFull (before anything is written), DiskError.
   std::unique_ptr<DiskFile> create(uint64_t payload_bytes, size_t max_pieces);
 
   // Bytes that a file of this size takes.

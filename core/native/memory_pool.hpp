@@ -82,7 +82,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   uint64_t allocate(size_t size, const std::string& tag, Policy policy, size_t capacity = 0);
   // As `allocate`, small sizes cut from a shared allocation of the same tag and policy, where there is memory for one.
   uint64_t allocate_block(size_t size, const std::string& tag, Policy policy);
-  // Gives back what either returned; where bytes of it are being copied, when that has ended. Throws kForeign. Memory that the driver does not take back stays in the books and is tried again.
+  // Gives back what either returned; where bytes of it are being copied, when that has ended. Throws kForeign. Memory that the driver does not
+  // take back stays in the books and is tried again.
   void free(uint64_t address);
   // Grows or shrinks an allocation with capacity; bytes in [0, min(old, new)) stay. Throws kInvalid, kAsleep, kOutOfMemory.
   void resize(uint64_t address, size_t size);
