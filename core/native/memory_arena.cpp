@@ -216,8 +216,12 @@ void HostArena::release_locked(std::byte* data, size_t size, bool registered) no
   munmap(data, size);
 }
 
-bool HostArena::unpin(std::byte* data, size_t size) const noexcept {
+bool HostArena::unpin(std::byte* data, size_t size) noexcept {
   try {
+    if (undrained_) {
+      driver_.device_synchronize();
+      undrained_ = false;
+    }
     driver_.host_unregister(data, size);
     return true;
   } catch (const MemoryFault&) {

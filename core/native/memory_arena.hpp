@@ -39,6 +39,9 @@ class HostArena {
   // the device may still use it: it counts as held, and is tried again by `take`, `release` and `trim`, and at the end.
   void release(std::byte* data, size_t size, bool registered) noexcept;
 
+  // Says that copies from or to host memory may be under way after its owners are gone: before any is unpinned, the device is synchronised.
+  void note_undrained() noexcept { undrained_ = true; }
+
   // Takes and pins slabs until `size` bytes are free, in a thread of its own; `take` waits for it. A failure there is met again by `take`.
   void prepare(size_t size, std::optional<uint64_t> budget);
   // Gives slabs without a span back to the operating system.
@@ -64,7 +67,7 @@ class HostArena {
   void grow(size_t size);
   std::unique_ptr<Slab> make_slab(size_t size) const;
   void release_locked(std::byte* data, size_t size, bool registered) noexcept;
-  bool unpin(std::byte* data, size_t size) const noexcept;  // whether the driver did it
+  bool unpin(std::byte* data, size_t size) noexcept;  // whether the driver did it
   void unpin_again_locked() noexcept;
 
   const Driver& driver_;
@@ -73,7 +76,7 @@ class HostArena {
   std::map<std::byte*, size_t> pinned_;  // what is to be given back and was not unpinned yet, with its size
   uint32_t next_slab_ = 0;
   size_t held_ = 0, used_ = 0;
-  std::atomic<bool> abandoned_{false};
+  std::atomic<bool> abandoned_{false}, undrained_{false};
   BackgroundThread background_;
 };
 

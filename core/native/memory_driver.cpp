@@ -151,9 +151,9 @@ Driver::Stream::~Stream() {
   driver_.idle_streams_.push_back(stream_);
 }
 
-void Driver::Stream::drain() const noexcept {
+bool Driver::Stream::drain() const noexcept {
   hp_error ignored{};
-  driver_.table_.stream_synchronize(driver_.table_.context, stream_, &ignored);
+  return driver_.table_.stream_synchronize(driver_.table_.context, stream_, &ignored) == HP_OK;
 }
 
 void Driver::drop_idle_streams() noexcept {

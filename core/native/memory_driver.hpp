@@ -63,8 +63,8 @@ class Driver {
     Stream& operator=(const Stream&) = delete;
     operator uint64_t() const { return stream_; }
     void synchronize() const { driver_.stream_synchronize(stream_); }
-    // As `synchronize`, for a failure under way, which a second one must not hide.
-    void drain() const noexcept;
+    // As `synchronize`, for a failure under way, which a second one must not hide; returns whether it succeeded.
+    bool drain() const noexcept;
 
    private:
     const Driver& driver_;

@@ -71,7 +71,7 @@ void PoolOperation::run(const std::vector<Group>& groups, size_t threads, const 
   } catch (...) {
     // Copies may be under way, and the host memory that they use is about to be given back.
     for (const Mover& mover : movers) {
-      if (mover.stream) mover.stream->drain();
+      if (mover.stream && !mover.stream->drain()) pool_.arena_.note_undrained();
     }
     throw;
   }

@@ -398,7 +398,7 @@ void Pool::resize(uint64_t address, size_t size) {
         chunk.handle = driver_.create(range.size);
         chunk.state = Chunk::State::kDetached;
       }
-      driver_.map(address + range.start, range.size, chunk.handle);
+      if (chunk.state == Chunk::State::kDetached) driver_.map(address + range.start, range.size, chunk.handle);
       chunk.state = Chunk::State::kMapped;
       chunk.intact = true;
     }

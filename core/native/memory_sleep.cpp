@@ -362,7 +362,7 @@ bool Sleep::is_same(const Entry& entry, const BackupPiece& piece, Mover& mover) 
     try {
       stream_of(mover).synchronize();
     } catch (...) {
-      stream_of(mover).drain();  // the copy may be under way, and its host memory is about to be given back
+      if (!stream_of(mover).drain()) pool_.arena_.note_undrained();  // the copy may be under way, and its host memory is about to be given back
       throw;
     }
     if (piece.kind == BackupPiece::Kind::kDisk) {

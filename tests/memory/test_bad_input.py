@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import Policy, SleepPlan
+from hardpoint.interfaces import Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
     DeviceOutOfMemory,
     DriverError,
@@ -232,6 +233,30 @@ def test_copies_under_way_are_waited_for_when_one_fails(pool: TrackedPool, targe
             assert pool.read(address, pool.unit) == content(pool.unit, seed)
     finally:
         simulator.set("deferred", 0)
+
+
+def test_memory_of_copies_that_nobody_could_wait_for_stays_pinned_until_the_device_was(
+    pool: TrackedPool, target: FaultTarget, tmp_path: Path
+) -> None:
+    """The driver says neither to the sleep nor to what undoes it that a copy has ended."""
+    simulator = getattr(target, "_simulator", None)
+    if simulator is None:
+        pytest.skip("copies of this driver are complete when they return")
+    wait = {"cuda": "cuStreamSynchronize", "rocm": "hipStreamSynchronize", "ascend": "aclrtSynchronizeStream"}
+    data = content(pool.unit)
+    address = pool.filled(data)
+    plan = SleepPlan(tier=SleepTier.DISK, disk_directory=str(tmp_path))
+    simulator.set("deferred", 1)
+    try:
+        simulator.fail(wait[target.name.split()[0]], 1, 1, 2)
+        with pytest.raises(DriverError):
+            pool.sleep(plan)
+        assert target.violations() == []
+        pool.sleep(plan)
+        pool.wake()
+    finally:
+        simulator.set("deferred", 0)
+    assert pool.read(address, len(data)) == data
 
 
 def test_a_second_failure_while_undoing_loses_nothing(pool: TrackedPool, target: FaultTarget) -> None:

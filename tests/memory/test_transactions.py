@@ -79,12 +79,19 @@ def test_no_ending_but_a_sleeps_rollback_needs_the_driver(target: FaultTarget, k
 @pytest.mark.parametrize("length", [2, 4])
 def test_no_run_of_failing_calls_loses_memory(target: FaultTarget, length: int) -> None:
     """The second failure is met where the first one is undone, by the core or within an entry of the driver."""
-    for first in range(1, 16):
+    for first in range(1, 24):
         pool = TrackedPool(target.table())
+        data = content(3 * pool.unit)
         target.fail_calls(*range(first, first + length))
         with suppress(DriverError, DeviceOutOfMemory):
-            pool.allocate(2 * pool.unit)
+            address = pool.allocate(pool.unit, capacity=len(data) if target.elastic else 0)
+            if target.elastic:
+                pool.resize(address, len(data))
         target.disarm()
+        for address in pool.living if target.elastic else ():
+            pool.resize(address, len(data))
+            pool.write(address, data)
+            assert pool.read(address, len(data)) == data
         pool.free_all()
         assert pool.books().unreturned == 0
         del pool
