@@ -64,8 +64,8 @@ auto retry_interrupted(Call call) {
   return result;
 }
 
-// Growing a file beyond RLIMIT_FSIZE sends the thread SIGXFSZ, which ends a process that does not ignore it. While this lives the signal is held back,
-// and then taken away, so that EFBIG is all that comes of it.
+// Growing a file beyond RLIMIT_FSIZE sends the thread SIGXFSZ, which ends a process that does not ignore it. While this lives the signal is held
+// back, and then taken away, so that EFBIG is all that comes of it.
 class FileLimitIsAnError {
  public:
   FileLimitIsAnError() {

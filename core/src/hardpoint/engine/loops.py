@@ -15,7 +15,7 @@ from hardpoint.engine.commands import Abort, CheckStep, Command, Died, Event, Fi
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore, EngineInfo
 from hardpoint.engine.sleep import SleepMode
-from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts
+from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
 from hardpoint.interfaces.errors import EngineDead, InboxFull
 from hardpoint.interfaces.worker import ModelInfo
 
@@ -93,8 +93,7 @@ class InlineLoop(Loop):
             try:
                 while not reply.done():
                     self.core.advance()
-                    with AllowedInterrupts():
-                        pass
+                    raise_deferred()
             except BaseException:
                 self.core.cancel_drain()
                 raise
@@ -148,8 +147,7 @@ class RunningLoop(Loop):
         """Wait for the next events, as long as any can come."""
         while True:
             # Where its caller defers interrupts, events that were taken are not lost to one.
-            with AllowedInterrupts():
-                pass
+            raise_deferred()
             with contextlib.suppress(queue.Empty):
                 return self._arrived.get(timeout=_IDLE_SECONDS)
             if not self.call(CheckStep()):

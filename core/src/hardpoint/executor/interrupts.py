@@ -81,6 +81,12 @@ class AllowedInterrupts:
             _active = self._deferring
 
 
+def raise_deferred() -> None:
+    """Raise an interrupt that came and was deferred, if there is one."""
+    with AllowedInterrupts():
+        pass
+
+
 def allow_between(items: Iterable[T]) -> Iterator[T]:
     """Yield items that take their time to come; interrupts are allowed while one is waited for."""
     iterator, end = iter(items), object()
