@@ -99,9 +99,14 @@ class Jobs:
 
     def mixed(self) -> float:
         draw = random.Random(7)
-        lengths = [(draw.randint(32, 256), draw.randint(64, 128)) for _ in range(REQUESTS)]
+        return self._rate([(draw.randint(32, 256), draw.randint(64, 128)) for _ in range(REQUESTS)])
+
+    def _rate(self, lengths: list[tuple[int, int]]) -> float:
         seconds = self._seconds([self._prompt(prompt) for prompt, _ in lengths], [count for _, count in lengths])
         return sum(count for _, count in lengths) / seconds
+
+    def short(self) -> float:
+        return self._rate(short_lengths())
 
     def scheduler_step(self) -> float:
         from scheduler import Ours
@@ -112,6 +117,12 @@ class Jobs:
         from scheduler import Ours
 
         return statistics.median(Ours().admission(1024, 20, 10_000)["cold"]) * 1e6
+
+
+def short_lengths() -> list[tuple[int, int]]:
+    """Return (prompt, output) tokens of requests for `benchmarks/serving.py`."""
+    draw = random.Random(11)
+    return [(draw.randint(16, 64), draw.randint(16, 32)) for _ in range(REQUESTS)]
 
 
 def serve(threads: int) -> None:

@@ -35,6 +35,7 @@ from device_steps import (
     check_conformance,
     check_doctor,
     check_engine,
+    check_expandable,
     check_misuse,
     check_profile,
     check_sleep,
@@ -52,6 +53,7 @@ STEPS = {
         "tests/device: driver entries, sleep and wake with every policy, exhausted memory, threads, torch; an engine with and"
         " without graphs, and its sleep between captured steps"
     ),
+    "expandable": "tests/device of torch and of an engine once more, under torch's expandable segments",
     "misuse": "the misuse probe (CUDA): what the driver answers to about 70 wrong calls",
     "attention": "benchmarks/device_attention.py: attention kernels beside the speed of copies and torch's own attention",
     "sleep": "benchmarks/sleep_device.py: sleep and wake beside the speed of pinned copies, and of an engine with its graphs",
@@ -165,6 +167,7 @@ def checks(gib: float) -> dict[str, Callable[[Run, Finding], None]]:
     return {
         "doctor": check_doctor,
         "tests": check_tests,
+        "expandable": check_expandable,
         "misuse": check_misuse,
         "attention": check_attention,
         "sleep": partial(check_sleep, gib=gib),

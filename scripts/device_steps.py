@@ -30,6 +30,11 @@ print(import_module(f"hardpoint_{sys.argv[1]}.descriptor").hardpoint_backend().p
 COMPUTING_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "msgspec")
 """What an engine needs beside what the tests of memory need."""
 
+EXPANDABLE = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "rocm": "PYTORCH_HIP_ALLOC_CONF"}
+"""By backend, the variable of torch's allocator settings."""
+
+LONGEST_TEST = "tests/device/test_engine.py::test_replays_with_fresh_metadata_give_the_tokens_of_eager_steps"
+
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L6")
 """Of the conformance suite on one device; L5 is about several ranks, each on a device of its own."""
 
@@ -51,12 +56,15 @@ def check_doctor(run: Run, finding: Finding) -> None:
     step = timed(run, "doctor", command, report, output=run.out / report)
     try:
         (record,) = json.loads((run.out / report).read_text("utf-8"))["backends"]
-        memory = record["devices"][0]["memory"]
+        memory, reason = record["devices"][0]["memory"], record["reason"]
         note = record["devices"][0]["memory_error"]
     except (OSError, ValueError, KeyError, IndexError) as error:
-        memory, note = None, f"no report ({error!r})"
+        memory, reason, note = None, "", f"no report ({error!r})"
     step.status = "passed" if memory else "failed"
     step.note = f"{memory['free'] >> 20} of {memory['total'] >> 20} MiB free" if memory else note
+    if memory and reason:
+        # Memory works, and nothing can be computed: of a driver that is older than torch's toolkit, among others.
+        step.note += f", and nothing can be computed: {reason}"
     if memory:
         step.note += f", quirks: {', '.join(memory['quirks']) or 'none'}"
     run.add(step)
@@ -64,8 +72,24 @@ def check_doctor(run: Run, finding: Finding) -> None:
 
 def check_tests(run: Run, finding: Finding) -> None:
     """The device tests; none run, or none passed, is a failure."""
-    report = f"{run.label}{finding.backend}_tests.xml"
-    command = [run.python, "-m", "pytest", "tests/device", "-q", "-p", "no:cacheprovider"]
+    _tests(run, finding, "device tests", "tests", ["tests/device"], {})
+
+
+def check_expandable(run: Run, finding: Finding) -> None:
+    """The tests of torch and of a whole engine once more, where torch's segments are expandable, as on many clusters."""
+    if finding.backend not in EXPANDABLE:
+        run.add(Step("expandable segments", "not run", "the backend refuses them, and says so"))
+    elif _computes(run, finding, "expandable segments"):
+        files = ["tests/device/test_torch.py", "tests/device/test_engine.py", "--deselect", LONGEST_TEST]
+        settings = {EXPANDABLE[finding.backend]: "expandable_segments:True,max_split_size_mb:512"}
+        _tests(run, finding, "expandable segments", "expandable", files, settings)
+
+
+def _tests(
+    run: Run, finding: Finding, name: str, kind: str, arguments: Iterable[str], settings: Mapping[str, str]
+) -> None:
+    report = f"{run.label}{finding.backend}_{kind}.xml"
+    command = [run.python, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
     # The conftest file at the top imports torch, which need not be here.
     command += [
         "--confcutdir=tests/device",
@@ -74,10 +98,11 @@ def check_tests(run: Run, finding: Finding) -> None:
         "junit_family=xunit1",
     ]
     settings = {
+        **settings,
         "HARDPOINT_DEVICE": f"{finding.backend}:0",
         "HARDPOINT_DEVICE_SIMULATED": "1" if finding.simulated else "0",
     }
-    step = timed(run, "device tests", command, report, settings=settings, limit=SECONDS["device tests"])
+    step = timed(run, name, command, report, settings=settings, limit=SECONDS["device tests"])
     try:
         suite = ElementTree.parse(run.out / report).getroot()[0]
         count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}

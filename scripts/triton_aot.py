@@ -99,6 +99,9 @@ EXPERT_TENSORS = {"logits", "gate_up", "down", "bias", "inner", "parts"}
 FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor", "eps"}
 ALIGNED = {"q_stride", "out_stride", "k_stride", "v_stride", "block_stride", "x_stride", "residual_stride"}
 
+VARYING = {"rows", "num_tokens", "tiles", "partial_splits", "source_blocks", "destination_blocks"}
+"""Numbers that steps differ in: kernels take them as they come."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -369,6 +372,18 @@ def differences(wanted: Sequence[Job], known: dict[str, Resources], again: int, 
     ]
 
 
+def compiled_while_serving(wanted: Sequence[Job]) -> list[str]:
+    """Return the kernels that Triton would compile anew for another step, since it looks at the value of a number that steps differ in."""
+    return sorted(
+        {
+            f"{job.kernel} is compiled for values of {parameter.name}, which differ by step"
+            for job in wanted
+            for parameter in _function(job.kernel).params
+            if parameter.name in VARYING and not parameter.do_not_specialize
+        }
+    )
+
+
 def read_report() -> dict[str, Resources]:
     """Return what is committed, by the keys of jobs."""
     rows = json.loads(REPORT.read_text()) if REPORT.exists() else []
@@ -405,6 +420,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = run(must_spill, {}, options.jobs)
             return 0 if all(problems(job, found[job.key()]) for job in must_spill) else 1
         wanted = list(jobs(options.target or USUAL))
+        if again := compiled_while_serving(wanted):
+            print("\n".join(again))
+            return 1
         known = {} if options.update else read_report()
         found = run(wanted, known, options.jobs)
         if options.update:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from hardpoint_conformance.cli import app
 from hardpoint_conformance.compare import BEGIN, END
 from hardpoint_conformance.html import to_html
 from hardpoint_conformance.levels import Level
-from hardpoint_conformance.outcomes import Verdict
+from hardpoint_conformance.outcomes import OWN_ALLOCATOR, Verdict
 from hardpoint_conformance.report import SUITE, digest_of, finish, list_sha256, read_report, verify
+from hardpoint_conformance.target import MUTANT_VARIABLE
 from hardpoint_conformance.verdict import Standing, judge, standings
 from hardpoint_conformance.waivers import apply_waivers, read_waivers
 
@@ -152,6 +154,7 @@ def result(clause: str, outcome: str, *, level: int = 2, capability: str = "", r
         "refusal": refusal,
         "applies": outcome not in ("claimed", "not_claimed"),
         "outcome": outcome,
+        "message": "",
     }
 
 
@@ -215,6 +218,14 @@ def test_simulation_is_never_more_than_that(report: Report) -> None:
     assert judged(report, PASSED, skipped, simulated=True)[0] is Verdict.SIMULATED
     assert judged(report, PASSED, skipped)[0] is Verdict.NOT_CONFORMANT
     assert judged(report, skipped, simulated=True)[0] is Verdict.NOT_CONFORMANT
+
+
+def test_a_backend_without_a_driver_is_judged_by_its_allocator(report: Report) -> None:
+    about_a_driver = result("driver.a@1", "not_testable", level=1) | {"message": OWN_ALLOCATOR}
+    allocator = result("alloc.a@1", "passed", level=1)
+    assert judged(report, PASSED, allocator, about_a_driver, levels=(1, 2)) == (Verdict.CONFORMANT, "")
+    verdict, reasons = judged(report, PASSED, about_a_driver, levels=(1, 2))
+    assert (verdict, "no test of level L1 could be run" in reasons) == (Verdict.NOT_CONFORMANT, True)
 
 
 def test_standing_of_capabilities(report: Report) -> None:
@@ -312,6 +323,19 @@ def test_modules_are_named_after_the_level_of_their_clauses() -> None:
         assert levels == {Level.of(file.name[5:7])}, file.name
 
 
+def test_an_assertion_without_values_has_a_message() -> None:
+    """A failure says what was found: by both sides of a comparison, by the arguments of a check, or else in words."""
+    checks = ("same_bits", "isinstance")
+    silent = [
+        f"{file.name}:{node.lineno}"
+        for file in SUITE.glob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Assert) and node.msg is None and not isinstance(node.test, ast.Compare)
+        if not (isinstance(node.test, ast.Call) and ast.unparse(node.test.func) in checks)
+    ]
+    assert silent == []
+
+
 def test_run_is_resumed_from_what_was_finished(tmp_path: Path) -> None:
     clauses = ["--clause", "pack.name.agrees@1", "--clause", "pack.api.range@1"]
     assert call("run", "--backend", "cpu", *clauses, "--report", tmp_path)[0] == 0
@@ -377,3 +401,24 @@ def test_page_escapes_what_a_backend_says(report: Report) -> None:
     assert "<script>" not in page
     assert "<img" not in page
     assert "40" in page
+
+
+# What failures say
+
+
+def test_a_failure_says_rule_expected_got_cause_and_how_to_repeat_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MUTANT_VARIABLE, "out_of_memory_returns_handle")
+    code, output = call("run", "--backend", "cpu", "--clause", "driver.memory.out-of-memory@1", "--report", tmp_path)
+    lines = (
+        "rule: Taking more memory than the device has ends with OUT_OF_MEMORY",
+        "expected: an error, pytest.raises(DeviceOutOfMemory), of: handles += (driver.create(size)",
+        "got: no error was raised (DeviceOutOfMemory was due) (and after it: DriverError: driver call release failed",
+        "likely cause: Out of memory is answered with a handle of nothing, and OK; or ",
+        "repeat: hardpoint conformance run --backend cpu --clause driver.memory.out-of-memory@1 --seed 0",
+    )
+    assert code == 1
+    assert [line for line in lines if line not in output.replace("\n", "")] == []
+    junit = (tmp_path / "report.xml").read_text()
+    assert [line for line in lines if line not in junit] == []

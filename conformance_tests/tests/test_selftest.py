@@ -17,6 +17,7 @@ from hardpoint_conformance.forks import Case, Ended, Job, collect
 from hardpoint_conformance.kill_matrix import Finding, KillMatrix, Verdict
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.mutants import Mutant, mutant_named, mutants
+from hardpoint_conformance.mutants.reasons import WITHOUT_A_MUTANT
 from hardpoint_conformance.report import ReportError, read_report
 from hardpoint_conformance.selftest import alarms, reported_control, verdict
 
@@ -88,6 +89,13 @@ def test_clauses_that_the_correct_backend_does_not_call_for_are_shown_to_pass_by
     assert meant - applying <= shown
 
 
+def test_every_clause_has_a_mutant_or_a_reason() -> None:
+    clauses = {case.clause.id for case in collect("cpu")}
+    meant = {clause for mutant in mutants() if not mutant.harmless for clause in mutant.killed_by}
+    assert WITHOUT_A_MUTANT.keys() == clauses - meant
+    assert meant <= clauses
+
+
 def result(clause: str, outcome: str) -> dict[str, Any]:
     return {"id": f"{clause}[x]", "clause": clause, "outcome": outcome, "message": "E   AssertionError: 1 != 2"}
 
@@ -155,7 +163,7 @@ def test_the_matrix_names_the_clauses_that_nothing_proves() -> None:
     assert found.holds
     assert [clause.id for clause in found.proved] == ["attn.a.b@1"]
     assert [clause.id for clause in found.unproved] == ["attn.a.c@1", "attn.a.d@1"]
-    assert "- `attn.a.d@1` (L2)" in found.markdown()
+    assert "- `attn.a.d@1` (L2): " in found.markdown()
     assert "attn.a.d@1" in found.html()
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance_tests.tests.recorded_graphs import (
     DeafRecorder,
@@ -74,6 +75,33 @@ class Narrow(Recorder):
     def reset(self) -> None:
         super().reset()
         type(self).resets += 1
+
+
+class PlainCopies(TorchDispatchMode):
+    """Notes what torch does by its driver's own copies and fills on a device, which a graph holds as nodes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, tensors = func.name(), [one for one in (*args, result) if isinstance(one, torch.Tensor)]
+        is_plain = len({(one.dtype, one.is_contiguous()) for one in tensors}) == 1 and tensors[0].is_contiguous()
+        if name in ("aten::copy_", "aten::clone", "aten::_to_copy", "aten::zero_") and is_plain:
+            self.found.add(f"{name} of {[list(one.shape) for one in tensors]}")
+        return result
+
+
+class Nodes(Recorder):
+    """Captures no copies of the driver's."""
+
+    found: ClassVar[set[str]] = set()
+
+    def capture(self, key: int, step: Any) -> None:
+        with PlainCopies() as copies:
+            super().capture(key, step)
+        self.found.update(copies.found)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +180,17 @@ def test_graphs_give_the_tokens_of_eager_steps(model: Model, eager: list[list[in
     with serving(model) as bench:
         assert serve(bench, model) == eager
     assert set(Recorder.replays) >= {4, 8}
+
+
+def test_captured_steps_compute_by_kernels_alone(model: Model) -> None:
+    """Kernels find what they read by address, whatever is mapped there; nobody has shown that of a driver's copies in a graph."""
+    Nodes.found.clear()
+    with serving(model, graphed(runner=Nodes)) as bench:
+        bench.begin([1, 2, 3])
+        bench.step()
+        bench.step()
+    assert Recorder.replays
+    assert Nodes.found == set()
 
 
 @pytest.mark.parametrize(
@@ -258,6 +297,27 @@ def test_a_way_that_cannot_be_captured_is_said(model: Model, caplog: pytest.LogC
         bench.generate([[1, 2, 3]], 3)
     assert not Recorder.replays
     assert "run without graphs: its way to run (fused) cannot be captured" in caplog.text
+
+
+class Roomy(GraphedAttention):  # type: ignore[misc, valid-type]
+    """Has arrays at fixed addresses for captured steps."""
+
+    arrays: ClassVar[list[torch.Tensor]] = []
+
+    def begin_capture(self, plan: Any, max_num_seqs: int) -> None:
+        super().begin_capture(plan, max_num_seqs)
+        self.arrays[:] = [torch.zeros(4 << 20, dtype=torch.uint8)]
+
+
+def test_attentions_arrays_for_captured_steps_sleep_with_the_graphs(model: Model) -> None:
+    with serving(model) as bench:
+        without = bench.worker.status().memory.tags[GRAPHS].mapped
+    with serving(model, graphed(Roomy)) as bench:
+        assert bench.worker.status().memory.tags[GRAPHS].mapped >= without + (4 << 20)
+        sleep(bench.worker, SleepPlan())
+        assert bench.worker.status().memory.tags[GRAPHS].mapped == 0
+        wake(bench.worker)
+        Roomy.arrays.clear()
 
 
 def test_graphs_memory_sleeps_and_what_they_hold_is_reported(model: Model, caplog: pytest.LogCaptureFixture) -> None:

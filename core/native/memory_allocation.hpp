@@ -83,6 +83,7 @@ struct Allocation {
   bool free_requested = false;  // freed while a sleep or wake owned it, or bytes were copied
   bool address_lost = false;    // its range was taken by something else; an operation that ends makes it kLost
   bool keep_backup = false;     // the sleep's plan vouched for the tag's writers
+  bool verify_wake = false;     // the sleep's plan asked for it
   Policy asleep_as = Policy::kPreserve;  // what the sleep did with it
   size_t transfers = 0;         // reads and writes under way, until whose end it stays mapped
   uint64_t writes = 0;          // together with the tag's: the generation of its content

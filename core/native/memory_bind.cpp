@@ -118,37 +118,40 @@ Progress progress_of(const py::object& callback) {
   };
 }
 
-py::object attribute(const char* module, const char* name) { return py::module_::import(module).attr(name); }
-
+// Reports and books leave as plain values, and Python makes the contract's objects of them. Were its code called from here, a daemon thread in it
+// while the interpreter ends would be unwound through these frames, whose destructors may not touch Python's objects then.
 py::object to_tags(const std::vector<std::string>& tags) { return py::frozenset(py::cast(tags)); }
 
-// A MemoryReport of the contract.
-py::object to_python(const Report& report) {
-  const py::object tier = attribute("hardpoint.interfaces.capabilities", "SleepTier");
-  py::dict seconds, tiers;
+// The fields of a MemoryReport.
+py::dict to_python(const Report& report) {
+  py::dict seconds, tiers, fields;
   for (const auto& [phase, value] : report.seconds) seconds[py::str(phase)] = value;
   for (size_t index = 0; index < std::size(kTiers); ++index) {
-    if (report.tiers[index] > 0) tiers[tier(kTiers[index])] = report.tiers[index];
+    if (report.tiers[index] > 0) tiers[kTiers[index]] = report.tiers[index];
   }
-  return attribute("hardpoint.interfaces.allocator", "MemoryReport")(
-      py::arg("preserved") = report.preserved, py::arg("discarded") = report.discarded, py::arg("skipped") = report.skipped,
-      py::arg("seconds") = seconds, py::arg("free_before") = report.free_before, py::arg("free_after") = report.free_after,
-      py::arg("tiers") = tiers, py::arg("unmapped") = report.unmapped, py::arg("retained") = report.retained,
-      py::arg("direct_io") = report.disk_direct, py::arg("still_asleep") = to_tags(report.still_asleep));
+  fields["preserved"] = report.preserved;
+  fields["discarded"] = report.discarded;
+  fields["skipped"] = report.skipped;
+  fields["seconds"] = seconds;
+  fields["free_before"] = report.free_before;
+  fields["free_after"] = report.free_after;
+  fields["tiers"] = tiers;
+  fields["unmapped"] = report.unmapped;
+  fields["retained"] = report.retained;
+  fields["direct_io"] = report.disk_direct;
+  fields["still_asleep"] = to_tags(report.still_asleep);
+  return fields;
 }
 
-// The MemoryStats of the contract.
-py::object to_python(const Stats& stats) {
-  const py::object of_tag = attribute("hardpoint.interfaces.allocator", "TagStats");
+// (fields of a TagStats by tag, peak of allocated bytes, tags that are asleep)
+py::tuple to_python(const Stats& stats) {
   py::dict tags;
   std::vector<std::string> asleep;
   for (const TagStats& tag : stats.tags) {
-    tags[py::str(tag.tag)] = of_tag(py::arg("allocated") = tag.allocated, py::arg("mapped") = tag.mapped, py::arg("backed_up") = tag.backed_up,
-                                    py::arg("allocations") = tag.allocations, py::arg("sourced") = tag.sourced);
+    tags[py::str(tag.tag)] = py::make_tuple(tag.allocated, tag.mapped, tag.backed_up, tag.allocations, tag.sourced);
     if (tag.asleep) asleep.push_back(tag.tag);
   }
-  return attribute("hardpoint.interfaces.allocator", "MemoryStats")(
-      py::arg("tags") = tags, py::arg("peak_allocated") = stats.peak_allocated, py::arg("asleep") = to_tags(asleep));
+  return py::make_tuple(tags, stats.peak_allocated, to_tags(asleep));
 }
 
 Stats stats_of(const Pool& pool) {

@@ -154,6 +154,29 @@ void PoolOperation::restore(const Entry& entry, const BackupPiece& piece, Mover&
   }
 }
 
+bool PoolOperation::is_same(const Entry& entry, const BackupPiece& piece, Mover& mover) const {
+  Xxh64 hash;
+  std::vector<std::byte> expected(piece.kind == BackupPiece::Kind::kFile ? std::min(kStaging, piece.range.size) : 0);
+  for (uint64_t at = 0; at < piece.range.size; at += kStaging) {
+    const uint64_t size = std::min(kStaging, piece.range.size - at);
+    const std::byte* held = staging_of(mover).data();
+    pool_.driver_.copy_to_host(staging_of(mover).data(), entry.allocation->address + piece.range.start + at, size, stream_of(mover));
+    try {
+      stream_of(mover).synchronize();
+    } catch (...) {
+      if (!stream_of(mover).drain()) pool_.arena_.note_undrained();  // the copy may be under way, and its host memory is about to be given back
+      throw;
+    }
+    if (piece.kind == BackupPiece::Kind::kDisk) {
+      hash.update(held, size);
+      continue;
+    }
+    if (piece.kind == BackupPiece::Kind::kFile) piece.file->read(piece.offset + at, expected.data(), size);
+    if (std::memcmp(held, piece.kind == BackupPiece::Kind::kFile ? expected.data() : piece.span.data + at, size) != 0) return false;
+  }
+  return piece.kind != BackupPiece::Kind::kDisk || hash.digest() == piece.checksum;
+}
+
 bool PoolOperation::attach(Allocation& allocation, size_t index) const {
   Chunk& chunk = allocation.chunks[index];
   if (chunk.state == Chunk::State::kMapped) return false;

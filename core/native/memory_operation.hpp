@@ -65,6 +65,8 @@ class PoolOperation : public Operation {
   const StagingBuffer& staging_of(Mover& mover) const;
   // Writes a piece's bytes to device memory. Host pieces are under way on the mover's stream when it returns; others are there.
   void restore(const Entry& entry, const BackupPiece& piece, Mover& mover) const;
+  // Whether the device holds what the piece does, which is no kRebuild.
+  bool is_same(const Entry& entry, const BackupPiece& piece, Mover& mover) const;
   // Maps memory at the chunk's address. Returns whether it is new; otherwise it has the bytes it had.
   bool attach(Allocation& allocation, size_t chunk) const;
   // Where memory returns only with its addresses: gives the range up and takes it again, when nothing of the allocation is mapped. Sets
@@ -104,7 +106,6 @@ class Sleep final : public PoolOperation {
   void check_sources() const;
   void take_room(const SleepPlan& plan);
   void verify();
-  bool is_same(const Entry& entry, const BackupPiece& piece, Mover& mover) const;
   void work();
   void copy_out(const Group& group, Mover& mover);
   bool unmaps_last() const;
@@ -114,6 +115,7 @@ class Sleep final : public PoolOperation {
   void undo();
   void wait_for_lagging_counter();
 
+  const bool verifies_;
   std::shared_ptr<DiskFile> disk_;
   std::vector<bool> keep_;        // by entry
   std::vector<size_t> to_verify_;  // entries
@@ -136,6 +138,8 @@ class Wake final : public PoolOperation {
   void await_callbacks();
   void work();
   void fill_in(const Group& group, Mover& mover);
+  // Reads back what was written, where the sleep asked for it.
+  void verify();
   void undo();
 };
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <set>
 #include <system_error>
+#include <tuple>
 
 namespace hardpoint::memory {
 namespace {
@@ -21,6 +22,17 @@ const char* const kHeld = "a sleep or wake of this memory is prepared and neithe
 // How many forks lie between this process and the first that used the library. A process-wide handler is the only way to learn of
 // a fork without a system call in every operation.
 std::atomic<int> fork_count{0};
+
+// The size of equal chunks of at most `limit` that hold `size` bytes: of as many as are needed up to twice that many, those that waste least.
+size_t even_chunk(size_t size, size_t unit, size_t limit) {
+  const size_t units = size / unit, fewest = (units + limit / unit - 1) / (limit / unit);
+  size_t best = 0, least = SIZE_MAX;
+  for (size_t count = fewest; count <= 2 * fewest && least > 0; ++count) {
+    const size_t chunk = (units + count - 1) / count, wasted = chunk * count - units;
+    if (wasted < least) std::tie(best, least) = std::tie(chunk, wasted);
+  }
+  return best * unit;
+}
 
 int current_fork() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
@@ -187,21 +199,24 @@ std::unique_ptr<Allocation> Pool::take_memory(size_t size, uint32_t tag, Policy 
   allocation->size = size;
   allocation->tag = tag;
   allocation->policy = policy;
-  allocation->mapped = round_up(size, geometry.granularity);
+  const bool is_large = wanted >= geometry.recommended && (geometry.max_chunk == 0 || geometry.max_chunk >= geometry.recommended);
+  const size_t unit = is_large ? geometry.recommended : geometry.granularity;
+  allocation->mapped = round_up(size, unit);
   allocation->chunk_size = allocation->mapped;
-  allocation->reserved = round_up(wanted, geometry.granularity);
+  allocation->reserved = round_up(wanted, unit);
   if (capacity != 0 && driver_.has_quirk(HP_QUIRK_ADDRESS_HOLDS_MEMORY)) {
     throw MemoryFault(Fault::kRefused, "cannot allocate elastic memory on this device",
                       "its driver gives memory back only together with all of its addresses");
   }
   if (capacity != 0) {
     allocation->elastic = true;
-    allocation->chunk_size = round_up(allocation->reserved / kElasticPieces + 1, geometry.granularity);
+    allocation->chunk_size = round_up(allocation->reserved / kElasticPieces + 1, unit);
     if (geometry.max_chunk != 0) allocation->chunk_size = std::min(allocation->chunk_size, geometry.max_chunk);
     allocation->reserved = round_up(wanted, allocation->chunk_size);
     allocation->mapped = round_up(size, allocation->chunk_size);
-  } else if (geometry.max_chunk != 0) {
-    allocation->chunk_size = std::min(allocation->mapped, geometry.max_chunk);
+  } else if (geometry.max_chunk != 0 && allocation->mapped > geometry.max_chunk) {
+    allocation->chunk_size = even_chunk(allocation->mapped, unit, geometry.max_chunk);
+    allocation->reserved = allocation->mapped = round_up(allocation->mapped, allocation->chunk_size);
   }
   if (geometry.max_reservation != 0 && allocation->reserved > geometry.max_reservation) {
     throw MemoryFault(Fault::kOutOfMemory, "cannot allocate " + std::to_string(wanted) + " bytes in one piece",

@@ -158,7 +158,7 @@ bool is_void(const std::shared_ptr<Backup>& old, uint64_t generation) { return o
 
 }  // namespace
 
-Sleep::Sleep(Pool& pool, const SleepPlan& plan, const Progress& progress) : PoolOperation(pool, "sleep", progress) {
+Sleep::Sleep(Pool& pool, const SleepPlan& plan, const Progress& progress) : PoolOperation(pool, "sleep", progress), verifies_(plan.verify) {
   pool.retry_unreturned();
   choose(plan);
   try {
@@ -352,36 +352,13 @@ void Sleep::verify() {
   if (!to_verify_.empty()) lap("verify");
 }
 
-bool Sleep::is_same(const Entry& entry, const BackupPiece& piece, Mover& mover) const {
-  Xxh64 hash;
-  std::vector<std::byte> expected(piece.kind == BackupPiece::Kind::kFile ? std::min(kStaging, piece.range.size) : 0);
-  for (uint64_t at = 0; at < piece.range.size; at += kStaging) {
-    const uint64_t size = std::min(kStaging, piece.range.size - at);
-    const std::byte* held = staging_of(mover).data();
-    pool_.driver_.copy_to_host(staging_of(mover).data(), entry.allocation->address + piece.range.start + at, size, stream_of(mover));
-    try {
-      stream_of(mover).synchronize();
-    } catch (...) {
-      if (!stream_of(mover).drain()) pool_.arena_.note_undrained();  // the copy may be under way, and its host memory is about to be given back
-      throw;
-    }
-    if (piece.kind == BackupPiece::Kind::kDisk) {
-      hash.update(held, size);
-      continue;
-    }
-    if (piece.kind == BackupPiece::Kind::kFile) piece.file->read(piece.offset + at, expected.data(), size);
-    if (std::memcmp(held, piece.kind == BackupPiece::Kind::kFile ? expected.data() : piece.span.data + at, size) != 0) return false;
-  }
-  return piece.kind != BackupPiece::Kind::kDisk || hash.digest() == piece.checksum;
-}
-
 void Sleep::work() {
   std::vector<size_t> order(entries_.size());
   for (size_t index = 0; index < order.size(); ++index) order[index] = index;
   // What is preserved goes first: should anything fail, bytes that were to be dropped are still mapped.
   std::stable_partition(order.begin(), order.end(), [&](size_t index) { return entries_[index].moves; });
   const size_t workers = bytes_in_all_ >= kParallelBytes ? threads(disk_ != nullptr) : 1;
-  const std::vector<Group> groups = group(order, !unmaps_last());
+  const std::vector<Group> groups = group(order, !pool_.driver_.has_flag(HP_HOST_ACCESSIBLE));
   run(groups, workers, [this](const Group& units, Mover& mover) { copy_out(units, mover); });
   if (!unmaps_last()) return;
   for (const Group& units : groups) unmap(units);
@@ -423,8 +400,8 @@ void Sleep::copy_out(const Group& units, Mover& mover) {
 }
 
 // Where the host is the device, moving pages away interrupts every core that is copying (about 10 us for each of them), and is nearly free when
-// none is. Devices' own memory is unmapped behind the copies instead.
-bool Sleep::unmaps_last() const { return pool_.driver_.has_flag(HP_HOST_ACCESSIBLE); }
+// none is; some devices' drivers wait for all copies. Other devices' memory is unmapped behind the copies instead.
+bool Sleep::unmaps_last() const { return pool_.driver_.has_flag(HP_HOST_ACCESSIBLE) || pool_.driver_.has_flag(HP_UNMAP_WAITS); }
 
 void Sleep::unmap(const Group& units) {
   for (const Unit& unit : units) {
@@ -458,6 +435,7 @@ Report Sleep::commit() {
     allocation.backup = entry.backup;
     allocation.asleep_as = entry.policy;
     allocation.keep_backup = keep_[index];
+    allocation.verify_wake = verifies_;
     allocation.state = State::kUnmapped;
     // What wakes with other bytes is not what its file holds, and zero is not what a callback writes.
     if (entry.policy == Policy::kZero) allocation.sources.clear();

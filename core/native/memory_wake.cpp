@@ -14,6 +14,7 @@ Wake::Wake(Pool& pool, const std::optional<std::vector<std::string>>& tags, cons
     lap("plan");
     work();
     lap("copy");
+    verify();
     await_callbacks();
   } catch (...) {
     undo();
@@ -124,6 +125,24 @@ void Wake::fill_in(const Group& units, Mover& mover) {
   }
   if (mover.stream) mover.stream->synchronize();
   bytes_done_ += pending;
+}
+
+// On a stream of its own: where a mapping is used before the device sees it, the stream that wrote may read back what no other does.
+void Wake::verify() {
+  Mover mover;
+  bool verified = false;
+  for (const Entry& entry : entries_) {
+    if (!entry.allocation->verify_wake || !entry.backup || !entry.backup->complete) continue;
+    for (const BackupPiece& piece : entry.backup->pieces) {
+      if (piece.kind == BackupPiece::Kind::kRebuild) continue;
+      verified = true;
+      if (is_same(entry, piece, mover)) continue;
+      throw MemoryFault::driver_call("copy_to_device", 0,
+                                     "byte " + std::to_string(piece.range.start) + " and following of tag '" + pool_.tag_name(*entry.allocation) +
+                                         "' are not what was copied there; the memory is asleep again, with its backup");
+    }
+  }
+  if (verified) lap("verify");
 }
 
 std::vector<uint64_t> Wake::rebuilds() const {

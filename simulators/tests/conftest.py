@@ -34,5 +34,12 @@ def rocm() -> Iterator[Driver]:
 
 
 @pytest.fixture
+def mi300x(rocm: Driver) -> Driver:
+    """The HIP runtime with all that was found of it on an MI300X under ROCm 7.2."""
+    rocm.simulator.reset()
+    return rocm
+
+
+@pytest.fixture
 def ascend() -> Iterator[Driver]:
     yield from _single(Ascend.vendor)

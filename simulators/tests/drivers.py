@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from hardpoint_simulators import Simulator
+from hardpoint_simulators.control import HIP_AS_DOCUMENTED, Setting
 
 MIB = 1 << 20
 G = 2 * MIB
@@ -98,6 +99,7 @@ class Driver:
     vendor: str
     codes: Codes
     granularity_call: str
+    documented: Mapping[Setting, int] = {}
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
@@ -290,6 +292,7 @@ class Cuda(Driver):
 
 class Rocm(Driver):
     vendor = "rocm"
+    documented = HIP_AS_DOCUMENTED
     codes = Codes(1, 2, 2, 101, 700, 400, 3, 1, 712, 713)
     granularity_call = "hipMemGetAllocationGranularity"
     info_call = "hipMemGetInfo"
@@ -400,10 +403,12 @@ DRIVERS: dict[str, type[Driver]] = {driver.vendor: driver for driver in (Cuda, R
 
 
 def open_driver(vendor: str) -> Driver:
-    """Return a started driver without anything in it, in the settings of the environment."""
+    """Return a started driver without anything in it, as the vendor's documents describe it."""
     simulator = Simulator(vendor)  # type: ignore[arg-type]
     driver = DRIVERS[vendor](simulator)
     simulator.reset()
     driver.start()
     simulator.reset()
+    for name, value in driver.documented.items():
+        simulator.set(name, value)
     return driver

@@ -1,4 +1,4 @@
-"""Streams that are captured: what a capture does not bear, and the graphs, which are empty here."""
+"""Streams that are captured: what a capture does not bear, and the graphs, which hold copies and fills here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .test_contexts import in_thread
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 NONE, ACTIVE, INVALIDATED = range(3)
+ILLEGAL_ADDRESS = 700
 INVALID_VALUE, ILLEGAL_STATE, NOT_SUPPORTED, UNSUPPORTED, CAPTURE_INVALIDATED, WRONG_THREAD = 1, 401, 801, 900, 901, 908
 
 
@@ -77,10 +78,70 @@ def test_other_streams_are_waited_for_during_a_capture(cuda: Cuda) -> None:
     assert end(cuda, stream)[0] == 0
 
 
-def test_work_of_a_captured_stream_is_refused_since_it_cannot_be_recorded_here(cuda: Cuda) -> None:
-    (address, _), event = cuda.block(), cuda.event()
+def recorded(cuda: Cuda) -> tuple[int, int, int, int]:
+    """Return (executable, stream, address, handle): a graph fills the first half of memory with ones, and copies it to the second.
+
+    Before, the memory is zero.
+    """
+    address, handle = cuda.block(2)
+    assert cuda.fill(address, 0, 2 * G) == 0
     stream = begin(cuda)
-    assert cuda.fill(address, 1, G, stream) == NOT_SUPPORTED
+    assert cuda.fill(address, 1, G, stream) == 0
+    assert cuda.copy(address + G, address, G, 3, stream) == 0
+    code, graph = end(cuda, stream)
+    assert code == 0
+    nodes = ctypes.c_size_t()
+    assert (cuda.call("cuGraphGetNodes", graph, 0, ctypes.byref(nodes)), nodes.value) == (0, 2)
+    code, executable = cuda.make("cuGraphInstantiateWithFlags", graph, 0)
+    assert (code, cuda.call("cuGraphDestroy", graph)) == (0, 0)
+    return executable, stream, address, handle
+
+
+def test_copies_and_fills_are_recorded_and_done_at_every_launch(cuda: Cuda) -> None:
+    executable, stream, address, _ = recorded(cuda)
+    assert cuda.read(address + G, G)[1] == bytes(G), "nothing is done while it is recorded"
+    for _ in range(2):
+        assert cuda.fill(address, 7, 2 * G) == 0
+        assert cuda.call("cuGraphLaunch", executable, stream) == 0
+        assert cuda.synchronize(stream) == 0
+        assert cuda.read(address, 2 * G)[1] == b"\x01" * 2 * G
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_nodes_follow_what_is_mapped_unless_they_are_to_keep_the_memory_of_their_instantiation(
+    cuda: Cuda, keeps: bool
+) -> None:
+    cuda.simulator.set("graphs_keep_memory", keeps)
+    executable, stream, address, handle = recorded(cuda)
+    assert (cuda.unmap(address, 2 * G), cuda.release(handle)) == (0, 0)
+    code, other = cuda.create(2 * G)
+    assert (code, cuda.map(address, 2 * G, other), cuda.access(address, 2 * G)) == (0, 0, 0)
+    if keeps:
+        with cuda.breaking("uses the memory that was mapped when it was instantiated"):
+            assert cuda.call("cuGraphLaunch", executable, stream) == ILLEGAL_ADDRESS
+    else:
+        assert cuda.call("cuGraphLaunch", executable, stream) == 0
+        assert cuda.synchronize(stream) == 0
+        assert cuda.read(address, 2 * G)[1] == b"\x01" * 2 * G
+
+
+def test_copies_of_pageable_memory_are_counted(cuda: Cuda) -> None:
+    (address, _), stream = cuda.block(), cuda.stream()
+    content = ctypes.create_string_buffer(G)
+    before = cuda.simulator.stats().pageable_copies
+    assert cuda.copy(address, ctypes.addressof(content), G, 1, stream) == 0
+    assert cuda.read(address, 8)[0] == 0
+    assert cuda.simulator.stats().pageable_copies == before + 2
+    assert cuda.fill(address, 1, G, stream) == 0
+    assert cuda.copy(address, address, 0, 3, stream) == 0
+    assert cuda.simulator.stats().pageable_copies == before + 2
+
+
+def test_other_work_of_a_captured_stream_is_refused_since_it_cannot_be_recorded_here(cuda: Cuda) -> None:
+    (address, _), event = cuda.block(), cuda.event()
+    content = ctypes.create_string_buffer(G)
+    stream = begin(cuda)
+    assert cuda.copy(address, ctypes.addressof(content), G, 1, stream) == NOT_SUPPORTED, "of pageable memory"
     assert cuda.call("cuEventRecord", event, stream) == NOT_SUPPORTED
     assert cuda.call("cuStreamWaitEvent", stream, event, 0) == NOT_SUPPORTED
     assert end(cuda, stream)[0] == 0

@@ -94,7 +94,7 @@ def test_unknown_libraries_are_refused() -> None:
     ("vendor", "name", "version"),
     [
         ("cuda", "Simulated CUDA device", "13.0"),
-        ("rocm", "Simulated ROCm device", "7.1"),
+        ("rocm", "Simulated ROCm device", "7.2"),
         ("ascend", "Ascend910B2", "1.17.0"),
     ],
 )

@@ -11,13 +11,40 @@ from hardpoint_simulators import Simulator, library
 from .drivers import AclLocation, AclProperties, Ascend, Driver, G, device_properties
 
 
-def test_memory_returns_only_with_its_address_range_where_a_runtime_holds_it(rocm: Driver) -> None:
-    rocm.simulator.set("hold_until_address_free", 1)
+def map_nothing(address: int, size: int) -> None:
+    """Let the host's map of the range show pages of nothing, without access."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    private, fixed, anonymous, no_reserve = 0x2, 0x10, 0x20, 0x4000
+    assert library.mmap(address, size, 0, private | fixed | anonymous | no_reserve, -1, 0) == address
+
+
+@pytest.mark.parametrize("hold", [1, 2])
+def test_memory_returns_with_its_address_range_where_a_runtime_holds_it(rocm: Driver, hold: int) -> None:
+    rocm.simulator.set("hold_until_address_free", hold)
     address, handle = rocm.block(2)
     assert rocm.unmap(address, 2 * G) == 0
     assert rocm.release(handle) == 0
-    assert rocm.simulator.used() == 2 * G
+    assert (rocm.simulator.used(), rocm.memory_info()[1]) == (2 * G, rocm.simulator.capacity - 2 * G)
     assert rocm.free(address, 2 * G) == 0
+    assert rocm.simulator.used() == 0
+
+
+@pytest.mark.parametrize(("hold", "left"), [(1, G), (2, 2 * G)])
+def test_memory_held_by_a_mapping_of_the_host_returns_when_that_is_replaced(rocm: Driver, hold: int, left: int) -> None:
+    rocm.simulator.set("hold_until_address_free", hold)
+    address, handle = rocm.block(1, reserved=2)
+    _, second = rocm.create(G)
+    assert rocm.map(address + G, G, second) == rocm.access(address + G, G) == 0
+    for start, one in ((address, handle), (address + G, second)):
+        assert rocm.unmap(start, G) == rocm.release(one) == 0
+    map_nothing(address, G)
+    assert rocm.simulator.used() == left
+    _, third = rocm.create(G)
+    assert rocm.map(address + G, G, third) == 0
+    assert rocm.simulator.used() == left if hold == 1 else left + G
+    assert rocm.unmap(address + G, G) == rocm.release(third) == rocm.free(address, 2 * G) == 0
     assert rocm.simulator.used() == 0
 
 
@@ -26,6 +53,58 @@ def test_memory_that_was_never_mapped_is_not_held(rocm: Driver) -> None:
     _, handle = rocm.create(G)
     assert rocm.release(handle) == 0
     assert rocm.simulator.used() == 0
+
+
+def test_access_is_added_up_from_the_first_mapping_of_the_reservation(rocm: Driver) -> None:
+    rocm.simulator.set("access_from_first", 1)
+    _, address = rocm.reserve(5 * G)
+    for start, chunks in ((0, 2), (2, 2), (4, 1)):
+        _, handle = rocm.create(chunks * G)
+        assert rocm.map(address + start * G, chunks * G, handle) == 0
+    assert rocm.access(address, 2 * G) == 0
+    assert rocm.access(address + 2 * G, 2 * G) == 0
+    assert rocm.access(address + 4 * G, G) == rocm.codes.invalid
+    assert rocm.access(address, 5 * G) == 0
+    assert rocm.simulator.violations() == []
+
+
+def test_unmapping_waits_for_work_on_other_memory(rocm: Driver) -> None:
+    rocm.simulator.set("deferred", 1)
+    (busy, _), (idle, _), (last, _) = (rocm.block() for _ in range(3))
+    for waits in (0, 1):
+        rocm.simulator.set("unmap_waits", waits)
+        assert rocm.fill(busy, 1, G, rocm.stream()) == 0
+        assert rocm.unmap((idle, last)[waits], G) == 0
+        stats = rocm.simulator.stats()
+        assert (stats.pending == 0, stats.unmaps_waited) == (bool(waits), waits)
+
+
+def test_writes_to_a_new_mapping_are_lost_as_often_as_set(driver: Driver) -> None:
+    driver.simulator.set("late_mapping", 2)
+    address, _ = driver.block()
+    for text, seen in ((b"one", False), (b"two", False), (b"three", True)):
+        assert driver.write(address, text) == 0
+        assert (driver.read(address, len(text)) == (0, text)) is seen
+
+
+def test_thief_takes_the_addresses_that_are_freed(driver: Driver) -> None:
+    for thief in (0, 1):
+        driver.simulator.set("thief", thief)
+        _, address = driver.reserve(2 * G)
+        assert driver.free(address, 2 * G) == 0
+        with open("/proc/self/maps") as lines:
+            taken = any(
+                int(start, 16) <= address and address + 2 * G <= int(end, 16)
+                for start, end in (line.split()[0].split("-") for line in lines)
+            )
+        assert taken is bool(thief)
+
+
+def test_profile_of_the_mi300x_is_what_its_users_found(mi300x: Driver) -> None:
+    assert [granularity(mi300x, device_properties(), option)[1] for option in (0, 1)] == [4096, G]
+    documented = {**mi300x.documented, "granularity": 4096, "recommended_granularity": G}
+    found = {name: mi300x.simulator.get(name) for name in mi300x.documented}
+    assert found == {name: value or 1 for name, value in documented.items()}
 
 
 def test_largest_chunk_is_a_setting(driver: Driver) -> None:
@@ -45,8 +124,10 @@ def test_refused_alignment_is_an_answer_and_no_broken_rule(rocm: Driver) -> None
 @pytest.mark.parametrize(("stale", "byte"), [(0, b"\0"), (1, b"\xa5")])
 def test_new_memory_holds_zeros_or_the_pattern_of_stale_pages(driver: Driver, stale: int, byte: bytes) -> None:
     driver.simulator.set("stale_pages", stale)
+    ends = 16 << 10
     address, _ = driver.block()
-    assert driver.read(address, G) == (0, byte * G)
+    for start in (address, address + G - ends):
+        assert driver.read(start, ends) == (0, byte * ends)
 
 
 def test_free_memory_counter_lags_for_as_many_questions_as_set(driver: Driver) -> None:
@@ -71,7 +152,7 @@ def test_device_without_virtual_memory_says_so(cuda: Driver) -> None:
 
 
 def granularity(driver: Driver, properties: ctypes.Structure, option: int = 0) -> tuple[int, int]:
-    code, value = driver.make("cuMemGetAllocationGranularity", ctypes.byref(properties), option)
+    code, value = driver.make(driver.granularity_call, ctypes.byref(properties), option)
     return code, value
 
 

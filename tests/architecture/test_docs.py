@@ -48,6 +48,53 @@ def test_named_files_exist(name: str, root: Path, files: list[Path]) -> None:
     assert missing(document.read_text("utf-8"), paths) == []
 
 
+GUIDES = ("adding-a-device.md", "device-parts.md", "conformance.md")
+"""Documents for vendors, whose names of the API are looked for, too."""
+SOURCES = (".py", ".h", ".hpp", ".cpp", ".cmake", ".toml")
+OF_OTHERS = re.compile(r"E[A-Z]{3,}|PrivateUse1|torch(\.\w+)+|HARDPOINT_<NAME>_DRIVER")
+NAME = re.compile(r"[A-Za-z_][\w.]*")
+
+
+def unknown_names(text: str, words: set[str], modules: set[str]) -> list[str]:
+    """Return names of an API in code spans (dotted, or with a capital letter or an underscore) of which the sources know a part not.
+
+    Of `hardpoint.memory.DriverTable` the longest beginning that is a module has to be one of `modules`, with at most one name after it.
+    """
+    unknown = []
+    for name in set(SPAN.findall(text)):
+        is_api = NAME.fullmatch(name) and ("_" in name or "." in name or not name.islower())
+        if not is_api or FILE.fullmatch(name) or OF_OTHERS.fullmatch(name):
+            continue
+        parts = name.split(".")
+        is_known = set(parts) <= words
+        if parts[0] == "hardpoint":
+            depth = max(n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in modules)
+            is_known = is_known and len(parts) - depth <= 1
+        if not is_known:
+            unknown.append(name)
+    return sorted(unknown)
+
+
+def test_names_of_the_api_exist(root: Path, files: list[Path]) -> None:
+    ours = [
+        file for file in files if file.suffix in SOURCES and not {"tests", "docs"} & {*file.relative_to(root).parts}
+    ]
+    words = {word for file in ours for word in re.findall(r"\w+", file.read_text("utf-8", errors="replace"))}
+    core = root / "core/src"
+    modules = {
+        ".".join(file.relative_to(core).with_suffix("").parts).removesuffix(".__init__")
+        for file in ours
+        if core in file.parents
+    }
+    found = {name: unknown_names((root / "docs" / name).read_text("utf-8"), words, modules) for name in GUIDES}
+    assert found == {name: [] for name in GUIDES}
+    assert unknown_names("`VirtualAllocator` `hardpoint.memory.open_driver`", words, modules) == []
+    assert unknown_names("`VirtualAlocator` `hardpoint.worker.gone.Name`", words, modules) == [
+        "VirtualAlocator",
+        "hardpoint.worker.gone.Name",
+    ]
+
+
 def test_links_lead_somewhere(root: Path) -> None:
     broken = [
         f"{document.name}: {target}"

@@ -22,6 +22,7 @@ OWN = {
         "graphs.py",
         "operators.py",
         "platform.py",
+        "kernels.py",
         "reference_backend.py",
         "reference_operators.py",
         "simulated_graphs.py",
@@ -29,11 +30,13 @@ OWN = {
         "test_attention.py",
         "test_conformance.py",
         "test_graphs.py",
+        "test_kernels.py",
         "test_operators.py",
-    }
+    },
+    "rocm": {"libraries.py"},
 }
-"""Files of a vendor's backend beside those of all: attention over the vendor's operators, and not over the core's kernels,
-graphs of these, and what torch has elsewhere for its devices."""
+"""Files of a vendor's backend beside those of all: attention and kernels over the vendor's operators, and not over the core's kernels,
+graphs of these, what torch has elsewhere for its devices; a runtime that torch may bring."""
 
 
 def packages(root: Path) -> list[Path]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -56,12 +60,43 @@ def asked_for() -> DeviceTarget:
     index = int(number)
     table = import_module(f"hardpoint_{backend}.allocator").driver_table(index)
     table.open()
-    granularity, free = table.geometry().granularity, table.memory_info()[0]
+    page, free = table.geometry().recommended, table.memory_info()[0]
     table.close()
-    room = max(1, min(16, free // (512 * granularity)))
-    return DeviceTarget(
-        backend, index, table, SIMULATION_EXPECTED, room * granularity, 0 if SIMULATION_EXPECTED else 64 * MIB
-    )
+    room = max(1, min(16, free // (512 * page)))
+    return DeviceTarget(backend, index, table, SIMULATION_EXPECTED, room * page, 0 if SIMULATION_EXPECTED else 64 * MIB)
+
+
+FILLING = """
+import importlib, sys
+from hardpoint.memory import VirtualPool
+backend, index, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+module = importlib.import_module("hardpoint_cpu.driver" if backend == "cpu" else f"hardpoint_{backend}.allocator")
+table = module.driver_table() if backend == "cpu" else module.driver_table(index)
+pool = VirtualPool(table)
+granularity = table.geometry().granularity
+piece = max(1, size // 8 // granularity) * granularity
+addresses = [pool.allocate(piece) for _ in range(8)]
+for address in addresses:
+    pool.write(address, b"\\xff" * piece)
+for address in addresses[2:]:
+    pool.free(address)
+print("filled", flush=True)
+sys.stdin.read()
+"""
+"""Takes memory, fills it with ones, gives three quarters of it back, and keeps the rest until its standard input ends."""
+
+
+@contextmanager
+def filled_by_another_process(backend: str, index: int, size: int) -> Iterator[None]:
+    """Let another process fill about `size` bytes of a device's free memory, and keep a quarter of them."""
+    command = [sys.executable, "-c", FILLING, backend, str(index), str(size)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "filled\n"
+        yield
+        assert other.stdin is not None
+        other.stdin.close()
+        assert other.wait(60) == 0
 
 
 def without_hardware(backend: str) -> DeviceTarget:

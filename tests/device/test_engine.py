@@ -6,6 +6,7 @@ tests work. Over simulated drivers nothing computes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.device_shapes import TINY
-from hardpoint.interfaces import AttentionCapabilities, DType, GraphLevel
+from hardpoint.interfaces import AttentionCapabilities, DType, GraphLevel, Platform
 
-from .targets import DEVICE, SIMULATION_EXPECTED
+from .targets import DEVICE, SIMULATION_EXPECTED, filled_by_another_process
 
 if TYPE_CHECKING:
     from hardpoint import LLM
@@ -115,6 +116,90 @@ def test_steps_give_the_same_tokens_after_sleep_and_wake(make: MakeEngine, captu
         if level == 2:
             llm.reload_weights()
         assert [tokens(llm, count) for count in (1, 5)] == expected
+
+
+REPLAYS = 10_000 if DEVICE else 100
+
+
+def test_replays_with_fresh_metadata_give_the_tokens_of_eager_steps(make: MakeEngine, captures: bool) -> None:
+    if not captures:
+        pytest.skip(f"backend '{BACKEND}' captures no graphs")
+    graphs, eager = make(), make(enforce_eager=True)
+    before = graphs.stats().steps
+    for number in itertools.count():
+        count = 1 + number % 20
+        assert tokens(graphs, count) == tokens(eager, count), f"batch {number}"
+        if graphs.stats().steps - before >= REPLAYS:
+            break
+
+
+def test_tokens_are_the_same_after_another_process_filled_what_a_sleep_freed(make: MakeEngine) -> None:
+    llm = make()
+    expected = [tokens(llm, count) for count in (1, 5, 20)]
+    freed = llm.sleep(1).freed
+    assert freed > 0
+    with filled_by_another_process(BACKEND, int(INDEX), freed):
+        llm.wake_up()
+        assert [tokens(llm, count) for count in (1, 5, 20)] == expected
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_nothing_is_compiled_after_the_warm_up(make: MakeEngine, eager: bool) -> None:
+    """Contexts that are attended in one part and in several, prompts among decodes, greedy and sampled."""
+    if find_spec("triton") is None:
+        pytest.skip("needs triton, which compiles at a kernel's first use")
+    from triton import knobs
+
+    from hardpoint import SamplingParams
+
+    llm = make(enforce_eager=eager)
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(str(facts["fn"].name))
+    try:
+        for count in (1, 2, 16, 20):
+            tokens(llm, count)
+        prompts = [{"prompt_token_ids": [7] * length} for length in (3, 300, 600)]
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_decode_waits_for_its_steps_and_for_nothing_else(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    """Neither by the platform's call nor by torch's own (copies of pageable memory, `item`): there is an event for each step."""
+    import torch
+
+    from hardpoint.plugins import resolve_backend
+    from hardpoint.worker import TorchPlatform
+
+    llm = make(enforce_eager=eager)
+    device = torch.device(resolve_backend(BACKEND, device=int(INDEX)).device.torch_device)
+    for count in (1, 5, 20):
+        tokens(llm, count)
+    prompts, params = requests(20)
+    for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        llm.engine.add_request(str(number), prompt, param.clone(max_tokens=40))
+    prefilled = llm.stats().prefill_tokens + sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+    while llm.stats().prefill_tokens < prefilled:
+        llm.engine.step()
+    waits: list[str] = []
+    for platform in (Platform, TorchPlatform):
+        monkeypatch.setattr(platform, "synchronize", lambda self: waits.append("synchronize"))
+    before = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            llm.engine.step()
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(before)
+    assert llm.engine.has_unfinished_requests(), "all of these steps decoded"
+    assert waits == []
+    llm.engine.abort_request([str(number) for number in range(20)])
 
 
 def test_graphs_alone_can_sleep(make: MakeEngine, captures: bool) -> None:

@@ -104,6 +104,8 @@ def values_of(kind: Any, vocabulary: int) -> list[Any]:
     if origin is Annotated:
         meta, ends = members[1], []
         for end, outside in ((meta.ge, -math.inf), (meta.le, math.inf)):
+            if end is None:
+                continue
             if members[0] is int:
                 ends += [end, end - 1, end + 1]
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,6 @@ import torch
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.sleep import EngineState
 from hardpoint.executor import RemoteExecutor
-from hardpoint.executor.rendezvous import RendezvousServer
 from hardpoint.interfaces import BUFFERS, WEIGHTS, SleepPlan
 from hardpoint.interfaces.errors import EngineDead, HostBudgetExceeded, RankFailed, WeightsMissing
 from hardpoint_conformance.tiny_model import Model
@@ -92,7 +92,6 @@ def _check_dead(llm: LLM, rank: int) -> None:
 @pytest.fixture(scope="module")
 def nothing_left() -> Iterator[Callable[[], list[str]]]:
     """Return what this process holds now and did not hold before."""
-    RendezvousServer().close()  # The first one of a process opens files that the library keeps.
     before = Belongings.now()
 
     def new() -> list[str]:
@@ -111,6 +110,39 @@ def _pids(llm: LLM) -> list[int]:
     executor = llm.engine._loop.core.executor
     assert isinstance(executor, RemoteExecutor)
     return executor.pids
+
+
+def _files(process: int) -> dict[str, str]:
+    """Return what a process has open: path of the descriptor, and what it is."""
+    found = {}
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one by which they are listed
+            found[str(file)] = os.readlink(file)
+    return found
+
+
+def _check_that_no_other_user_reaches_where_ranks_meet(llm: LLM) -> None:
+    """The store is a file without a name, and nobody serves it on a port."""
+    stores = [
+        file
+        for process in [os.getpid(), *_pids(llm)]
+        for file, target in _files(process).items()
+        if "hardpoint-rendezvous" in target
+    ]
+    assert len(stores) == 1 + llm.info.num_ranks
+    listening = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"}
+    assert not {f"socket:[{inode}]" for inode in listening} & set(_files(os.getpid()).values())
+    if os.geteuid() == 0:  # who may be somebody else
+        tries = 'for file; do cat "$file" || echo refused; done'
+        said = subprocess.run(
+            ["sh", "-c", tries, "sh", *stores],
+            user=65534,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
+        )
+        assert said.stdout.split() == ["refused"] * len(stores)
 
 
 def _check_that_one_rank_rolls_back_all(llm: LLM) -> None:
@@ -174,6 +206,7 @@ def test_two_ranks_share_each_layer(
         assert llm.wake_up().state is EngineState.RUNNING
         _check_tokens(llm, oracle, greedy(TOKENS))
 
+        _check_that_no_other_user_reaches_where_ranks_meet(llm)
         _check_that_one_rank_rolls_back_all(llm)
         _check_tokens(llm, oracle, greedy(TOKENS))
 

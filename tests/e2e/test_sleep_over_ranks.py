@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hardpoint.executor import Executor
-from hardpoint.interfaces import Device, MemoryReport, SleepPlan, StepInput, StepOutput, WakePlan
+from hardpoint.interfaces import Device, MemoryReport, SleepPlan, SleepTier, StepInput, StepOutput, WakePlan
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HardpointError, RanksDiverged
 from hardpoint.memory import VirtualAllocator
 from hardpoint_conformance.interposed import InterposedDriver
@@ -79,7 +79,7 @@ class Ranks(Executor):
         return self.benches[rank].worker._started.allocator._driver  # type: ignore[attr-defined, no-any-return]
 
     def plan(self) -> SleepPlan:
-        return level_plan(1, live_blocks=tuple(self.sequences[0].blocks))
+        return level_plan(1, SleepTier.HOST, live_blocks=tuple(self.sequences[0].blocks))
 
     @property
     def asleep(self) -> set[frozenset[str]]:

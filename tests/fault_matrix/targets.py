@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from hardpoint.memory import DriverTable
 from hardpoint_conformance.fault_matrix import FaultTarget, InterposedTarget
@@ -17,12 +18,22 @@ CODES = {"cuda": (2, 700), "rocm": (2, 700), "ascend": (207001, 507015)}
 
 
 class CpuTarget(InterposedTarget):
-    """The CPU's driver."""
+    """The CPU's driver.
 
-    def __init__(self) -> None:
+    Args:
+        chunk: its largest chunk, in granules; None for its own, of 64 MiB.
+    """
+
+    def __init__(self, chunk: int | None = None) -> None:
         from hardpoint_cpu.driver import driver_table
 
-        super().__init__("cpu", driver_table(options={"budget": CAPACITY}))
+        def geometry(below: Callable[..., int], out: Any) -> int:
+            status = below(out)
+            if chunk is not None:
+                out.contents.max_chunk = chunk * out.contents.granularity
+            return status
+
+        super().__init__("cpu", driver_table(options={"budget": CAPACITY}), {"geometry": geometry})
 
     def held(self) -> Mapping[str, int]:
         free, total = self._driver.base.memory_info()
@@ -44,7 +55,7 @@ class SimulatedTarget(FaultTarget):
         self._quirks = dict(quirks or {})
         self._table: DriverTable | None = None
         self._simulator = Simulator(vendor)  # type: ignore[arg-type]
-        self.elastic = "hold_until_address_free" not in self._quirks
+        self.elastic = self._quirks.get("hold_until_address_free") != 2
         self.name = f"{vendor} (simulated{''.join(f', {quirk}' for quirk in self._quirks)})"
 
     def table(self) -> DriverTable:
@@ -55,6 +66,7 @@ class SimulatedTarget(FaultTarget):
         self._simulator.reset()
         self._simulator.capacity = CAPACITY
         self._simulator.set("granularity", GRANULARITY)
+        self._simulator.set("recommended_granularity", 0)
         for quirk, value in self._quirks.items():
             self._simulator.set(quirk, value)  # type: ignore[arg-type]
         if self._table is None:
@@ -104,13 +116,13 @@ class SimulatedTarget(FaultTarget):
             self._table = None
 
 
-def all_targets() -> list[FaultTarget]:
-    """Return every driver of the workspace."""
+def all_targets(cpu_chunk: int | None = None) -> list[FaultTarget]:
+    """Return every driver of the workspace; the CPU's with chunks of so many granules."""
     return [
-        CpuTarget(),
+        CpuTarget(cpu_chunk),
         SimulatedTarget("cuda"),
         SimulatedTarget("rocm"),
-        SimulatedTarget("rocm", {"hold_until_address_free": 1, "stale_pages": 1}),
+        SimulatedTarget("rocm", {"hold_until_address_free": 2}),
         SimulatedTarget("ascend"),
     ]
 

@@ -12,7 +12,7 @@ from hardpoint_conformance.memory_model import TrackedPool
 from tests.fault_matrix.targets import CpuTarget, all_targets
 
 
-@pytest.fixture(scope="module", params=all_targets(), ids=lambda target: target.name)
+@pytest.fixture(scope="module", params=all_targets(cpu_chunk=4), ids=lambda target: target.name)
 def target(request: pytest.FixtureRequest) -> Iterator[FaultTarget]:
     """Every driver; the vendors' libraries are simulated. Chunks are small where their size can be chosen."""
     with pytest.MonkeyPatch.context() as environment:

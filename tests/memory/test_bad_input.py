@@ -53,7 +53,8 @@ def test_a_capacity_below_the_size_is_refused(pool: TrackedPool) -> None:
 def test_the_last_bytes_of_a_device_serve_small_blocks(pool: TrackedPool, target: FaultTarget) -> None:
     """Where there is no room for a shared allocation, a block gets one of its own."""
     unit = pool.unit
-    pool.allocate(CAPACITY - unit, policy=Policy.RESIDENT)
+    for size in (CAPACITY - (4 << 20), (4 << 20) - unit):  # chunks of one size waste nothing of the first
+        pool.allocate(size, policy=Policy.RESIDENT)
     block = pool.filled(content(unit // 2), shared=True)
     assert pool.read(block, unit // 2) == content(unit // 2)
     with pytest.raises(DeviceOutOfMemory):

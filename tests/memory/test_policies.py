@@ -24,7 +24,8 @@ from hardpoint_conformance.memory_model import TrackedPool
 def sizes_at_the_edges(pool: TrackedPool) -> list[int]:
     """Return sizes around the granularity and the chunk (fact 29)."""
     unit = pool.unit
-    chunk = pool.driver.geometry().max_chunk or 4 * unit
+    chunk = pool.driver.geometry().max_chunk
+    chunk = chunk if 0 < chunk <= 16 * unit else 4 * unit  # larger ones would not fit side by side
     return [1, 511, unit - 1, unit, unit + 1, chunk - 1, chunk, chunk + 1]
 
 

@@ -147,6 +147,21 @@ def test_the_interpreter_ends_cleanly_over_a_simulated_driver(vendor: str, end: 
     assert backup_files(tmp_path) == []
 
 
+@pytest.mark.parametrize("trial", range(8))
+def test_daemon_threads_may_ask_and_change_while_the_interpreter_ends(trial: int) -> None:
+    """A race: before the engine handed out plain values, one in four of these ended with a signal."""
+    program = """
+    pool = VirtualPool(driver_table())
+    kept = [pool.allocate(1 << 16, tag) for tag in ("weights", "kv_cache")]
+    asks = lambda: [pool.stats() for _ in range(10**6)]
+    changes = lambda: [(pool.sleep(SleepPlan()), pool.wake()) for _ in range(10**6)]
+    for work in (asks, asks, asks, changes):
+        threading.Thread(target=work, daemon=True).start()
+    time.sleep(0.03)
+    """
+    runs_cleanly(program)
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

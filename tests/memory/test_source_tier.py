@@ -20,10 +20,10 @@ SOURCE = SleepPlan(tier=SleepTier.SOURCE)
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(pool: TrackedPool, tmp_path: Path) -> Path:
     """A file with a header of an odd length before its bytes, as safetensors have."""
     file = tmp_path / "model.safetensors"
-    file.write_bytes(b"h" * 1234 + content(40_000_000))
+    file.write_bytes(b"h" * 1234 + content(4 * pool.unit))
     # A change within the clock's resolution of the file system would not show.
     os.utime(file, ns=(0, 0))
     return file
@@ -210,7 +210,7 @@ def test_other_tiers_do_not_need_the_source(pool: TrackedPool, checkpoint: Path,
         [(5000, 1, 0)],
         [(0, 0, 0)],
         [(0, 100, 0), (99, 100, 0)],
-        [(0, 100, 40_001_234 - 99)],
+        [(0, 100, -99)],  # of the file's end
         [(0, 100, 2**64 - 50)],
         [(2**64 - 1, 2, 0)],
         [(1, 2**64 - 1, 0)],
@@ -223,10 +223,10 @@ def test_an_extent_that_does_not_fit_is_refused(
     """Its tensor is a block with a neighbour, whose bytes a source must not reach."""
     address = pool.filled(content(5000, 1), shared=True)
     neighbour = pool.filled(content(5000, 2), shared=True)
+    end = checkpoint.stat().st_size
+    declared = [FileExtent(start, size, str(checkpoint), at if at >= 0 else end + at) for start, size, at in extents]
     with pytest.raises(InvalidAllocation, match="does not fit"):
-        pool.declare_source(
-            address, 5000, [FileExtent(start, size, str(checkpoint), at) for start, size, at in extents]
-        )
+        pool.declare_source(address, 5000, declared)
     pool.sleep(SOURCE)
     pool.wake()
     assert pool.read(address, 5000) == content(5000, 1)

@@ -93,8 +93,9 @@ def test_threads_allocate_and_free_while_another_tag_sleeps_and_wakes(pool: Trac
 def test_threads_free_what_is_being_put_to_sleep(pool: TrackedPool) -> None:
     """Each free wins or loses the race with the sleep and the wake; the memory is gone afterwards either way."""
     kept = pool.filled(content(2 * pool.unit))
+    contents = [content(pool.unit, seed) for seed in range(10)]
     for _ in range(15):
-        doomed = [pool.filled(content(pool.unit, seed), shared=seed % 2 == 0) for seed in range(10)]
+        doomed = [pool.filled(data, shared=seed % 2 == 0) for seed, data in enumerate(contents)]
         with crew() as threads:
             for part in (doomed[::2], doomed[1::2]):
                 threads.start(lambda part=part: [pool.free(address) for address in part])
@@ -152,25 +153,26 @@ def test_memory_stays_while_its_bytes_are_copied(cpu_target: CpuTarget, kind: st
 
 
 def test_threads_read_and_write_what_others_free_or_put_to_sleep(pool: TrackedPool) -> None:
-    kept = pool.filled(content(pool.unit))
+    data = content(pool.unit)
+    kept = pool.filled(data)
     over = threading.Event()
     doomed: list[int] = []
 
     def touch(address: Callable[[], int]) -> None:
         while not over.is_set():
             with suppress(MemoryAsleep, ForeignMemory):
-                pool.write(address(), content(pool.unit))
+                pool.write(address(), data)
                 found = pool.read(address(), pool.unit)
-                assert address() != kept or found == content(pool.unit)
+                assert address() != kept or found == data
 
     with crew() as threads:
-        doomed.append(pool.filled(content(pool.unit)))
+        doomed.append(pool.filled(data))
         for address in (lambda: kept, lambda: doomed[-1]):
             threads.start(lambda address=address: touch(address))
         for _ in range(60):
             pool.sleep(SleepPlan())
             pool.wake()
-            doomed.append(pool.filled(content(pool.unit)))
+            doomed.append(pool.filled(data))
             pool.free(doomed[-2])
         over.set()
     assert pool.stats().tags["weights"].allocations == 2

@@ -34,7 +34,8 @@ class Environment:
 
     def __init__(self, folder: Path, wheels: Path, *, with_demo: bool = False) -> None:
         self.root = folder / "environment"
-        self.packages = folder / "third_party"
+        # By this name tools, such as Hypothesis, know that what lies there is not the code under test.
+        self.packages = folder / "third_party/site-packages"
         self.work = folder / "work"
         self.work.mkdir()
         self._wheels = wheels
@@ -49,7 +50,7 @@ class Environment:
         self._bare = self.files()
 
     def _link_packages(self, without: tuple[str, ...]) -> None:
-        self.packages.mkdir()
+        self.packages.mkdir(parents=True)
         for folder in map(Path, sys.path):
             for entry in folder.iterdir() if folder.name == "site-packages" else ():
                 link = self.packages / entry.name

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,52 @@ def raises() -> None:
 def waits() -> None:
     if torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_captured_copy_of_torchs_is_done_where_its_memory_is_after_a_sleep(
+    machine: Any, tolerant_allocator: Any, keeps: bool
+) -> None:
+    """Or fails, over a driver whose graphs keep the memory that they were instantiated with: captured steps of models have no copies."""
+    machine.simulator.set("graphs_keep_memory", keeps)
+    runner = machine.descriptor.make("graph_runner", machine.devices[0])
+    runner.start(tolerant_allocator)
+    source, target = (tolerant_allocator.empty((MIB,), DType.UINT8, GRAPHS) for _ in range(2))
+    source.copy_(torch.full((MIB,), 3, dtype=torch.uint8))
+    runner.capture(1, lambda: target.copy_(source))
+    tolerant_allocator.sleep(SleepPlan())
+    tolerant_allocator.wake()
+    target.copy_(torch.zeros(MIB, dtype=torch.uint8))
+    try:
+        if keeps:
+            with pytest.raises(RuntimeError, match="illegal"):
+                runner.replay(1)
+        else:
+            runner.replay(1)
+            assert target.cpu().eq(3).all()
+    finally:
+        machine.simulator.set("graphs_keep_memory", 0)
+        runner.reset()
+
+
+def test_uploads_and_downloads_wait_for_nothing_and_copy_no_pageable_memory(machine: Any) -> None:
+    platform = machine.descriptor.make("platform", machine.devices[0])
+    platform.start(None)
+    waits = [call for call in machine.simulator.calls() if "Synchronize" in call]
+
+    def counts() -> list[int]:
+        return [machine.simulator.stats().pageable_copies, *map(machine.simulator.call_count, waits)]
+
+    torch.cuda.synchronize()
+    before = counts()
+    for _ in range(3):
+        on_device = platform.upload(np.arange(1000))
+        on_host = platform.download(on_device)
+    assert counts() == before
+    platform.synchronize()
+    assert on_host.tolist() == list(range(1000))
+    del on_device
+    platform.release()
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

@@ -7,7 +7,7 @@
 #include "hardpoint/torch_allocator.h"
 
 // Calls the vendor's function; a status other than success ends the entry.
-#define CALL(function, ...) check(api_.function(__VA_ARGS__), #function)
+#define CALL(function, ...) (driver::may_fail(#function), check(api_.function(__VA_ARGS__), #function))
 
 namespace {
 
@@ -21,6 +21,7 @@ constexpr int32_t kDlpackDevice = 12;                       // kDLExtDev
 constexpr int32_t kCopyThreads = 2;                         // one for each direction
 constexpr size_t kGranularity = size_t{2} << 20;            // of known devices; older runtimes cannot be asked
 constexpr size_t kLargestReservation = size_t{128} << 30;  // of devices of the 910B class
+constexpr size_t kLargestChunk = size_t{1} << 30;          // one huge piece may be refused where several are not
 
 hp_status status_of(Result result) {
   switch (result) {
@@ -295,6 +296,7 @@ class Device {
     const size_t minimum = ask_granularity(granularity_minimum), recommended = ask_granularity(granularity_recommended);
     hp_geometry geometry = driver::geometry_of("aclrtMemGetAllocationGranularity", minimum, recommended);
     geometry.max_reservation = kLargestReservation;
+    geometry.max_chunk = kLargestChunk / geometry.granularity * geometry.granularity;
     geometry.copy_threads = kCopyThreads;
     geometry.dlpack_device = kDlpackDevice;
     return geometry;
@@ -334,6 +336,8 @@ extern "C" {
 hp_status hp_driver_open(const hp_open_request *request, const hp_driver **driver, hp_error *error) {
   return driver::open_driver<Device>(request, driver, error);
 }
+
+void hp_driver_fail_call(int64_t nth) { driver::calls_to_failure = nth; }
 
 HP_TORCH_ALLOCATOR(ascend)
 }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces import DeviceAllocator
     from hardpoint_ascend.attention import AscendAttention
     from hardpoint_ascend.graphs import AscendGraphRunner
+    from hardpoint_ascend.kernels import AscendKernels
 
 NAME = "ascend_reference"
 
@@ -39,6 +40,13 @@ def attention() -> type[AscendAttention]:
 
     register()
     return ascend.hardpoint_backend().attention()  # type: ignore[return-value]
+
+
+def kernels() -> type[AscendKernels]:
+    from .reference_operators import register
+
+    register()
+    return ascend.hardpoint_backend().kernels()  # type: ignore[misc, return-value]
 
 
 def allocator() -> type[DeviceAllocator]:
@@ -67,6 +75,7 @@ def descriptor() -> BackendDescriptor:
         allocator=allocator,
         attention=attention,
         worker=cpu.hardpoint_backend().worker,
+        kernels=kernels,
         graph_runner=graph_runner,
         accelerator=False,
     )

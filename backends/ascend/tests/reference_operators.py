@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hardpoint.interfaces import Device
-from hardpoint_ascend.operators import ATTEND, OPERATORS, WRITE_KV
+from hardpoint_ascend.operators import ATTEND, OPERATORS, RMS_NORM, ROTATE, SWIGLU, WRITE_KV
 
 DEVICE = Device("ascend_reference", 0, "Ascend910B of reference operators on the host", "cpu", simulated=True)
 MASK_SIZE = 2048
@@ -36,8 +36,9 @@ def register() -> None:
     _library = torch.library.Library("npu", "DEF")
     for operator in OPERATORS:
         _library.define(operator.name.partition("::")[2] + operator.signature)
-    _library.impl(ATTEND.name.partition("::")[2], attend, "CPU")
-    _library.impl(WRITE_KV.name.partition("::")[2], write_kv, "CPU")
+    functions = {ATTEND: attend, WRITE_KV: write_kv, RMS_NORM: rms_norm, ROTATE: rotary_mul, SWIGLU: swiglu}
+    for operator, function in functions.items():
+        _library.impl(operator.name.partition("::")[2], function, "CPU")
 
 
 def require(holds: bool, rule: str) -> None:
@@ -62,14 +63,10 @@ def write_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     *,
-    compress_lens: Tensor | None = None,
-    compress_seq_offsets: Tensor | None = None,
-    seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
     """`npu_scatter_pa_kv_cache` with the plain cache (its second case)."""
     require(cache_mode in (None, "Norm"), "a cache in the plain format needs cache_mode 'Norm'")
-    require(compress_lens is None and compress_seq_offsets is None and seq_lens is None, "compression is another case")
     tensors = (key, value, key_cache, value_cache, slot_mapping)
     require(all(tensor.is_contiguous() for tensor in tensors), "tensors that are not contiguous are not supported")
     require(key.dtype in DTYPES, "key is float16 or bfloat16")
@@ -108,17 +105,12 @@ def attend(
     input_layout: str = "BSH",
     sparse_mode: int = 0,
     block_size: int = 0,
-    inner_precise: int = 0,
-    **others: object,
 ) -> tuple[Tensor, Tensor]:
     """`npu_fused_infer_attention_score_v2` over a paged cache in the layout TND.
 
     All arithmetic is in float32.
     """
     require(input_layout == "TND", "the layout is TND")
-    given = sorted(name for name, other in others.items() if isinstance(other, Tensor) or other)
-    require(not given, f"nothing else is given: {given}")
-    require(inner_precise == 0, "grouped queries need inner_precise 0")
     require(query.dtype in DTYPES, "query is float16 or bfloat16")
     require(key.dtype is query.dtype and value.dtype is query.dtype, "key and value have the query's dtype")
     require(query.dim() == 3, "query is [T, Q_N, D]")
@@ -162,6 +154,35 @@ def attend(
         hidden = (distance > after) | (distance < -before)
         out[end - length : end] = _attention(q, k, v, softmax_scale, hidden if sparse_mode else None)
     return out, torch.zeros(1)
+
+
+def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """`npu_rms_norm`."""
+    require(input.dtype in (*DTYPES, torch.float32) and gamma.dtype is input.dtype, "gamma has the input's dtype")
+    require(2 <= input.dim() <= 8 and input.shape[-gamma.dim() :] == gamma.shape, "gamma has the input's last axes")
+    wide = input.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * gamma.float()).to(input.dtype), scale
+
+
+def rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    """`npu_rotary_mul` of [B, S, N, D], compiled beforehand (jit_compile=False)."""
+    require(rotary_mode == "half", "halves are rotated")
+    require(input.dim() == r1.dim() == r2.dim() == 4, "all have four axes")
+    batch, tokens, heads, dim = input.shape
+    require(batch < 1000 and heads < 1000, "B and N are below 1000")
+    require(dim < 896 and dim % 2 == 0, "D is even and below 896")
+    require(r1.shape == r2.shape == (1, tokens, 1, dim), "r1 and r2 are 1S1D")
+    require(r1.dtype is r2.dtype is input.dtype, "all have one dtype")
+    first, second = input.chunk(2, -1)
+    return r1 * input + r2 * torch.cat((-second, first), -1)
+
+
+def swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    """`npu_swiglu`."""
+    require(input.dtype in (*DTYPES, torch.float32), "dtypes are float16, bfloat16 and float32")
+    first, second = input.float().chunk(2, dim)
+    return (torch.nn.functional.silu(first) * second).to(input.dtype)
 
 
 def _check_mask(mask: Tensor | None, sparse_mode: int, pre_tokens: int, next_tokens: int) -> None:

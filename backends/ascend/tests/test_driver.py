@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hardpoint.interfaces.errors import DriverError
+from hardpoint.memory import VirtualPool
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint_ascend import allocator, descriptor
 from hardpoint_simulators import Simulator
@@ -89,6 +90,15 @@ class TestAscendDriver(DriverSuite):
         assert driver.geometry().max_reservation == 128 << 30
         with pytest.raises(DriverError, match="is larger than the limit, 137438953472"):
             driver.reserve((128 << 30) + SIZE)
+
+    def test_memory_is_taken_in_pieces_of_at_most_one_gib(self, simulator: Simulator) -> None:
+        largest = 1 << 30
+        simulator.set("max_chunk", largest)
+        memory = VirtualPool(self.table(simulator))
+        address = memory.allocate(3 * largest - SIZE)
+        assert simulator.used(MAIN_DEVICE) >= 3 * largest - SIZE
+        memory.free(address)
+        memory.close()
 
     def test_runtime_initialised_by_others_is_used(self, simulator: Simulator, caller: CallerDevice) -> None:
         caller.library.aclInit(None)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from torch.distributed.distributed_c10d import PrefixStore
 
 from hardpoint.interfaces import Device
 from hardpoint.interfaces.errors import ConfigError, WorkerError
@@ -271,6 +272,38 @@ def test_a_killed_rank_is_reported_long_before_the_time_limit(address: str) -> N
     finally:
         group.stop()
         process.join()
+
+
+def test_ranks_of_one_host_meet_in_a_file(tmp_path: Path) -> None:
+    def work(group: CpuCollectives, rank: int) -> Any:
+        total = torch.tensor([float(rank)])
+        group.all_reduce(total)
+        return total.item()
+
+    for group in ("one", "two"):
+        assert on_ranks(3, f"file://{tmp_path}/store#{group}", work) == [3.0] * 3
+
+
+def test_a_process_that_connects_in_place_of_a_rank_is_found_out(tmp_path: Path) -> None:
+    def impostor() -> None:
+        store = PrefixStore("group", torch.distributed.FileStore(str(tmp_path / "store"), -1))
+        options = torch.distributed.ProcessGroupGloo._Options()
+        options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        joined = torch.distributed.ProcessGroupGloo(store, 1, 2, options)
+        store.set("token/1/0", bytes(16).hex())
+        token = torch.ones(16, dtype=torch.uint8)
+        said, heard = joined.send([token], 0, 0), joined.recv([token.clone()], 0, 0)
+        said.wait()
+        heard.wait()
+        found.wait(20)
+
+    found = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(impostor)
+        with pytest.raises(WorkerError, match="what is connected as rank 1 is not that rank"):
+            CpuCollectives(DEVICE).start(0, 2, f"file://{tmp_path}/store#group", 20.0)
+        found.set()
+        done.result()
 
 
 def test_a_rank_in_no_group_says_so() -> None:

@@ -6,7 +6,7 @@
 #include "hardpoint/torch_allocator.h"
 
 // Calls the vendor's function; a status other than success ends the entry.
-#define CALL(function, ...) check(api_.function(__VA_ARGS__), #function)
+#define CALL(function, ...) (driver::may_fail(#function), check(api_.function(__VA_ARGS__), #function))
 
 namespace {
 
@@ -315,6 +315,8 @@ extern "C" {
 hp_status hp_driver_open(const hp_open_request *request, const hp_driver **driver, hp_error *error) {
   return driver::open_driver<Device>(request, driver, error);
 }
+
+void hp_driver_fail_call(int64_t nth) { driver::calls_to_failure = nth; }
 
 HP_TORCH_ALLOCATOR(cuda)
 }

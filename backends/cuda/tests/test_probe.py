@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hardpoint_cuda import capabilities, descriptor
+from hardpoint_simulators import library
 
 from ...testing.probe_suite import Build, ProbeSuite
 
@@ -43,6 +44,27 @@ class TestCudaProbe(ProbeSuite):
         assert device.properties["pci_bus"] == "0000:01:00.0"
         assert device.properties["compute_capability"] == "9.0"
         assert found.reason.startswith("the installed torch is not built for CUDA")
+
+    @pytest.mark.parametrize(
+        ("toolkit", "driver", "obstacle"),
+        [
+            ((13, 0), 12080, "the driver supports CUDA up to 12.8, and torch is built for CUDA 13.0"),
+            ((13, 1), 13000, ""),
+            ((12, 8), 13000, ""),
+            ((), 12080, ""),
+        ],
+    )
+    def test_driver_older_than_torchs_toolkit_is_the_reason(
+        self, monkeypatch: pytest.MonkeyPatch, toolkit: tuple[int, ...], driver: int, obstacle: str
+    ) -> None:
+        monkeypatch.setenv(descriptor.DRIVER_VARIABLE, str(library("cuda")))
+        monkeypatch.setenv("HARDPOINT_SIM_VERSION", str(driver))
+        monkeypatch.setattr(capabilities, "requirements", tuple)
+        monkeypatch.setattr(capabilities, "torch_platform_version", lambda name: toolkit)
+        found = descriptor.probe()
+        assert len(found.devices) == 1
+        assert found.reason.startswith(obstacle)
+        assert bool(found.reason) is bool(obstacle)
 
     @pytest.mark.parametrize(
         ("major", "obstacle"), [(9, ""), (7, "the device has compute capability 7.0, and Triton's kernels need 8.0")]

@@ -2,8 +2,11 @@
 //
 // Rules and known deviations, from ROCm's sources and field reports: large single allocations fail on ROCm 6, so memory is created in chunks
 // (`max_chunk`); each handle is unmapped on its own and before it is released (ROCR-Runtime issues 257, 285); reserving with an explicit alignment may fail
-// where 0 works (vLLM pull request 43022); hipMemMap checks almost nothing; memory may stay until its address is released, and pages may come back
-// with old content (`quirks`).
+// where 0 works (vLLM pull request 43022); hipMemMap checks almost nothing; hipMemSetAccess of ROCm 7.0 to 7.2 adds up the reservation's first mappings
+// (rocm-systems 2516), which the core's chunks of one size satisfy; hipMemUnmap waits for all streams; memory may stay until its address is released
+// (`unmap` and `quirks`), and pages may come back with old content (`quirks`).
+#include <sys/mman.h>
+
 #include <mutex>
 #include <optional>
 
@@ -12,7 +15,7 @@
 #include "hardpoint/torch_allocator.h"
 
 // Calls the vendor's function; a status other than success ends the entry.
-#define CALL(function, ...) check(api_.function(__VA_ARGS__), #function)
+#define CALL(function, ...) (driver::may_fail(#function), check(api_.function(__VA_ARGS__), #function))
 
 namespace {
 
@@ -24,6 +27,7 @@ namespace driver = hardpoint::driver;
 
 constexpr int32_t kDlpackDevice = 10;  // kDLROCM
 constexpr int32_t kCopyThreads = 2;    // one for each direction's copy engine
+constexpr size_t kSmallPage = 4096, kLargePage = size_t{2} << 20;
 constexpr uint64_t kDefaultChunkMb = 256, kLargestChunkMb = 1 << 20;
 
 hp_status status_of(Result result) {
@@ -47,7 +51,7 @@ class Device {
  public:
   using Api = hardpoint::rocm::Api;
   static constexpr const char *library_variable = "HARDPOINT_ROCM_DRIVER";
-  static constexpr uint32_t flags = 0;
+  static constexpr uint32_t flags = HP_UNMAP_WAITS;
   static std::vector<const char *> sonames() { return {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"}; }
 
   struct Settings {
@@ -70,7 +74,9 @@ class Device {
     CALL(hipGetDeviceCount, &count);
     driver::check_device_index(index, count, library);
     CALL(hipDeviceGet, &device_, index);
-    if (!has(attribute_virtual_memory)) throw Failure{HP_UNSUPPORTED, 0, "hipDeviceGetAttribute", "the device has no virtual memory management"};
+    if (!has(attribute_virtual_memory))
+      throw Failure{HP_UNSUPPORTED, 0, "hipDeviceGetAttribute",
+                    "the device has no virtual memory management (ROCm 7.0 says so of some MI300X: use 7.1 or later)"};
     properties_.type = allocation_pinned;
     properties_.location = {location_device, index};
   }
@@ -134,7 +140,8 @@ class Device {
     const Current current = use("reserve");
     driver::check_size("reserve", size, geometry_.granularity, geometry_.max_reservation);
     void *reserved = nullptr;
-    if (api_.hipMemAddressReserve(&reserved, size, geometry_.granularity, pointer(hint), 0) != success) {
+    const size_t alignment = size < geometry_.recommended ? geometry_.granularity : geometry_.recommended;
+    if (api_.hipMemAddressReserve(&reserved, size, alignment, pointer(hint), 0) != success) {
       forget_last_error();
       CALL(hipMemAddressReserve, &reserved, size, 0, pointer(hint), 0);
     }
@@ -172,7 +179,7 @@ class Device {
     undo_half_mapping(handle);
     CALL(hipMemMap, pointer(address), size, 0, allocation(handle), 0);
     Undo unmap([&] {
-      if (api_.hipMemUnmap(pointer(address), size) == success) return;
+      if (unmap_and_let_go(address, size) == success) return;
       forget_last_error();
       half_mapped_.add(handle, address, size);
     });
@@ -184,7 +191,7 @@ class Device {
   void unmap(uint64_t address, size_t size) {
     const Current current = use("unmap");
     driver::check_range("unmap", address, size, geometry_);
-    CALL(hipMemUnmap, pointer(address), size);
+    check(unmap_and_let_go(address, size), "hipMemUnmap");
   }
 
   void stream_create(uint64_t *stream) {
@@ -261,7 +268,16 @@ class Device {
   };
 
   void undo_half_mapping(uint64_t handle) {
-    half_mapped_.undo(handle, [&](uint64_t address, size_t size) { CALL(hipMemUnmap, pointer(address), size); });
+    half_mapped_.undo(handle, [&](uint64_t address, size_t size) { check(unmap_and_let_go(address, size), "hipMemUnmap"); });
+  }
+
+  // The process's address space still shows the memory's dma-buf where it was mapped, without access, and that holds the memory. Pages of nothing
+  // take its place: the range stays reserved, so that no other thread can get it. Where the kernel refuses, or it does not help, the memory is
+  // held until the address is released, which `quirks` finds.
+  Result unmap_and_let_go(uint64_t address, size_t size) const {
+    const Result result = api_.hipMemUnmap(pointer(address), size);
+    if (result == success) mmap(pointer(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return result;
   }
 
   Current use(const char *entry) const {
@@ -294,11 +310,13 @@ class Device {
     size_t minimum = 0, recommended = 0;
     CALL(hipMemGetAllocationGranularity, &minimum, &properties_, granularity_minimum);
     CALL(hipMemGetAllocationGranularity, &recommended, &properties_, granularity_recommended);
+    // Of pages of 4 KiB, the minimum on an MI300X, the device's tables hold too many.
+    if (minimum == kSmallPage) recommended = std::max(recommended, kLargePage);
     hp_geometry geometry = driver::geometry_of("hipMemGetAllocationGranularity", minimum, recommended);
-    geometry.max_chunk = (settings_.chunk_mb << 20) / geometry.granularity * geometry.granularity;
+    geometry.max_chunk = (settings_.chunk_mb << 20) / geometry.recommended * geometry.recommended;
     if (geometry.max_chunk == 0)
-      driver::refuse("open", "a chunk of " + std::to_string(settings_.chunk_mb) + " MiB is smaller than the granularity, " +
-                                 std::to_string(geometry.granularity) + " bytes");
+      driver::refuse("open", "a chunk of " + std::to_string(settings_.chunk_mb) + " MiB is smaller than the recommended granularity, " +
+                                 std::to_string(geometry.recommended) + " bytes");
     geometry.copy_threads = kCopyThreads;
     geometry.dlpack_device = kDlpackDevice;
     return geometry;
@@ -323,6 +341,8 @@ extern "C" {
 hp_status hp_driver_open(const hp_open_request *request, const hp_driver **driver, hp_error *error) {
   return driver::open_driver<Device>(request, driver, error);
 }
+
+void hp_driver_fail_call(int64_t nth) { driver::calls_to_failure = nth; }
 
 HP_TORCH_ALLOCATOR(rocm)
 }

@@ -548,12 +548,32 @@ def check_steps(
         check(case, spans, bench.run(spans), quality)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+class Sameness:
+    """Whether two tensors are the same; where they are not, its text says by how much."""
+
+    def __init__(self, difference: str) -> None:
+        self._difference = difference
+
+    def __bool__(self) -> bool:
+        return not self._difference
+
+    def __repr__(self) -> str:
+        return self._difference or "the same bits"
+
+
+def same_bits(one: Tensor, other: Tensor) -> Sameness:
     """Return whether two tensors are equal bit by bit; NaNs with the same bits are equal, zeros of different sign are not."""
     if one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    a, b = (tensor.cpu().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(a, b)
+        return Sameness(f"{one.dtype} of shape {tuple(one.shape)}, not {other.dtype} of shape {tuple(other.shape)}")
+    flat = [tensor.cpu().contiguous().view(-1) for tensor in (one, other)]
+    a, b = (tensor.view(torch.uint8) for tensor in flat)
+    if torch.equal(a, b):
+        return Sameness("")
+    places = (a != b).view(-1, one.element_size()).any(dim=1).nonzero().flatten()
+    first = int(places[0])
+    at = ", ".join(str(int(index)) for index in np.unravel_index(first, tuple(one.shape)))
+    values = " where it should be ".join(str(tensor[first].item()) for tensor in flat)
+    return Sameness(f"{len(places)} of {len(flat[0])} elements differ, the first at [{at}]: {values}")
 
 
 def synchronise(device: torch.device) -> None:

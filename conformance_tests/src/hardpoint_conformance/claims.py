@@ -65,6 +65,11 @@ def claimed(capability: str, claims: Capabilities) -> bool:
     return not capability or CLAIMS[capability](claims)
 
 
+def plain_tier(claims: MemoryCapabilities) -> SleepTier:
+    """Return the tier to which tests sleep that are about none: host, or else the first that is claimed."""
+    return next((tier for tier in SleepTier if tier in claims.tiers), SleepTier.HOST)
+
+
 def to_json(claims: Capabilities) -> dict[str, Any]:
     """Return plain data that `from_json` turns back into the same claims."""
     attention, memory = claims.attention, claims.memory

@@ -73,8 +73,7 @@ class LiveProgress:
         self._counts[outcome] += 1
         self._done += 1
         if outcome.is_failure:
-            lines = result["message"].strip().splitlines()
-            self._console.print(Text.assemble((f"{outcome} ", "bold red"), result["id"], f": {_summary(lines)}"))
+            self._console.print(Text.assemble((f"{outcome} ", "bold red"), result["id"], f": {_summary(result)}"))
         failed = sum(count for found, count in self._counts.items() if found.is_failure)
         passed = self._counts[Outcome.PASSED]
         left = (time.monotonic() - self._start) / self._done * (self._total - self._done)
@@ -91,10 +90,16 @@ class LiveProgress:
             )
 
 
-def _summary(lines: Sequence[str]) -> str:
-    """Return the line of a message that says most: pytest's first line of the error, else the first line."""
-    errors = [line[1:].strip() for line in lines if line.startswith("E ")]
-    return (errors or list(lines) or [""])[0][:300]
+def _head(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a failure's message that come before its traceback."""
+    return str(result["message"]).strip().partition("\n\n")[0].splitlines()
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    """Return the line of a failure's message that says most: what was found, else the first one."""
+    lines = _head(result)
+    found = [line.removeprefix("got: ") for line in lines if line.startswith("got: ")]
+    return (found or lines or [""])[0][:300]
 
 
 def show_report(report: Mapping[str, Any], console: Console) -> None:
@@ -114,7 +119,9 @@ def show_report(report: Mapping[str, Any], console: Console) -> None:
         outcome = Outcome(result["outcome"])
         if outcome.is_failure:
             console.print(Text.assemble((f"{outcome} ", "bold red"), result["id"]))
-            console.print(Text("  " + result["reproduction"]), soft_wrap=True)
+            rule, repeat = report["rules"].get(result["clause"], ""), result["reproduction"]
+            for line in (f"rule: {rule}", *_head(result), f"repeat: {repeat}"):
+                console.print(Text("  " + line), soft_wrap=True)
     skipped: dict[str, list[str]] = {}
     for result in report["results"]:
         if result["outcome"] == Outcome.NOT_TESTABLE:

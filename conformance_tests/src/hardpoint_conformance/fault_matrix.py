@@ -29,8 +29,11 @@ from typing import TypeVar
 from hardpoint.interfaces import MemoryTransaction, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HostBudgetExceeded
 from hardpoint.memory import DriverQuirks, DriverTable, VirtualPool
-from hardpoint_conformance.interposed import InterposedDriver
+from hardpoint_conformance.interposed import InterposedDriver, Replacement
 from hardpoint_conformance.memory import assert_holds_nothing
+
+SAMPLE = 4096
+"""Bytes at each end of an allocation that are written and looked at."""
 
 
 class FaultTarget(ABC):
@@ -95,9 +98,9 @@ class InterposedTarget(FaultTarget):
     units = 2
     _never = ("open", "close", "geometry", "quirks")  # called when a pool is made, and by tests
 
-    def __init__(self, name: str, driver: DriverTable) -> None:
+    def __init__(self, name: str, driver: DriverTable, replacements: Mapping[str, Replacement] | None = None) -> None:
         self.name = name
-        self._driver = InterposedDriver(driver)
+        self._driver = InterposedDriver(driver, replacements)
         self._opened = False
         self.elastic = DriverQuirks.ADDRESS_HOLDS_MEMORY not in self.table().quirks()
 
@@ -159,19 +162,20 @@ class World:
 
     @cached_property
     def unit(self) -> int:
-        """Bytes of the driver's granularity, in which sizes are given."""
-        return self.pool.driver.geometry().granularity
+        """Bytes in which sizes are given: the driver's granularity, or as many of it as have two samples apart."""
+        granularity = self.pool.driver.geometry().granularity
+        return granularity * max(1, -(-4 * SAMPLE // granularity))
 
     def add(
         self, size: int, tag: str, policy: Policy = Policy.PRESERVE, capacity: int = 0, *, shared: bool = False
     ) -> Block:
         """Allocate and fill."""
         address = self.pool.allocate(size, tag, policy, capacity, shared=shared)
-        block = Block(address, size, os.urandom(4096), tag, policy)
+        block = Block(address, size, os.urandom(SAMPLE), tag, policy)
         self.blocks.append(block)
         assert block.content is not None
         self.pool.write(address, block.content)
-        self.pool.write(address + size - 4096, block.content[::-1])
+        self.pool.write(address + size - SAMPLE, block.content[::-1])
         return block
 
     def faults_of_state(self, before: Mapping[int, bool] | None = None) -> Iterator[str]:
@@ -183,9 +187,9 @@ class World:
             if block.content is None:
                 continue
             read = self.pool.read_backup if asleep else self.pool.read
-            if read(block.address, 4096) != block.content:
+            if read(block.address, SAMPLE) != block.content:
                 yield f"{block.tag} has lost its first bytes"
-            if read(block.address + block.size - 4096, 4096) != block.content[::-1]:
+            if read(block.address + block.size - SAMPLE, SAMPLE) != block.content[::-1]:
                 yield f"{block.tag} has lost its last bytes"
 
     def asleep(self) -> dict[int, bool]:

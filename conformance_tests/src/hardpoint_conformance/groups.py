@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hardpoint_conformance import crashes
 from hardpoint_conformance.outcomes import Outcome
 from hardpoint_conformance.processes import Process, Start, end_group, ended_how, environment, last_words, start
 from hardpoint_conformance.report import SUITE, pytest_arguments
@@ -41,12 +42,20 @@ class _Death:
     Attributes:
         test: id of the test in the middle of which it ended; None between tests.
         hung: it was ended at the time limit.
-        text: for a sentence that begins with "the process", with the last lines of standard error.
+        how: for a sentence that begins with "the process".
+        where: the frames in which it was, and the last lines of standard error.
     """
 
     test: str | None
     hung: bool
-    text: str
+    how: str
+    where: str
+
+    def told(self, when: str = "") -> str:
+        """Return the message of a result: what was expected and found, and where to look."""
+        frame = "the innermost frame below that is not the suite's"
+        cause = f"a call that does not return, in {frame}" if self.hung else f"{frame}; without frames, an exit in it"
+        return f"expected: the process goes on to the next test\ngot: {when}the process {self.how}\nlikely cause: {cause}{self.where}"
 
 
 @dataclass
@@ -97,12 +106,12 @@ class GroupRunner:
                 return
             outcome = Outcome.HUNG if death.hung else Outcome.CRASHED
             if death.test is not None:
-                finished(_result(death.test, outcome, f"the process {death.text}"))
+                finished(_result(death.test, outcome, death.told()))
             elif held is not None:
-                finished({**held, "outcome": outcome.value, "message": f"after this test the process {death.text}"})
+                finished({**held, "outcome": outcome.value, "message": death.told("after this test ")})
             if len(pending) == before:
                 for test in list(pending):
-                    finished(_result(test, outcome, f"before its first test the process {death.text}"))
+                    finished(_result(test, outcome, death.told("before its first test ")))
 
     def _launch(self, folder: Path, tests: Sequence[Entry], finished: Observer) -> tuple[_Death | None, Entry | None]:
         """Run one process; return how it died (None: it ended well) and the result of its last test, which is not yet told."""
@@ -126,8 +135,9 @@ class GroupRunner:
             return None, held
         limit = _START_LIMIT if current is None else self.time_limit
         how = ended_how(None if hung else code, limit)
-        words = last_words(stderr.read_text("utf-8", "replace")) or last_words(stdout.read_text("utf-8", "replace"))
-        return _Death(current, hung, how + words), held
+        said, frames = crashes.split(stderr.read_text("utf-8", "replace"))
+        words = last_words(said) or last_words(stdout.read_text("utf-8", "replace"))
+        return _Death(current, hung, how, frames + (f"\nits last lines{words}" if words else "")), held
 
     def _watch(self, process: Process, stream: BinaryIO, finished: Observer) -> tuple[str | None, Entry | None, bool]:
         """Follow a process to its end; return the test it was in, the last result, and whether it hung.

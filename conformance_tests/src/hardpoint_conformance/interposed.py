@@ -199,6 +199,21 @@ class InterposedDriver(DriverTable):
         with self._lock:
             self._faults = [_Fault(None, number, 1, None) for number in numbers]
 
+    def fail_call(self, nth: int) -> bool:
+        """Let the driver below fail within an entry: at the nth call that it makes of its vendor's library in this thread, from now on.
+
+        Unlike the faults of `fail`, the entry is called, and has to undo what it did before. 0 lets no call fail.
+
+        Returns:
+            False where the driver cannot be asked: it does not export `hp_driver_fail_call` (driver.h).
+        """
+        ask = getattr(self._library, "hp_driver_fail_call", None)
+        if ask is None:
+            return False
+        ask.restype, ask.argtypes = None, [ctypes.c_int64]
+        ask(nth)
+        return True
+
     def disarm(self) -> bool:
         """Let no more calls fail; return whether all that were to fail have, once at least."""
         with self._lock:

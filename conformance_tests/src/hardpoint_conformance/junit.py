@@ -34,12 +34,12 @@ def to_junit(report: Mapping[str, Any]) -> str:
             timestamp=report["started"],
         )
         for result in results:
-            _case(suite, result, backend)
+            _case(suite, result, backend, report["rules"].get(result["clause"], ""))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _case(suite: ElementTree.Element, result: Mapping[str, Any], backend: str) -> None:
+def _case(suite: ElementTree.Element, result: Mapping[str, Any], backend: str, rule: str) -> None:
     case = ElementTree.SubElement(
         suite,
         "testcase",
@@ -52,10 +52,11 @@ def _case(suite: ElementTree.Element, result: Mapping[str, Any], backend: str) -
         return
     tag = "failure" if outcome in _AS_FAILURE else "error" if outcome in _AS_ERROR else "skipped"
     text = _printable(result["message"])
-    first = text.strip().splitlines()[-1] if text.strip() else outcome.value
+    lines = text.strip().splitlines() or [outcome.value]
+    first = next((line for line in lines if line.startswith("got: ")), lines[-1])
     node = ElementTree.SubElement(case, tag, message=f"{outcome}: {first}"[:500])
     if tag != "skipped":
-        node.text = f"{text}\n\n{result['reproduction']}"
+        node.text = f"rule: {rule}\n{text}\n\nrepeat: {result['reproduction']}"
 
 
 def _printable(text: str) -> str:

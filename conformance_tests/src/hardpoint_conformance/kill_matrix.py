@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hardpoint_conformance.clauses import Clause
 from hardpoint_conformance.mutants import Mutant
+from hardpoint_conformance.mutants.reasons import WITHOUT_A_MUTANT
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class KillMatrix:
 
     @property
     def unproved(self) -> tuple[Clause, ...]:
-        """The clauses that found none: nothing shows yet that their tests can fail."""
+        """The clauses that found none."""
         proved = set(self.proved)
         return tuple(clause for clause in self.clauses if clause not in proved)
 
@@ -166,10 +167,10 @@ class KillMatrix:
             "",
             "## Clauses without a mutant",
             "",
-            f"{len(self.proved)} of {len(self.clauses)} clauses have found at least one mutant. Of the others nothing shows yet that their "
+            f"{len(self.proved)} of {len(self.clauses)} clauses have found at least one mutant. Of the others no mutant shows that their "
             "tests can fail:",
             "",
-            *(f"- `{clause.id}` ({clause.level})" for clause in self.unproved),
+            *(f"- `{clause.id}` ({clause.level}): {_reason(clause)}" for clause in self.unproved),
             "",
         ]
         return "\n".join(lines)
@@ -207,9 +208,16 @@ class KillMatrix:
         """Return a page that needs nothing else."""
         rows = "\n".join(_row(verdict) for verdict in self.verdicts)
         summary = "".join(f"<li>{html.escape(line)}</li>" for line in self.summary())
-        unproved = "".join(f"<li><code>{clause.id}</code> {html.escape(clause.text)}</li>" for clause in self.unproved)
+        unproved = "".join(
+            f"<li><code>{clause.id}</code> {html.escape(clause.text)}: {html.escape(_reason(clause))}</li>"
+            for clause in self.unproved
+        )
         state = "holds" if self.holds else "does not hold"
         return _PAGE.format(state=state, summary=summary, rows=rows, unproved=unproved)
+
+
+def _reason(clause: Clause) -> str:
+    return WITHOUT_A_MUTANT.get(clause.id, "its mutants were not run, or not found by it")
 
 
 def write_report(matrix: KillMatrix, folder: Path) -> None:

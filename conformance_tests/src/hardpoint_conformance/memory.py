@@ -26,19 +26,24 @@ from hardpoint.interfaces import (
     DType,
     FileExtent,
     LiveRanges,
+    MemoryCapabilities,
     MemoryInfo,
     MemoryReport,
     MemoryStats,
     MemoryTransaction,
     Policy,
     SleepPlan,
+    SleepTier,
 )
-from hardpoint.memory import DriverTable, TensorAllocator, VirtualPool
+from hardpoint.memory import ALL_CLAIMS, DriverTable, TensorAllocator, VirtualPool
+from hardpoint_conformance.claims import plain_tier
 from hardpoint_conformance.interposed import InterposedDriver
+from hardpoint_conformance.outcomes import OWN_ALLOCATOR
 from hardpoint_conformance.target import Target
 
 WAYS = ("tensors", "pool")
 UNIT_WITHOUT_DRIVER = 2 << 20
+PROCESS = Path("/proc/self")
 
 Ranges = Sequence[tuple[int, int]]
 Source = Sequence[FileExtent] | Callable[[], None]
@@ -53,7 +58,7 @@ def content(size: int, seed: int = 0) -> bytes:
 def obstacle(target: Target, way: str) -> str:
     """Return why a backend's memory cannot be reached in a way here; "" when it can."""
     if way == "pool":
-        return "" if target.descriptor.driver is not None else "this backend's allocator is its own"
+        return "" if target.descriptor.driver is not None else OWN_ALLOCATOR
     if target.simulated and target.device.torch_device != "cpu":  # torch addresses the host's memory, whoever gives it
         return "torch cannot address a simulated device"
     import torch
@@ -74,7 +79,7 @@ def require(target: Target, way: str) -> None:
 
     if all(obstacle(target, other) for other in WAYS):
         pytest.fail(f"the backend's memory cannot be reached at all: {reason}")
-    pytest.skip(f"not testable here: {reason}")
+    pytest.skip(reason if reason == OWN_ALLOCATOR else f"not testable here: {reason}")
 
 
 def driver_of(target: Target) -> DriverTable:
@@ -98,7 +103,10 @@ class Block:
 class Memory(ABC):
     """A backend's memory. Errors are those of the contract.
 
+    A plan's tier host, which is the default, stands for the one that the backend claims where that is another.
+
     Attributes:
+        claims: what the backend claims of it.
         unit: bytes in which tests count: the driver's granularity.
         blocks: those that live.
     """
@@ -106,7 +114,8 @@ class Memory(ABC):
     way: str
     unit: int
 
-    def __init__(self) -> None:
+    def __init__(self, claims: MemoryCapabilities) -> None:
+        self.claims = claims
         self.blocks: list[Block] = []
 
     @property
@@ -144,7 +153,7 @@ class Memory(ABC):
 
     def begin_sleep(self, plan: SleepPlan | None = None) -> MemoryTransaction:
         """Prepare a sleep."""
-        return self._engine.begin_sleep(plan or SleepPlan())
+        return self._engine.begin_sleep(self._planned(plan))
 
     def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
         """Prepare a wake; of all memory without tags."""
@@ -174,7 +183,7 @@ class Memory(ABC):
 
     def prepare_sleep(self, plan: SleepPlan) -> None:
         """Take the host memory for a sleep ahead of it."""
-        self._engine.prepare_sleep(plan)
+        self._engine.prepare_sleep(self._planned(plan))
 
     def stats(self) -> MemoryStats:
         """Return the books."""
@@ -196,10 +205,10 @@ class Memory(ABC):
     def end(self) -> None:
         """Free what a test left, close, and check that nothing stays behind."""
 
-
-def _narrowed(plan: SleepPlan | None, live: Mapping[Block, Ranges] | None) -> SleepPlan:
-    given = tuple(LiveRanges(block.address, ranges) for block, ranges in (live or {}).items())
-    return replace(plan or SleepPlan(), live=given)
+    def _planned(self, plan: SleepPlan | None, live: Mapping[Block, Ranges] | None = None) -> SleepPlan:
+        plan = plan or SleepPlan()
+        given = tuple(LiveRanges(block.address, ranges) for block, ranges in (live or {}).items())
+        return replace(plan, live=given, tier=plain_tier(self.claims) if plan.tier is SleepTier.HOST else plan.tier)
 
 
 class TensorMemory(Memory):
@@ -208,7 +217,7 @@ class TensorMemory(Memory):
     way = "tensors"
 
     def __init__(self, target: Target) -> None:
-        super().__init__()
+        super().__init__(target.claims.memory)
         self.allocator = target.allocator()
         self.unit = granularity(target)
 
@@ -243,7 +252,7 @@ class TensorMemory(Memory):
         self.allocator.declare_source(block.tensor, source)
 
     def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
-        return self.allocator.sleep(_narrowed(plan, live))
+        return self.allocator.sleep(self._planned(plan, live))
 
     def read_backup(self, block: Block) -> bytes:
         return bytes(self.allocator.read_backup(block.tensor).numpy().tobytes())
@@ -267,10 +276,12 @@ class PoolMemory(Memory):
 
     way = "pool"
 
-    def __init__(self, driver: DriverTable, engine: Callable[[DriverTable], VirtualPool] = VirtualPool) -> None:
-        super().__init__()
+    def __init__(
+        self, driver: DriverTable, claims: MemoryCapabilities = ALL_CLAIMS, engine: type[VirtualPool] = VirtualPool
+    ) -> None:
+        super().__init__(claims)
         self.table = driver
-        self.pool = engine(driver)
+        self.pool = engine(driver, claims)
         self.unit = driver.geometry().granularity
 
     @property
@@ -317,7 +328,7 @@ class PoolMemory(Memory):
         self.pool.declare_source(block.address, block.size, source)
 
     def sleep(self, plan: SleepPlan | None = None, live: Mapping[Block, Ranges] | None = None) -> MemoryReport:
-        return self.pool.sleep(_narrowed(plan, live))
+        return self.pool.sleep(self._planned(plan, live))
 
     def read_backup(self, block: Block) -> bytes:
         return self.pool.read_backup(block.address, block.size)
@@ -355,7 +366,7 @@ def open_memory(target: Target, way: str, *, seen: bool = True) -> Memory:
     if way == "tensors":
         return TensorMemory(target)
     driver = driver_of(target)
-    return PoolMemory(InterposedDriver(driver) if seen else driver, target.engine or VirtualPool)
+    return PoolMemory(InterposedDriver(driver) if seen else driver, target.claims.memory, target.engine or VirtualPool)
 
 
 def assert_holds_nothing(driver: InterposedDriver) -> None:
@@ -396,6 +407,16 @@ def differences(before: Mapping[str, int], after: Mapping[str, int], but: Sequen
     names = (before.keys() | after.keys()) - set(but)
     changed = {name: after.get(name, 0) - before.get(name, 0) for name in sorted(names)}
     return {name: count for name, count in changed.items() if count}
+
+
+def process_counts() -> dict[str, int]:
+    """Return the process's open files and mappings, where the system tells."""
+    counts = {}
+    if (PROCESS / "fd").exists():
+        counts["files"] = len(os.listdir(PROCESS / "fd"))
+    if (PROCESS / "maps").exists():
+        counts["mappings"] = len((PROCESS / "maps").read_text().splitlines())
+    return counts
 
 
 def files_below(directory: Path) -> dict[Path, int]:

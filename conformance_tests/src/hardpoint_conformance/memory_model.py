@@ -15,7 +15,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from hardpoint.interfaces import FileExtent, LiveRanges, MemoryTransaction, Policy, SleepPlan, SleepTier
+from hardpoint.interfaces import (
+    FileExtent,
+    LiveRanges,
+    MemoryCapabilities,
+    MemoryTransaction,
+    Policy,
+    SleepPlan,
+    SleepTier,
+)
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
     DeviceOutOfMemory,
@@ -26,7 +34,7 @@ from hardpoint.interfaces.errors import (
     MemoryAsleep,
     MemoryFault,
 )
-from hardpoint.memory import DriverTable, VirtualPool
+from hardpoint.memory import ALL_CLAIMS, DriverTable, VirtualPool
 from hardpoint_conformance.fault_matrix import FaultTarget
 from hardpoint_conformance.memory import content
 
@@ -100,8 +108,8 @@ class Block:
 class TrackedPool(VirtualPool):
     """A pool that knows its allocations, so that a test's end can free what the test left."""
 
-    def __init__(self, driver: DriverTable) -> None:
-        super().__init__(driver)
+    def __init__(self, driver: DriverTable, claims: MemoryCapabilities = ALL_CLAIMS) -> None:
+        super().__init__(driver, claims)
         self.living: set[int] = set()
 
     @property
@@ -144,12 +152,13 @@ class TrackedPool(VirtualPool):
 class MemoryMachine(RuleBasedStateMachine):
     """A pool beside its model."""
 
-    def __init__(self, target: FaultTarget, tiers: frozenset[SleepTier] = frozenset(SleepTier)) -> None:
+    def __init__(self, target: FaultTarget, claims: MemoryCapabilities = ALL_CLAIMS) -> None:
         super().__init__()
         self.target = target
-        self.tiers = sorted(tiers, key=lambda tier: tier.value)
+        self.tiers = sorted(claims.tiers, key=lambda tier: tier.value)
+        self.elastic = target.elastic and claims.elastic
         self.directory = tempfile.TemporaryDirectory()
-        self.pool = TrackedPool(target.table())
+        self.pool = TrackedPool(target.table(), claims)
         self.unit = self.pool.unit
         self.blocks: dict[int, Block] = {}
         self.seed = 0
@@ -250,7 +259,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if policy is Policy.REBUILD and kind == "shared":
             kind = "own"
         capacity = 6 * self.unit if kind == "elastic" else 0
-        if capacity and not self.target.elastic:
+        if capacity and not self.elastic:
             with pytest.raises(CapabilityRefused):
                 self.pool.allocate(size, tag, policy, capacity)
             return
@@ -427,7 +436,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(plan_tags=st.none() | tags)
     def prepare(self, plan_tags: set[str] | None) -> None:
-        self.pool.prepare_sleep(SleepPlan(tags=None if plan_tags is None else frozenset(plan_tags)))
+        chosen = None if plan_tags is None else frozenset(plan_tags)
+        self.pool.prepare_sleep(SleepPlan(tags=chosen, tier=self.tiers[-1], disk_directory=self.directory.name))
 
     @precondition(lambda self: any(block.asleep for block in self.blocks.values()))
     @rule(index=st.integers(0, 99))
@@ -472,17 +482,18 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 def run_model(
-    target: FaultTarget, examples: int, seed: int | None = None, tiers: frozenset[SleepTier] = frozenset(SleepTier)
+    target: FaultTarget, examples: int, seed: int | None = None, claims: MemoryCapabilities = ALL_CLAIMS
 ) -> None:
     """Run random sequences; raises what the first one raises that the model contradicts.
 
     Args:
         examples: how many.
         seed: of the sequences, which are then not made shorter; None for others every time, and the shortest that fails.
+        claims: what may be asked of the pool; levels 1 and 2 at least.
     """
 
     def machine() -> MemoryMachine:
-        return MemoryMachine(target, tiers)
+        return MemoryMachine(target, claims)
 
     factory: Any = machine if seed is None else hypothesis.seed(seed)(machine)
     run_state_machine_as_test(

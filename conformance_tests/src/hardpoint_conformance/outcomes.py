@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+OWN_ALLOCATOR = "not called for: this backend has no memory driver, and its allocator is all its own"
+"""The message of a test that is about a driver, where there is none: it is not testable, and nothing is missing."""
+
 
 class Outcome(StrEnum):
     """What became of one test.

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
 
 from hardpoint.interfaces import (
     API_VERSION,
-    AttentionBackend,
     AttentionCapabilities,
     AttentionFeature,
     BackendDescriptor,
     Capabilities,
-    Collectives,
-    Contract,
     Determinism,
     Device,
-    DeviceAllocator,
     DType,
     GraphLevel,
-    GraphRunner,
     IntSet,
-    KernelSet,
     MemoryCapabilities,
     ProbeResult,
     SleepTier,
     TorchPoolScope,
-    Worker,
 )
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.plugins.classes import CONTRACTS, part_problems
 from hardpoint_conformance.claims import members
 
 HEAVY_MODULES = ("torch", "transformers", "triton", "torch_npu", "jax", "tensorflow")
@@ -49,16 +41,6 @@ DRIVER_LIBRARIES = (
     "libze_loader.so",
 )
 """What importing a descriptor must not load (looked for in the process's memory map, on Linux)."""
-
-CONTRACTS: dict[str, type[Contract]] = {
-    "allocator": DeviceAllocator,
-    "attention": AttentionBackend,
-    "worker": Worker,
-    "kernels": KernelSet,
-    "graph_runner": GraphRunner,
-    "collectives": Collectives,
-}
-"""The contract of each part that a descriptor's factories give."""
 
 _IMPORT = """
 import json, pathlib, sys
@@ -246,10 +228,8 @@ def check_contract(descriptor: BackendDescriptor) -> None:
         raise NotConformant(f"backend {descriptor.name}", [*problems, f"its probe returned {type(result).__name__}"])
     for device in result.devices:
         problems += _claims(descriptor, device)
-    for part, contract in CONTRACTS.items():
-        factory: Callable[[], type[Contract]] | None = getattr(descriptor, part)
-        if factory is not None:
-            problems += _part(part, factory, contract, may_refuse=bool(result.reason))
+    for part in CONTRACTS:
+        problems += part_problems(descriptor, part, may_refuse=bool(result.reason))
     if problems:
         raise NotConformant(f"backend {descriptor.name}", problems)
 
@@ -261,19 +241,3 @@ def _claims(descriptor: BackendDescriptor, device: Device) -> Iterator[str]:
         return
     yield from consistency_problems(claims)
     json.dumps(claims.to_json())
-
-
-def _part(
-    part: str, factory: Callable[[], type[Contract]], contract: type[Contract], *, may_refuse: bool
-) -> Iterator[str]:
-    try:
-        made = factory()
-    except CapabilityRefused as refusal:
-        if not may_refuse:
-            yield f"{part} is refused although its devices can be used ({refusal})"
-        return
-    if not (inspect.isclass(made) and issubclass(made, contract)):
-        yield f"{part} gives {made!r}, which does not derive from {contract.__name__}"
-    elif inspect.isabstract(made):
-        missing = ", ".join(sorted(made.__abstractmethods__))
-        yield f"{part} gives {made.__name__}, which leaves out {missing}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -28,6 +29,7 @@ MARK = "conformance"
 PROVES = "proves"
 OVER = "over"
 NOTHING = "nothing"
+STDERR = 2
 _NO_BACKEND = "the conformance suite needs --backend NAME"
 
 _TARGET: pytest.StashKey[Target] = pytest.StashKey()
@@ -49,8 +51,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--listing", type=Path, help="write the collected tests as JSON here")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the suite's marks, and keep messages short."""
+    """Declare the suite's marks, keep messages short, and have crashes of its own processes say where they were."""
+    if config.getoption("results"):
+        from hardpoint.memory import write_crash_frames
+
+        write_crash_frames(STDERR)  # pytest's own handler, which has the frames of Python, comes after it
     if config.getoption("backend"):
         # Where these are set, pytest compares what differs to its end: minutes for a few megabytes, and pages that nobody reads.
         for name in ("CI", "BUILD_NUMBER"):
@@ -355,24 +362,43 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return result
 
 
-_REPORTS: pytest.StashKey[list[pytest.TestReport]] = pytest.StashKey()
+_REPORTS: pytest.StashKey[list[tuple[pytest.TestReport, str]]] = pytest.StashKey()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep a test's reports for its result."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say of a failure what was expected, found, and is known to cause it; keep a test's reports for its result."""
     report = yield
+    clause, words = clause_of(item), ""
+    if report.failed and clause is not None and call.excinfo is not None:
+        from hardpoint_conformance.failures import told
+
+        words = told(call.excinfo, clause)
+        report.sections.append((clause.id, f"rule: {clause.text}\n{words}\nrepeat: {_repeat(item, clause)}"))
     if _REPORTS in item.stash:
-        item.stash[_REPORTS].append(report)
+        item.stash[_REPORTS].append((report, words))
     return report
 
 
-def outcome_of(reports: list[pytest.TestReport]) -> dict[str, str]:
-    """Return outcome and message of a test: passed, failed, error (in set-up or tear-down), or skipped with its reason."""
-    for report in reports:
+def _repeat(item: pytest.Item, clause: Clause) -> str:
+    """Return the command that runs a test again, alone."""
+    name, seed = item.config.getoption("backend"), item.config.getoption("seed")
+    words = ["hardpoint", "conformance", "run", "--backend", str(name), "--clause", test_id(item, clause)]
+    return shlex.join([*words, "--seed", str(seed)])
+
+
+def outcome_of(reports: list[tuple[pytest.TestReport, str]]) -> dict[str, str]:
+    """Return outcome and message of a test: passed, failed, error (in set-up or tear-down), or skipped with its reason.
+
+    Args:
+        reports: each with what is to be said of its failure.
+    """
+    for report, words in reports:
         if report.failed:
             outcome = "failed" if report.when == "call" else "error"
-            return {"outcome": outcome, "message": str(report.longrepr)}
+            return {"outcome": outcome, "message": f"{words}\n\n{report.longrepr}"}
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             return {"outcome": "skipped", "message": str(reason).removeprefix("Skipped: ")}

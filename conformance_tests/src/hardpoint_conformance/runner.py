@@ -183,7 +183,9 @@ def _found_test() -> dict[str, Any]:
 
 
 def _failed_examination(test: Mapping[str, Any], problem: str, settings: Settings) -> dict[str, Any]:
-    told = {"outcome": Outcome.FAILED.value, "message": problem, "seconds": 0.0, "seed": None, "error_ratio": None}
+    doctor = shlex.join(["hardpoint", "doctor", "--backend", settings.backend])
+    message = f"expected: its import, hook, probe and claims end without an error\ngot: {problem}\nlikely cause: see `{doctor}`"
+    told = {"outcome": Outcome.FAILED.value, "message": message, "seconds": 0.0, "seed": None, "error_ratio": None}
     return _result(test, told, shlex.join([*_command(settings), "--level", "L0"]))
 
 

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,11 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis.strategies import integers
 from rich.console import Console
 
 from hardpoint_conformance.forks import Case, Ended, Job, collect, run_forked
 from hardpoint_conformance.kill_matrix import Finding, KillMatrix, Verdict, write_report
-from hardpoint_conformance.mutants import Mutant, mutants
+from hardpoint_conformance.mutants import Mutant, mutants, narrow
 from hardpoint_conformance.outcomes import Outcome
 from hardpoint_conformance.outcomes import Verdict as ReportVerdict
 from hardpoint_conformance.ranks import import_for_ranks
@@ -62,6 +65,14 @@ def selftest(
     """
     console = Console()
     chosen = _chosen(names)
+    if any(mutant in narrow.OVER_THE_SCAFFOLD for mutant in chosen):
+        if shutil.which(narrow.COMPILER):
+            narrow.driver_file()  # once for all forks
+        else:
+            chosen = [mutant for mutant in chosen if mutant not in narrow.OVER_THE_SCAFFOLD]
+            console.print(
+                f"left out, for want of a compiler ({narrow.COMPILER}): right backends over the scaffold's driver"
+            )
     # An end from outside must reach the forks, too: as an exception it leaves through `run_forked`, which kills them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     start = time.monotonic()
@@ -73,6 +84,7 @@ def selftest(
     everything = collect(BACKEND)
     cases = [case for case in everything if case.applies]
     _rehearse(cases)
+    _read_constants()
     # The forks share what has been imported: a garbage collection in them neither goes through it nor copies its pages.
     gc.collect()
     gc.freeze()
@@ -195,6 +207,11 @@ def _rehearse(cases: Sequence[Case]) -> None:
             # Some names in sys.modules are no modules of their own; what is missing a fork imports for itself.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+
+
+def _read_constants() -> None:
+    """Have Hypothesis read the modules' constants, among which it draws at times: most of a second, which later forks have spent."""
+    settings(max_examples=100, database=None, derandomize=True)(given(integers())(lambda number: None))()
 
 
 def _files(cases: Iterable[Case], clauses: Iterable[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from hardpoint.interfaces import (
     BackendDescriptor,
     Capabilities,
     Device,
+    SleepTier,
     Worker,
     WorkerConfig,
     WorkerContext,
@@ -18,11 +19,9 @@ from hardpoint.interfaces import (
 from hardpoint.interfaces.errors import BackendBroken, BackendNotFound, BackendUnavailable, ConfigError
 from hardpoint.memory import TensorAllocator
 from hardpoint.plugins import BackendRecord, BackendState, installed
-from hardpoint_conformance.claims import claimed
+from hardpoint_conformance.claims import claimed, plain_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hardpoint.memory import DriverTable, VirtualPool
 
 MUTANT_VARIABLE = "HARDPOINT_CONFORMANCE_MUTANT"
@@ -44,7 +43,7 @@ class Target:
     claims: Capabilities
     record: BackendRecord
     unavailable: str = ""
-    engine: Callable[[DriverTable], VirtualPool] | None = None
+    engine: type[VirtualPool] | None = None
 
     @classmethod
     def find(cls, name: str, device: int = 0) -> Target:
@@ -95,6 +94,11 @@ class Target:
     def claims_to(self, capability: str) -> bool:
         """Return whether the backend claims a capability of `claims.CLAIMS`."""
         return claimed(capability, self.claims)
+
+    @property
+    def tier(self) -> SleepTier:
+        """The tier to which tests sleep that are about none."""
+        return plain_tier(self.claims.memory)
 
     def driver(self) -> DriverTable | None:
         """Open the memory driver; None for a backend whose allocator is all its own."""

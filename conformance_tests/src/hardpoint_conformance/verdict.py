@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hardpoint_conformance.claims import CLAIMS, claimed, from_json
 from hardpoint_conformance.levels import Level
-from hardpoint_conformance.outcomes import Outcome, Verdict
+from hardpoint_conformance.outcomes import OWN_ALLOCATOR, Outcome, Verdict
 from hardpoint_conformance.waivers import expired
 
 CORE = "attention"
@@ -50,7 +50,7 @@ class Judgement(NamedTuple):
 def judge(report: Mapping[str, Any]) -> Judgement:
     """Return what a report's results say; a pure function of them, of the claims, the waivers and the levels."""
     results: Sequence[Mapping[str, Any]] = report["results"]
-    untestable = _untestable(results)
+    untestable, of_a_driver = _untestable(results)
     reasons = [*_unconditional(results), *_waivers(report)]
     notes: list[str] = []
     if report["selection"]["clauses"]:
@@ -60,6 +60,8 @@ def judge(report: Mapping[str, Any]) -> Judgement:
             notes.append(f"not shown on a simulated driver: {len(untestable)} clauses ({', '.join(untestable)})")
     else:
         reasons += [f"{clause} could not be tested in any case" for clause in untestable]
+    if of_a_driver:
+        notes.append(f"not called for, since the backend has no memory driver: {len(of_a_driver)} clauses")
     some = sum(result["outcome"] == Outcome.NOT_TESTABLE for result in results)
     if some:
         notes.append(f"{_tests(some)} not testable here, each shown with its reason")
@@ -103,14 +105,18 @@ def _waivers(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"the waiver of {waiver['id']} is not needed, or is for what cannot be waived"
 
 
-def _untestable(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the clauses that apply, and of which no case could be run."""
-    outcomes: dict[str, set[Outcome]] = {}
+def _untestable(results: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return the clauses that apply, and of which no case could be run; those apart that are about a driver which is not there."""
+    found: dict[str, set[tuple[Outcome, bool]]] = {}
     for result in results:
         outcome = Outcome(result["outcome"])
         if outcome.applies:
-            outcomes.setdefault(result["clause"], set()).add(outcome)
-    return [clause for clause, found in outcomes.items() if found == {Outcome.NOT_TESTABLE}]
+            found.setdefault(result["clause"], set()).add((outcome, result["message"] == OWN_ALLOCATOR))
+    none = {
+        clause: about for clause, about in found.items() if {outcome for outcome, _ in about} == {Outcome.NOT_TESTABLE}
+    }
+    of_a_driver = [clause for clause, about in none.items() if about == {(Outcome.NOT_TESTABLE, True)}]
+    return [clause for clause in none if clause not in of_a_driver], of_a_driver
 
 
 def _capabilities(report: Mapping[str, Any]) -> Iterator[str]:

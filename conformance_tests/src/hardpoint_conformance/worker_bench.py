@@ -111,7 +111,7 @@ def config_for(claims: Capabilities, model: Model, **changes: Any) -> WorkerConf
     return replace(config, **changes)
 
 
-def level_plan(level: int, tier: SleepTier = SleepTier.HOST, directory: str | None = None, **parts: Any) -> SleepPlan:
+def level_plan(level: int, tier: SleepTier, directory: str | None = None, **parts: Any) -> SleepPlan:
     """Return the plan of a sleep level: 1 preserves the weights, 2 discards them; the KV cache is discarded."""
     weights = Policy.PRESERVE if level == 1 else Policy.DISCARD
     policies = {WEIGHTS: weights, KV_CACHE: Policy.DISCARD}

@@ -14,6 +14,7 @@
  *
  * What the core promises
  *   - Sizes and addresses are multiples of `granularity`, and at most `max_chunk` where that is not zero.
+ *   - The handles mapped into one reservation are of one size.
  *   - A handle is mapped at one address at a time, whole, from its first byte; it may be unmapped and mapped again (at the same address) with its
  *     bytes, and is released once, after it was unmapped.
  *   - A range is unmapped only after every stream of the core that used it was synchronised, and `device_synchronize` was called in the same operation.
@@ -62,7 +63,7 @@ typedef struct hp_error {
 /* How memory is cut. */
 typedef struct hp_geometry {
   size_t granularity;     /* sizes and addresses are multiples of it; asked with the same properties that `create` uses */
-  size_t recommended;     /* granularity that the vendor recommends for speed; a multiple of `granularity` */
+  size_t recommended;     /* granularity that the vendor recommends for speed, a multiple of `granularity`: allocations that large are multiples */
   size_t max_chunk;       /* largest size for one `create`; 0 = no limit */
   size_t max_reservation; /* largest size for one `reserve`; 0 = no limit */
   int32_t copy_threads;   /* host threads that should copy at a time: 2 for copy engines, the usable cores where the host itself copies */
@@ -74,6 +75,7 @@ typedef struct hp_geometry {
 #define HP_FRESH_ZERO 2u      /* newly created memory reads as zero */
 #define HP_SIMULATED 4u       /* the vendor's library is a simulation */
 #define HP_COPIES_BLOCK 8u    /* copy_to_host, copy_to_device and fill are complete when they return */
+#define HP_UNMAP_WAITS 16u    /* unmap waits for all work on the device: the core unmaps when its copies are done, not between them */
 
 /* Bits of `quirks`, found by probing the running system, never from a table of versions. */
 #define HP_QUIRK_ADDRESS_HOLDS_MEMORY 1u /* released memory returns only when its address range is released too */
@@ -143,10 +145,15 @@ typedef struct hp_open_request {
   const char *options; /* "key=value;key=value", the driver's own; null for none. An unknown key is HP_INVALID. */
 } hp_open_request;
 
-/* The one symbol that a driver exports. Returns the table for one device, or an error that says what is missing. */
+/* The one symbol that a driver has to export. Returns the table for one device, or an error that says what is missing. */
 #define HP_DRIVER_OPEN_SYMBOL "hp_driver_open"
 typedef hp_status (*hp_driver_open_fn)(const hp_open_request *request, const hp_driver **driver, hp_error *error);
 HP_EXPORT hp_status hp_driver_open(const hp_open_request *request, const hp_driver **driver, hp_error *error);
+
+/* (optional, for tests) A second symbol that a driver may export: in the calling thread, the `nth` call of the vendor's library or of the operating
+ * system from now on (1 = the next) fails instead of being made, in whichever entry it is; 0: none fails. By it the conformance suite sees what an
+ * entry does when it fails half-way; what the suite makes fail otherwise never enters the driver. */
+HP_EXPORT void hp_driver_fail_call(int64_t nth);
 
 #ifdef __cplusplus
 }

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -65,6 +66,14 @@ hp_status guarded(const char *entry, hp_error *error, Work &&work) noexcept {
   } catch (...) {
     return report(error, HP_FAILED, 0, entry, "unknown exception");
   }
+}
+
+// The calling thread's calls of the vendor's library up to the one that a test wants to fail; 0 for none. What `hp_driver_fail_call` sets.
+inline thread_local int64_t calls_to_failure = 0;
+
+// Comes before a call of the vendor's library or of the operating system: throws in its place where a test wants it to fail.
+inline void may_fail(const char *call) {
+  if (calls_to_failure > 0 && --calls_to_failure == 0) throw Failure{HP_FAILED, -1, call, "not called: hp_driver_fail_call asked for a failure"};
 }
 
 // Undoes a step when a later one fails.
@@ -317,6 +326,13 @@ struct Entry<method> {
   }
 };
 
+// Whether a class has the method that pins host memory, which is optional.
+template <class Device, class = void>
+struct RegistersHost : std::false_type {};
+
+template <class Device>
+struct RegistersHost<Device, std::void_t<decltype(&Device::host_register)>> : std::true_type {};
+
 template <class Device>
 hp_driver make_table(Device &device, uint32_t flags) {
   hp_driver table{};
@@ -345,9 +361,11 @@ hp_driver make_table(Device &device, uint32_t flags) {
   table.fill = Entry<&Device::fill>::call;
   table.stream_synchronize = Entry<&Device::stream_synchronize>::call;
   table.device_synchronize = Entry<&Device::device_synchronize>::call;
-  if (device.can_register_host()) {
-    table.host_register = Entry<&Device::host_register>::call;
-    table.host_unregister = Entry<&Device::host_unregister>::call;
+  if constexpr (RegistersHost<Device>::value) {
+    if (device.can_register_host()) {
+      table.host_register = Entry<&Device::host_register>::call;
+      table.host_unregister = Entry<&Device::host_unregister>::call;
+    }
   }
   return table;
 }

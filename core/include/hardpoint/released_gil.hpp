@@ -1,6 +1,10 @@
 // Python goes on while native code works.
 #pragma once
+#include <cxxabi.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <exception>
 
 namespace hardpoint {
 
@@ -9,7 +13,18 @@ namespace hardpoint {
 class ReleasedGil {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) {}
-  ~ReleasedGil() noexcept(false) { PyEval_RestoreThread(state_); }
+  ~ReleasedGil() noexcept(false) {
+    if (std::uncaught_exceptions() == 0) {
+      PyEval_RestoreThread(state_);
+      return;
+    }
+    // No second unwinding may leave a destructor that an exception has called: the thread waits here for the end of the process.
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (const abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+  }
   ReleasedGil(const ReleasedGil&) = delete;
   ReleasedGil& operator=(const ReleasedGil&) = delete;
 

@@ -19,6 +19,7 @@ from hardpoint.interfaces import API_VERSION
 BACKEND = """
 import pluggy
 from hardpoint.interfaces import BackendDescriptor, Capabilities, Device, ProbeResult
+from hardpoint.interfaces.errors import CapabilityRefused
 
 def probe():
     {probe}
@@ -26,9 +27,12 @@ def probe():
 @pluggy.HookimplMarker("hardpoint")
 def hardpoint_backend():
     return BackendDescriptor(
-        name="{name}", vendor="Acme", api={api}, probe=probe, capabilities=lambda device: {capabilities}, allocator=None,
-        attention=None, worker=None, priority={priority},
+        name="{name}", vendor="Acme", api={api}, probe=probe, capabilities=lambda device: {capabilities}, allocator={allocator},
+        attention=never, worker=never, priority={priority},
     )
+
+def never():
+    raise CapabilityRefused("a part was asked for", ["it is not there"])
 """
 BLOCKED = ",".join(entry.dist.name for entry in entry_points(group="hardpoint.backends") if entry.dist is not None)
 FOUND = 'return ProbeResult((Device("{name}", 0, "Acme One", "xpu:0", 3 << 30, "7.1", True, {{"quirks": "none"}}),))'
@@ -50,12 +54,13 @@ class Machine:
         priority: int = 5,
         source: str = "",
         capabilities: str = "Capabilities.none()",
+        allocator: str = "never",
     ) -> None:
         info = self.folder / f"acme_{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: acme-{name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[hardpoint.backends]\n{name} = acme_{name}\n")
-        fields = {"name": name, "api": api, "priority": priority, "capabilities": capabilities}
+        fields = {"name": name, "api": api, "priority": priority, "capabilities": capabilities, "allocator": allocator}
         text = source or BACKEND.format(probe=probe.format(name=name), **fields)
         (self.folder / f"acme_{name}.py").write_text(dedent(text))
 
@@ -124,7 +129,13 @@ def claims(device):
 
 
 def test_choices_are_shown_with_their_reasons(machine: Machine) -> None:
-    fields = {"name": "alpha", "api": (API_VERSION, API_VERSION), "priority": 5, "capabilities": "claims(device)"}
+    fields = {
+        "name": "alpha",
+        "api": (API_VERSION, API_VERSION),
+        "priority": 5,
+        "capabilities": "claims(device)",
+        "allocator": "never",
+    }
     machine.install("alpha", source=BACKEND.format(probe=FOUND.format(name="alpha"), **fields) + CLAIMS)
     lines = [line.split(None, 1) for line in machine.run("doctor").stdout.splitlines()]
     shown = {line[0]: line[1].strip() for line in lines if len(line) == 2}
@@ -183,9 +194,58 @@ def test_named_backend_is_looked_at_alone(machine: Machine) -> None:
     machine.install("beta", source="1 / 0")
     machine.install("gamma", 'return ProbeResult(reason="no libgamma is installed")')
     for name, code in (("alpha", 0), ("beta", 1), ("gamma", 3)):
-        report = machine.report("--backend", name)
+        report = machine.report("--backend", name, "--no-classes")
         assert [record["name"] for record in report["backends"]] == [name]
         assert report["exit_code"] == code
+
+
+CLASS = """
+from hardpoint.interfaces import DeviceAllocator
+
+def allocator():
+    class Memory(DeviceAllocator, partial={partial}):
+        {body}
+    return Memory
+"""
+
+
+@pytest.mark.parametrize(
+    ("partial", "body", "texts"),
+    [
+        (
+            False,
+            "def free_all(self): ...",
+            ("Memory does not implement", "free_all is not in the contract", "stats is missing"),
+        ),
+        (True, "def memory_info(self, unit): ...", ("memory_info requires 'unit', which no caller passes",)),
+        (True, "pass", ("allocator gives Memory, which leaves out",)),
+        (True, "import a_module_that_is_not_there", ("its allocator raised ModuleNotFoundError",)),
+        (
+            True,
+            "import os; os.abort()",
+            (f"the process that imported its classes ended with status {-signal.SIGABRT}",),
+        ),
+    ],
+    ids=["other-methods", "other-parameters", "abstract", "import", "abort"],
+)
+def test_class_that_breaks_the_contract_is_told(
+    machine: Machine, partial: bool, body: str, texts: tuple[str, ...]
+) -> None:
+    fields = {"name": "alpha", "api": (API_VERSION, API_VERSION), "priority": 5, "allocator": "allocator"}
+    text = BACKEND.format(probe=FOUND.format(name="alpha"), capabilities="Capabilities.none()", **fields)
+    machine.install("alpha", source=text + CLASS.format(partial=partial, body=body))
+    report = machine.report("--backend", "alpha")
+    alpha = backend(report, "alpha")
+    assert (report["exit_code"], alpha["state"]) == (1, "broken")
+    assert all(text in alpha["reason"] for text in texts), alpha["reason"]
+    assert report["choice"]["error"]["type"] == "BackendBroken"
+
+
+def test_classes_are_imported_on_request(machine: Machine) -> None:
+    machine.install("alpha")
+    assert machine.report()["exit_code"] == 0
+    alpha = backend(machine.report("--classes"), "alpha")
+    assert (alpha["state"], alpha["reason"].count("is refused although its devices can be used")) == ("broken", 3)
 
 
 def test_unknown_backend_and_unknown_option_end_with_2(machine: Machine) -> None:
@@ -291,7 +351,7 @@ def hardpoint_backend():
     device = Device("alpha", 0, "Acme One", "xpu:0", 3 << 30, "7.1", True)
     return BackendDescriptor(
         name="alpha", vendor="Acme", api=(API_VERSION, API_VERSION), probe=lambda: ProbeResult((device,), {reason!r}),
-        capabilities=lambda device: Capabilities.none(), allocator=lambda: Allocator, attention=None, worker=None,
+        capabilities=lambda device: Capabilities.none(), allocator=lambda: Allocator, attention=print, worker=print,
     )
 """
 

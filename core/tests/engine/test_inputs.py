@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,11 @@ HELLO = {"role": "user", "content": "hello"}
 class Letters:
     """A tokenizer with a token for each byte, and a template that writes role and content."""
 
-    chat_template = "a template"
+    chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    special_tokens_map: Mapping[str, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
-
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
 @pytest.fixture

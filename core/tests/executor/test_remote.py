@@ -22,7 +22,6 @@ import torch
 from core.tests.executor.conftest import TRANSPORTS, Make, make_executor
 from core.tests.executor.helpers import REPORTED_WITHIN, is_gone, order, run_step, sums, wait_until
 from hardpoint.executor import RemoteExecutor
-from hardpoint.executor.rendezvous import RendezvousServer
 from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan, WakePlan, WeightWrite
 from hardpoint.interfaces.errors import (
     ConfigError,
@@ -434,7 +433,6 @@ def left(transport: str) -> Callable[[], list[str]]:
 
         groups = placed()
         return lambda: sorted(placed() - groups)
-    RendezvousServer().close()  # The first one of a process opens files that the library keeps.
     before = Belongings.now()
     return lambda: Belongings.now().new_since(before)
 

@@ -19,9 +19,9 @@ Make = Callable[[], torch.Tensor]
 
 @pytest.fixture
 def allocator() -> VirtualAllocator:
-    return VirtualAllocator(
-        driver_table(options={"budget": 256 << 20}), device=0, torch_device="cpu", capabilities=MemoryCapabilities()
-    )
+    claims = MemoryCapabilities(frozenset({1}), frozenset({SleepTier.HOST}))
+    driver = driver_table(options={"budget": 256 << 20})
+    return VirtualAllocator(driver, device=0, torch_device="cpu", capabilities=claims)
 
 
 def allocated(allocator: VirtualAllocator, tag: str) -> int:

@@ -43,7 +43,6 @@ class Machine:
     synchronized: list[int] = field(default_factory=list)
     broken: bool = False
     allocator: str = "native"
-    expandable: bool = False
 
     @contextmanager
     def use_device(self, device: int) -> Iterator[None]:
@@ -78,7 +77,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     noted = Machine()
     memory: Any = ModuleType(f"{NAME}.memory")
     memory.TestPluggableAllocator, memory.MemPool, memory.use_mem_pool = Allocator, noted.pool, noted.use_pool
-    memory._snapshot = lambda: {"allocator_settings": {"expandable_segments": noted.expandable}}
+    memory._snapshot = lambda: {"allocator_settings": {"expandable_segments": False}}
     device: Any = ModuleType(NAME)
     device.device, device.empty_cache, device.memory = noted.use_device, noted.empty_cache, memory
     device.synchronize, device.is_initialized = noted.synchronize, lambda: noted.started
@@ -151,9 +150,3 @@ def test_allocator_without_pools_is_refused_and_the_settings_named(machine: Mach
     with pytest.raises(CapabilityRefused, match="allocator is 'async', which has no pools") as caught:
         check()
     assert " and ".join(SETTINGS) in str(caught.value)
-
-
-def test_expandable_segments_in_force_are_refused(machine: Machine) -> None:
-    machine.expandable = True
-    with pytest.raises(CapabilityRefused, match="expandable segments are on"):
-        check()

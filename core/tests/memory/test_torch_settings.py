@@ -1,11 +1,14 @@
-"""Expandable segments of torch's allocator are refused, whichever way they were asked for."""
+"""What is asked of the installed torch and its settings; where expandable segments cannot be switched off, they are refused."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.memory import refuse_expandable_segments, torch_has_library
+from hardpoint.memory import refuse_expandable_segments, torch_has_library, torch_platform_version
 from hardpoint.memory import torch_pool as module
 
 NEW, OLD = "PYTORCH_TEST_ALLOC_CONF", "PYTORCH_TEST_OLD_ALLOC_CONF"
@@ -44,14 +47,6 @@ def test_other_settings_are_accepted(monkeypatch: pytest.MonkeyPatch, setting: s
     refuse_expandable_segments([NEW, OLD])
 
 
-def test_what_torch_says_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NEW, "expandable_segments:True")
-    refuse_expandable_segments([NEW], in_force=False)
-    monkeypatch.setenv(NEW, "expandable_segments:False")
-    with pytest.raises(CapabilityRefused, match="set by a call"):
-        refuse_expandable_segments([NEW], in_force=True)
-
-
 def test_call_after_the_start_counts_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_settings_of_calls", lambda: "expandable_segments:True")
     with pytest.raises(CapabilityRefused, match="set by a call: expandable_segments:True"):
@@ -59,6 +54,18 @@ def test_call_after_the_start_counts_more_than_the_environment(monkeypatch: pyte
     monkeypatch.setenv(NEW, "expandable_segments:True")
     monkeypatch.setattr(module, "_settings_of_calls", lambda: "expandable_segments:False")
     refuse_expandable_segments([NEW])
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("acme: Optional[str] = '13.0'\n", (13, 0)), ("acme = '12.8'", (12, 8)), ("acme: Optional[str] = None\n", ())],
+)
+def test_platforms_version_is_read_from_torchs_own_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, version: tuple[int, ...]
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{text}other: Optional[str] = '7.2'\n")
+    monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    assert torch_platform_version("acme") == version
 
 
 def test_torchs_libraries_are_found_by_name() -> None:

@@ -144,6 +144,17 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_described(
 
 
 @pytest.mark.parametrize("config", [LLAMA, FOREIGN], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("value", [2**31, 1e308])
+def test_billions_of_labels_are_refused_before_a_list_of_them_is_made(
+    config: dict[str, Any], value: float, tmp_path: Path
+) -> None:
+    for entry in ({"num_labels": value}, {"text_config": {"num_labels": value}}):
+        (tmp_path / "config.json").write_text(json.dumps(config | entry))
+        with pytest.raises(ModelError, match=r"num_labels is .*, not at most 1048576"):
+            open_model(str(tmp_path), load_format="dummy")
+
+
+@pytest.mark.parametrize("config", [LLAMA, FOREIGN], ids=lambda config: config["model_type"])
 def test_more_layers_than_the_checkpoint_has_tensors_are_refused_before_they_are_described(
     config: dict[str, Any], tmp_path: Path
 ) -> None:

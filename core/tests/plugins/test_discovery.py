@@ -39,7 +39,7 @@ def test_entry_point_may_name_an_object_instead_of_a_module(site: Site) -> None:
         @pluggy.HookimplMarker("hardpoint")
         def hardpoint_backend(self):
             return BackendDescriptor("alpha", "tests", (API_VERSION, API_VERSION), lambda: ProbeResult((Device("alpha", 0, "a", "a"),)),
-                                     None, None, None, None)
+                                     *[print] * 4)
 
     plugin = Plugin()
     """
@@ -131,17 +131,30 @@ def test_hook_that_wants_arguments_is_broken(site: Site) -> None:
     assert "engine" in record.reason
 
 
-def test_priority_that_is_no_number_is_broken(site: Site) -> None:
+def test_descriptor_of_wrong_types_is_broken_and_says_each(site: Site) -> None:
     site.install(
         "alpha",
         _hook(
             "from hardpoint.interfaces import BackendDescriptor\n"
-            "    return BackendDescriptor('alpha', 'tests', (1, 1), *[None] * 5, priority='high')"
+            "    return BackendDescriptor('alpha', 'tests', (1, 1), *[None] * 5, priority='high', platform=str)"
         ),
     )
     record = only(site.discover())
     assert record.state is BackendState.BROKEN
-    assert "'high'" in record.reason
+    assert "priority is 'high', not an integer; probe is None, not a function; " in record.reason
+    assert record.reason.endswith("; platform is the class str, not a function that returns it")
+
+
+@pytest.mark.parametrize(
+    ("name", "api", "text"),
+    [("3", "(1, 1)", "not 3"), ("'alpha'", "'1'", "not '1'"), ("'alpha'", "(1, None)", "not (1, None)")],
+)
+def test_name_and_versions_of_wrong_types_are_told(site: Site, name: str, api: str, text: str) -> None:
+    source = f"from hardpoint.interfaces import BackendDescriptor\n    return BackendDescriptor({name}, 'tests', {api}, *[print] * 5)"
+    site.install("alpha", _hook(source))
+    record = only(site.discover())
+    assert record.state is BackendState.BROKEN
+    assert record.reason.endswith(text)
 
 
 def test_distribution_without_metadata_is_a_candidate_like_any_other(site: Site) -> None:

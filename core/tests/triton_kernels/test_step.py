@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, DType, KVCacheSpec, StepBatch
 from hardpoint.triton.step import Geometry, InvalidBatch, Step, StepBuilder
@@ -16,11 +17,12 @@ BLOCK_SIZE = 16
 RULE = SplitRule(block_n=16, min_tiles=2, max_splits=4)
 
 
-def builder(*, window: int | None = None, other: int | None = 0) -> StepBuilder:
+def builder(*, window: int | None = None, other: int | None = 0, kernel_writes: bool = False) -> StepBuilder:
     layers = (AttentionLayer(4, 2, 16, 0.25, window), AttentionLayer(2, 2, 16, 0.25, window if other == 0 else other))
     request = AttentionRequest(layers, DType.FLOAT16, DType.FLOAT16, BLOCK_SIZE, 256)
     plan = AttentionPlan(request, KVCacheSpec(2, BLOCK_SIZE, 2, 16, DType.FLOAT16))
-    return StepBuilder(plan, Geometry.of(plan, RULE, prefill_rows=32, programs=1000), torch.device("cpu"))
+    geometry = Geometry.of(plan, RULE, prefill_rows=32, programs=1000)
+    return StepBuilder(plan, geometry, torch.device("cpu"), kernel_writes)
 
 
 def batch(queries: list[int], contexts: list[int], **changed: Any) -> StepBatch:
@@ -101,6 +103,38 @@ def test_the_list_of_work_has_the_parts_of_every_layer() -> None:
     # 130 keys are 9 tiles in parts of three; the last 110 lie in 8 tiles, in parts of two.
     made = builder(window=110, other=None)
     assert len(decoded(made.build(batch([1], [130])))) == 4
+
+
+class Writes(TorchDispatchMode):
+    """The names of the operators that wrote to a tensor's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_address: dict[int, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.by_address.setdefault(value.data_ptr(), set()).add(str(func.overloadpacket))
+        if kwargs and "out" in kwargs:
+            self.by_address.setdefault(kwargs["out"].data_ptr(), set()).add(str(func.overloadpacket))
+        return result
+
+
+@pytest.mark.parametrize(("kernel_writes", "writer"), [(False, "aten.copy_"), (True, "aten.add")])
+def test_metadata_of_captured_steps_are_written_by_a_kernel_where_launches_miss_copies(
+    kernel_writes: bool, writer: str
+) -> None:
+    made = builder(kernel_writes=kernel_writes)
+    made.reserve(4)
+    made.build(batch([1], [20]))
+    with Writes() as writes:
+        step = made.build(batch([1, 1], [30, 40]))
+    assert writes.by_address[step.header.data_ptr()] == {writer}
+    assert step.contexts[:2].tolist() == [30, 40]
+    own = made.build(batch([3], [3]))  # not captured: its kernels are launched after the copy, and see it
+    assert own.contexts[:1].tolist() == [3]
 
 
 def test_reserved_metadata_stay_at_their_addresses() -> None:

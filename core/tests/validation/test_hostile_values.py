@@ -109,7 +109,6 @@ def test_defaults_are_what_their_types_say(kind: type[Validated]) -> None:
 def test_every_prompt() -> None:
     tokenizer = MagicMock(chat_template="x")
     tokenizer.encode.return_value = [1]
-    tokenizer.apply_chat_template.return_value = "x"
     process = PromptProcessor(tokenizer, vocab_size=100, max_model_len=50)
     for value in hostile():
         for prompts in (

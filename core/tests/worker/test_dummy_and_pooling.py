@@ -29,6 +29,12 @@ def test_a_dummy_batch_has_whole_sequences_in_distinct_slots(
         assert (batch.slot_mapping[own] // 2 == blocks).all()
 
 
+def test_a_dummy_batch_takes_no_more_blocks_than_its_tokens_need() -> None:
+    """The profile zeroes a cache of just these: of a context of 128k and steps of 2048 tokens 128 blocks, and not 8192."""
+    batch = dummy_batch(num_tokens=2048, max_len=1 << 17, block_size=16, max_seqs=256)
+    assert batch.block_table.max() + 1 == 2048 // 16
+
+
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_an_embedding_does_not_depend_on_chunking(pooling: Pooling) -> None:
     """Nor on what becomes of a chunk's memory, in which a decoder may put its next result."""

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, SequencePooling, SequenceSampling
+from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, SequencePooling, SequenceSampling, SleepPlan
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
-from hardpoint.models import ParallelRank
+from hardpoint.models import ParallelRank, Ranks
 from hardpoint.plugins import resolve_backend
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker import StandardWorker
 from hardpoint.worker.model_runner import PlainRows, Pooler, dummy_batch
-from hardpoint.worker.ranks import RendezvousPoint, check_ranks, place_of, require_env
+from hardpoint.worker.ranks import (
+    RendezvousPoint,
+    TorchCollectives,
+    check_ranks,
+    communicator_bytes,
+    join_ranks,
+    place_of,
+    require_env,
+)
 
 ADDRESS = "tcp://127.0.0.1:9/nobody"
 
@@ -77,6 +89,7 @@ def test_a_configuration_says_where_its_rank_is() -> None:
         ("tcp://10.0.0.1:29500", RendezvousPoint("10.0.0.1", 29500)),
         ("tcp://node:1/engine/7", RendezvousPoint("node", 1, "engine/7")),
         ("tcp://[::1]:5/x?served", RendezvousPoint("::1", 5, "x", True)),
+        ("file:///proc/self/fd/7#x", RendezvousPoint("127.0.0.1", 0, "x", True, "/proc/self/fd/7")),
     ],
 )
 def test_a_rendezvous_point_is_read(text: str, rendezvous: RendezvousPoint) -> None:
@@ -86,7 +99,10 @@ def test_a_rendezvous_point_is_read(text: str, rendezvous: RendezvousPoint) -> N
     assert RendezvousPoint.parse(rendezvous.subgroup("stage0", served=True)).served
 
 
-@pytest.mark.parametrize("text", ["", "tcp://", "tcp://host", "tcp://:5", "tcp://host:x", "tcp://h:1?no", "file:///x"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "tcp://", "tcp://host", "tcp://:5", "tcp://host:x", "tcp://h:1?no", "file://h/x", "file:x", "file:///x?y"],
+)
 def test_an_invalid_rendezvous_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="tcp://host:port/group"):
         RendezvousPoint.parse(text)
@@ -249,6 +265,76 @@ def test_ranks_give_the_outputs_of_one_worker(model: str) -> None:
         for rank, outputs in enumerate(found):
             if rank != driver:
                 assert all(len(one.token_ids) == len(one.logprobs) == len(one.embeddings) == 0 for one in outputs)
+
+
+class NotedGroup:
+    """A process group that notes of each operation whether it runs on a stream of its own."""
+
+    def __init__(self) -> None:
+        self.noted: dict[str, bool] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def operation(*arguments: Any) -> Any:
+            self.noted[name] = any(getattr(argument, "asyncOp", False) for argument in arguments)
+            return SimpleNamespace(wait=lambda: None)
+
+        return operation
+
+
+def test_rank_that_plans_for_longer_than_an_operation_may_take_is_waited_for() -> None:
+    resolved = resolve_backend("cpu")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}/late"
+
+    def join(rank: int, late: float) -> None:
+        time.sleep(late)
+        config = WorkerConfig(
+            "demo", rank=rank, world_size=2, tensor_parallel_size=2, init_method=address, communication_timeout=1.0
+        )
+        joined, leave = join_ranks(config, resolved.descriptor, resolved.device)
+        assert joined.tensor is not None
+        leave.close()
+
+    for late in (0.0, 2.5), (2.5, 0.0):
+        with ThreadPoolExecutor(2) as ranks:
+            for done in [ranks.submit(join, rank, seconds) for rank, seconds in enumerate(late)]:
+                done.result(60)
+
+
+def test_bytes_of_communicators_are_those_that_the_first_operations_take() -> None:
+    free = [1000]
+    first, second = (
+        SimpleNamespace(barrier=partial(free.append, 700)),
+        SimpleNamespace(barrier=partial(free.append, 600)),
+    )
+    assert communicator_bytes(Ranks(first, second), lambda: free[-1]) == 400  # type: ignore[arg-type]
+    assert communicator_bytes(Ranks(), lambda: free[-1]) == 0
+
+
+def test_sleep_reports_what_communicators_keep(model: str) -> None:
+    resolved = resolve_backend("cpu")
+    worker = PlainWorker(WorkerContext(resolved.descriptor, resolved.device, WorkerConfig(model, load_format="dummy")))
+    worker.start()
+    worker.load()
+    worker._model = replace(worker._loaded, model=replace(worker._loaded.model, communicators=400))
+    worker.begin(1, SleepPlan())
+    assert worker.commit(1).residual["collectives"] == 400
+    worker.shutdown()
+
+
+def test_collectives_run_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = NotedGroup()
+    monkeypatch.setattr(TorchCollectives, "_make_group", lambda *arguments: group)
+    collectives = TorchCollectives(resolve_backend("cpu").device)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    collectives.start(0, 1, f"tcp://127.0.0.1:{port}/alone", 5.0)
+    tensor = torch.zeros(2)
+    collectives.all_reduce(tensor)
+    collectives.all_gather(tensor, 0)
+    collectives.broadcast(tensor, 0)
+    collectives.stop()
+    assert group.noted == dict.fromkeys(["allreduce", "_allgather_base", "broadcast", "shutdown"], False)
 
 
 def test_a_variable_that_a_library_must_find_is_set_or_its_other_value_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.plugins import resolve_backend
 from hardpoint.worker import StandardWorker
 from hardpoint.worker.model_runner import dummy_batch
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces import AttentionPlan, StepBatch
+    from hardpoint.interfaces.batch import Int32Array
 
 
 class PlainWorker(StandardWorker):
@@ -64,3 +69,30 @@ def test_an_executor_calls_nothing_outside_the_contract(context: WorkerContext) 
         executor.call("format_disk")
     assert "submit" in WORKER_CALLS
     executor.shutdown()
+
+
+def test_warming_up_runs_what_would_else_compile_while_requests_wait(
+    context: WorkerContext,
+) -> None:
+    steps, copies = list[tuple[int, int, int]](), list[list[list[int]]]()
+    attention_class: type[Any] = context.descriptor.attention()
+
+    class Watched(attention_class):  # type: ignore[misc]
+        """The backend's attention, which notes the steps and the copies of blocks."""
+
+        def prepare(self, plan: AttentionPlan, batch: StepBatch) -> Any:
+            steps.append((batch.num_tokens, batch.num_decodes, int(batch.context_lens[0])))
+            return super().prepare(plan, batch)
+
+        def copy_blocks(self, kv_cache: torch.Tensor, pairs: Int32Array) -> None:
+            copies.append(pairs.tolist())
+            super().copy_blocks(kv_cache, pairs)
+
+    worker = PlainWorker(replace(context, descriptor=replace(context.descriptor, attention=lambda: Watched)))
+    worker.start()
+    worker.load()
+    worker.initialize_kv(64, 0)
+    worker.warm_up()
+    assert steps == [(16, 0, 16), (1, 1, 1), (1, 1, 1024)], "a prompt, a decode in one part and one in several"
+    assert copies == [[[0, 63]]]
+    worker.shutdown()

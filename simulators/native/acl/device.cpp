@@ -11,6 +11,8 @@ namespace hardpoint::simulators::acl {
 
 namespace {
 
+constexpr std::uint64_t kCannVersion = 9010;
+
 thread_local Context* current = nullptr;
 
 Context* default_context(int device) {
@@ -98,9 +100,15 @@ ACL_CALL(aclrtGetVersion)(std::int32_t* major, std::int32_t* minor, std::int32_t
 }
 
 ACL_CALL(aclsysGetCANNVersion)(int, PackageVersion* version) {
-  return acl_call(site_of_aclsysGetCANNVersion, [&](Simulator&) {
+  return acl_call(site_of_aclsysGetCANNVersion, [&](Simulator& machine) {
     if (!version) return Result::NullArgument;
-    *version = PackageVersion{"8.5.0", "8", "5", "0", "0", ""};
+    const std::uint64_t number = machine.settings.version ? machine.settings.version : kCannVersion;
+    const int major = static_cast<int>(number / 1000), minor = static_cast<int>(number % 1000 / 10);
+    *version = PackageVersion{};
+    std::snprintf(version->version, sizeof version->version, "%d.%d.0", major, minor);
+    std::snprintf(version->major, sizeof version->major, "%d", major);
+    std::snprintf(version->minor, sizeof version->minor, "%d", minor);
+    version->release[0] = version->patch[0] = '0';
     return Result::Ok;
   });
 }

@@ -2,11 +2,15 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
 
 namespace hardpoint::simulators {
 
@@ -75,6 +79,23 @@ bool BackingFile::fill(off_t offset, std::uint8_t value, std::size_t size) {
 bool BackingFile::show(std::uintptr_t address, std::size_t size, off_t offset, int protection) {
   void* target = reinterpret_cast<void*>(address);
   return mmap(target, size, protection, MAP_SHARED | MAP_FIXED, descriptor_, offset) != MAP_FAILED;
+}
+
+std::map<std::uintptr_t, std::uintptr_t> BackingFile::shown() const {
+  std::map<std::uintptr_t, std::uintptr_t> ranges;
+  struct stat file {};
+  std::FILE* maps = descriptor_ >= 0 && fstat(descriptor_, &file) == 0 ? std::fopen("/proc/self/maps", "re") : nullptr;
+  if (maps == nullptr) return ranges;
+  char* line = nullptr;
+  std::size_t room = 0;
+  while (getline(&line, &room, maps) > 0) {
+    std::uintptr_t start = 0, end = 0, inode = 0;
+    const int found = std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %" SCNuPTR, &start, &end, &inode);
+    if (found == 3 && inode == file.st_ino) ranges[start] = end;
+  }
+  std::free(line);
+  std::fclose(maps);
+  return ranges;
 }
 
 }  // namespace hardpoint::simulators

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 
 namespace hardpoint::simulators {
 
@@ -29,6 +30,9 @@ class BackingFile {
 
   // Let the host see a range at a reserved address, with PROT_* rights; returns false if the host refuses.
   bool show(std::uintptr_t address, std::size_t size, off_t offset, int protection);
+
+  // Where this process's address space shows the file, by the kernel's account: end by start of each range.
+  std::map<std::uintptr_t, std::uintptr_t> shown() const;
 
  private:
   bool open();

@@ -6,8 +6,6 @@ namespace hardpoint::simulators {
 
 namespace {
 
-constexpr std::uintptr_t kIdStep = 16;
-
 thread_local CaptureMode mode_of_thread = CaptureMode::Global;
 
 }  // namespace
@@ -27,9 +25,10 @@ Result Captures::end(StreamId stream, GraphId* graph) {
     return violations_.note(Result::CaptureWrongThread, "a capture that is not relaxed was ended by another thread");
   }
   const bool valid = it->second.valid;
+  std::vector<Node> nodes = std::move(it->second.nodes);
   captures_.erase(it);
   if (!valid) return Result::CaptureInvalidated;
-  graphs_.insert(*graph = next_graph_ += kIdStep);
+  graphs_.emplace(*graph = next_graph_ += kIdStep, std::move(nodes));
   return Result::Ok;
 }
 
@@ -68,14 +67,20 @@ Result Captures::check_unsafe() {
 
 Result Captures::check_work(StreamId stream) const { return captures_.count(stream) ? Result::NotSupported : Result::Ok; }
 
-Result Captures::instantiate(GraphId graph, GraphId* executable) {
+Result Captures::instantiate(GraphId graph, const DeviceMemory& memory, GraphId* executable) {
   if (!has_graph(graph)) return violations_.note(Result::InvalidValue, "unknown graph");
-  executables_.insert(*executable = next_graph_ += kIdStep);
+  std::vector<Node> nodes = graphs_.at(graph);
+  for (Node& node : nodes) {
+    node.target = memory.memory_at(node.transfer.target);
+    node.source = memory.memory_at(node.transfer.source);
+  }
+  executables_.emplace(*executable = next_graph_ += kIdStep, std::move(nodes));
   return Result::Ok;
 }
 
-Result Captures::launch(GraphId executable) const {
-  return executables_.count(executable) ? Result::Ok : violations_.note(Result::InvalidValue, "unknown executable graph");
+const std::vector<Captures::Node>* Captures::nodes_of(GraphId executable) {
+  const auto it = executables_.find(executable);
+  return it == executables_.end() ? nullptr : &it->second;
 }
 
 Result Captures::destroy(GraphId graph) {

@@ -34,7 +34,7 @@ std::int64_t copy_out(const std::string& text, char* buffer, std::size_t size) {
 
 int refused_unless(bool done) { return done ? 0 : kRefused; }
 
-void fill(const Simulator& machine, hp_sim_statistics& out) {
+void fill(Simulator& machine, hp_sim_statistics& out) {
   const MemoryTotals totals = machine.memory.totals();
   out.reservations = totals.reservations;
   out.address_space = totals.address_space;
@@ -55,6 +55,8 @@ void fill(const Simulator& machine, hp_sim_statistics& out) {
   }
   out.calls = machine.calls.total();
   out.violations = machine.violations.count();
+  out.pageable_copies = machine.streams.pageable_copies();
+  out.unmaps_waited = machine.unmaps_waited;
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ typedef struct hp_sim_statistics {
   uint64_t used;              /* bytes of device memory in use, all devices */
   uint64_t calls;             /* vendor calls since the last reset */
   uint64_t violations;        /* broken rules since the last reset */
+  uint64_t pageable_copies;   /* copies since the last reset of host memory that is not pinned */
+  uint64_t unmaps_waited;     /* unmaps since the last reset that had to wait for other work of the device */
 } hp_sim_statistics;
 
 /* Name of the vendor library; its presence marks a library as a simulation. */

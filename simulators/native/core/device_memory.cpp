@@ -9,6 +9,8 @@ namespace hardpoint::simulators {
 namespace {
 
 constexpr std::uint8_t kStaleByte = 0xa5;
+// Bytes at each end of new memory that are filled with it: more would cost the host too much.
+constexpr std::size_t kStaleBytes = std::size_t{16} << 10;
 constexpr int kReservedFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 std::uint64_t bit(int device) { return std::uint64_t{1} << device; }
@@ -65,10 +67,18 @@ Result DeviceMemory::free_address(Address address, std::optional<std::size_t> si
   // cuda.h, cuMemAddressFree: address and size are those of the reservation, and all of it is unmapped.
   if (size && *size != reservation.size) return broken(Result::InvalidValue, "not the size of the reservation");
   if (reservation.mappings) return broken(Result::InvalidValue, "memory is still mapped in the reservation");
-  if (!held_.empty()) give_back_held(address);
-  munmap(pointer(address), reservation.size);
+  const std::size_t freed = reservation.size;
+  munmap(pointer(address), freed);
   reservations_.erase(it);
+  drop_lingering([&](Address start, const Lingering&) { return start >= address && start < address + freed; });
+  if (settings_.thief) steal(address, freed);
   return Result::Ok;
+}
+
+// What any thread's mmap may do: the range is not what the next reservation gets, whatever it asks for.
+void DeviceMemory::steal(Address address, std::size_t size) {
+  const void* taken = mmap(pointer(address), size, PROT_NONE, kReservedFlags | MAP_FIXED_NOREPLACE, -1, 0);
+  if (taken != MAP_FAILED) stolen_.emplace_back(address, size);
 }
 
 Result DeviceMemory::create(int device, std::size_t size, std::size_t granularity, PageType pages, HandleId* out) {
@@ -78,11 +88,18 @@ Result DeviceMemory::create(int device, std::size_t size, std::size_t granularit
   // ROCm 6.x: one large hipMemCreate fails where several small ones work (vLLM #12695).
   if (settings_.max_chunk && size > settings_.max_chunk) return Result::OutOfMemory;
   Accounting& books = books_[device];
-  if (books.used > settings_.capacity || size > settings_.capacity - books.used) return Result::OutOfMemory;
+  const auto has_room = [&] { return books.used <= settings_.capacity && size <= settings_.capacity - books.used; };
+  if (!has_room()) drop_replaced();
+  if (!has_room()) return Result::OutOfMemory;
   off_t offset = 0;
   if (!file_.allocate(size, &offset)) return Result::OutOfMemory;
   // ROCm: memory may hold what was there before (vLLM #44972).
-  if (settings_.stale_pages && !file_.fill(offset, kStaleByte, size)) return Result::OutOfMemory;
+  if (settings_.stale_pages) {
+    const std::size_t ends = std::min(size, kStaleBytes);
+    if (!file_.fill(offset, kStaleByte, ends)) return Result::OutOfMemory;
+    const std::size_t tail = std::min(size - ends, kStaleBytes);
+    if (tail && !file_.fill(offset + static_cast<off_t>(size - tail), kStaleByte, tail)) return Result::OutOfMemory;
+  }
   handles_.emplace_hint(handles_.end(), next_handle_, Handle{size, offset, device, pages});
   books.used += size;
   *out = next_handle_++;
@@ -145,17 +162,19 @@ Result DeviceMemory::check_mappable(const Reservation& reservation, const Handle
 }
 
 Result DeviceMemory::map_checked(Address address, std::size_t size, HandleId id, Handle& handle, Address reservation) {
-  Mapping mapping{size, handle.offset, id, reservation};
+  Mapping mapping{size, handle.offset, id, reservation, ++last_order_, settings_.late_mapping};
   if (rules_.access_on_map) {
     mapping.readable = mapping.writable = bit(handle.device);
     if (!show(address, mapping)) return Result::OutOfMemory;
   }
+  drop_lingering([&](Address start, const Lingering& one) {
+    return !one.until_address_free && start < address + size && start + one.size > address;
+  });
   mappings_.emplace(address, mapping);
   Reservation& home = reservations_.find(reservation)->second;
   ++home.mappings;
   home.device = handle.device;
   ++handle.mappings;
-  handle.last_reservation = reservation;
   return Result::Ok;
 }
 
@@ -219,7 +238,22 @@ Result DeviceMemory::check_access_range(Mappings::iterator first, Address addres
   }
   if (covered < end) return broken(Result::InvalidValue, "range is not fully mapped");
   if (covered > end) return broken(Result::InvalidValue, "range ends inside a mapping");
+  if (settings_.access_from_first && !adds_up_from_first(first->second.reservation, end - address)) {
+    return Result::InvalidValue;
+  }
   return Result::Ok;
+}
+
+// ROCm 7.0 to 7.2: hipMemSetAccess adds up the sizes of the reservation's mappings from the one that was made first, whatever its address argument
+// is, and wants the sum to meet `size` (rocm-systems #2516, #2451, #6977).
+bool DeviceMemory::adds_up_from_first(Address reservation, std::size_t size) const {
+  std::map<std::uint64_t, std::size_t> sizes;  // by the order of mapping
+  for (auto it = mappings_.lower_bound(reservation); it != mappings_.end() && it->second.reservation == reservation; ++it) {
+    sizes.emplace(it->second.order, it->second.size);
+  }
+  std::size_t sum = 0;
+  for (auto it = sizes.begin(); it != sizes.end() && sum < size; ++it) sum += it->second;
+  return sum == size;
 }
 
 Result DeviceMemory::get_access(Address address, int device, Access* out) {
@@ -334,6 +368,11 @@ void DeviceMemory::mapping_range(Address address, Address* start, std::size_t* s
   *size = it == mappings_.end() ? 0 : it->second.size;
 }
 
+HandleId DeviceMemory::memory_at(Address address) const {
+  const auto it = mapping_of(address);
+  return it == mappings_.end() ? 0 : it->second.handle;
+}
+
 bool DeviceMemory::show(Address address, Mapping& mapping) {
   const bool visible = !settings_.strict_host && mapping.readable;
   if (!visible) {
@@ -351,9 +390,19 @@ void DeviceMemory::hide(Address address, std::size_t size) {
 }
 
 DeviceMemory::Mappings::iterator DeviceMemory::erase_mapping(Mappings::iterator mapping) {
-  if (mapping->second.shown) hide(mapping->first, mapping->second.size);
-  --reservations_.find(mapping->second.reservation)->second.mappings;
-  const auto handle = handles_.find(mapping->second.handle);
+  const auto [address, gone] = *mapping;
+  Reservation& home = reservations_.find(gone.reservation)->second;
+  const auto handle = handles_.find(gone.handle);
+  // ROCm: memory does not return while its address range stays reserved (ROCm/hip#3781, vLLM #37533), because the process's map still has the
+  // memory's dma-buf there, without access.
+  if (settings_.hold_until_address_free && !home.allocation) {
+    file_.show(address, gone.size, gone.offset, PROT_NONE);
+    lingering_.emplace(address, Lingering{gone.size, gone.handle, settings_.hold_until_address_free > 1});
+    ++handle->second.lingering;
+  } else if (gone.shown) {
+    hide(address, gone.size);
+  }
+  --home.mappings;
   --handle->second.mappings;
   drop_if_unused(handle);
   return mappings_.erase(mapping);
@@ -361,15 +410,9 @@ DeviceMemory::Mappings::iterator DeviceMemory::erase_mapping(Mappings::iterator 
 
 void DeviceMemory::drop_if_unused(Handles::iterator it) {
   const Handle& handle = it->second;
-  if (!handle.released || handle.mappings) return;
+  if (!handle.released || handle.mappings || handle.lingering) return;
   file_.discard(handle.offset, handle.size);
-  // ROCm: memory does not return while its address range stays reserved (ROCm/hip#3781, vLLM #37533).
-  const auto home = reservations_.find(handle.last_reservation);
-  if (settings_.hold_until_address_free && home != reservations_.end() && !home->second.allocation) {
-    held_.emplace(home->first, Held{handle.device, handle.size});
-  } else {
-    give_back(handle.device, handle.size);
-  }
+  give_back(handle.device, handle.size);
   handles_.erase(it);
 }
 
@@ -383,10 +426,28 @@ void DeviceMemory::give_back(int device, std::size_t size) {
   }
 }
 
-void DeviceMemory::give_back_held(Address reservation) {
-  const auto [first, last] = held_.equal_range(reservation);
-  for (auto it = first; it != last; ++it) give_back(it->second.device, it->second.size);
-  held_.erase(first, last);
+template <class Chosen>
+void DeviceMemory::drop_lingering(Chosen chosen) {
+  for (auto it = lingering_.begin(); it != lingering_.end();) {
+    if (!chosen(it->first, it->second)) {
+      ++it;
+      continue;
+    }
+    const auto handle = handles_.find(it->second.handle);
+    --handle->second.lingering;
+    drop_if_unused(handle);
+    it = lingering_.erase(it);
+  }
+}
+
+void DeviceMemory::drop_replaced() {
+  if (lingering_.empty()) return;
+  const std::map<std::uintptr_t, std::uintptr_t> shown = file_.shown();
+  drop_lingering([&](Address start, const Lingering& one) {
+    if (one.until_address_free) return false;
+    const auto after = shown.upper_bound(start + one.size - 1);
+    return after == shown.begin() || std::prev(after)->second <= start;
+  });
 }
 
 Result DeviceMemory::check(Address address, std::size_t size, int device, Access needed) {
@@ -402,13 +463,16 @@ Result DeviceMemory::check(Address address, std::size_t size, int device, Access
 }
 
 template <class Step>
-Result DeviceMemory::for_each_part(Address address, std::size_t size, Step step) {
+Result DeviceMemory::for_each_part(Address address, std::size_t size, bool writes, Step step) {
   for (std::size_t done = 0; done < size;) {
     const auto it = mapping_of(address + done);
     if (it == mappings_.end()) return broken(Result::IllegalAddress, "device memory is not mapped");
     const std::size_t inside = address + done - it->first;
     const std::size_t part = std::min(size - done, it->second.size - inside);
-    if (!step(it->second.offset + static_cast<off_t>(inside), done, part)) {
+    // ROCm: a mapping may be used before the device sees it (vLLM #52478, rocm-systems #11693).
+    const bool lost = writes && it->second.unseen_writes > 0;
+    if (lost) --it->second.unseen_writes;
+    if (!lost && !step(it->second.offset + static_cast<off_t>(inside), done, part)) {
       return broken(Result::InvalidValue, "host memory cannot be read or written");
     }
     done += part;
@@ -417,31 +481,38 @@ Result DeviceMemory::for_each_part(Address address, std::size_t size, Step step)
 }
 
 Result DeviceMemory::write(Address address, const void* source, std::size_t size) {
-  return for_each_part(address, size, [&](off_t offset, std::size_t done, std::size_t part) {
+  return for_each_part(address, size, true, [&](off_t offset, std::size_t done, std::size_t part) {
     return file_.write(offset, static_cast<const char*>(source) + done, part);
   });
 }
 
 Result DeviceMemory::read(Address address, void* target, std::size_t size) {
-  return for_each_part(address, size, [&](off_t offset, std::size_t done, std::size_t part) {
+  return for_each_part(address, size, false, [&](off_t offset, std::size_t done, std::size_t part) {
     return file_.read(offset, static_cast<char*>(target) + done, part);
   });
 }
 
 Result DeviceMemory::fill(Address address, std::uint8_t value, std::size_t size) {
-  return for_each_part(address, size, [&](off_t offset, std::size_t, std::size_t part) {
+  return for_each_part(address, size, true, [&](off_t offset, std::size_t, std::size_t part) {
     return file_.fill(offset, value, part);
   });
 }
 
+std::size_t DeviceMemory::used(int device) {
+  drop_replaced();
+  return books_[device].used;
+}
+
 std::size_t DeviceMemory::reported_free(int device) {
+  drop_replaced();
   Accounting& books = books_[device];
   const std::size_t shown_used = books.used + books.unreported;
   if (books.queries_left && --books.queries_left == 0) books.unreported = 0;
   return settings_.capacity > shown_used ? settings_.capacity - shown_used : 0;
 }
 
-MemoryTotals DeviceMemory::totals() const {
+MemoryTotals DeviceMemory::totals() {
+  drop_replaced();
   MemoryTotals totals{};
   for (const auto& [address, reservation] : reservations_) {
     totals.address_space += reservation.size;
@@ -467,7 +538,9 @@ void DeviceMemory::reset() {
   mappings_.clear();
   handles_.clear();
   reservations_.clear();
-  held_.clear();
+  lingering_.clear();
+  for (const auto& [address, size] : stolen_) munmap(pointer(address), size);
+  stolen_.clear();
   books_ = {};
 }
 

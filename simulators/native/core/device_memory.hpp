@@ -9,6 +9,8 @@
 #include <map>
 #include <memory_resource>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "core/backing_file.hpp"
 #include "core/in_flight.hpp"
@@ -77,6 +79,8 @@ class DeviceMemory {
   // The range that an address belongs to; zero size where there is none.
   void reservation_range(Address address, Address* start, std::size_t* size) const;
   void mapping_range(Address address, Address* start, std::size_t* size) const;
+  // The memory that is mapped at an address; 0 for none.
+  HandleId memory_at(Address address) const;
 
   // Whether a device may read or write all of a range; breaks a rule otherwise.
   Result check(Address address, std::size_t size, int device, Access needed);
@@ -88,8 +92,8 @@ class DeviceMemory {
 
   // Free bytes as the device's counter shows them, which may lag behind.
   std::size_t reported_free(int device);
-  std::size_t used(int device) const { return books_[device].used; }
-  MemoryTotals totals() const;
+  std::size_t used(int device);
+  MemoryTotals totals();
 
   // Make all mappings visible to host code, or hide them, as the settings say.
   void apply_host_visibility();
@@ -114,20 +118,24 @@ class DeviceMemory {
     PageType pages;
     bool released = false;
     std::size_t mappings = 0;
-    Address last_reservation = 0;
+    std::size_t lingering = 0;        // ranges that hold its memory although it is not mapped there any more
   };
   struct Mapping {
     std::size_t size;
     off_t offset;
     HandleId handle;
     Address reservation;
+    std::uint64_t order;              // mappings that were made before it have smaller ones
+    std::uint64_t unseen_writes;      // writes that are still to be lost
     std::uint64_t readable = 0;       // one bit per device
     std::uint64_t writable = 0;
     bool shown = false;               // host code sees it at its address
   };
-  struct Held {
-    int device;
+  // A range that was unmapped and still holds its memory.
+  struct Lingering {
     std::size_t size;
+    HandleId handle;
+    bool until_address_free;          // not even another mapping of the host ends it
   };
   struct Accounting {
     std::size_t used = 0;
@@ -147,15 +155,21 @@ class DeviceMemory {
   Result check_unmappable(Mappings::iterator first, Address end);
   Result check_access_range(Mappings::iterator first, Address address, Address end);
   Result map_checked(Address address, std::size_t size, HandleId id, Handle& handle, Address reservation);
+  bool adds_up_from_first(Address reservation, std::size_t size) const;
   bool show(Address address, Mapping& mapping);
   void hide(Address address, std::size_t size);
   Mappings::iterator erase_mapping(Mappings::iterator mapping);
   void drop_if_unused(Handles::iterator handle);
   void give_back(int device, std::size_t size);
-  void give_back_held(Address reservation);
+  void steal(Address address, std::size_t size);
+
+  template <class Chosen>
+  void drop_lingering(Chosen chosen);
+  // Where the host shows something else now, nothing is held any more.
+  void drop_replaced();
 
   template <class Step>
-  Result for_each_part(Address address, std::size_t size, Step step);
+  Result for_each_part(Address address, std::size_t size, bool writes, Step step);
 
   const MemoryRules rules_;
   const Settings& settings_;
@@ -167,7 +181,9 @@ class DeviceMemory {
   Reservations reservations_{&nodes_};
   Handles handles_{&nodes_};
   Mappings mappings_{&nodes_};
-  std::multimap<Address, Held> held_;  // released, but returned only when the reservation at the address is freed
+  std::multimap<Address, Lingering> lingering_;
+  std::vector<std::pair<Address, std::size_t>> stolen_;
+  std::uint64_t last_order_ = 0;
   std::array<Accounting, kMaxDevices> books_{};
   HandleId next_handle_ = 0x51d00001;
 };

@@ -44,6 +44,10 @@ const std::vector<SettingName>& setting_names() {
       {"context_rule", &Settings::context_rule},
       {"release_needs_unmap", &Settings::release_needs_unmap},
       {"hold_until_address_free", &Settings::hold_until_address_free},
+      {"access_from_first", &Settings::access_from_first},
+      {"unmap_waits", &Settings::unmap_waits},
+      {"late_mapping", &Settings::late_mapping},
+      {"thief", &Settings::thief},
       {"refuse_alignment", &Settings::refuse_alignment},
       {"stale_pages", &Settings::stale_pages},
       {"free_counter_lag", &Settings::free_counter_lag},
@@ -53,6 +57,8 @@ const std::vector<SettingName>& setting_names() {
       {"fabric_handles", &Settings::fabric_handles},
       {"rdma", &Settings::rdma},
       {"unified_memory", &Settings::unified_memory},
+      {"graphs_keep_memory", &Settings::graphs_keep_memory},
+      {"version", &Settings::version},
   };
   return names;
 }

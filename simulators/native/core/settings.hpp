@@ -19,9 +19,14 @@ struct Settings {
   std::uint64_t max_reservation = 0;                         // largest reservation, bytes; 0: none
   std::uint64_t context_rule = 1;                            // virtual memory calls need the right current context
   std::uint64_t release_needs_unmap = 0;                     // a mapped handle must not be released
-  std::uint64_t hold_until_address_free = 0;                 // physical memory returns only with its address range
+  std::uint64_t hold_until_address_free = 0;                 // physical memory returns only with its address range, or (1,
+                                                             // not 2) when the host maps something else there
+  std::uint64_t access_from_first = 0;                       // setting access is checked against the sizes of the reservation's first mappings
+  std::uint64_t unmap_waits = 0;                             // unmapping waits for all work on the device
+  std::uint64_t late_mapping = 0;                            // so many writes to a new mapping are lost
+  std::uint64_t thief = 0;                                   // another thread's memory takes every range that is freed
   std::uint64_t refuse_alignment = 0;                        // reserving with an explicit alignment fails
-  std::uint64_t stale_pages = 0;                             // new physical memory holds a pattern, not zeros
+  std::uint64_t stale_pages = 1;                             // new physical memory holds a pattern, not zeros
   std::uint64_t free_counter_lag = 0;                        // queries of free memory until a release shows
   std::uint64_t match_page_type = 0;                         // reservation and memory must be of the same page type
   std::uint64_t virtual_memory = 1;                          // the device supports virtual memory management
@@ -29,6 +34,8 @@ struct Settings {
   std::uint64_t fabric_handles = 0;                          // 1: supported; 2: claimed, but creating is not permitted
   std::uint64_t rdma = 0;                                    // memory can be made for RDMA
   std::uint64_t unified_memory = 0;                          // the device shares the host's memory
+  std::uint64_t graphs_keep_memory = 0;                      // copies in graphs do not follow what is mapped at their addresses later
+  std::uint64_t version = 0;                                 // of the CUDA driver or of CANN, 1000 * major + 10 * minor; 0: the vendor's own default
 };
 
 constexpr std::size_t kMaxDevices = 64;

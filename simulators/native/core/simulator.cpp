@@ -56,11 +56,12 @@ void Simulator::reset() {
   memory.reset();
   host.reset();
   violations.clear();
+  unmaps_waited = 0;
   calls.reset();
   settings = from_environment(vendor().defaults);
 }
 
-std::string Simulator::leaks() const {
+std::string Simulator::leaks() {
   const MemoryTotals totals = memory.totals();
   std::string text;
   line_if(text, totals.reservations, "reservations not freed");

@@ -58,7 +58,7 @@ class Simulator {
   void reset();
 
   // Lines that say what is left; empty when nothing is.
-  std::string leaks() const;
+  std::string leaks();
 
   // Guards every member below and CallSite::count.
   std::mutex mutex;
@@ -71,6 +71,7 @@ class Simulator {
   HostMemory host;
   Captures captures;
   Streams streams;
+  std::uint64_t unmaps_waited = 0;                    // for work of the device on other memory
   bool initialized = false;                           // by the vendor's initialisation call
   std::array<std::uint32_t, kMaxDevices> contexts{};  // references to each device's own context
 

@@ -10,7 +10,6 @@ namespace {
 
 // A real queue is finite: submitting to a full one waits for its oldest work.
 constexpr std::size_t kQueueDepth = 1024;
-constexpr std::uintptr_t kIdStep = 16;
 constexpr std::size_t kBounceSize = std::size_t{1} << 20;
 
 }  // namespace
@@ -97,6 +96,7 @@ Result Streams::run(const Transfer& transfer) {
   Result allowed = captures_.check_unsafe();
   if (allowed == Result::Ok) allowed = check(transfer);
   if (allowed != Result::Ok) return allowed;
+  pageable_copies_ += from_pageable(transfer) || to_pageable(transfer);
   Stream& stream = *find(0, transfer.device);
   order_with_default(stream, true);
   const Result before = finish_all(stream);
@@ -106,9 +106,15 @@ Result Streams::run(const Transfer& transfer) {
 Result Streams::submit(StreamId id, const Transfer& transfer) {
   Stream* stream = find(id, transfer.device);
   if (!stream) return unknown_stream();
-  Result allowed = captures_.check_work(id);
+  const bool pageable = from_pageable(transfer) || to_pageable(transfer);
+  Result allowed = pageable ? captures_.check_work(id) : Result::Ok;
   if (allowed == Result::Ok) allowed = check(transfer);
   if (allowed != Result::Ok || !transfer.size) return allowed;
+  if (captures_.captured(id)) {
+    captures_.record(id, transfer);
+    return Result::Ok;
+  }
+  pageable_copies_ += pageable;
   order_with_default(*stream, is_default(id));
   if (to_pageable(transfer)) {
     // A copy to pageable memory returns when it is done (CUDA, "API synchronization behavior").
@@ -128,6 +134,21 @@ Result Streams::submit(StreamId id, const Transfer& transfer) {
     operation.staged.assign(bytes, bytes + transfer.size);
   }
   enqueue(*stream, std::move(operation));
+  return Result::Ok;
+}
+
+Result Streams::launch(Captures::GraphId executable, StreamId stream) {
+  const std::vector<Captures::Node>* nodes = captures_.nodes_of(executable);
+  if (!nodes) return violations_.note(Result::InvalidValue, "unknown executable graph");
+  for (const Captures::Node& node : *nodes) {
+    const Transfer& transfer = node.transfer;
+    const bool moved = node.target != memory_.memory_at(transfer.target) || node.source != memory_.memory_at(transfer.source);
+    if (settings_.graphs_keep_memory && moved) {
+      return violations_.note(Result::IllegalAddress, "a graph's copy uses the memory that was mapped when it was instantiated");
+    }
+    const Result result = submit(stream, transfer);
+    if (result != Result::Ok) return result;
+  }
   return Result::Ok;
 }
 
@@ -330,6 +351,7 @@ void Streams::reset() {
   streams_.clear();
   events_.clear();
   pending_ = 0;
+  pageable_copies_ = 0;
 }
 
 }  // namespace hardpoint::simulators

@@ -15,6 +15,7 @@
 #include "core/in_flight.hpp"
 #include "core/result.hpp"
 #include "core/settings.hpp"
+#include "core/transfer.hpp"
 #include "core/violations.hpp"
 
 namespace hardpoint::simulators {
@@ -22,20 +23,6 @@ namespace hardpoint::simulators {
 // A stream or event as the vendor's opaque pointer carries it.
 using StreamId = std::uintptr_t;
 using EventId = std::uintptr_t;
-
-// Which side of a copy is on a device.
-enum class Direction { HostToHost, HostToDevice, DeviceToHost, DeviceToDevice };
-
-// One copy or fill.
-struct Transfer {
-  Direction direction;
-  Address target;
-  Address source;        // of a copy
-  std::size_t size;
-  int device;            // that moves the bytes, and needs the access
-  bool fills = false;
-  std::uint8_t value = 0;
-};
 
 class Streams {
  public:
@@ -61,8 +48,11 @@ class Streams {
   // Do a transfer that the caller waits for; it runs on the default stream.
   Result run(const Transfer& transfer);
 
-  // Put a transfer on a stream.
+  // Put a transfer on a stream, or into the graph that it is captured into.
   Result submit(StreamId stream, const Transfer& transfer);
+
+  // Put what an executable graph holds on a stream.
+  Result launch(Captures::GraphId executable, StreamId stream);
 
   EventId create_event(int device);
   Result destroy_event(EventId event);
@@ -79,6 +69,7 @@ class Streams {
   std::uint64_t streams() const { return streams_.size(); }
   std::uint64_t events() const { return events_.size(); }
   std::uint64_t pending() const { return pending_; }
+  std::uint64_t pageable_copies() const { return pageable_copies_; }
 
   void reset();
 
@@ -143,6 +134,7 @@ class Streams {
   std::map<StreamId, Stream> streams_;
   std::map<EventId, Event> events_;
   std::uintptr_t next_id_ = 0x57000000;
+  std::uint64_t pageable_copies_ = 0;
   std::uint64_t pending_ = 0;
 };
 

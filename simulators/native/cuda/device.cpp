@@ -10,7 +10,7 @@ namespace hardpoint::simulators::cuda {
 
 namespace {
 
-constexpr int kDriverVersion = 13000;
+constexpr std::uint64_t kDriverVersion = 13000;
 
 // The stack of current contexts is a thread's own (CUDA driver API, context management).
 struct ContextStack {
@@ -109,9 +109,9 @@ CUDA_CALL(cuInit)(unsigned flags) {
 }
 
 CUDA_CALL(cuDriverGetVersion)(int* version) {
-  return serve<Codes>(site_of_cuDriverGetVersion, [&](Simulator&) {
+  return serve<Codes>(site_of_cuDriverGetVersion, [&](Simulator& machine) {
     if (!version) return Result::InvalidValue;
-    *version = kDriverVersion;
+    *version = static_cast<int>(machine.settings.version ? machine.settings.version : kDriverVersion);
     return Result::Ok;
   });
 }

@@ -1,4 +1,4 @@
-// Captures and graphs of the CUDA driver API. Every graph is empty: nothing that would be recorded exists here.
+// Captures and graphs of the CUDA driver API. Graphs hold copies and fills: nothing else that would be recorded exists here.
 #include "cuda/api.hpp"
 
 using namespace hardpoint::simulators;
@@ -60,21 +60,21 @@ CUDA_CALL(cuThreadExchangeStreamCaptureMode)(int* mode) {
 CUDA_CALL(cuGraphGetNodes)(GraphId graph, void**, std::size_t* count) {
   return driver_call(site_of_cuGraphGetNodes, [&](Simulator& machine) {
     if (!count || !machine.captures.has_graph(graph)) return machine.violations.note(Result::InvalidValue, "unknown graph");
-    *count = 0;
+    *count = machine.captures.size(graph);
     return Result::Ok;
   });
 }
 
 CUDA_CALL(cuGraphInstantiateWithFlags)(GraphId* executable, GraphId graph, unsigned long long) {
   return context_call(site_of_cuGraphInstantiateWithFlags, [&](Simulator& machine, int) {
-    return executable ? machine.captures.instantiate(graph, executable) : Result::InvalidValue;
+    return executable ? machine.captures.instantiate(graph, machine.memory, executable) : Result::InvalidValue;
   });
 }
 
 CUDA_CALL(cuGraphLaunch)(GraphId executable, StreamId stream) {
   return context_call(site_of_cuGraphLaunch, [&](Simulator& machine, int) {
     if (!machine.streams.known_stream(stream)) return machine.violations.note(Result::InvalidHandle, "unknown stream");
-    return machine.captures.launch(executable);
+    return machine.streams.launch(executable, stream);
   });
 }
 

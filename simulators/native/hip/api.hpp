@@ -70,6 +70,8 @@ int hip_call(CallSite& site, Body&& body) noexcept {
   }));
 }
 
+inline Address address_of(const void* pointer) { return reinterpret_cast<Address>(pointer); }
+
 }  // namespace hardpoint::simulators::hip
 
 // Opens the definition of a runtime function, and makes it known to counting and fault injection.

@@ -8,7 +8,7 @@ namespace hardpoint::simulators::hip {
 
 namespace {
 
-constexpr int kVersion = 70100000;  // HIP 7.1.0
+constexpr int kVersion = 70200000;  // HIP 7.2.0
 
 thread_local int thread_device = 0;
 

@@ -14,6 +14,12 @@ const Vendor& vendor() {
     made.rules = {/*access_on_map=*/false,       /*map_whole_handle=*/false, /*unmap_one_mapping=*/true,
                   /*access_one_mapping=*/false,  /*alignment_must_be_zero=*/false,
                   /*one_device_per_reservation=*/false};
+    // An MI300X under ROCm 7.2, as its sources and users have it.
+    made.defaults.granularity = 4096;
+    made.defaults.recommended_granularity = std::uint64_t{2} << 20;
+    made.defaults.access_from_first = 1;
+    made.defaults.hold_until_address_free = 1;
+    made.defaults.unmap_waits = 1;
     made.defaults.release_needs_unmap = 1;
     made.defaults.posix_handles = 0;
     return made;

@@ -21,8 +21,6 @@ static_assert(sizeof(PointerAttributes) == 32);
 
 enum CopyKind { kHostToHost = 0, kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3, kDefault = 4 };
 
-Address address_of(const void* pointer) { return reinterpret_cast<Address>(pointer); }
-
 // Make a transfer of a copy; the kind "default" lets the addresses say which side is on a device.
 Result describe_copy(const Simulator& machine, void* target, const void* source, std::size_t size, int kind, int device,
                      Transfer* out) {

@@ -15,8 +15,6 @@ int virtual_memory_call(CallSite& site, Body&& body) noexcept {
   });
 }
 
-Address address_of(const void* pointer) { return reinterpret_cast<Address>(pointer); }
-
 Result check_properties(Simulator& machine, const MemAllocationProp* properties) {
   Violations& violations = machine.violations;
   if (!properties) return violations.note(Result::NullArgument, "no properties");
@@ -96,8 +94,14 @@ HIP_CALL(hipMemMap)(void* address, std::size_t size, std::size_t offset, HandleI
 }
 
 HIP_CALL(hipMemUnmap)(void* address, std::size_t size) {
-  return virtual_memory_call(site_of_hipMemUnmap,
-                             [&](Simulator& machine) { return machine.memory.unmap(address_of(address), size); });
+  return virtual_memory_call(site_of_hipMemUnmap, [&](Simulator& machine) {
+    const std::optional<int> device = machine.memory.mapped_device(address_of(address));
+    const Result result = machine.memory.unmap(address_of(address), size);
+    // rocm-systems, hip_vm.cpp: all streams of the devices with access are waited for.
+    if (result != Result::Ok || !machine.settings.unmap_waits || machine.streams.pending() == 0) return result;
+    ++machine.unmaps_waited;
+    return machine.streams.synchronize_device(*device);
+  });
 }
 
 HIP_CALL(hipMemSetAccess)(void* address, std::size_t size, const MemAccessDesc* descriptors, std::size_t count) {

@@ -23,6 +23,10 @@ Setting = Literal[
     "context_rule",
     "release_needs_unmap",
     "hold_until_address_free",
+    "access_from_first",
+    "unmap_waits",
+    "late_mapping",
+    "thief",
     "refuse_alignment",
     "stale_pages",
     "free_counter_lag",
@@ -32,8 +36,20 @@ Setting = Literal[
     "fabric_handles",
     "rdma",
     "unified_memory",
+    "graphs_keep_memory",
+    "version",
 ]
 """Names of `native/core/settings.hpp`, which says what each means. HARDPOINT_SIM_<NAME> sets it before the library is loaded."""
+
+HIP_AS_DOCUMENTED: dict[Setting, int] = {
+    "granularity": 2 << 20,
+    "recommended_granularity": 0,
+    "access_from_first": 0,
+    "hold_until_address_free": 0,
+    "unmap_waits": 0,
+    "stale_pages": 0,
+}
+"""Settings that make of the simulated HIP runtime, an MI300X under ROCm 7.2 with all that was found of it, what the documents describe."""
 
 ANY_CALL = "*"
 """Stands for the calls of all functions in `Simulator.fail`."""
@@ -63,6 +79,8 @@ class SimulatorStats:
         used: bytes of device memory in use, all devices together.
         calls: vendor calls since the last reset.
         violations: broken rules since the last reset.
+        pageable_copies: copies since the last reset of host memory that is not pinned, for which the host may wait.
+        unmaps_waited: unmaps since the last reset that had to wait for other work of the device.
     """
 
     reservations: int
@@ -80,6 +98,8 @@ class SimulatorStats:
     used: int
     calls: int
     violations: int
+    pageable_copies: int
+    unmaps_waited: int
 
 
 class _Statistics(ctypes.Structure):

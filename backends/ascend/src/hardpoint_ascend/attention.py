@@ -163,7 +163,7 @@ class AscendAttention(AttentionBackend):
         _check_rows("q", q, shape, kv_cache)
         _check_rows("out", out, shape, kv_cache)
         window = numbers.sliding_window
-        band = {} if window is None else {"pre_tokens": min(window - 1, _WIDEST_BAND), "next_tokens": 0}
+        before, after = (_WIDEST_BAND, _WIDEST_BAND) if window is None else (min(window - 1, _WIDEST_BAND), 0)
         for call in metadata.calls(kv_cache.shape[1]):
             result, _ = self._attend(
                 q[call.begin : call.end].contiguous(),
@@ -179,7 +179,8 @@ class AscendAttention(AttentionBackend):
                 input_layout="TND",
                 sparse_mode=_CAUSAL if window is None else _BAND,
                 block_size=metadata.plan.block_size,
-                **band,
+                pre_tokens=before,
+                next_tokens=after,
             )
             out[call.begin : call.end].copy_(result)
 

@@ -50,7 +50,10 @@ CHIPS = ("Ascend910B", "Ascend910_93")
 MAX_RANKS = 8
 """Devices of one machine that share a model's layers."""
 
-INSTALL = "Install the torch_npu that goes with torch, and CANN"
+MIN_CANN = 9
+"""CANN's major version that the torch_npu of every torch that Hardpoint runs with (2.11 and later) needs."""
+
+INSTALL = f"Install the torch_npu that goes with torch, and CANN {MIN_CANN} or later"
 
 NOTES = (
     "attention: no hardware has run it; its calls are proved over reference operators, and its operators' schemas over torch_npu 2.13",
@@ -94,6 +97,10 @@ def reasons(device: Device) -> tuple[str, ...]:
     if not device.name.startswith(CHIPS):
         known = " and ".join(f"{chip}*" for chip in CHIPS)
         found += (f"the device is {device.name}, and torch_npu describes the attention operator for {known}",)
+    version = device.properties.get("cann", "")
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) < MIN_CANN:
+        found += (f"CANN {version} is installed, and the torch_npu of torch 2.11 and later needs CANN {MIN_CANN}",)
     return found
 
 

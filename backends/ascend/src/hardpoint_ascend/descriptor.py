@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hardpoint_ascend.attention import AscendAttention
     from hardpoint_ascend.collectives import AscendCollectives
     from hardpoint_ascend.graphs import AscendGraphRunner
+    from hardpoint_ascend.kernels import AscendKernels
     from hardpoint_ascend.platform import AscendPlatform
 
 DRIVER_VARIABLE = "HARDPOINT_ASCEND_DRIVER"
@@ -58,6 +59,14 @@ def _platform() -> type[AscendPlatform]:
     return AscendPlatform
 
 
+def _kernels() -> type[AscendKernels]:
+    if capabilities.requirements():
+        raise capabilities.refusal("kernel set")
+    from hardpoint_ascend.kernels import AscendKernels
+
+    return AscendKernels
+
+
 def _graph_runner() -> type[AscendGraphRunner]:
     from hardpoint_ascend.graphs import AscendGraphRunner
 
@@ -83,6 +92,7 @@ def hardpoint_backend() -> BackendDescriptor:
         attention=_attention,
         worker=_worker,
         platform=_platform,
+        kernels=_kernels,
         graph_runner=_graph_runner,
         collectives=_collectives,
         driver=allocator.driver,

@@ -7,13 +7,16 @@ need a started device and stay unknown.
 
 from __future__ import annotations
 
-from ctypes import byref, c_char_p, c_int32, c_uint32
+from ctypes import byref, c_char_p, c_int32, c_uint32, create_string_buffer
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hardpoint.memory.driver_library import DriverLibrary
 
 NO_DEVICE = 207004
+PACKAGE_CANN = 0
+VERSION_BYTES = 512
+"""Of `aclCANNPackageVersion`, which begins with the whole version as text."""
 
 
 def inventory(library: DriverLibrary) -> dict[str, Any]:
@@ -28,10 +31,20 @@ def inventory(library: DriverLibrary) -> dict[str, Any]:
     chip: bytes | None = library.function("aclrtGetSocName", c_char_p)()
     name = chip.decode(errors="replace") if chip else "unknown chip"
     return {
-        "devices": [{"name": name} for _ in range(count.value)],
+        "devices": [{"name": name, "properties": _cann(library)} for _ in range(count.value)],
         "driver_version": f"{major.value}.{minor.value}.{patch.value}",
         "reason": "" if count.value else f"{library.path} finds no device",
     }
+
+
+def _cann(library: DriverLibrary) -> dict[str, str]:
+    """Return CANN's version, which is another than the runtime's; empty where it does not tell."""
+    version = create_string_buffer(VERSION_BYTES)
+    if not library.has("aclsysGetCANNVersion"):
+        return {}
+    if library.function("aclsysGetCANNVersion")(c_int32(PACKAGE_CANN), version) or not version.value:
+        return {}
+    return {"cann": version.value.decode(errors="replace")}
 
 
 def describe(library: DriverLibrary, status: int) -> str:

@@ -1,8 +1,8 @@
 """The operators of torch_npu that this backend calls, as it expects them.
 
-The schemas are those of torch_npu 2.13. Calls are bound through this table alone: an operator that is missing, or that is
-not what is written here, is an error when attention is made, and not a wrong result later. A newer operator may have
-arguments more, as long as they have defaults.
+The schemas are those of torch_npu 2.13, of which only the arguments are here that calls pass. Calls are bound through this table alone:
+an operator that is missing, or that does not take these, is an error when attention is made, and not a wrong result later.
+An older or newer operator may have other arguments as long as they have defaults, and other defaults of those that are here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Operator:
 
     Attributes:
         name: as torch's registry has it, with the namespace.
-        signature: arguments and results, as torch writes them.
+        signature: the arguments that every call passes, and the results, as torch writes them; a default stands where the operator has one.
     """
 
     name: str
@@ -69,20 +69,10 @@ class Operator:
 
 ATTEND = Operator(
     "npu::npu_fused_infer_attention_score_v2",
-    "(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, Tensor? key_rope=None, "
-    "Tensor? pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, "
-    "SymInt[]? actual_seq_kvlen=None, Tensor? block_table=None, Tensor? dequant_scale_query=None, "
-    "Tensor? dequant_scale_key=None, Tensor? dequant_offset_key=None, Tensor? dequant_scale_value=None, "
-    "Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None, Tensor? quant_scale_out=None, "
-    "Tensor? quant_offset_out=None, Tensor? quant_scale_p=None, Tensor? learnable_sink=None, "
-    "int num_query_heads=1, int num_key_value_heads=0, float softmax_scale=1., int pre_tokens=2147483647, "
-    'int next_tokens=2147483647, str input_layout="BSH", int sparse_mode=0, int block_size=0, '
-    "int query_quant_mode=0, int key_quant_mode=0, int value_quant_mode=0, int inner_precise=0, "
-    "bool return_softmax_lse=False, int? query_dtype=None, int? key_dtype=None, int? value_dtype=None, "
-    "int? query_rope_dtype=None, int? key_rope_dtype=None, int? key_shared_prefix_dtype=None, "
-    "int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, "
-    "int? dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, "
-    "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) -> (Tensor, Tensor)",
+    "(Tensor query, Tensor key, Tensor value, *, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, "
+    "SymInt[]? actual_seq_kvlen=None, Tensor? block_table=None, int num_query_heads=1, int num_key_value_heads=0, "
+    "float softmax_scale=1., int pre_tokens=2147483647, int next_tokens=2147483647, "
+    'str input_layout="BSH", int sparse_mode=0, int block_size=0) -> (Tensor, Tensor)',
 )
 """Attention over a paged cache, for prompts, chunks of prompts and single tokens in one call."""
 
@@ -92,12 +82,20 @@ KV_LENGTHS = "actual_seq_kvlen"
 WRITE_KV = Operator(
     "npu::npu_scatter_pa_kv_cache",
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
-    "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
     'str? cache_mode="PA_NZ") -> ()',
 )
 """Writes keys and values to their slots."""
 
-OPERATORS = (ATTEND, WRITE_KV)
+RMS_NORM = Operator("npu::npu_rms_norm", "(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)")
+"""RMSNorm over the axes of gamma, which has the input's dtype: the result, and the reciprocal of the root mean square."""
+
+ROTATE = Operator("npu::npu_rotary_mul", '(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half") -> Tensor')
+"""`input * r1 + rotate_half(input) * r2` of [batch, tokens, heads, dim]; batch and heads below 1000, dim below 896 and even."""
+
+SWIGLU = Operator("npu::npu_swiglu", "(Tensor input, int dim=-1) -> Tensor")
+"""`silu(first half) * second half` along an axis."""
+
+OPERATORS = (ATTEND, WRITE_KV, RMS_NORM, ROTATE, SWIGLU)
 """All operators of torch_npu that are called; a test compares each with the torch_npu that is installed."""
 
 
@@ -137,8 +135,7 @@ def _differences(expected: FunctionSchema, found: FunctionSchema) -> list[str]:
 
 
 def _written(argument: Argument) -> str:
-    """Return an argument's place among others (keyword or not), type, aliasing and default, as text."""
+    """Return an argument's place among others (keyword or not), type and aliasing, as text."""
     kind = "keyword " if argument.kwarg_only else ""
     alias = "" if argument.alias_info is None else ", written" if argument.alias_info.is_write else ", aliased"
-    default = f" = {argument.default_value!r}" if argument.has_default_value() else ""
-    return f"{kind}{argument.type}{alias}{default}"
+    return f"{kind}{argument.type}{alias}"

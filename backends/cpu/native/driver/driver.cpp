@@ -238,6 +238,8 @@ hp_status hp_driver_open(const hp_open_request *request, const hp_driver **drive
   return hardpoint::driver::guarded(HP_DRIVER_OPEN_SYMBOL, error, [&] { *driver = hp::driver::open_device(*request); });
 }
 
+void hp_driver_fail_call(int64_t nth) { hardpoint::driver::calls_to_failure = nth; }
+
 // For tests. Makes the nth call of an entry from here on (1 = the next), and the `times` - 1 calls after it, fail; a negative `times` means all
 // after it, 0 none. Calls of `create` end with HP_OUT_OF_MEMORY, others with HP_FAILED; nothing was done. Returns HP_OK or HP_INVALID.
 extern "C" HP_EXPORT hp_status hp_cpu_driver_fail(const hp_driver *driver, const char *entry, int64_t nth, int64_t times) {

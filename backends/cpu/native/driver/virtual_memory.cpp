@@ -27,6 +27,7 @@ namespace {
 using hardpoint::driver::check_multiple;
 using hardpoint::driver::check_size;
 using hardpoint::driver::Failure;
+using hardpoint::driver::may_fail;
 using hardpoint::driver::refuse;
 using hardpoint::driver::Undo;
 
@@ -55,11 +56,13 @@ std::string range_text(uint64_t address, size_t size) {
 }
 
 void unmap_range(uint64_t address, size_t size) {
+  may_fail("munmap");
   if (size > 0 && ::munmap(pointer(address), size) != 0) fail_system("munmap", errno);
 }
 
 // Takes address space where the kernel likes, at a multiple of the granularity.
 uint64_t reserve_anywhere(size_t size) {
+  may_fail("mmap");
   void* found = ::mmap(nullptr, size, PROT_NONE, kNoAccess, -1, 0);
   if (found == MAP_FAILED) fail_system("mmap", errno);
   if (integer(found) % kGranularity == 0) return integer(found);
@@ -106,11 +109,13 @@ class ReservedRange {
 
 // Replaces whatever is in the range by memory without access and without pages, in one step.
 void make_inaccessible(uint64_t address, size_t size) {
+  may_fail("mmap");
   if (::mmap(pointer(address), size, PROT_NONE, kNoAccess | MAP_FIXED, -1, 0) == MAP_FAILED) fail_system("mmap", errno);
 }
 
 // Replaces a range of ours by memory that takes pages as it is touched, huge ones where the kernel has them.
 void make_accessible(uint64_t address, size_t size) {
+  may_fail("mmap");
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
   if (::mmap(pointer(address), size, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) fail_system("mmap", errno);
   ::madvise(pointer(address), size, MADV_HUGEPAGE);
@@ -119,6 +124,7 @@ void make_accessible(uint64_t address, size_t size) {
 // Moves pages over a range of ours. On success the range is replaced in one step. On failure the kernel may have emptied it already; then it
 // is taken again, which succeeds unless another thread was given it in this very moment.
 void move_pages(uint64_t from, uint64_t to, size_t size, int flags) {
+  may_fail("mremap");
   if (::mremap(pointer(from), size, size, flags, pointer(to)) != MAP_FAILED) return;
   const int error = errno;
   reserve_at(to, size);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,9 @@ class CpuCollectives(TorchCollectives):
         options._devices = [ProcessGroupGloo.create_device(hostname=local_address(host))]
         options._timeout = timeout
         options._threads = 1
-        return ProcessGroupGloo(store, rank, size, options)
+        group = ProcessGroupGloo(store, rank, size, options)
+        _check_partners(group, store, rank, size)
+        return group
 
     def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
         """Join the group; raises WorkerError when not all ranks are there within `timeout` seconds."""
@@ -82,3 +85,23 @@ class CpuCollectives(TorchCollectives):
         """Leave the group; callable in any state."""
         self._shared = None
         super().stop()
+
+
+def _check_partners(group: ProcessGroupGloo, store: Store, rank: int, size: int) -> None:
+    """Raise RuntimeError where a connection leads to a process that is none of the ranks.
+
+    gloo takes whoever connects to a rank's port with the right number for another rank. A rank says over each connection what it left in
+    the store for that rank alone, which others cannot know where the store is private.
+    """
+    others = [other for other in range(size) if other != rank]
+    said = {other: secrets.token_bytes(16) for other in others}
+    for other in others:
+        store.set(f"token/{rank}/{other}", said[other].hex())
+    heard = {other: torch.empty(16, dtype=torch.uint8) for other in others}
+    works = [group.recv([heard[other]], other, 0) for other in others]
+    works += [group.send([torch.frombuffer(bytearray(said[other]), dtype=torch.uint8)], other, 0) for other in others]
+    for work in works:
+        work.wait()
+    for other in others:
+        if heard[other].numpy().tobytes().hex() != store.get(f"token/{other}/{rank}").decode():
+            raise RuntimeError(f"what is connected as rank {other} is not that rank")

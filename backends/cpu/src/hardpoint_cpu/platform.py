@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hardpoint.interfaces import DeviceAllocator, Platform
+from hardpoint.interfaces.errors import ConfigError
 from hardpoint_cpu import _native
 from hardpoint_cpu.host import peak_resident, reset_peak_resident, resident
 
@@ -21,9 +22,12 @@ class CpuPlatform(Platform):
     kv_bytes = 4 << 30
 
     def start(self, threads: int | None) -> None:
-        """Set the size of the thread pool."""
+        """Set the size of the thread pool; raises ConfigError for more threads than it can have."""
         if threads is not None:
-            _native.set_num_threads(threads)
+            try:
+                _native.set_num_threads(threads)
+            except ValueError as error:
+                raise ConfigError(f"threads={threads} cannot be", found=str(error)) from error
 
     def total_and_used(self, allocator: DeviceAllocator, ranks: int) -> tuple[int, int]:
         """Return a rank's part of what is free or its own, and its own tensors."""

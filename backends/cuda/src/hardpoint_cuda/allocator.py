@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 
 from hardpoint.interfaces import Device
-from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, check_torch_build, open_driver
+from hardpoint.memory import (
+    TorchPoolAllocator,
+    TorchPoolFunctions,
+    check_torch_build,
+    open_driver,
+    without_expandable_segments,
+)
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint_cuda.capabilities import capabilities
 
@@ -20,6 +26,7 @@ TORCH_FUNCTIONS = TorchPoolFunctions.of_module(
     check=partial(
         check_torch_build, "torch.cuda", backend="cuda", platform="CUDA", version="cuda", variables=TORCH_SETTINGS
     ),
+    settled=partial(without_expandable_segments, "torch.cuda"),
 )
 """What torch calls its functions."""
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hardpoint.interfaces import AttentionCapabilities, Capabilities, Determinism, Device
-from hardpoint.memory import torch_has_library
+from hardpoint.memory import torch_has_library, torch_platform_version
 from hardpoint.triton import triton_attention_capabilities
 from hardpoint.triton.build import TorchBuild
 from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
@@ -34,6 +34,13 @@ def reasons(device: Device) -> tuple[str, ...]:
     if version and tuple(map(int, version.split("."))) < MIN_COMPUTE_CAPABILITY:
         least = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
         found += (f"the device has compute capability {version}, and Triton's kernels need {least}",)
+    # A driver runs any toolkit of its own major version, and of earlier ones (CUDA compatibility guide, "minor version compatibility").
+    toolkit, driver = torch_platform_version("cuda"), device.driver_version.partition(".")[0]
+    if toolkit and driver.isdecimal() and int(driver) < toolkit[0]:
+        found += (
+            f"the driver supports CUDA up to {device.driver_version}, and torch is built for CUDA {'.'.join(map(str, toolkit))}:"
+            f" install a driver for CUDA {toolkit[0]}, or torch's build for CUDA {driver}",
+        )
     return found
 
 

@@ -6,20 +6,32 @@ from collections.abc import Mapping
 from functools import partial
 
 from hardpoint.interfaces import Device
-from hardpoint.memory import TorchPoolAllocator, TorchPoolFunctions, check_torch_build, open_driver
+from hardpoint.memory import (
+    TorchPoolAllocator,
+    TorchPoolFunctions,
+    check_torch_build,
+    open_driver,
+    without_expandable_segments,
+)
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint_rocm.capabilities import capabilities
+from hardpoint_rocm.libraries import check_one_runtime, runtime
 
 TORCH_SETTINGS = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The environment variables of torch's allocator settings, by old and new names."""
+
+
+def _check_torch() -> None:
+    check_torch_build("torch.cuda", backend="rocm", platform="ROCm", version="hip", variables=TORCH_SETTINGS)
+    check_one_runtime()
+
 
 TORCH_FUNCTIONS = TorchPoolFunctions.of_module(
     "torch.cuda",
     backend="rocm",
     pluggable_allocator="CUDAPluggableAllocator",
-    check=partial(
-        check_torch_build, "torch.cuda", backend="rocm", platform="ROCm", version="hip", variables=TORCH_SETTINGS
-    ),
+    check=_check_torch,
+    settled=partial(without_expandable_segments, "torch.cuda"),
 )
 """Torch's builds for ROCm call the device, its module and the allocator as those for CUDA do."""
 
@@ -28,7 +40,7 @@ class RocmAllocator(TorchPoolAllocator):
     """Tensors in virtual memory of the HIP runtime."""
 
     def __init__(self, device: Device) -> None:
-        """Open the device; raises BackendUnavailable, BackendBroken, DriverError."""
+        """Open the device; raises BackendUnavailable, BackendBroken (where two HIP runtimes are loaded, too), DriverError."""
         super().__init__(
             driver_table(device.index),
             device=device.index,
@@ -36,6 +48,7 @@ class RocmAllocator(TorchPoolAllocator):
             capabilities=capabilities(device).memory,
             functions=TORCH_FUNCTIONS,
         )
+        check_one_runtime()
 
 
 def allocator() -> type[RocmAllocator]:
@@ -49,7 +62,7 @@ def driver_table(device: int, options: Mapping[str, object] | None = None) -> Dr
     Args:
         options: `chunk_mb` (largest single allocation in MiB; else HARDPOINT_ROCM_CHUNK_MB, VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE, 256).
     """
-    return open_driver("hardpoint_rocm", device, options)
+    return open_driver("hardpoint_rocm", device, options, runtime())
 
 
 def driver(device: Device) -> DriverTable:

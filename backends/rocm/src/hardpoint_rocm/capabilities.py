@@ -7,6 +7,7 @@ from functools import partial
 from hardpoint.interfaces import Capabilities, Device
 from hardpoint.memory import torch_has_library
 from hardpoint.triton.build import TorchBuild
+from hardpoint_rocm.libraries import has_rccl
 
 WAVEFRONT = 64
 """Lanes of the devices that the kernels' tiles are made for (gfx90a, gfx942)."""
@@ -22,6 +23,10 @@ def capabilities(device: Device) -> Capabilities:
 def reasons(device: Device) -> tuple[str, ...]:
     """Return why nothing can be computed on a device, one sentence each; empty when it can. Torch is not imported."""
     found = requirements()
+    if device.properties.get("virtual_memory") == "0":
+        found += (
+            "the runtime says that the device has no virtual memory management (ROCm 7.0 says so of some MI300X)",
+        )
     lanes = device.properties.get("wavefront", str(WAVEFRONT))
     if lanes != str(WAVEFRONT):
         found += (f"the device has wavefronts of {lanes} lanes, and the kernels' tiles are made for {WAVEFRONT}",)
@@ -31,8 +36,3 @@ def reasons(device: Device) -> tuple[str, ...]:
 def requirements() -> tuple[str, ...]:
     """Return what is not installed that computing needs, one sentence each."""
     return BUILD.requirements()
-
-
-def has_rccl() -> bool:
-    """Return whether RCCL came with torch, whose builds for ROCm have it in their folder."""
-    return torch_has_library("librccl.so") or torch_has_library("librccl.so.1")

@@ -11,12 +11,10 @@ from hardpoint.interfaces import BackendDescriptor, ProbeResult
 from hardpoint.memory.driver_probe import probe_devices
 from hardpoint.triton.backend import triton_backend
 from hardpoint_rocm import allocator, capabilities
+from hardpoint_rocm.libraries import DRIVER_VARIABLE, SONAMES, runtimes
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import AttentionBackend
-
-DRIVER_VARIABLE = "HARDPOINT_ROCM_DRIVER"
-SONAMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
 
 hookimpl = pluggy.HookimplMarker("hardpoint")
 
@@ -26,7 +24,7 @@ def probe() -> ProbeResult:
     return probe_devices(
         Path(__file__).with_name("driver.py"),
         DRIVER_VARIABLE,
-        SONAMES,
+        (*runtimes(), *SONAMES),
         backend="rocm",
         torch_type="cuda",
         obstacles=capabilities.reasons,

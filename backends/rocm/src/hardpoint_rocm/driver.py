@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hardpoint.memory.driver_library import DriverLibrary
 
 NO_DEVICE = 100
-WARP_SIZE = 87
-"""Value of hipDeviceAttributeWarpSize."""
+WARP_SIZE, VIRTUAL_MEMORY = 87, 89
+"""Values of hipDeviceAttributeWarpSize, hipDeviceAttributeVirtualMemoryManagementSupported."""
 
 
 def inventory(library: DriverLibrary) -> dict[str, Any]:
@@ -43,15 +43,20 @@ def describe(library: DriverLibrary, status: int) -> str:
 
 
 def _device(library: DriverLibrary, index: int) -> dict[str, Any]:
-    handle, total, wavefront = c_int(), c_size_t(), c_int()
+    handle, total, wavefront, virtual_memory = c_int(), c_size_t(), c_int(), c_int()
     name, bus = create_string_buffer(256), create_string_buffer(32)
     library.call("hipDeviceGet", byref(handle), c_int(index))
     library.call("hipDeviceGetName", name, c_int(len(name)), handle)
     library.call("hipDeviceTotalMem", byref(total), handle)
     library.call("hipDeviceGetPCIBusId", bus, c_int(len(bus)), c_int(index))
     library.call("hipDeviceGetAttribute", byref(wavefront), c_int(WARP_SIZE), c_int(index))
+    library.call("hipDeviceGetAttribute", byref(virtual_memory), c_int(VIRTUAL_MEMORY), c_int(index))
     return {
         "name": name.value.decode(errors="replace"),
         "total_memory": total.value,
-        "properties": {"pci_bus": bus.value.decode(), "wavefront": str(wavefront.value)},
+        "properties": {
+            "pci_bus": bus.value.decode(),
+            "wavefront": str(wavefront.value),
+            "virtual_memory": str(virtual_memory.value),
+        },
     }

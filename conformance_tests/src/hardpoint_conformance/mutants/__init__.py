@@ -41,13 +41,14 @@ def mutants() -> tuple[Mutant, ...]:
         in_flight,
         kernels,
         memory,
+        narrow,
         packaging,
         ranks,
         transactions,
         worker,
     )
 
-    parts = (packaging, memory, attention, kernels, worker, in_flight, transactions, ranks, graphs)
+    parts = (packaging, memory, narrow, attention, kernels, worker, in_flight, transactions, ranks, graphs)
     return tuple(mutant for part in parts for mutant in part.MUTANTS)
 
 

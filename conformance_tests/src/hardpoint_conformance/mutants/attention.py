@@ -23,6 +23,7 @@ from hardpoint.interfaces import (
     Capabilities,
     Device,
     DType,
+    GraphLevel,
     Refusal,
     StepBatch,
 )
@@ -678,6 +679,14 @@ def copies_first_layer_only(base: Any) -> Methods:
     return {"copy_blocks": copy_blocks}
 
 
+@fault("All blocks are read before the first of them is written.", "attn.kv.copy-chained@1")
+def chained_copies_read_too_early(base: Any) -> Methods:
+    def copy_blocks(self: Any, kv_cache: Tensor, pairs: Int32Array) -> None:
+        base.swap_blocks(self, kv_cache.clone(), kv_cache, pairs)
+
+    return {"copy_blocks": copy_blocks}
+
+
 @fault("Swapping blocks copies the wrong way round.", "attn.kv.swap@1")
 def swap_reversed(base: Any) -> Methods:
     def swap_blocks(self: Any, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
@@ -925,3 +934,12 @@ def block_size_replaced(base: Any) -> Methods:
 )
 def plain_torch_attention(base: Any) -> Methods:
     return plain(PlainAttention)
+
+
+@fault("A plan offers graphs, which are not claimed.", "graph.unclaimed.none@1")
+def unclaimed_graphs_offered(base: Any) -> Methods:
+    def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
+        made: AttentionPlan | Refusal = base.plan(self, request)
+        return made if isinstance(made, Refusal) else replace(made, graph_level=GraphLevel.UNIFORM_DECODE)
+
+    return {"plan": plan}

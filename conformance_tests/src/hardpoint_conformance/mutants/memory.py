@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,7 @@ from hardpoint.interfaces.errors import (
     BackupCorrupt,
     DeviceOutOfMemory,
     ForeignMemory,
+    ForkedProcess,
     InvalidAllocation,
     MemoryAsleep,
     MemoryBusy,
@@ -95,7 +99,13 @@ def copy_to_device_loses_tail(driver: DriverTable) -> Replacements:
     return {"copy_to_device": lambda call, address, host, size, stream: call(address, host, size - 1, stream)}
 
 
-@driver_fault("Copies to the host lose their last 64 bytes.", "driver.copy.exact@1")
+@driver_fault(
+    "Copies to the host lose their last 64 bytes.",
+    "driver.copy.exact@1",
+    "alloc.bytes.chunks@1",
+    "alloc.model.any-sequence@1",
+    "stress.memory.any-order@1",
+)
 def copy_to_host_loses_tail(driver: DriverTable) -> Replacements:
     return {"copy_to_host": lambda call, host, address, size, stream: call(host, address, max(size - 64, 0), stream)}
 
@@ -250,6 +260,123 @@ def device_count_zero(driver: DriverTable) -> Replacements:
     return {"device_count": device_count}
 
 
+class _Engines:
+    """Copies and fills of a driver by threads beside the caller's.
+
+    Args:
+        threads: how many take the work in turn.
+        delay: seconds that each fill takes longer.
+        by_stream: the work of a stream is one thread's, of those.
+        waits_for_all: `device_synchronize` waits for all streams, not for the first alone.
+    """
+
+    def __init__(
+        self, threads: int = 1, *, delay: float = 0.0, by_stream: bool = False, waits_for_all: bool = True
+    ) -> None:
+        self._threads = [ThreadPoolExecutor(1) for _ in range(threads)]
+        self._delay, self._by_stream, self._waits_for_all = delay, by_stream, waits_for_all
+        self._given: list[tuple[int, Future[int]]] = []
+
+    def entries(self) -> Replacements:
+        return {
+            "fill": partial(self._queued, self._delay),
+            "copy_to_host": partial(self._queued, 0.0),
+            "copy_to_device": partial(self._queued, 0.0),
+            "stream_synchronize": self._stream,
+            "device_synchronize": self._device,
+        }
+
+    def _queued(self, delay: float, call: Call, *arguments: Any) -> int:
+        def work() -> int:
+            time.sleep(delay)
+            return call(*arguments)
+
+        number = arguments[-1] if self._by_stream else len(self._given)
+        thread = self._threads[number % len(self._threads)]
+        self._given.append((arguments[-1], thread.submit(work)))
+        return DriverStatus.OK
+
+    def _stream(self, call: Call, stream: int) -> int:
+        for given, work in list(self._given):
+            if given == stream:
+                work.result()
+        return call(stream)
+
+    def _device(self, call: Call) -> int:
+        for given, work in list(self._given):
+            if self._waits_for_all or given == self._given[0][0]:
+                work.result()
+        return call()
+
+
+@driver_fault("Two threads share the work of a stream.", "driver.streams.order@1")
+def stream_has_two_threads(driver: DriverTable) -> Replacements:
+    return _Engines(2).entries()
+
+
+@driver_fault(
+    "The device is taken to be idle when its first stream is.", "driver.streams.device@1", "alloc.streams.in-flight@1"
+)
+def device_waits_for_one_stream(driver: DriverTable) -> Replacements:
+    return _Engines(16, delay=0.01, by_stream=True, waits_for_all=False).entries()
+
+
+@driver_fault(
+    "Copies are still under way when they return, and the flags say that they are not.",
+    "driver.flags.host-accessible@1",
+)
+def copies_do_not_block(driver: DriverTable) -> Replacements:
+    return _Engines(delay=0.01).entries()
+
+
+@driver_fault("Of memory of several units the first alone is copied.", "driver.map.several-units@1")
+def first_unit_copied(driver: DriverTable) -> Replacements:
+    def copy_to_host(call: Call, host: int, address: int, size: int, stream: int) -> int:
+        return call(host, address, min(size, driver.geometry().granularity), stream)
+
+    return {"copy_to_host": copy_to_host}
+
+
+@driver_fault("Copies to the device pass through one place, whoever makes them.", "driver.threads.concurrent@1")
+def threads_share_a_buffer(driver: DriverTable) -> Replacements:
+    last: dict[str, int] = {}
+
+    def copy_to_device(call: Call, address: int, host: int, size: int, stream: int) -> int:
+        last["host"] = host
+        time.sleep(0.002)
+        return call(address, last["host"], size, stream)
+
+    return {"copy_to_device": copy_to_device}
+
+
+_written: list[int] = []
+
+
+@driver_fault("What was written last to any device is read from all of them.", "driver.devices.apart@1")
+def devices_mixed(driver: DriverTable) -> Replacements:
+    def copy_to_device(call: Call, address: int, host: int, size: int, stream: int) -> int:
+        _written.append(address)
+        return call(address, host, size, stream)
+
+    def copy_to_host(call: Call, host: int, address: int, size: int, stream: int) -> int:
+        return call(host, _written[-1], size, stream)
+
+    return {"copy_to_device": copy_to_device, "copy_to_host": copy_to_host}
+
+
+@_FAULTS.target_fault("The driver's table has no entry that fills memory.", "driver.table.complete@1")
+def entry_missing(target: Target) -> Target:
+    below = target.descriptor.driver
+    assert below is not None, "the backend has no memory driver to put a fault into"
+
+    def driver(device: Device) -> DriverTable:
+        made = InterposedDriver(below(device))
+        made._table.fill = type(made._table.fill)()
+        return made
+
+    return target.with_descriptor(driver=driver)
+
+
 @driver_fault("The driver prints what it does.", "alloc.fault.typed@1")
 def driver_prints(driver: DriverTable) -> Replacements:
     def create(call: Call, size: int, handle: Any) -> int:
@@ -314,6 +441,80 @@ def failed_call_sets_result(driver: DriverTable) -> Replacements:
     return {"create": create}
 
 
+@driver_fault("Memory whose creation failed within the driver stays in its budget.", "driver.errors.own-failure@1")
+def failed_creation_keeps_budget(driver: DriverTable) -> Replacements:
+    used = [0]
+
+    def create(call: Call, size: int, handle: Any) -> int:
+        if size > driver.memory_info()[1] - used[0]:
+            return DriverStatus.OUT_OF_MEMORY
+        used[0] += size
+        return call(size, handle)
+
+    def release(call: Call, handle: int, size: int) -> int:
+        used[0] -= size
+        return call(handle, size)
+
+    return {"create": create, "release": release}
+
+
+@driver_fault("A descriptor stays open for each handle that is released.", "driver.memory.descriptors@1")
+def release_keeps_descriptor(driver: DriverTable) -> Replacements:
+    def release(call: Call, handle: int, size: int) -> int:
+        os.open(os.devnull, os.O_RDONLY)
+        return call(handle, size)
+
+    return {"release": release}
+
+
+@driver_fault(
+    "A reservation takes memory at its first address alone.", "driver.map.any-order@1", "driver.map.several-units@1"
+)
+def second_piece_refused(driver: DriverTable) -> Replacements:
+    starts: set[int] = set()
+
+    def reserve(call: Call, size: int, hint: int, address: Any) -> int:
+        status = call(size, hint, address)
+        if status == DriverStatus.OK:
+            starts.add(address[0])
+        return status
+
+    def map_(call: Call, address: int, size: int, handle: int) -> int:
+        return call(address, size, handle) if address in starts else DriverStatus.INVALID
+
+    return {"reserve": reserve, "map": map_}
+
+
+@driver_fault(
+    "Handles are mapped in the order in which they were created, whichever is asked for.", "driver.map.any-order@1"
+)
+def handles_mapped_in_order_of_creation(driver: DriverTable) -> Replacements:
+    unmapped: dict[int, int] = {}
+    mapped: dict[int, int] = {}
+
+    def create(call: Call, size: int, handle: Any) -> int:
+        status = call(size, handle)
+        if status == DriverStatus.OK:
+            unmapped[handle[0]] = size
+        return status
+
+    def map_(call: Call, address: int, size: int, handle: int) -> int:
+        oldest = min(one for one, own in unmapped.items() if own == size)
+        status = call(address, size, oldest)
+        if status == DriverStatus.OK:
+            del unmapped[oldest]
+            mapped[address] = oldest
+        return status
+
+    def unmap(call: Call, address: int, size: int) -> int:
+        status = call(address, size)
+        if status == DriverStatus.OK:
+            unmapped[mapped.pop(address)] = size
+        return status
+
+    return {"create": create, "map": map_, "unmap": unmap}
+
+
 # Sleep
 
 
@@ -344,7 +545,7 @@ def second_sleep_discards(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("A sleep of one tag puts all tags to sleep.", "alloc.tags.apart@1")
+@fault("A sleep of one tag puts all tags to sleep.", "alloc.tags.apart@1", "stress.memory.threads@1")
 def sleep_takes_all_tags(base: Any) -> Methods:
     def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
         known = self.stats().tags
@@ -481,7 +682,11 @@ def report_understates(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("A sleep of one allocator puts all allocators of the process to sleep.", "alloc.engines.independent@1")
+@fault(
+    "A sleep of one allocator puts all allocators of the process to sleep.",
+    "alloc.engines.independent@1",
+    "stress.memory.co-tenant@1",
+)
 def allocators_sleep_together(base: Any) -> Methods:
     made: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -517,7 +722,11 @@ def disk_tier_is_host(base: Any) -> Methods:
     return {"sleep": sleep}
 
 
-@fault("Kept backups are served although their memory was written since.", "alloc.backup.fresh@1")
+@fault(
+    "Kept backups are served although their memory was written since.",
+    "alloc.backup.fresh@1",
+    "alloc.source.callback@1",
+)
 def backup_stale_after_update(base: Any) -> Methods:
     return {"mark_written": lambda self, tags: None}
 
@@ -532,7 +741,7 @@ def rebuild_policy_is_zero(base: Any) -> Methods:
     return _other_policy(base, {Policy.REBUILD: Policy.ZERO})
 
 
-@fault("Preserved memory wakes with undefined bytes.", "alloc.bytes.preserved@1")
+@fault("Preserved memory wakes with undefined bytes.", "alloc.bytes.preserved@1", "stress.memory.torch-cache@1")
 def preserved_memory_lost(base: Any) -> Methods:
     return _other_policy(base, {Policy.PRESERVE: Policy.DISCARD})
 
@@ -568,7 +777,7 @@ def wake_loses_tail(base: Any) -> Methods:
     return _after_wake(base, change)
 
 
-@fault("Memory wakes at another address.", "alloc.address.stable@1")
+@fault("Memory wakes at another address.", "alloc.address.stable@1", "alloc.tensor.views@1")
 def wake_at_another_address(base: Any) -> Methods:
     def change(tensor: Tensor) -> None:
         tensor.data = tensor.clone()
@@ -628,7 +837,11 @@ def failed_wake_drops_backups(base: Any) -> Methods:
     return {"wake": wake}
 
 
-@fault("A corrupt backup is taken for undefined memory, and the wake succeeds.", "alloc.disk.corrupt@1")
+@fault(
+    "A corrupt backup is taken for undefined memory, and the wake succeeds.",
+    "alloc.disk.corrupt@1",
+    "alloc.source.changed@1",
+)
 def corrupt_backup_served(base: Any) -> Methods:
     def wake(self: Any, tags: Sequence[str] | None = None) -> MemoryReport:
         try:
@@ -689,8 +902,23 @@ def books_hide_sleep(base: Any) -> Methods:
     return {"stats": stats}
 
 
+@fault("A descriptor stays open for each allocation.", "alloc.free.descriptors@1")
+def allocation_keeps_descriptor(base: Any) -> Methods:
+    def empty(self: Any, *arguments: Any, **named: Any) -> Tensor:
+        os.open(os.devnull, os.O_RDONLY)
+        tensor: Tensor = base.empty(self, *arguments, **named)
+        return tensor
+
+    return {"empty": empty}
+
+
 @fault(
-    "Freed memory stays in use: the allocator keeps every tensor.", "alloc.free.returns@1", "alloc.tensor.last-view@1"
+    "Freed memory stays in use: the allocator keeps every tensor.",
+    "alloc.free.returns@1",
+    "alloc.tensor.last-view@1",
+    "alloc.state.free-asleep@1",
+    "alloc.gc.within@1",
+    "stress.memory.cycles@1",
 )
 def freed_memory_kept(base: Any) -> Methods:
     kept: list[Tensor] = []
@@ -821,7 +1049,7 @@ def close_does_nothing(base: Any) -> Methods:
     return {"close": lambda self: None}
 
 
-@fault("Within `pool` everything has the default tag.", "alloc.torch-pool.caught@1")
+@fault("Within `pool` everything has the default tag.", "alloc.torch-pool.caught@1", "alloc.torch-pool.threads@1")
 def pool_ignores_tag(base: Any) -> Methods:
     return {"pool": lambda self, tag, policy=Policy.PRESERVE: base.pool(self, DEFAULT, policy)}
 
@@ -906,3 +1134,78 @@ def bfloat16_is_float16(base: Any) -> Methods:
         return made
 
     return {"empty": empty}
+
+
+@fault("Errors of a callback are lost, and its memory is as it is.", "alloc.rebuild.failed@1")
+def callback_errors_lost(base: Any) -> Methods:
+    def declare_source(self: Any, tensor: Tensor, source: Any) -> None:
+        def quiet() -> None:
+            with suppress(Exception):
+                source()
+
+        base.declare_source(self, tensor, quiet if callable(source) else source)
+
+    return {"declare_source": declare_source}
+
+
+@fault("The device is said to have a quirk that its driver has not found.", "alloc.memory.quirks@1")
+def quirk_made_up(base: Any) -> Methods:
+    return {"memory_info": lambda self: replace(base.memory_info(self), quirks=("stale_pages",))}
+
+
+@fault("A closed allocator puts what lives to sleep.", "alloc.tensor.outlives@1")
+def close_puts_to_sleep(base: Any) -> Methods:
+    def close(self: Any) -> None:
+        with suppress(MemoryFault):
+            base.sleep(self, SleepPlan())
+        base.close(self)
+
+    return {"close": close}
+
+
+@fault("An operation is refused while one of another thread is under way.", "stress.memory.operations@1")
+def operations_refused_side_by_side(base: Any) -> Methods:
+    under_way = threading.Lock()
+
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        if not under_way.acquire(blocking=False):
+            raise MemoryBusy("another operation is under way")
+        try:
+            report: MemoryReport = base.sleep(self, plan)
+            time.sleep(0.005)
+        finally:
+            under_way.release()
+        return report
+
+    return {"sleep": sleep}
+
+
+@fault("A forked child is given memory.", "stress.memory.fork@1")
+def child_given_memory(base: Any) -> Methods:
+    def empty(
+        self: Any,
+        shape: Sequence[int],
+        dtype: DType,
+        tag: str = DEFAULT,
+        policy: Policy = Policy.PRESERVE,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        try:
+            made: Tensor = base.empty(self, shape, dtype, tag, policy, max_rows)
+        except ForkedProcess:
+            import torch
+
+            made = torch.empty(tuple(shape), dtype=dtype.to_torch())
+        return made
+
+    return {"empty": empty}
+
+
+@fault("A sleep holds the interpreter's lock.", "stress.memory.heartbeat@1")
+def sleep_holds_the_lock(base: Any) -> Methods:
+    def sleep(self: Any, plan: SleepPlan) -> MemoryReport:
+        report: MemoryReport = base.sleep(self, plan)
+        ctypes.PyDLL(None).usleep(int(5e4 + 15e6 * report.seconds["total"]))
+        return report
+
+    return {"sleep": sleep}

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from hardpoint.interfaces import API_VERSION, AttentionBackend, Capabilities, Device, IntSet, ProbeResult
+from hardpoint.interfaces import (
+    API_VERSION,
+    AttentionBackend,
+    BackendDescriptor,
+    Capabilities,
+    Device,
+    IntSet,
+    ProbeResult,
+)
 from hardpoint_conformance.claims import members
 from hardpoint_conformance.mutants.derived import Faults, derived
 from hardpoint_conformance.target import Target
@@ -25,6 +33,16 @@ def described(target: Target, **parts: Any) -> Target:
 @fault("The backend is for a later contract than this core's.", "pack.api.range@1", "pack.contract.complete@1")
 def later_contract_only(target: Target) -> Target:
     return described(target, api=(API_VERSION + 1, API_VERSION + 1))
+
+
+@fault("The descriptor is of a class of its own, derived from the contract's.", "pack.descriptor.frozen@1")
+def descriptor_of_another_class(target: Target) -> Target:
+    @dataclass(frozen=True)
+    class Own(BackendDescriptor):
+        pass
+
+    parts = {part.name: getattr(target.descriptor, part.name) for part in fields(target.descriptor)}
+    return replace(target, descriptor=Own(**parts))
 
 
 @fault("The attention backend lacks a method of the contract, which its import finds.", "pack.contract.complete@1")
@@ -85,7 +103,11 @@ def _claiming(target: Target, **attention: Any) -> Callable[[Device], Capabiliti
     return capabilities
 
 
-@fault("The default block size is not among the block sizes claimed.", "pack.contract.complete@1")
+@fault(
+    "The default block size is not among the block sizes claimed.",
+    "pack.contract.complete@1",
+    "pack.claims.consistent@1",
+)
 def default_block_size_not_claimed(target: Target) -> Target:
     sizes = set(members(target.claims.attention.block_sizes, 1024)) - {target.claims.attention.default_block_size}
     return described(target, capabilities=_claiming(target, block_sizes=IntSet.of(*sizes)))

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces import (
     Capabilities,
     Device,
     DType,
+    MemoryCapabilities,
     MemoryChange,
     MemoryReport,
     MemoryTransaction,
     Policy,
     SleepPlan,
+    SleepTier,
+    TorchPoolScope,
 )
-from hardpoint.interfaces.errors import DriverError, InvalidTransaction, MemoryBusy
-from hardpoint.memory import PoolBooks, TensorAllocator, VirtualPool
+from hardpoint.interfaces.errors import (
+    DriverError,
+    ForeignMemory,
+    InvalidTransaction,
+    MemoryAsleep,
+    MemoryBusy,
+    MemoryFault,
+)
+from hardpoint.memory import ALL_CLAIMS, DriverTable, PoolBooks, TensorAllocator, VirtualPool
 from hardpoint_conformance.mutants import Mutant
 from hardpoint_conformance.mutants.derived import Faults, Methods, derived
 from hardpoint_conformance.mutants.worker import forgetting_blocks, other_sleep
@@ -185,13 +198,20 @@ def _without_sleep(target: Target, *names: str) -> Target:
     "alloc.tier.host-refused@1",
     "alloc.tier.disk-refused@1",
     "alloc.tier.source-refused@1",
+    "worker.sleep.level-refused@1",
+    "worker.sleep.tier-refused@1",
     harmless=True,
 )
 def memory_that_never_sleeps(target: Target) -> Target:
     return _without_sleep(target)
 
 
-@_ALLOCATOR_FAULTS.target_fault("A sleep that is not claimed can be begun.", "alloc.transaction.refused@1")
+@_ALLOCATOR_FAULTS.target_fault(
+    "A sleep that is not claimed can be begun.",
+    "alloc.transaction.refused@1",
+    "worker.sleep.level-refused@1",
+    "worker.sleep.tier-refused@1",
+)
 def unclaimed_sleep_begins(target: Target) -> Target:
     return _without_sleep(target, "begin_sleep")
 
@@ -206,6 +226,26 @@ def unclaimed_sleep_begins(target: Target) -> Target:
 )
 def unclaimed_sleep_done(target: Target) -> Target:
     return _without_sleep(target, "sleep")
+
+
+def _claiming_less(target: Target, **claims: Any) -> Target:
+    """Return a target that claims less about its memory, and whose allocator does all the same."""
+
+    def capabilities(device: Device) -> Capabilities:
+        honest = target.descriptor.capabilities(device)
+        return replace(honest, memory=replace(honest.memory, **claims))
+
+    return target.with_descriptor(capabilities=capabilities)
+
+
+@_ALLOCATOR_FAULTS.target_fault("Elastic memory that is not claimed is handed out.", "alloc.elastic.refused@1")
+def unclaimed_elastic_made(target: Target) -> Target:
+    return _claiming_less(target, elastic=False)
+
+
+@_ALLOCATOR_FAULTS.target_fault("A torch pool that is not claimed can be entered.", "alloc.torch-pool.refused@1")
+def unclaimed_pool_entered(target: Target) -> Target:
+    return _claiming_less(target, torch_pool=TorchPoolScope.NONE)
 
 
 # Engines: what makes memory of a driver, and must hold when the driver does not
@@ -279,6 +319,74 @@ class DriverErrorsUntyped(VirtualPool):
             return super().allocate(size, tag, policy, capacity, shared=shared)
         except DriverError as error:
             raise RuntimeError(str(error)) from error
+
+
+@engine_fault("Sleeping memory is read as zeros.", "alloc.state.asleep-is-guarded@1", "stress.memory.asleep-faults@1")
+class SleepingMemoryIsZero(VirtualPool):
+    def read(self, address: int, size: int) -> bytes:
+        try:
+            return super().read(address, size)
+        except MemoryAsleep:
+            return bytes(size)
+
+
+@engine_fault("Every allocation is one unit larger than it is.", "alloc.sizes.rounded@1")
+class OneUnitMore(VirtualPool):
+    def allocate(
+        self,
+        size: int,
+        tag: str = "default",
+        policy: Policy = Policy.PRESERVE,
+        capacity: int = 0,
+        *,
+        shared: bool = False,
+    ) -> int:
+        return super().allocate(size + self.driver.geometry().granularity, tag, policy, capacity, shared=shared)
+
+
+@engine_fault("What cannot be freed is left without an error.", "alloc.free.once@1")
+class FreeingErrorsLost(VirtualPool):
+    def free(self, address: int) -> None:
+        with suppress(ForeignMemory):
+            super().free(address)
+
+
+@engine_fault("A wake that fails drops the backups.", "alloc.fault.dead-driver@1")
+class EngineDropsBackups(VirtualPool):
+    def wake(
+        self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> MemoryReport:
+        try:
+            return super().wake(tags, progress)
+        except MemoryFault:
+            self.discard_backup(sorted(self.stats().asleep))
+            raise
+
+
+@engine_fault("What was freed and taken back late stays in the books.", "alloc.fault.free@1")
+class ReturnedLateNotNoted(VirtualPool):
+    most = 0
+
+    def books(self) -> PoolBooks:
+        found = super().books()
+        self.most = max(self.most, found.unreturned, self.driver.geometry().granularity)
+        return replace(found, unreturned=self.most)
+
+
+@engine_fault("The end of the process is told to the user.", "stress.memory.exit@1")
+class ExitTold(VirtualPool):
+    def __init__(self, driver: DriverTable, claims: MemoryCapabilities = ALL_CLAIMS) -> None:
+        super().__init__(driver, claims)
+        atexit.register(os.write, 2, b"memory was left\n")
+
+
+@engine_fault("A backup on disk has a copy, which nobody removes.", "stress.memory.exit-files@1")
+class CopyOfBackupLeft(VirtualPool):
+    def sleep(self, plan: SleepPlan) -> MemoryReport:
+        report = super().sleep(plan)
+        if plan.tier is SleepTier.DISK and plan.disk_directory is not None:
+            (Path(plan.disk_directory) / "copy").write_bytes(bytes(8192))
+        return report
 
 
 # Workers

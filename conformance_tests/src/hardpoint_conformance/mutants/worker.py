@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -33,6 +34,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
+    CorruptWeights,
     DeviceOutOfMemory,
     HardpointError,
     MemoryAsleep,
@@ -169,7 +171,16 @@ def _without_last_tokens(batch: StepBatch) -> StepBatch:
     )
 
 
-@fault("Positions are one too large, except the first.", "tokens.prefill.oracle@1", "tokens.decode.oracle@1")
+@fault(
+    "Positions are one too large, except the first.",
+    "tokens.prefill.oracle@1",
+    "tokens.decode.oracle@1",
+    "tokens.mixed.oracle@1",
+    "tokens.block-size.oracle@1",
+    "tokens.head-dim.oracle@1",
+    "tokens.groups.oracle@1",
+    "stress.interleave.oracle@1",
+)
 def positions_shifted(base: Any) -> Methods:
     return other_batch(base, lambda batch: replace(batch, positions=batch.positions + (batch.positions > 0)))
 
@@ -484,7 +495,7 @@ def wake_leaks(base: Any) -> Methods:
 # Weights
 
 
-@fault("New weights are counted and not used.", "worker.weights.update@1")
+@fault("New weights are counted and not used.", "worker.weights.update@1", "stress.sleep.mixed-cycles@1")
 def updates_ignored(base: Any) -> Methods:
     return other_write(base, WeightWrite.UPDATE, lambda _, weights, __: len(list(weights)))
 
@@ -708,19 +719,29 @@ def kv_cache_halved(base: Any) -> Methods:
 
 @fault("Log probabilities are not normalised.", "tokens.logprobs.oracle@1")
 def logprobs_not_normalised(base: Any) -> Methods:
-    return _other_logprobs(base, lambda values: values + np.float32(1.0))
+    return _other_logprobs(base, lambda values, _: values + np.float32(1.0))
 
 
 @fault("The last bit of log probabilities differs in the first steps.", "determinism.worker.run-to-run@1")
 def first_logprobs_differ(base: Any) -> Methods:
     runs = iter(range(1 << 62))
-    return _other_logprobs(base, lambda values: np.nextafter(values, np.float32(0)) if next(runs) < 3 else values)
+    return _other_logprobs(base, lambda values, _: np.nextafter(values, np.float32(0)) if next(runs) < 3 else values)
 
 
-def _other_logprobs(base: Any, change: Callable[[Any], Any]) -> Methods:
+@fault(
+    "The last bit of log probabilities differs in steps of several sequences.", "determinism.worker.batch-invariant@1"
+)
+def logprobs_of_batches_differ(base: Any) -> Methods:
+    def change(values: Any, step: StepInput) -> Any:
+        return np.nextafter(values, np.float32(0)) if step.batch.num_seqs > 1 else values
+
+    return _other_logprobs(base, change)
+
+
+def _other_logprobs(base: Any, change: Callable[[Any, StepInput], Any]) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:
         output = run_step(base, self, step)
-        changed = {row: replace(one, logprobs=change(one.logprobs)) for row, one in output.logprobs.items()}
+        changed = {row: replace(one, logprobs=change(one.logprobs, step)) for row, one in output.logprobs.items()}
         return replace(output, logprobs=changed)
 
     return stepping(execute)
@@ -757,7 +778,7 @@ def kept_backup_not_counted(base: Any) -> Methods:
     return other_end(base, SleepPlan, lambda _, report: replace(report, skipped=0))
 
 
-@fault("Live KV blocks are not preserved.", "tokens.sleep.kv-live@1")
+@fault("Live KV blocks are not preserved.", "tokens.sleep.kv-live@1", "worker.sleep.addresses@1")
 def live_blocks_ignored(base: Any) -> Methods:
     return other_sleep(base, forgetting_blocks)
 
@@ -765,6 +786,42 @@ def live_blocks_ignored(base: Any) -> Methods:
 def forgetting_blocks(plan: SleepPlan) -> SleepPlan:
     """Return a plan in which no KV block is live."""
     return replace(plan, live_blocks=None if plan.live_blocks is None else ())
+
+
+@fault("Weights that are damaged fail with an error of no type.", "worker.weights.corrupt@1")
+def corrupt_weights_untyped(base: Any) -> Methods:
+    def load(self: Any) -> ModelInfo:
+        try:
+            info: ModelInfo = base.load(self)
+        except CorruptWeights as error:
+            raise RuntimeError("bad file") from error
+        return info
+
+    return {"load": load}
+
+
+@fault("The end of one worker is the end of all of the process.", "worker.process.side-by-side@1")
+def workers_end_together(base: Any) -> Methods:
+    started: list[Any] = []
+
+    def start(self: Any) -> None:
+        started.append(self)
+        base.start(self)
+
+    def shutdown(self: Any) -> None:
+        while started:
+            base.shutdown(started.pop())
+
+    return {"start": start, "shutdown": shutdown}
+
+
+@fault("Every worker leaves a file open.", "stress.worker.restarts@1")
+def worker_leaves_a_file_open(base: Any) -> Methods:
+    def start(self: Any) -> None:
+        os.open(os.devnull, os.O_RDONLY)
+        base.start(self)
+
+    return {"start": start}
 
 
 @fault("The type of the KV cache that was asked for is replaced by the model's.", "worker.refuse.kv-dtype@1")

@@ -17,12 +17,12 @@ from packaging.version import Version
 from hardpoint.interfaces import API_VERSION, BackendDescriptor, Capabilities, Device, ProbeResult
 from hardpoint.interfaces.errors import CapabilityRefused, HardpointError
 from hardpoint.plugins import ENTRY_POINT_GROUP
+from hardpoint.plugins.classes import CONTRACTS
 from hardpoint_conformance.claims import from_json, to_json
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.examine import examine
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.packaging import (
-    CONTRACTS,
     check_contract,
     check_descriptor_imports_light,
     check_probe_is_light,
@@ -79,11 +79,11 @@ def test_names_agree(target: Target) -> None:
     """Entry point, descriptor and devices have one name; vendor, device names and torch devices are not empty; devices count from 0."""
     descriptor, record = target.descriptor, target.record
     assert descriptor.name == record.name
-    assert descriptor.vendor.strip()
+    assert descriptor.vendor.strip(), "the descriptor names no vendor"
     for index, device in enumerate(descriptor.probe().devices):
         assert (device.backend, device.index) == (descriptor.name, index)
-        assert device.name.strip()
-        assert device.torch_device.strip()
+        assert device.name.strip(), f"device {index} has no name"
+        assert device.torch_device.strip(), f"device {index} does not say what torch calls it"
         assert device.total_memory >= 0
 
 
@@ -99,8 +99,8 @@ def test_contract_versions_include_the_core(target: Target) -> None:
 @clause("pack.distribution.known@1", Level.PACKAGING)
 def test_distribution_is_known(target: Target) -> None:
     """The entry point belongs to an installed distribution with a version, which a report and `hardpoint doctor` can name."""
-    assert target.record.distribution
-    assert str(Version(target.record.version))
+    assert target.record.distribution, "no installed distribution has the entry point"
+    assert Version(target.record.version) >= Version("0")
     assert version(target.record.distribution) == target.record.version
 
 
@@ -126,7 +126,7 @@ def test_factory_gives_one_class(target: Target, part: str) -> None:
     """A factory gives the same class each time, or refuses with reasons each time; an optional part that is not there is None."""
     factory = getattr(target.descriptor, part)
     if factory is None:
-        assert part in ("kernels", "graph_runner", "collectives"), f"{part} is not optional"
+        assert part in ("platform", "kernels", "graph_runner", "collectives"), f"{part} is not optional"
         return
     made: list[type] = []
     reasons: list[tuple[str, ...]] = []
@@ -168,7 +168,7 @@ def test_claims_are_plain_data(target: Target) -> None:
     assert target.descriptor.capabilities(target.device) == claims
     data = json.loads(json.dumps(to_json(claims)))
     assert from_json(data) == claims
-    assert json.loads(json.dumps(claims.to_json()))
+    assert json.loads(json.dumps(claims.to_json())).keys() >= {"attention", "memory"}
     with pytest.raises(FrozenInstanceError):
         claims.attention = Capabilities.none().attention  # type: ignore[misc]
 
@@ -184,7 +184,8 @@ def test_claims_do_not_contradict_one_another(target: Target) -> None:
 def test_usable_backend_claims_the_core(target: Target) -> None:
     """A backend that says it can be used claims attention for at least one dtype; one that claims none says in its probe why."""
     if not target.descriptor.probe().reason:
-        assert target.descriptor.capabilities(target.device).attention.dtypes
+        claimed = target.descriptor.capabilities(target.device).attention.dtypes
+        assert claimed, "the probe gives no reason against its use, and no dtype of attention is claimed"
 
 
 @clause("pack.claims.one-object@1", Level.PACKAGING, capability="attention")
@@ -209,7 +210,7 @@ def test_absent_device_is_a_typed_error(target: Target, part: str) -> None:
 @clause("pack.doctor.record@1", Level.PACKAGING)
 def test_doctor_describes_the_backend(target: Target) -> None:
     """`hardpoint doctor --json` has a record of the backend without a fault, with its device and what it claims for it."""
-    command = [sys.executable, "-m", "hardpoint.cli", "doctor", "--json", "--backend", target.name]
+    command = [sys.executable, "-m", "hardpoint.cli", "doctor", "--json", "--no-classes", "--backend", target.name]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     (record,) = json.loads(ended.stdout)["backends"]
     assert record["state"] in ("ok", "unavailable"), record["reason"]

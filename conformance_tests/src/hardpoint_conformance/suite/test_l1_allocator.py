@@ -41,8 +41,10 @@ from hardpoint_conformance.memory import (
     PoolMemory,
     TensorMemory,
     content,
+    differences,
     files_below,
     open_memory,
+    process_counts,
     wait_until,
 )
 from hardpoint_conformance.target import Target
@@ -136,9 +138,12 @@ def test_views_see_the_same_bytes(tensor_memory: TensorMemory) -> None:
     before = [view.clone() for view in views]
     tensor_memory.sleep()
     tensor_memory.wake()
-    assert all(torch.equal(view, early) for view, early in zip(views, before, strict=True))
+    changed = [n for n, (view, early) in enumerate(zip(views, before, strict=True)) if not torch.equal(view, early)]
+    assert changed == [], "these views have other values after the wake"
     tensor.fill_(1.0)
-    assert all(bool((view == 1.0).all()) for view in views)
+    assert [set(view.flatten().tolist()) for view in views] == [{1.0}] * len(views), (
+        "views do not see what is written to the tensor"
+    )
 
 
 @clause("alloc.tensor.dtypes@1", Level.MEMORY, capability="memory.sleep.1", facts="allocator fact 2, allocator fact 6")
@@ -157,8 +162,10 @@ def test_every_dtype_survives(tensor_memory: TensorMemory, dtype: DType) -> None
     backup = tensor_memory.allocator.read_backup(tensor)
     tensor_memory.wake()
     assert (backup.shape, backup.dtype) == (tensor.shape, tensor.dtype)
-    assert torch.equal(backup.view(-1).view(torch.uint8), before.cpu())
-    assert torch.equal(raw, before)
+    assert torch.equal(backup.view(-1).view(torch.uint8), before.cpu()), (
+        "the backup has other bytes than the tensor had"
+    )
+    assert torch.equal(raw, before), "the tensor has other bytes than before"
 
 
 @clause("alloc.policy.discard@1", Level.MEMORY, capability="memory.sleep.2", facts="allocator fact 4")
@@ -215,6 +222,7 @@ def test_policies_are_mixed(memory: Memory) -> None:
         assert memory.read(blocks[Policy.ZERO]) == bytes(len(data))
 
 
+@proves("memory.sleep.1")
 @clause("alloc.policy.plan@1", Level.MEMORY, capability="memory.sleep.2", facts="allocator fact 5")
 def test_a_plans_policy_goes_first(memory: Memory) -> None:
     """A plan's policy for a tag goes before that of its allocations, for this sleep only."""
@@ -458,11 +466,11 @@ def test_tags_sleep_and_wake_apart(memory: Memory) -> None:
 def test_a_second_sleep_or_wake_does_nothing(memory: Memory) -> None:
     """A second sleep or wake does nothing and says so, also when the second sleep's plan would discard."""
     data = content(memory.unit)
-    block = memory.filled(data)
+    block = memory.filled(data, "kv_cache")
     memory.sleep()
-    again = memory.sleep(SleepPlan(policies={"weights": Policy.DISCARD}))
+    again = memory.sleep(SleepPlan(policies={"kv_cache": Policy.DISCARD}))
     assert (again.preserved, again.discarded, again.skipped, again.unmapped) == (0, 0, 0, 0)
-    assert again.still_asleep == {"weights"}
+    assert again.still_asleep == {"kv_cache"}
     assert memory.read_backup(block) == data
     assert memory.wake().preserved == len(data)
     memory.write(block, content(memory.unit, 1))
@@ -571,7 +579,7 @@ def test_progress_grows_to_all(memory: Memory) -> None:
     told: list[tuple[int, int]] = []
     memory.filled(content(3 * memory.unit))
     memory.sleep(SleepPlan(progress=lambda done, in_all: told.append((done, in_all))))
-    assert told
+    assert told, "progress was never called"
     done = [one for one, _ in told]
     assert done == sorted(done)
     assert {in_all for _, in_all in told} == {told[-1][1]}
@@ -617,7 +625,7 @@ def test_tensors_die_within_a_sleep(tensor_memory: TensorMemory) -> None:
         tensor_memory.sleep(SleepPlan(progress=collect))
     finally:
         gc.enable()
-    assert all(node() is None for node in gone)
+    assert sum(node() is not None for node in gone) == 0, "objects that were garbage are still there"
     assert tensor_memory.stats().allocated == size
     tensor_memory.wake()
     assert tensor_memory.read(kept) == content(size)
@@ -659,7 +667,8 @@ def test_a_disk_backup_is_a_file_and_is_removed(memory: Memory, tmp_path: Path) 
     assert len(data) <= sum(files_below(tmp_path).values()) < len(data) + (64 << 10)
     memory.wake()
     assert memory.read(block) == data
-    assert wait_until(lambda: max(files_below(tmp_path).values(), default=0) < len(data))
+    is_gone = wait_until(lambda: max(files_below(tmp_path).values(), default=0) < len(data))
+    assert is_gone, f"the backup is still on disk: {files_below(tmp_path)}"
 
 
 def _flip(file: Path) -> None:
@@ -832,8 +841,8 @@ def test_free_memory_rises_by_what_sleeps(memory: Memory) -> None:
         fallen = changes(-1, asleep) or fallen
         if risen and fallen:
             break
-    assert risen
-    assert fallen
+    assert risen, "free memory never rose by as much as a sleep gave back"
+    assert fallen, "free memory never fell by as much as a wake took"
     info = memory.memory_info()
     assert 0 < info.free <= info.total
 
@@ -869,7 +878,7 @@ def test_reports_add_up(memory: Memory) -> None:
     def check(report: MemoryReport, kept: int) -> None:
         assert sum(report.tiers.values()) == report.preserved + report.skipped == kept
         phases = {name: value for name, value in report.seconds.items() if name != "total"}
-        assert all(value >= 0 for value in phases.values())
+        assert min(phases.values(), default=0.0) >= 0
         assert max(phases.values(), default=0.0) <= report.seconds["total"] + 1e-3
         assert report.bytes_per_second > 0
         assert report.retained == 0
@@ -932,10 +941,11 @@ def test_huge_sizes_are_out_of_memory(memory: Memory, size: str) -> None:
 def test_addresses_are_aligned(memory: Memory) -> None:
     """Memory is aligned to 512 bytes whatever its size, allocations do not overlap, and the last byte of each is its own."""
     blocks = [memory.filled(content(size, size), tag) for size in edges(memory) for tag in ("weights", "kv_cache")]
-    assert all(block.address % 512 == 0 for block in blocks)
+    assert {block.address % 512 for block in blocks} == {0}
     spans = sorted((block.address, block.address + block.size) for block in blocks)
-    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all(memory.read(block) == content(block.size, block.size) for block in blocks)
+    assert [(one, next_) for one, next_ in pairwise(spans) if one[1] > next_[0]] == [], "allocations overlap"
+    changed = [block.size for block in blocks if memory.read(block) != content(block.size, block.size)]
+    assert changed == [], "allocations of these sizes lost bytes"
 
 
 @clause("alloc.sizes.rounded@1", Level.MEMORY, facts="allocator fact 30")
@@ -980,6 +990,21 @@ def test_freed_memory_returns_to_the_device(memory: Memory) -> None:
         assert (held["bytes"], held["address_bytes"]) == (0, 0)
 
 
+@clause("alloc.free.descriptors@1", Level.MEMORY)
+def test_freed_memory_leaves_no_file_open(memory: Memory) -> None:
+    """Memory that is taken, written and freed over and over leaves no more files open in the process than before."""
+
+    def cycles(count: int) -> None:
+        for size in (700, memory.unit + 1) * (count // 2):
+            memory.free(memory.filled(content(size)))
+
+    cycles(4)  # what is kept from the first use on is not counted
+    before = process_counts()
+    cycles(20)
+    grown = differences(before, process_counts()).get("files", 0)
+    assert grown < 10, f"{grown} more open files after 20 allocations that were freed"
+
+
 @clause("alloc.tensor.last-view@1", Level.MEMORY, facts="allocator fact 3, allocator fact 36")
 @pytest.mark.parametrize("size", [400, 12 << 20], ids=["small", "large"])
 def test_the_last_view_gives_the_memory_back(tensor_memory: TensorMemory, size: int) -> None:
@@ -1004,7 +1029,7 @@ def test_foreign_tensors_are_refused(target: Target, tensor_memory: TensorMemory
     foreign = torch.full((1024,), 3.0, device=target.device.torch_device)
     with pytest.raises(ForeignMemory):
         tensor_memory.allocator.declare_source(foreign, lambda: None)
-    assert bool((foreign == 3.0).all())
+    assert set(foreign.flatten().tolist()) == {3.0}
 
 
 @clause("alloc.tensor.outlives@1", Level.MEMORY, facts="allocator fact 38")
@@ -1027,7 +1052,10 @@ def test_a_closed_allocator_hands_out_nothing(memory: Memory) -> None:
     block = memory.filled(content(1000))
     memory.close()
     memory.close()
-    for call in (lambda: memory.allocate(1), lambda: memory.sleep(), lambda: memory.wake()):
+    calls: list[Callable[[], object]] = [lambda: memory.allocate(1)]
+    if 1 in memory.claims.sleep_levels:
+        calls += [memory.sleep, memory.wake]
+    for call in calls:
         with pytest.raises(MemoryFault):
             call()
     assert memory.stats().allocated == 1000
@@ -1144,18 +1172,18 @@ def test_elastic_memory_is_refused(memory: Memory) -> None:
     """Where elastic memory is not claimed it is refused with CapabilityRefused, and nothing is taken."""
     with pytest.raises(CapabilityRefused) as caught:
         memory.allocate(memory.unit, capacity=2 * memory.unit)
-    assert caught.value.reasons
+    assert caught.value.reasons, "refused without a reason"
     assert memory.stats().allocated == memory.mapped() == 0
 
 
 # What is not claimed
 
 
-def _refused_sleep(memory: Memory, plan: SleepPlan) -> None:
+def _refused_sleep(memory: TensorMemory, plan: SleepPlan) -> None:
     block = memory.filled(content(1000))
     with pytest.raises(CapabilityRefused) as caught:
-        memory.sleep(plan)
-    assert caught.value.reasons
+        memory.allocator.sleep(plan)
+    assert caught.value.reasons, "refused without a reason"
     assert memory.stats().asleep == frozenset()
     assert memory.read(block) == content(1000)
 
@@ -1218,9 +1246,10 @@ def test_torch_allocates_from_the_pool(tensor_memory: TensorMemory) -> None:
     assert tags["kv_cache"].allocated >= inner.nbytes
     assert tensor_memory.stats().allocated < outer.nbytes + inner.nbytes + outside.nbytes
     outer.fill_(3.0)
-    assert tensor_memory.sleep().discarded >= inner.nbytes
-    tensor_memory.wake()
-    assert bool((outer == 3.0).all())
+    if 1 in tensor_memory.claims.sleep_levels:
+        assert tensor_memory.sleep().discarded >= inner.nbytes
+        tensor_memory.wake()
+    assert set(outer.flatten().tolist()) == {3.0}
 
 
 @clause("alloc.torch-pool.threads@1", Level.MEMORY, capability="memory.torch_pool", facts="allocator fact 15")
@@ -1255,7 +1284,7 @@ def test_torch_pool_is_refused(target: Target) -> None:
     allocator = target.allocator()
     with pytest.raises(CapabilityRefused) as caught, allocator.pool("weights"):
         pass
-    assert caught.value.reasons
+    assert caught.value.reasons, "refused without a reason"
     allocator.close()
 
 
@@ -1285,7 +1314,7 @@ def test_modules_are_adopted_with_ties_and_buffers(tensor_memory: TensorMemory) 
         assert torch.equal(value.cpu(), before[name].cpu()), name
     with torch.no_grad():
         model.head.weight.fill_(1.0)
-    assert bool((model.embedding.weight == 1.0).all())
+    assert set(model.embedding.weight.flatten().tolist()) == {1.0}
 
 
 @clause("alloc.module.materialised@1", Level.MEMORY, facts="allocator fact 8b")
@@ -1300,6 +1329,6 @@ def test_meta_modules_are_materialised(tensor_memory: TensorMemory) -> None:
     model.register_buffer("real", torch.ones(3))
     tensor_memory.allocator.materialise(model, "weights")
     assert model[0].weight is model[1].weight
-    assert not model[0].weight.is_meta
+    assert model[0].weight.device.type != "meta"
     assert tensor_memory.stats().tags["weights"].allocated >= 8 * 8 * 4
-    assert torch.equal(model.get_buffer("real"), torch.ones(3))
+    assert model.get_buffer("real").tolist() == [1.0] * 3

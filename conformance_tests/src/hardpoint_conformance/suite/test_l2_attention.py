@@ -72,7 +72,10 @@ def test_plan_keeps_to_the_request(attention: AttentionBackend, claims: Capabili
     spec = plan.kv_cache
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (3, numbers.num_kv_heads, numbers.head_dim)
     assert spec.dtype is dtype
-    assert spec.block_size == asked or (asked is None and spec.block_size in claims.attention.block_sizes)
+    if asked is None:
+        assert spec.block_size in claims.attention.block_sizes
+    else:
+        assert spec.block_size == asked
     assert sorted(spec.axes) == sorted(("kv", "block", "head", "token", "dim"))
     assert plan.request == request
     assert plan.graph_level <= claims.attention.graph_level
@@ -130,8 +133,8 @@ def test_plan_refuses(attention: AttentionBackend, claims: Capabilities, what: s
     planned(attention, request)
     answer = attention.plan(_changed(what, request, claims))
     assert isinstance(answer, Refusal), f"{what}: {answer}"
-    assert answer.reasons
-    assert all(isinstance(reason, str) and reason.strip() for reason in answer.reasons)
+    assert answer.reasons, "refused without a reason"
+    assert [reason for reason in answer.reasons if not (isinstance(reason, str) and reason.strip())] == []
 
 
 @clause("attn.plan.reasons@1", LEVEL, capability="attention")
@@ -372,7 +375,7 @@ def test_write_kv(target: Target, claims: Capabilities, rng: np.random.Generator
     laid_out = bench.step(spans)
     bench.write(laid_out, bench.attention.prepare(bench.plan, laid_out.batch))
     assert same_bits(bench.cache, bench.written(before, spans))
-    assert bench.guards_intact()
+    assert bench.guards_intact(), "bytes beside the cache were written"
 
 
 @clause("attn.kv.idempotent@1", LEVEL, capability="attention", facts="attention test O")
@@ -433,7 +436,23 @@ def test_copy_blocks(target: Target, claims: Capabilities, rng: np.random.Genera
     for source, destination in pairs:
         view[:, :, destination] = view[:, :, source]
     assert same_bits(bench.cache, before)
-    assert bench.guards_intact()
+    assert bench.guards_intact(), "bytes beside the cache were written"
+
+
+@clause("attn.kv.copy-chained@1", LEVEL, capability="attention")
+def test_copies_follow_one_another(target: Target, claims: Capabilities, rng: np.random.Generator) -> None:
+    """`copy_blocks` copies pairs in their order: a block that one pair has written may be read, and written again, by a later one."""
+    dtype = dtypes_claimed(claims)[0]
+    tokens = max(100, 2 * claims.attention.default_block_size)
+    bench = AttentionBench(target, make_case(rng, plain_layer(claims), dtype, [tokens]), rng=rng)
+    bench.load(before := bench.image([tokens]))
+    owned, spare = bench.placement.blocks[0], bench.spare()
+    pairs = [(owned[0], spare[0]), (spare[0], spare[1]), (owned[1], spare[0]), (spare[0], spare[2])]
+    bench.attention.copy_blocks(bench.cache, np.array(pairs, np.int32))
+    view = bench.canonical(before)
+    for source, destination in pairs:
+        view[:, :, destination] = view[:, :, source]
+    assert same_bits(bench.cache, before)
 
 
 @clause("attn.kv.swap@1", LEVEL, capability="attention")
@@ -489,5 +508,7 @@ def test_inputs_are_read_only(target: Target, claims: Capabilities, rng: np.rand
         cache = bench.cache.cpu().clone()
         bench.forward(step, metadata)
         assert same_bits(bench.cache, cache)
-        assert all(map(same_bits, tensors, inputs))
-        assert all(np.array_equal(getattr(step.batch, name), array) for name, array in arrays.items())
+        for tensor, early in zip(tensors, inputs, strict=True):
+            assert same_bits(tensor, early)
+        changed = [name for name, array in arrays.items() if not np.array_equal(getattr(step.batch, name), array)]
+        assert changed == [], "arrays of the batch were written"

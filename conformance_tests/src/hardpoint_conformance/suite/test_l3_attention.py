@@ -322,7 +322,7 @@ def _assert_refused(target: Target, request: AttentionRequest, word: str) -> Non
     """Assert that a request is refused with a reason that names what is not claimed; having no attention is a reason for everything."""
     answer = _answer(target, request)
     assert isinstance(answer, Refusal), f"what is not claimed was planned: {word}"
-    assert answer.reasons
+    assert answer.reasons, "refused without a reason"
     if target.claims_to("attention"):
         assert any(word in reason for reason in answer.reasons), f"no reason names {word}: {answer.reasons}"
 

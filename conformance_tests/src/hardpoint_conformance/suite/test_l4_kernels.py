@@ -134,7 +134,8 @@ def test_a_linear_layer_of_the_kernel_sets(target: Target, rng: np.random.Genera
         for added in (None, bias):
             exact = x.double() @ weight.double().T + (0.0 if added is None else added.double())
             bound = 8 * eps * (x.double().abs() @ weight.double().abs().T + 1)
-            assert bool(((program.run(x, stored, added).double() - exact).abs() <= bound).all())
+            ratio = float(((program.run(x, stored, added).double() - exact).abs() / bound).max())
+            assert ratio <= 1, f"the error is {ratio:.3g} times its bound"
 
 
 @pytest.mark.parametrize("renormalise", [True, False])

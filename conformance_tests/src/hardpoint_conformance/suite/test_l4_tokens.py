@@ -236,7 +236,7 @@ def test_level_2_and_reload(target: Target, fused: bool, rng: np.random.Generato
     with running(target, model, use_fused_decoder=fused) as bench:
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 45])]
         bench.run(sequences, 3)
-        bench.sleep_and_wake(level_plan(2))
+        bench.sleep_and_wake(level_plan(2, target.tier))
         assert bench.worker.write_weights(WeightWrite.RELOAD) == len(model.weights)
         bench.run(sequences, 6)
     check_tokens(model, sequences, dtype, quality)
@@ -246,7 +246,7 @@ def test_level_2_and_reload(target: Target, fused: bool, rng: np.random.Generato
 def test_cache_discarded_and_computed_again(target: Target, rng: np.random.Generator, quality: Quality) -> None:
     """Where only the KV cache slept and was discarded, computing it again gives the oracle's tokens; the weights stayed awake."""
     model, dtype = tiny_model(shape_for(target.claims)), usual_dtype(target.claims)
-    plan = SleepPlan(policies={KV_CACHE: Policy.DISCARD}, tags=frozenset({KV_CACHE}))
+    plan = SleepPlan(policies={KV_CACHE: Policy.DISCARD}, tags=frozenset({KV_CACHE}), tier=target.tier)
     with running(target, model) as bench:
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 45])]
         bench.run(sequences, 3)
@@ -305,7 +305,7 @@ def test_demo_model_sleeps(demo: tuple[WorkerBench, Model], target: Target) -> N
     (expected,) = bench.generate([DEMO_PROMPT], 12)
     sequence = bench.begin(DEMO_PROMPT)
     bench.run([sequence], 6)
-    bench.sleep_and_wake(level_plan(1))
+    bench.sleep_and_wake(level_plan(1, target.tier))
     bench.run([sequence], 12)
     bench.finish(sequence)
     if sequence.tokens != expected.tokens:

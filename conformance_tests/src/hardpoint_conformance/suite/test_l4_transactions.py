@@ -56,19 +56,19 @@ def goes_on(bench: WorkerBench, model: Model, sequence: Served, quality: Quality
     check_tokens(model, [sequence], bench.info.dtype, quality)
 
 
-def plan_of(bench: WorkerBench, sequence: Served) -> SleepPlan:
+def plan_of(target: Target, sequence: Served) -> SleepPlan:
     """Return a plan that preserves the weights and the sequence's blocks."""
-    return level_plan(1, live_blocks=tuple(sequence.blocks))
+    return level_plan(1, target.tier, live_blocks=tuple(sequence.blocks))
 
 
 @clause("worker.transaction.commit@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
-def test_sleep_and_wake_in_two_phases(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_sleep_and_wake_in_two_phases(target: Target, bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A sleep that is begun and committed is a sleep, and a wake likewise: the reports agree with the books, nothing runs in between,
     and running sequences go on from their preserved blocks with the same tokens."""
     sequence = serving(bench)
     worker = bench.worker
     before = worker.status().memory
-    worker.begin(1, plan_of(bench, sequence))
+    worker.begin(1, plan_of(target, sequence))
     slept = worker.commit(1)
     during = worker.status().memory
     assert during.asleep >= {WEIGHTS, KV_CACHE}
@@ -85,16 +85,16 @@ def test_sleep_and_wake_in_two_phases(bench: WorkerBench, model: Model, quality:
 
 
 @clause("worker.transaction.rollback@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
-def test_rolled_back_phases_keep_the_tokens(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_rolled_back_phases_keep_the_tokens(target: Target, bench: WorkerBench, model: Model, quality: Quality) -> None:
     """After a sleep that was rolled back the worker serves on with the same tokens, from the KV blocks that it had; after a wake that
     was rolled back it is asleep, and the next wake brings everything back."""
     sequence = serving(bench)
     worker = bench.worker
-    worker.begin(1, level_plan(1))
+    worker.begin(1, level_plan(1, target.tier))
     worker.rollback(1)
     assert worker.status().memory.asleep == frozenset()
     goes_on(bench, model, sequence, quality)
-    sleep(worker, plan_of(bench, sequence), 2)
+    sleep(worker, plan_of(target, sequence), 2)
     asleep = worker.status().memory
     worker.begin(3, WakePlan())
     worker.rollback(3)
@@ -106,12 +106,12 @@ def test_rolled_back_phases_keep_the_tokens(bench: WorkerBench, model: Model, qu
 
 
 @clause("worker.transaction.numbers@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
-def test_wrong_numbers_change_nothing(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_wrong_numbers_change_nothing(target: Target, bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A number that is not positive, was used before, or is not above all earlier ones begins nothing; one that is not the open
     transaction's ends nothing. Each is InvalidTransaction and changes nothing."""
     sequence = serving(bench)
     worker = bench.worker
-    plan = plan_of(bench, sequence)
+    plan = plan_of(target, sequence)
 
     def refused(*calls: Callable[[], object]) -> None:
         books = worker.status().memory
@@ -137,12 +137,14 @@ def test_wrong_numbers_change_nothing(bench: WorkerBench, model: Model, quality:
 
 @clause("worker.transaction.open@1", Level.WORKER, capability="memory.sleep.1", facts="6.3 sleep across ranks")
 @pytest.mark.parametrize("kind", ["sleep", "wake"])
-def test_nothing_runs_while_one_is_open(bench: WorkerBench, model: Model, kind: str, quality: Quality) -> None:
+def test_nothing_runs_while_one_is_open(
+    target: Target, bench: WorkerBench, model: Model, kind: str, quality: Quality
+) -> None:
     """While a transaction is open a step, every way to write weights, and every other sleep or wake raise MemoryBusy; the worker can
     then still commit, and serves again once it is awake."""
     sequence = serving(bench)
     worker = bench.worker
-    plan = plan_of(bench, sequence)
+    plan = plan_of(target, sequence)
     if kind == "wake":
         sleep(worker, plan, 1)
     worker.begin(2, WakePlan() if kind == "wake" else plan)
@@ -166,15 +168,17 @@ def test_nothing_runs_while_one_is_open(bench: WorkerBench, model: Model, kind: 
 
 
 @clause("worker.transaction.missing@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
-def test_weights_are_missing_from_the_commit_on(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_weights_are_missing_from_the_commit_on(
+    target: Target, bench: WorkerBench, model: Model, quality: Quality
+) -> None:
     """A sleep that discards the weights makes them missing when it is committed: not when it is begun, and not when it is rolled back."""
     sequence = serving(bench)
     worker = bench.worker
-    worker.begin(1, level_plan(2))
+    worker.begin(1, level_plan(2, target.tier))
     worker.rollback(1)
     assert worker.status().missing_weights == frozenset()
     goes_on(bench, model, sequence, quality)
-    worker.begin(2, level_plan(2))
+    worker.begin(2, level_plan(2, target.tier))
     assert worker.status().missing_weights == frozenset()
     worker.commit(2)
     assert worker.status().missing_weights == set(model.weights)
@@ -189,7 +193,7 @@ def test_weights_are_missing_from_the_commit_on(bench: WorkerBench, model: Model
 def test_shutdown_ends_an_open_one(target: Target, model: Model, kind: str, tmp_path: Path) -> None:
     """A worker that is shut down with a transaction open gives everything back: memory, and a backup on disk."""
     parts = watched(target)
-    tier = SleepTier.DISK if SleepTier.DISK in target.claims.memory.tiers else SleepTier.HOST
+    tier = SleepTier.DISK if SleepTier.DISK in target.claims.memory.tiers else target.tier
     plan = level_plan(1, tier, str(tmp_path))
 
     def on_disk() -> bool:

@@ -135,7 +135,7 @@ def test_a_call_before_its_time(target: Target, model: Model, call: str, quality
     arguments: dict[str, tuple[Any, ...]] = {
         "initialize_kv": (4, 0),
         "submit": (_one_step(target, model),),
-        "begin": (1, level_plan(1)),
+        "begin": (1, level_plan(1, target.tier)),
     }
     try:
         with pytest.raises(HardpointError):
@@ -177,7 +177,7 @@ def test_dummy_weights(target: Target, model: Model) -> None:
             (sequence,) = bench.generate([PROMPT], 1, logprobs=8)
             found.append(dict(zip(sequence.logprobs[0].token_ids.tolist(), sequence.logprobs[0].logprobs, strict=True)))
     assert found[0].keys() == found[1].keys()
-    assert all(abs(found[0][token] - found[1][token]) < 1e-2 for token in found[0])
+    assert max(abs(found[0][token] - found[1][token]) for token in found[0]) < 1e-2
     assert found[0].keys() != found[2].keys()
 
 
@@ -266,8 +266,8 @@ def test_step_without_sequences(bench: WorkerBench, model: Model, quality: Quali
     output = bench.step({})
     assert output.token_ids.shape == (0,)
     assert output.token_ids.dtype == np.int64
-    assert not output.logprobs
-    assert not output.embeddings
+    assert len(output.logprobs) == 0
+    assert len(output.embeddings) == 0
     sequence = bench.begin(PROMPT, 2)
     bench.run([sequence], 2)
     bench.step({})
@@ -287,7 +287,7 @@ def test_one_token_for_each_sample(
     assert sorted(output.logprobs) == [0, 1]
     output = bench.step({second.seq_id: 4})
     assert len(output.token_ids) == 0
-    assert not output.logprobs
+    assert len(output.logprobs) == 0
     bench.run([first, second, third], 3)
     check_tokens(model, [first, second, third], bench.info.dtype, quality)
 
@@ -402,7 +402,8 @@ def test_steps_in_flight_give_the_same_tokens(bench: WorkerBench, model: Model, 
         run(joined, 12, chunk=11)
         bench.collect_all()
         found.append([sequence.generated for sequence in (*sequences, joined[-1])])
-        assert all(len(one.logprobs) == (0 if one.wanted is None else len(one.generated)) for one in joined)
+        wanted = [0 if one.wanted is None else len(one.generated) for one in joined]
+        assert [len(one.logprobs) for one in joined] == wanted
         for sequence in joined:
             bench.finish(sequence)
     assert found[1] == found[0]
@@ -463,11 +464,11 @@ def test_a_step_fails_among_others(target: Target, model: Model, rng: np.random.
 
 
 @clause("worker.steps.sleep@1", Level.WORKER, capability="memory.sleep.1")
-def test_sleep_with_a_step_in_flight(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_sleep_with_a_step_in_flight(target: Target, bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A sleep waits for the steps in flight; their outputs are collected after it as before, asleep or awake."""
     sequence = bench.begin(PROMPT, 2)
     bench.submit()
-    sleep(bench.worker, level_plan(1))
+    sleep(bench.worker, level_plan(1, target.tier))
     bench.collect_all()
     wake(bench.worker)
     bench.forget_kv()
@@ -550,7 +551,8 @@ def test_top_k(bench: WorkerBench, model: Model, quality: Quality) -> None:
         judged = judge(model, sequence.tokens, sequence.prompt_len, bench.info.dtype)
         fourth = judged.exact.topk(4, dim=-1).values[:, 3]
         chosen = judged.exact.gather(1, judged.tokens[:, None])[:, 0]
-        assert bool((fourth - chosen <= 2 * judged.margin).all())
+        late = (fourth - chosen > 2 * judged.margin).nonzero().flatten().tolist()
+        assert late == [], "tokens at these places are not among the likeliest four"
     assert len({tuple(sequence.tokens) for sequence in drawn}) > 1, "at a temperature of 5 not all draws are the same"
 
 
@@ -884,14 +886,14 @@ def test_update_that_breaks_off(bench: WorkerBench, model: Model, other_model: M
 
 
 @clause("worker.shutdown.gives-back@1", Level.WORKER, facts="6.3 worker")
-def test_shutdown_gives_everything_back(parts: Parts, model: Model) -> None:
+def test_shutdown_gives_everything_back(target: Target, parts: Parts, model: Model) -> None:
     """After shutdown nothing of the allocator's memory is handed out or mapped, also where it was asleep."""
     for asleep in (False, *([True] if 1 in parts.target.claims.memory.sleep_levels else [])):
         with running(parts.target, model, swapped=40) as bench:
             bench.begin(PROMPT)
             bench.step()
             if asleep:
-                sleep(bench.worker, level_plan(1))
+                sleep(bench.worker, level_plan(1, target.tier))
         del bench
         gc.collect()
         (allocator,) = parts.allocators
@@ -943,7 +945,7 @@ def test_two_workers_side_by_side(
                 first.run([ours], count)
                 second.run([theirs], count)
             if 1 in target.claims.memory.sleep_levels:
-                sleep(first.worker, level_plan(1))
+                sleep(first.worker, level_plan(1, target.tier))
                 second.run([theirs], 5)
                 assert second.worker.status().memory.asleep == frozenset()
                 wake(first.worker)
@@ -960,11 +962,13 @@ def test_two_workers_side_by_side(
 
 @pytest.mark.parametrize("tags", [(WEIGHTS,), (KV_CACHE,), (WEIGHTS, KV_CACHE)], ids=["weights", "kv", "both"])
 @clause("worker.sleep.asleep@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 47")
-def test_nothing_runs_while_asleep(bench: WorkerBench, model: Model, tags: tuple[str, ...], quality: Quality) -> None:
+def test_nothing_runs_while_asleep(
+    target: Target, bench: WorkerBench, model: Model, tags: tuple[str, ...], quality: Quality
+) -> None:
     """While weights or KV cache are asleep a step is MemoryAsleep; while the weights are, so is every way to write them."""
     sequence = bench.begin(PROMPT, 2)
     bench.run([sequence], 2)
-    sleep(bench.worker, replace(level_plan(1), tags=frozenset(tags)))
+    sleep(bench.worker, replace(level_plan(1, target.tier), tags=frozenset(tags)))
     worker = bench.worker
     assert worker.status().memory.asleep == set(tags)
     writers: list[Callable[[], object]] = [
@@ -982,10 +986,10 @@ def test_nothing_runs_while_asleep(bench: WorkerBench, model: Model, tags: tuple
 
 
 @clause("worker.sleep.books@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 1, allocator fact 24")
-def test_books_around_a_sleep(bench: WorkerBench) -> None:
+def test_books_around_a_sleep(target: Target, bench: WorkerBench) -> None:
     """A sleep gives back what weights and KV cache had mapped, and wake takes the same again; the reports agree with the books."""
     before = bench.worker.status().memory
-    slept = sleep(bench.worker, level_plan(1))
+    slept = sleep(bench.worker, level_plan(1, target.tier))
     during = bench.worker.status().memory
     assert during.asleep >= {WEIGHTS, KV_CACHE}
     assert during.tags[WEIGHTS].mapped == during.tags[KV_CACHE].mapped == 0
@@ -1005,7 +1009,7 @@ def test_books_around_a_sleep(bench: WorkerBench) -> None:
 @clause(
     "worker.sleep.addresses@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 1, allocator fact 42"
 )
-def test_the_cache_stays_where_it_is(parts: Parts, model: Model, quality: Quality) -> None:
+def test_the_cache_stays_where_it_is(target: Target, parts: Parts, model: Model, quality: Quality) -> None:
     """After sleep and wake the worker's KV cache is at the same address, with the live blocks' bytes, and no other one is made."""
     with running(parts.target, model) as bench:
         sequence = bench.begin(PROMPT, 2)
@@ -1015,12 +1019,12 @@ def test_the_cache_stays_where_it_is(parts: Parts, model: Model, quality: Qualit
         axis = bench.info.attention.kv_cache.axes.index("block") + 1
         live = torch.tensor(sequence.blocks, device=cache.device)
         before = cache.index_select(axis, live).cpu()
-        sleep(bench.worker, level_plan(1, live_blocks=sequence.blocks))
+        sleep(bench.worker, level_plan(1, target.tier, live_blocks=sequence.blocks))
         wake(bench.worker)
         assert cache.data_ptr() == address
         assert len(parts.caches) == made
         held = cache.index_select(axis, live).cpu()
-        assert torch.equal(held.view(torch.uint8), before.view(torch.uint8))
+        assert torch.equal(held.view(torch.uint8), before.view(torch.uint8)), "live blocks have other bytes than before"
         cache.zero_()
         bench.forget_kv()
         bench.run([sequence], 5)
@@ -1030,10 +1034,10 @@ def test_the_cache_stays_where_it_is(parts: Parts, model: Model, quality: Qualit
 
 
 @clause("worker.sleep.repeated@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 9")
-def test_repeated_sleep_and_wake(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_repeated_sleep_and_wake(target: Target, bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A second sleep and a second wake do nothing, and their reports say so."""
-    sleep(bench.worker, level_plan(1))
-    again = sleep(bench.worker, level_plan(1))
+    sleep(bench.worker, level_plan(1, target.tier))
+    again = sleep(bench.worker, level_plan(1, target.tier))
     assert (again.preserved, again.discarded, again.unmapped) == (0, 0, 0)
     wake(bench.worker)
     idle = wake(bench.worker)
@@ -1042,12 +1046,12 @@ def test_repeated_sleep_and_wake(bench: WorkerBench, model: Model, quality: Qual
 
 
 @clause("worker.sleep.unknown-tag@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 12")
-def test_unknown_tags(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_unknown_tags(target: Target, bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A sleep or wake that names an unknown tag is UnknownTag, and nothing is done, not even for the tags that are known."""
     with pytest.raises(UnknownTag):
-        sleep(bench.worker, replace(level_plan(1), tags=frozenset({WEIGHTS, "nobody"})))
+        sleep(bench.worker, replace(level_plan(1, target.tier), tags=frozenset({WEIGHTS, "nobody"})))
     assert bench.worker.status().memory.asleep == frozenset()
-    sleep(bench.worker, level_plan(1))
+    sleep(bench.worker, level_plan(1, target.tier))
     asleep = bench.worker.status().memory.asleep
     with pytest.raises(UnknownTag):
         wake(bench.worker, [WEIGHTS, "nobody"])
@@ -1057,9 +1061,9 @@ def test_unknown_tags(bench: WorkerBench, model: Model, quality: Quality) -> Non
 
 
 @clause("worker.sleep.partial-wake@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 11")
-def test_partial_wake(bench: WorkerBench, model: Model, other_model: Model, quality: Quality) -> None:
+def test_partial_wake(target: Target, bench: WorkerBench, model: Model, other_model: Model, quality: Quality) -> None:
     """The weights can be woken alone and written while the KV cache is still asleep; the new ones serve when it is woken too."""
-    sleep(bench.worker, level_plan(1))
+    sleep(bench.worker, level_plan(1, target.tier))
     report = wake(bench.worker, [WEIGHTS])
     assert KV_CACHE in report.still_asleep
     assert WEIGHTS not in report.still_asleep
@@ -1070,10 +1074,10 @@ def test_partial_wake(bench: WorkerBench, model: Model, other_model: Model, qual
 
 
 @clause("worker.sleep.level2-missing@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
-def test_discarded_weights_never_serve(bench: WorkerBench, model: Model) -> None:
+def test_discarded_weights_never_serve(target: Target, bench: WorkerBench, model: Model) -> None:
     """After a sleep of level 2 all weights are missing and a step is WeightsMissing, awake or not."""
     bench.begin(PROMPT)
-    sleep(bench.worker, level_plan(2))
+    sleep(bench.worker, level_plan(2, target.tier))
     assert bench.worker.status().missing_weights == set(model.weights)
     with pytest.raises((MemoryAsleep, WeightsMissing)):
         bench.step()
@@ -1086,10 +1090,10 @@ def test_discarded_weights_never_serve(bench: WorkerBench, model: Model) -> None
 @pytest.mark.parametrize("way", ["reload", "update", "update-in-two", "declare"])
 @clause("worker.sleep.level2-return@1", Level.WORKER, capability="memory.sleep.2", facts="allocator fact 43")
 def test_ways_back_from_level_2(
-    bench: WorkerBench, model: Model, other_model: Model, way: str, quality: Quality
+    target: Target, bench: WorkerBench, model: Model, other_model: Model, way: str, quality: Quality
 ) -> None:
     """After level 2, a reload, an update with all weights, or a declaration makes the worker serve again; a part of them does not."""
-    sleep(bench.worker, level_plan(2))
+    sleep(bench.worker, level_plan(2, target.tier))
     wake(bench.worker)
     if way == "reload":
         bench.worker.write_weights(WeightWrite.RELOAD)
@@ -1119,7 +1123,13 @@ def test_ways_back_from_level_2(
 )
 @clause("worker.sleep.update-survives@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 8")
 def test_updates_survive_the_next_sleep(
-    bench: WorkerBench, model: Model, other_model: Model, tier: SleepTier, tmp_path: Path, quality: Quality
+    target: Target,
+    bench: WorkerBench,
+    model: Model,
+    other_model: Model,
+    tier: SleepTier,
+    tmp_path: Path,
+    quality: Quality,
 ) -> None:
     """Weights that were updated between two sleeps are the new ones after the second: no kept backup and no source hides a write."""
     sleep(bench.worker, level_plan(1, tier, str(tmp_path)))
@@ -1127,7 +1137,7 @@ def test_updates_survive_the_next_sleep(
     _serves(bench, model, quality)
     bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model))
     # What was updated is in no checkpoint, so its source cannot be asked for until it is loaded again.
-    sleep(bench.worker, level_plan(1, SleepTier.HOST if tier is SleepTier.SOURCE else tier, str(tmp_path)))
+    sleep(bench.worker, level_plan(1, target.tier if tier is SleepTier.SOURCE else tier, str(tmp_path)))
     wake(bench.worker)
     _serves(bench, other_model, quality)
 
@@ -1139,7 +1149,7 @@ def test_updated_weights_have_no_source(bench: WorkerBench, other_model: Model, 
     bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(other_model))
     with pytest.raises(CapabilityRefused) as caught:
         sleep(bench.worker, plan)
-    assert caught.value.reasons
+    assert caught.value.reasons, "refused without a reason"
     assert bench.worker.status().memory.asleep == frozenset()
     _serves(bench, other_model, quality)
     bench.worker.write_weights(WeightWrite.RELOAD, model=other_model.path)
@@ -1149,12 +1159,12 @@ def test_updated_weights_have_no_source(bench: WorkerBench, other_model: Model, 
 
 
 @clause("worker.sleep.backup-clean@1", Level.WORKER, capability="memory.sleep.1", facts="allocator fact 8")
-def test_clean_backups_are_not_copied_again(bench: WorkerBench, model: Model, quality: Quality) -> None:
+def test_clean_backups_are_not_copied_again(target: Target, bench: WorkerBench, model: Model, quality: Quality) -> None:
     """A second sleep of weights that nobody wrote may keep the first one's backup; with `verify` it is compared, and holds."""
-    sleep(bench.worker, level_plan(1))
+    sleep(bench.worker, level_plan(1, target.tier))
     wake(bench.worker)
     bench.generate([PROMPT], 2)
-    report = sleep(bench.worker, level_plan(1, verify=True))
+    report = sleep(bench.worker, level_plan(1, target.tier, verify=True))
     weights = bench.worker.status().memory.tags[WEIGHTS]
     assert report.preserved + report.skipped >= weights.allocated
     wake(bench.worker)
@@ -1163,10 +1173,12 @@ def test_clean_backups_are_not_copied_again(bench: WorkerBench, model: Model, qu
 
 @pytest.mark.parametrize("level", [pytest.param(level, marks=proves(f"memory.sleep.{level}")) for level in (1, 2)])
 @clause("worker.sleep.level-refused@1", Level.WORKER, refusal=True)
-def test_unclaimed_levels_are_refused(bench: WorkerBench, model: Model, level: int, quality: Quality) -> None:
+def test_unclaimed_levels_are_refused(
+    target: Target, bench: WorkerBench, model: Model, level: int, quality: Quality
+) -> None:
     """A sleep of a level that is not claimed is a typed error, nothing is put to sleep, and the worker goes on."""
     with pytest.raises(HardpointError):
-        sleep(bench.worker, level_plan(level))
+        sleep(bench.worker, level_plan(level, target.tier))
     assert bench.worker.status().memory.asleep == frozenset()
     _serves(bench, model, quality)
 

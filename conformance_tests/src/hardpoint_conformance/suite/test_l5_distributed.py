@@ -208,7 +208,7 @@ def test_ranks_sleep_and_wake(
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 33])]
         bench.run(sequences, 2)
         for count, level in enumerate(levels):
-            bench.sleep_and_wake(level_plan(level))
+            bench.sleep_and_wake(level_plan(level, target.tier))
             if level == 2:
                 assert bench.worker.write_weights(WeightWrite.RELOAD) == len(model.weights)
             bench.run(sequences, 4 + 2 * count)
@@ -228,10 +228,10 @@ def test_a_sleep_of_ranks_rolled_back(
     with running_ranks(processes, target, model, **_SPLITS[split]) as (bench, ranks):
         sequences = [bench.begin(prompt, 2) for prompt in random_prompts(rng, model, [3, 33])]
         bench.run(sequences, 2)
-        ranks.begin(1, level_plan(1))
+        ranks.begin(1, level_plan(1, target.tier))
         ranks.rollback(1)
         bench.run(sequences, 4)
-        ranks.begin(2, level_plan(1))
+        ranks.begin(2, level_plan(1, target.tier))
         ranks.commit(2)
         ranks.begin(3, WakePlan())
         ranks.commit(3)
@@ -254,7 +254,7 @@ def test_impossible_numbers_of_ranks_are_refused(target: Target) -> None:
         config = config_for(target.claims, model, world_size=size, init_method=address, **sizes)
         error = refused_load(target, config, CapabilityRefused)
         assert str(size) in str(error), "the error says what was asked"
-        assert error.reasons
+        assert error.reasons, "refused without a reason"
     for wrong in ({"rank": WORLD}, {"world_size": WORLD + 1}, {"init_method": ""}):
         sound = {"world_size": WORLD, "tensor_parallel_size": WORLD, "init_method": address}
         refused_load(target, config_for(target.claims, model, **{**sound, **wrong}), ConfigError)
@@ -264,7 +264,7 @@ def test_impossible_numbers_of_ranks_are_refused(target: Target) -> None:
 def test_no_collectives(target: Target) -> None:
     """A backend that claims no collectives has none, and claims no more ranks than one."""
     assert target.descriptor.make("collectives", target.device) is None
-    assert not [size for size in range(2, 65) if size in target.claims.tensor_parallel]
+    assert [size for size in range(2, 65) if size in target.claims.tensor_parallel] == []
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

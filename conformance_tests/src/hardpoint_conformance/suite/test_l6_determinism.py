@@ -33,7 +33,8 @@ def test_same_run(
         first = bench.run(spans)
         check(case, spans, first, quality)
         for _ in range(REPEATS):
-            assert all(map(same_bits, bench.proceed(spans), first))
+            for again, out in zip(bench.proceed(spans), first, strict=True):
+                assert same_bits(again, out)
 
 
 @clause("determinism.run.instances@1", LEVEL, capability="determinism.run_to_run")
@@ -49,7 +50,8 @@ def test_other_instance(
     for spans in case.steps(claims):
         outs = one.run(spans)
         check(case, spans, outs, quality)
-        assert all(map(same_bits, other.run(spans), outs))
+        for again, out in zip(other.run(spans), outs, strict=True):
+            assert same_bits(again, out)
 
 
 @clause("determinism.batch.invariant@1", LEVEL, capability="determinism.batch_invariant", facts="attention test N")
@@ -69,7 +71,8 @@ def test_batch_invariance(
     copies = _copies(case, spans[-2].seq, 9)
     many = AttentionBench(target, copies, rng=rng)
     outs = many.run(copies.last() if step == "decode" else copies.whole())
-    assert all(same_bits(out, together[-2]) for out in outs)
+    for out in outs:
+        assert same_bits(out, together[-2])
 
 
 def _copies(case: Case, seq: int, count: int) -> Case:

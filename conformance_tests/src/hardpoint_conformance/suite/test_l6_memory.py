@@ -17,6 +17,7 @@ from hardpoint.memory import DriverFlags
 from hardpoint_conformance.clauses import clause, proves
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.memory import (
+    PROCESS,
     WAYS,
     Block,
     Memory,
@@ -28,6 +29,7 @@ from hardpoint_conformance.memory import (
     files_below,
     obstacle,
     open_memory,
+    process_counts,
     require,
     run_program,
     wait_until,
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 MIB = 1 << 20
-PROCESS = Path("/proc/self")
 HOST = pytest.param(SleepTier.HOST, id="host", marks=proves("memory.tier.host"))
 DISK = pytest.param(SleepTier.DISK, id="disk", marks=proves("memory.tier.disk"))
 
@@ -48,16 +49,6 @@ def runs_cleanly(target: Target, way: str, program: str, directory: Path) -> str
     ended = run_program(target, way, program, directory)
     assert (ended.returncode, ended.stderr) == (0, ""), f"status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
-
-
-def process_counts() -> dict[str, int]:
-    """Return the process's open files and mappings, where the system tells."""
-    counts = {}
-    if (PROCESS / "fd").exists():
-        counts["files"] = len(os.listdir(PROCESS / "fd"))
-    if (PROCESS / "maps").exists():
-        counts["mappings"] = len((PROCESS / "maps").read_text().splitlines())
-    return counts
 
 
 def resident_bytes() -> int:
@@ -85,7 +76,8 @@ def test_many_cycles_grow_nothing(memory: Memory, tier: SleepTier, tmp_path: Pat
             blocks.append((memory.filled(content(size, seed)), seed))
 
     def measured() -> dict[str, int]:
-        assert wait_until(lambda: max(files_below(tmp_path).values(), default=0) < size)
+        is_gone = wait_until(lambda: max(files_below(tmp_path).values(), default=0) < size)
+        assert is_gone, f"backups are still on disk: {files_below(tmp_path)}"
         held = memory.driver.held() if isinstance(memory, PoolMemory) else {}
         return {**held, "mapped": memory.mapped(), "allocated": memory.stats().allocated}
 
@@ -94,9 +86,10 @@ def test_many_cycles_grow_nothing(memory: Memory, tier: SleepTier, tmp_path: Pat
     cycles(100, 100 if tier is SleepTier.HOST else 30)
     assert differences(before, measured()) == {}
     grown = differences(process, process_counts())
-    assert grown.get("files", 0) <= 0
-    assert grown.get("mappings", 0) < 25
-    assert resident_bytes() - resident < 8 * memory.unit + 32 * MIB
+    assert grown.get("files", 0) <= 0, f"{grown.get('files')} more files are open after the cycles"
+    assert grown.get("mappings", 0) < 25, f"the process has {grown.get('mappings')} more mappings after the cycles"
+    more = resident_bytes() - resident
+    assert more < 8 * memory.unit + 32 * MIB, f"the process keeps {more} bytes more after the cycles"
     for block, seed in blocks:
         assert memory.read(block) == content(size, seed)
 
@@ -166,7 +159,7 @@ def test_threads_allocate_while_another_tag_sleeps(memory: Memory) -> None:
                 assert memory.read(kept) == data
         finally:
             stop.set()
-        assert all(one.result(timeout=60) > 0 for one in churning)
+        assert min(one.result(timeout=60) for one in churning) > 0, "a thread could not allocate at all"
     assert memory.stats().allocated == len(data)
 
 
@@ -294,6 +287,7 @@ def test_co_tenant_may_come_and_go(target: Target, memory: Memory) -> None:
     books: what free memory the driver reports is told, and nothing is concluded from it."""
     tenant = open_memory(target, memory.way)
     block = memory.filled(content(4 * memory.unit))
+    taken = memory.mapped()  # small tensors share an allocation, which is larger
     stop = threading.Event()
 
     def come_and_go() -> int:
@@ -309,7 +303,7 @@ def test_co_tenant_may_come_and_go(target: Target, memory: Memory) -> None:
         coming = executor.submit(come_and_go)
         try:
             for _ in range(20):
-                assert memory.sleep().unmapped == memory.wake().unmapped == 4 * memory.unit
+                assert memory.sleep().unmapped == memory.wake().unmapped == taken
         finally:
             stop.set()
         assert coming.result(timeout=60) > 0
@@ -318,6 +312,7 @@ def test_co_tenant_may_come_and_go(target: Target, memory: Memory) -> None:
     tenant.end()
 
 
+@proves("memory.sleep.1")
 @clause("stress.memory.torch-cache@1", Level.STRESS, capability="memory.torch_pool", facts="allocator fact 39")
 def test_torch_may_empty_its_cache_while_memory_sleeps(tensor_memory: TensorMemory, target: Target) -> None:
     """While a pool's tensors are asleep, torch's cache can be emptied, its statistics asked for and garbage collected, where torch has
@@ -337,7 +332,7 @@ def test_torch_may_empty_its_cache_while_memory_sleeps(tensor_memory: TensorMemo
     assert tensor_memory.stats().asleep == {"weights"}
     tensor_memory.wake()
     assert tensor.data_ptr() == address
-    assert torch.equal(tensor.cpu(), torch.arange(1000, dtype=torch.int32))
+    assert tensor.tolist() == list(range(1000))
 
 
 @clause("stress.memory.asleep-faults@1", Level.STRESS, capability="memory.sleep.1", facts="allocator fact 47")
@@ -386,6 +381,7 @@ def test_long_operations_leave_other_threads_alone(memory: Memory) -> None:
         start = time.perf_counter()
         operation()
         spent = time.perf_counter() - start
+        time.sleep(0.01)  # for the thread to note a pause that ended with the operation
         return max(pauses, default=spent) / spent
 
     thread = threading.Thread(target=beat)

@@ -35,6 +35,13 @@ def doctor(
     memory: Annotated[
         bool, typer.Option("--memory", help="Start the devices, in processes of their own, and show their memory.")
     ] = False,
+    classes: Annotated[
+        bool | None,
+        typer.Option(
+            "--classes/--no-classes",
+            help="Import the backends' classes, in processes of their own, and compare them with the contract; with --backend, by default.",
+        ),
+    ] = None,
 ) -> None:
     """Show the backends that are installed, their devices, and what is wrong with those that cannot be used.
 
@@ -42,7 +49,7 @@ def doctor(
     there are usable backends; 2 wrong options, or no backend has the name; 3 nothing is broken, and no backend can be used here.
     """
     try:
-        diagnosis = diagnose(backend, memory=memory)
+        diagnosis = diagnose(backend, memory=memory, classes=backend is not None if classes is None else classes)
     except BackendNotFound as error:
         raise typer.BadParameter(str(error), param_hint="--backend") from error
     code = exit_code(diagnosis)

@@ -21,13 +21,9 @@ _SAMPLING = "Sampling"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The engine that a command runs."""
+class ServedEngineOptions:
+    """The engine of each model that a command serves."""
 
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="'demo', a folder with a model, or a GGUF file.", rich_help_panel=_ENGINE),
-    ]
     backend: Annotated[
         str | None,
         typer.Option(help="Backend by name; without it, the best one that is available.", rich_help_panel=_ENGINE),
@@ -70,12 +66,29 @@ class EngineOptions:
     executor: Annotated[
         str, typer.Option(help="Where ranks run: auto, in_process, multi_process or ray.", rich_help_panel=_ENGINE)
     ] = "auto"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
+    ] = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return them under the names of `EngineConfig`."""
+        settings = asdict(self)
+        settings["num_device_blocks"] = settings.pop("num_blocks")
+        settings["enable_prefix_caching"] = settings.pop("prefix_caching")
+        return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ServedEngineOptions):
+    """The engine that a command runs."""
+
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="'demo', a folder with a model, or a GGUF file.", rich_help_panel=_ENGINE),
+    ]
     engine_process: Annotated[
         bool,
         typer.Option("--engine-process", help="Run the engine in a process of its own.", rich_help_panel=_ENGINE),
-    ] = False
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
     ] = False
 
     @contextmanager
@@ -91,12 +104,9 @@ class EngineOptions:
 
         from hardpoint import LLM
 
-        settings = asdict(self)
-        settings["num_device_blocks"] = settings.pop("num_blocks")
-        settings["enable_prefix_caching"] = settings.pop("prefix_caching")
         console = Console(stderr=True, soft_wrap=True)
         with console.status(f"Loading {self.model}") if console.is_terminal else nullcontext():
-            llm = LLM(**settings, **more)
+            llm = LLM(**self.settings(), **more)
         with interrupts.ended_by(llm.shutdown):
             yield llm
 
@@ -140,7 +150,7 @@ class SamplingOptions:
 
 
 def takes(
-    **groups: type[EngineOptions] | type[SamplingOptions],
+    **groups: type[ServedEngineOptions] | type[SamplingOptions],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of whole groups: its parameter of that name gets them as one object.
 
@@ -153,7 +163,7 @@ def takes(
         parameters = [parameter for parameter in own if parameter.name not in groups]
         for group in groups.values():
             hints = get_type_hints(group, include_extras=True)
-            for option in fields(group):
+            for option in sorted(fields(group), key=lambda one: one.default is not MISSING):
                 default = inspect.Parameter.empty if option.default is MISSING else option.default
                 parameters.append(
                     inspect.Parameter(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +13,7 @@ from hardpoint.engine.commands import (
     Abort,
     Command,
     DeclareWeightsValid,
+    Died,
     Embed,
     Event,
     Finish,
@@ -45,7 +46,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
-from hardpoint.interfaces.errors import EngineDead
+from hardpoint.interfaces.errors import EngineDead, RequestTimeout
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -109,15 +110,22 @@ class AsyncLLM:
     """A model on a backend for one asyncio event loop; settings and errors as for `LLM`.
 
     The engine runs in a thread of its own, or with `engine_process` in a process; text is made in the event loop's thread. Made within
-    a running event loop, used in that one alone, and ended with `close`.
+    a running event loop, used in that one alone, and ended with `close`. `create` lets the event loop run while the model loads.
+
+    Attributes:
+        died: has a result once the engine cannot go on; not where it was closed.
+
+    Args:
+        event_loop: in which it is used, where it is made in another thread; None for the running one.
 
     Example:
         >>> async for output in llm.generate("The capital of France is", SamplingParams(output_kind=RequestOutputKind.DELTA)):
         ...     print(output.outputs[0].text, end="")
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        self._event_loop = asyncio.get_running_loop()
+    def __init__(self, model: str, *, event_loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> None:
+        self._event_loop = event_loop or asyncio.get_running_loop()
+        self.died: asyncio.Future[EngineDead] = self._event_loop.create_future()
         config = EngineConfig.from_arguments(model, settings)
         kind = ProcessLoop if config.engine_process else ThreadLoop
         self._loop, self._maker = start_engine(config, lambda one: kind(one, self._deliver))
@@ -126,6 +134,21 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._closed = False
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; None where it runs in this process."""
+        return self._loop.pid if isinstance(self._loop, ProcessLoop) else None
+
+    @classmethod
+    async def create(cls, model: str, **settings: Any) -> Self:
+        """Make one while the event loop goes on; a task that is cancelled meanwhile leaves no engine."""
+        making = asyncio.ensure_future(asyncio.to_thread(cls, model, event_loop=asyncio.get_running_loop(), **settings))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_unused)
+            raise
+
     async def generate(
         self,
         prompt: Prompt | TokenizedPrompt,
@@ -133,11 +156,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield its outputs as they come, as `params.output_kind` says; the last one is finished.
 
         A caller that leaves early, or whose task is cancelled, aborts the request. One that does not read holds nobody up: what it has not
         taken becomes one output, of all deltas together, or the latest of others.
+
+        Args:
+            timeout: seconds from now after which the request is aborted with RequestTimeout.
 
         Raises:
             InvalidRequest, EngineAsleep, WeightsMissing, InboxFull: nothing was queued.
@@ -150,9 +177,19 @@ class AsyncLLM:
             self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail)
         )
         arrived.joins = request.params.output_kind is RequestOutputKind.DELTA
-        async for output in self._outputs(request, command, arrived):
-            assert isinstance(output, RequestOutput)
-            yield output
+        timer = None
+        if timeout is not None:
+            late = RequestTimeout(
+                f"the request was not done within {timeout:.3g} s", hint="Ask for less, or allow more time"
+            )
+            timer = self._event_loop.call_later(timeout, arrived.fail, late)
+        try:
+            async for output in self._outputs(request, command, arrived):
+                assert isinstance(output, RequestOutput)
+                yield output
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def chat(
         self,
@@ -163,10 +200,9 @@ class AsyncLLM:
         priority: int = 0,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, as the model's chat template writes it; otherwise as `generate`."""
-        (conversation,) = as_conversations([messages])
-        prompt = self._maker.process.chat(conversation, chat_template, add_generation_prompt)
+        prompt = self.process_chat(messages, chat_template, add_generation_prompt)
         return self.generate(prompt, params, request_id, priority=priority)
 
     async def embed(
@@ -230,6 +266,33 @@ class AsyncLLM:
         """Forget all cached prompt beginnings."""
         await self._call(ResetPrefixCache())
 
+    def process(self, prompt: Prompt, *, reserve: int = 1) -> TokenizedPrompt:
+        """Return a prompt's checked token ids; `reserve` tokens of the context stay free for output. Safe to call from any thread."""
+        return self._maker.process(prompt, reserve=reserve)
+
+    def process_text(self, text: str, *, add_special_tokens: bool = True, reserve: int = 1) -> TokenizedPrompt:
+        """Return a text's checked token ids, with or without those that the model's publisher adds."""
+        return self._maker.process.text(text, add_special_tokens=add_special_tokens, reserve=reserve)
+
+    def process_chat(
+        self,
+        messages: Iterable[Message],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **how: Any,
+    ) -> TokenizedPrompt:
+        """Return a conversation as the model's chat template writes it; safe to call from any thread.
+
+        Args:
+            how: see `PromptProcessor.chat`.
+        """
+        (conversation,) = as_conversations([messages])
+        return self._maker.process.chat(conversation, chat_template, add_generation_prompt, **how)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens; raises InvalidRequest where there is no tokenizer or an id is not in the vocabulary."""
+        return self._maker.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the model's tokenizer."""
         return self._maker.tokenizer
@@ -242,6 +305,11 @@ class AsyncLLM:
         """Return the counters."""
         stats: EngineStats = await self._call(GetStats())
         return stats
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End requests, or all; whoever reads one gets what was streamed of it, with the finish reason "abort"."""
+        keys = [self._requests.abort(name) for name in list(self._requests.ids if request_ids is None else request_ids)]
+        self._tell(Abort(tuple(key for key in keys if key is not None)))
 
     async def close(self) -> None:
         """Take no more requests, serve those in progress to their end, and end the engine. Idempotent."""
@@ -263,7 +331,7 @@ class AsyncLLM:
         request: Request | EmbeddingRequest,
         command: Generate | Embed,
         arrived: _Mailbox,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         self._check_open()
         self._requests.add(request)
         try:
@@ -295,6 +363,8 @@ class AsyncLLM:
         stopped: list[int] = []
         for event in events:
             stopped += self._requests.apply(event)
+            if isinstance(event, Died) and not (self._closed or self.died.done()):
+                self.died.set_result(event.error)
         if stopped:
             self._tell(Finish(tuple(stopped)))
 
@@ -304,3 +374,15 @@ class AsyncLLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("the engine was closed", hint="Make a new one")
+
+
+def _close_unused(making: asyncio.Future[Any]) -> None:
+    """End an engine that was made for nobody."""
+    if not making.cancelled() and making.exception() is None:
+        closing = making.get_loop().create_task(making.result().close())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+
+
+_closing: set[asyncio.Task[None]] = set()
+"""Kept here, because an event loop forgets tasks that nobody keeps."""

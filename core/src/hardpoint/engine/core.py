@@ -142,6 +142,7 @@ class EngineStats:
         prefix_queries, prefix_hits: prompt tokens looked up in, and found in, the prefix cache.
         blocks_used, blocks_free, blocks_cached: device blocks; those cached hold reusable prefixes, in use or free.
         sleep: what sleeps and wakes did.
+        running, waiting, swapped: sequences now.
     """
 
     steps: int
@@ -157,6 +158,9 @@ class EngineStats:
     blocks_free: int
     blocks_cached: int
     sleep: SleepTotals = field(default_factory=SleepTotals)
+    running: int = 0
+    waiting: int = 0
+    swapped: int = 0
 
 
 @dataclass(slots=True)
@@ -431,7 +435,7 @@ class EngineCore:
                 self._mark_dead(death)
 
     def _stats(self) -> EngineStats:
-        blocks, totals = self.scheduler.block_stats, self.totals
+        blocks, totals, queues = self.scheduler.block_stats, self.totals, self.scheduler.stats
         return EngineStats(
             **{f.name: getattr(totals, f.name) for f in fields(totals) if f.name != "sleep"},
             sleep=replace(totals.sleep),
@@ -440,6 +444,9 @@ class EngineCore:
             blocks_used=blocks.device_used,
             blocks_free=blocks.device_free,
             blocks_cached=blocks.cached,
+            running=queues.num_running,
+            waiting=queues.num_waiting,
+            swapped=queues.num_swapped,
         )
 
     # Sleep

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
@@ -126,6 +126,13 @@ class RequestMaker:
         tokens = self.process(prompt, reserve=0)
         command = Embed(next(self._keys), tokens.token_ids, params.pooling or Pooling.LAST)
         return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens; raises InvalidRequest without a tokenizer, TokenOutOfRange."""
+        if self._detokenizer is None:
+            raise InvalidRequest("the engine has no tokenizer", hint="Make it with a tokenizer")
+        self.process.check_ids(token_ids)
+        return self._detokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def pause_command(mode: str, drain_timeout: float | None) -> Pause:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta
@@ -18,6 +18,7 @@ from hardpoint.interfaces.errors import (
     PromptTooLong,
     TokenOutOfRange,
 )
+from hardpoint.models import panics_as_errors, write_chat
 from hardpoint.sampling import PoolingParams, SamplingParams
 from hardpoint.validation import INT32_MAX, Int64, Validated, shown
 
@@ -72,6 +73,10 @@ class TokenizedPrompt(Validated):
         if self.cache_salt is not None:
             _check_unicode("cache_salt", self.cache_salt)
 
+    def salted(self, cache_salt: str | None) -> TokenizedPrompt:
+        """Return the prompt with its prefix cache kept apart by `cache_salt`; None shares it with all others that have none."""
+        return self if cache_salt is None else replace(self, cache_salt=cache_salt)
+
 
 class PromptProcessor:
     """Tokenizes prompts and checks them against the model's limits."""
@@ -96,14 +101,40 @@ class PromptProcessor:
         self._check(token_ids, reserve)
         return TokenizedPrompt(text, token_ids, salt)
 
+    def text(self, text: str, *, add_special_tokens: bool = True, reserve: int = 1) -> TokenizedPrompt:
+        """Return a text as a prompt, with or without the tokens that the model's publisher adds; errors as for a call."""
+        token_ids = self.encode(text, add_special_tokens=add_special_tokens)
+        self._check(token_ids, reserve)
+        return TokenizedPrompt(text, token_ids)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids; raises InvalidRequest when the engine has no tokenizer."""
+        """Return a text's token ids; raises InvalidRequest when the engine has no tokenizer, or one that cannot read it."""
         _check_unicode("the prompt", text)
-        ids: list[int] = self._need_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+        tokenizer = self._need_tokenizer()
+        try:
+            with panics_as_errors():
+                ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # nothing narrower is raised for a vocabulary without what it falls back on
+            raise InvalidRequest("the model's tokenizer cannot read this text", found=str(error)) from error
         return ids
 
-    def chat(self, messages: Sequence[Message], template: str | None, add_generation_prompt: bool) -> TokenizedPrompt:
-        """Return a conversation as the model's chat template writes it; raises InvalidRequest without a template."""
+    def chat(
+        self,
+        messages: Sequence[Message],
+        template: str | None,
+        add_generation_prompt: bool,
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> TokenizedPrompt:
+        """Return a conversation as the model's chat template writes it; raises InvalidRequest without a template.
+
+        Args:
+            continue_final_message: the prompt ends within the last message, which the model goes on with.
+            tools: functions that the model may call, as OpenAI describes them.
+            variables: of the template, further ones.
+        """
         tokenizer = self._need_tokenizer()
         if template is None and tokenizer.chat_template is None:
             raise InvalidRequest(
@@ -113,8 +144,14 @@ class PromptProcessor:
             raise EmptyPrompt("the conversation has no messages", hint="Give at least one message")
         written = [_with_plain_content(message) for message in messages]
         try:
-            text = tokenizer.apply_chat_template(
-                written, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+            text = write_chat(
+                tokenizer,
+                written,
+                template,
+                add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=variables,
             )
         except Exception as error:
             raise InvalidRequest(
@@ -155,7 +192,11 @@ class PromptProcessor:
                 found=f"the context is {self._max_model_len} tokens, of which {reserve} must stay free for output",
                 hint="Shorten the prompt, or raise max_model_len if the model allows it",
             )
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+        self.check_ids(token_ids)
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise TokenOutOfRange for an id that is not in the vocabulary."""
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
             place = next(i for i, token in enumerate(token_ids) if not 0 <= token < self._vocab_size)
             raise TokenOutOfRange(
                 f"token id {shown(token_ids[place])} at position {place} is not in the vocabulary",

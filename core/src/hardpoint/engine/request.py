@@ -268,6 +268,18 @@ class RequestTable:
                 self._streaming.pop(seq_id, None)
         return request.key
 
+    def abort(self, request_id: str) -> int | None:
+        """End a request with what its client knows of it; returns its key, None where it is not in progress."""
+        request = self._by_id.get(request_id)
+        if isinstance(request, EmbeddingRequest):
+            request.recipient.deliver(request.output(None))
+        elif request is not None:
+            for completion in request.completions:
+                if not completion.finished:
+                    request.finish(completion, FinishReason.ABORT, ())
+            request.recipient.deliver(request.output())
+        return self.remove(request_id)
+
     def apply(self, event: Event) -> list[int]:
         """Pass on what an event brings; returns sequences that must be ended, since their text has reached a stop string."""
         match event:

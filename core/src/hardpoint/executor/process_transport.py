@@ -12,7 +12,7 @@ from hardpoint.executor.link import Link, LinkFiles
 from hardpoint.executor.messages import Buffer
 from hardpoint.executor.processes import ChildProcesses
 from hardpoint.executor.ranks import RankSpec, rank_specs
-from hardpoint.executor.rendezvous import RendezvousServer
+from hardpoint.executor.rendezvous import PrivateRendezvous
 from hardpoint.executor.transport import Deadline, Frame, Kind, Transport
 from hardpoint.interfaces.errors import MalformedMessage, RankFailed
 from hardpoint.interfaces.worker import WorkerConfig
@@ -35,14 +35,14 @@ class ProcessTransport(Transport):
         self._resolved, self._config = resolved, config
         self._links: list[Link] = []
         self._inbox: deque[tuple[int, Frame]] = deque()
-        self._rendezvous: RendezvousServer | None = None
+        self._rendezvous: PrivateRendezvous | None = None
         self._processes = ChildProcesses("hardpoint.executor.rank_main", "rank {}", self.limits, self.fail)
 
     def start(self, deadline: Deadline) -> list[RankSpec]:
         """Start the processes; raises ConfigError where there are not enough devices, OSError."""
         specs = rank_specs(self._resolved, self._config)
         if len(specs) > 1:
-            self._rendezvous = RendezvousServer()
+            self._rendezvous = PrivateRendezvous()
             specs = rank_specs(self._resolved, self._config, init_method=self._rendezvous.init_method)
         files: list[LinkFiles] = []
         for _ in specs:
@@ -52,7 +52,7 @@ class ProcessTransport(Transport):
             except OSError:
                 files[-1].close()
                 raise
-        self._processes.start(self._links, files)
+        self._processes.start(self._links, files, () if self._rendezvous is None else (self._rendezvous.file,))
         failures = [link.failure_event for link in self._links]
         self._arrivals = _poll(self._sources())
         self._arrivals_of = [_poll((self._processes.alarm, link.fileno(), *failures)) for link in self._links]

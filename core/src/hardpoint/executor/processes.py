@@ -118,17 +118,20 @@ class ChildProcesses:
         self._alarm = self._command = -1
         self._keeper: threading.Thread | None = None
 
-    def start(self, links: Sequence[Link], files: Sequence[LinkFiles]) -> None:
+    def start(self, links: Sequence[Link], files: Sequence[LinkFiles], shared: Sequence[int] = ()) -> None:
         """Start all; returns when the processes are there. Raises OSError.
 
         Args:
             links: the engine's side of them, in the order of ranks.
-            files: what the ranks inherit.
+            files: what each rank inherits.
+            shared: file descriptors that all of them inherit, under the same numbers.
         """
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         self._alarm = os.eventfd(0, flags)
         self._command = os.eventfd(0, flags)
-        self._keeper = threading.Thread(target=self._keep, args=(links, files), name="hardpoint keeper", daemon=True)
+        self._keeper = threading.Thread(
+            target=self._keep, args=(links, files, shared), name="hardpoint keeper", daemon=True
+        )
         self._keeper.start()
         self._started.wait()
         if self._start_error is not None:
@@ -185,11 +188,11 @@ class ChildProcesses:
 
     # In the keeper's thread
 
-    def _keep(self, links: Sequence[Link], files: Sequence[LinkFiles]) -> None:
+    def _keep(self, links: Sequence[Link], files: Sequence[LinkFiles], shared: Sequence[int]) -> None:
         spins = len(os.sched_getaffinity(0)) > len(links)
         try:
             for rank, (link, inherited) in enumerate(zip(links, files, strict=True)):
-                popen = _spawn(self._module, inherited, spins=spins)
+                popen = _spawn(self._module, inherited, shared, spins=spins)
                 self._processes.append(_Process(rank, self._name.format(rank), popen, link))
         except BaseException as error:
             self._start_error = error
@@ -251,7 +254,7 @@ class ChildProcesses:
         self._fail(process.rank, ended, "\n".join(process.lines), "")
 
 
-def _spawn(module: str, files: LinkFiles, *, spins: bool) -> subprocess.Popen[bytes]:
+def _spawn(module: str, files: LinkFiles, shared: Sequence[int], *, spins: bool) -> subprocess.Popen[bytes]:
     arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
     # The same modules as here, and nothing that happens to lie in the current folder.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
@@ -262,7 +265,7 @@ def _spawn(module: str, files: LinkFiles, *, spins: bool) -> subprocess.Popen[by
             stdin=nothing,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=files.all,
+            pass_fds=(*files.all, *shared),
             env=environment,
             process_group=0,
         )

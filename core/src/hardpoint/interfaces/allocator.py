@@ -68,7 +68,8 @@ class SleepPlan:
         tags: the tags to put to sleep; None for all.
         tier: where preserved bytes go. SOURCE applies to tensors with a declared source; other preserved bytes go to the host.
         keep: tags all of whose writers call `mark_written`. Their backups are kept over wake, and a clean one is not copied again.
-        verify: compare kept backups with the device's bytes instead of trusting `mark_written`; a difference raises BackupStale.
+        verify: compare kept backups with the device's bytes instead of trusting `mark_written`; a difference raises BackupStale. The
+            wake compares what it wrote; a difference raises DriverError, and the memory stays asleep.
         live: tensors of which only some bytes are preserved.
         live_blocks: for a worker: preserve only these KV blocks; None for whatever `policies` says.
         host_budget: most bytes of backups on the host; None for what the host has free.

@@ -184,7 +184,12 @@ class AttentionBackend(Contract, contract=True):
 
     @abstractmethod
     def copy_blocks(self, kv_cache: Tensor, pairs: Int32Array) -> None:
-        """Copy whole blocks in all layers. `kv_cache` is the whole cache, `pairs` int32[k, 2] (source, destination)."""
+        """Copy whole blocks in all layers, pair by pair: a later pair may read or write what an earlier one wrote.
+
+        Args:
+            kv_cache: the whole cache.
+            pairs: int32[k, 2], (source, destination).
+        """
 
     @abstractmethod
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:

@@ -109,10 +109,10 @@ class BackendDescriptor:
     install_hint: str = ""
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name != self.name.lower():
+        if not isinstance(self.name, str) or not self.name.isidentifier() or self.name != self.name.lower():
             raise ValueError(f"a backend's name is a lower-case identifier, not {self.name!r}")
-        low, high = self.api
-        if not 1 <= low <= high:
+        versions = self.api if isinstance(self.api, tuple) and all(type(number) is int for number in self.api) else ()
+        if len(versions) != 2 or not 1 <= versions[0] <= versions[1]:
             raise ValueError(f"api is an inclusive range of contract versions from 1, not {self.api!r}")
 
     def make(self, part: str, device: Device) -> Any:

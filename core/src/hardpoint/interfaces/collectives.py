@@ -20,7 +20,8 @@ class Collectives(Contract, contract=True):
 
         Args:
             init_method: `tcp://host:port/group`, with one name for all ranks of a group; several groups may share an address. Rank 0
-                serves the address, unless it ends in `?served`: then somebody else does already.
+                serves the address, unless it ends in `?served`: then somebody else does already. Or `file:///path#group`, for ranks of one
+                host: a file that all of them can open, which several groups share, and which is not removed.
             timeout: of each later operation, too, in seconds.
         """
 

@@ -310,6 +310,10 @@ class InboxFull(HardpointError, RuntimeError):
     """More commands wait for the engine than its inbox holds; nothing was done, and a later try may succeed."""
 
 
+class RequestTimeout(HardpointError, TimeoutError):
+    """A request was not served to its end within the time that it was given; it was aborted."""
+
+
 class DrainTimeout(HardpointError, TimeoutError):
     """Requests were still running when the time to drain them was over; the engine did not sleep and runs on."""
 

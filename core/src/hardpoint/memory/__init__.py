@@ -4,13 +4,14 @@
 backups, sleep and wake as transactions, by the native engine, which `VirtualPool` offers without torch. `TorchPoolAllocator` adds
 torch's own allocations, where torch has a pluggable allocator for the device. `TensorAllocator` gives
 an allocator of another kind what is torch and not device. `include_dir` is where a driver finds the C contract that it
-implements, and `driver_file` where an installed one is. Importing this package imports neither torch nor a driver.
+implements, and `driver_file` where an installed one is; `write_crash_frames` says where in it a process crashed. Importing
+this package imports neither torch nor a driver.
 """
 
 from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverStatus, DriverTable, Geometry
 from hardpoint.memory.factory_calls import factory_call_pool
-from hardpoint.memory.native_files import driver_file, include_dir
-from hardpoint.memory.pool import PoolBooks, VirtualPool, default_sleep_directory
+from hardpoint.memory.native_files import driver_file, include_dir, write_crash_frames
+from hardpoint.memory.pool import ALL_CLAIMS, PoolBooks, VirtualPool, default_sleep_directory
 from hardpoint.memory.tensors import Accounting, TensorAllocator
 from hardpoint.memory.torch_graph_pool import TorchGraphPool
 from hardpoint.memory.torch_pool import (
@@ -19,10 +20,13 @@ from hardpoint.memory.torch_pool import (
     check_torch_build,
     refuse_expandable_segments,
     torch_has_library,
+    torch_platform_version,
+    without_expandable_segments,
 )
 from hardpoint.memory.virtual import VirtualAllocator, open_driver
 
 __all__ = [
+    "ALL_CLAIMS",
     "Accounting",
     "DriverFlags",
     "DriverQuirks",
@@ -44,4 +48,7 @@ __all__ = [
     "open_driver",
     "refuse_expandable_segments",
     "torch_has_library",
+    "torch_platform_version",
+    "without_expandable_segments",
+    "write_crash_frames",
 ]

@@ -12,6 +12,8 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 SIMULATION_SYMBOL = "hardpoint_simulated_driver"
@@ -37,6 +39,38 @@ class CallFailed(Exception):
     def __init__(self, call: str, status: int) -> None:
         super().__init__(f"{call} returned {status}")
         self.call, self.status = call, status
+
+
+def mapped(name: str) -> tuple[str, ...]:
+    """Return the libraries of this process whose file names begin with `name`, by path; simulations are left out."""
+    paths: dict[str, None] = {}
+    with suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as lines:
+        paths = dict.fromkeys(
+            fields[5].rstrip("\n")
+            for fields in (line.split(maxsplit=5) for line in lines)
+            if len(fields) == 6 and os.path.basename(fields[5]).startswith(name)
+        )
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            if not hasattr(ctypes.CDLL(path, os.RTLD_NOLOAD | os.RTLD_NOW), SIMULATION_SYMBOL):
+                found.append(path)
+    return tuple(found)
+
+
+def bundled(name: str, *folders: str) -> tuple[str, ...]:
+    """Return the libraries whose file names begin with `name` in folders of installed packages, by path, in the folders' order.
+
+    Args:
+        folders: as in "torch/lib", patterns too.
+    """
+    found = (
+        str(file.resolve())
+        for folder in folders
+        for entry in sys.path
+        for file in sorted(Path(entry).glob(f"{folder}/{name}*"))
+    )
+    return tuple(dict.fromkeys(found))
 
 
 class DriverLibrary:

@@ -39,6 +39,7 @@ class DriverFlags(IntFlag):
     FRESH_ZERO = 2
     SIMULATED = 4
     COPIES_BLOCK = 8
+    UNMAP_WAITS = 16
 
 
 class DriverQuirks(IntFlag):

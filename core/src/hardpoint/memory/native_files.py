@@ -1,10 +1,11 @@
-"""Where the native files of installed packages are: the core's C headers, and backends' driver libraries."""
+"""The native files of installed packages: the core's C headers, backends' driver libraries, and where in them a process crashed."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
 
+from hardpoint import _native
 from hardpoint.interfaces.errors import BackendBroken
 
 
@@ -30,3 +31,15 @@ def driver_file(package: str) -> Path:
             hint="Build and install the package again",
         )
     return Path(found.origin)
+
+
+def write_crash_frames(descriptor: int) -> bool:
+    """Let a fatal signal write the C frames of its thread to an open file from now on, before the process ends as it would have.
+
+    A line has the file, and the function where its name is exported, or else the offset in the file, for `addr2line`. Whoever handled the
+    signals before (`faulthandler`) has its turn after it.
+
+    Returns:
+        False where the system's C library has no backtraces.
+    """
+    return _native.write_crash_frames(descriptor)

@@ -23,15 +23,19 @@ from hardpoint.interfaces.allocator import (
     MemoryTransaction,
     Policy,
     SleepPlan,
+    TagStats,
 )
-from hardpoint.interfaces.capabilities import SleepTier
-from hardpoint.interfaces.errors import DeviceOutOfMemory, InvalidAllocation, MemoryFault
+from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier, TorchPoolScope
+from hardpoint.interfaces.errors import CapabilityRefused, DeviceOutOfMemory, InvalidAllocation, MemoryFault
 from hardpoint.memory.driver_table import DriverQuirks, DriverTable
 
 STANDARD_TAGS = (WEIGHTS, BUFFERS, KV_CACHE, DEFAULT)
 SLEEP_DIRECTORY_VARIABLE = "HARDPOINT_SLEEP_DIR"
+ALL_CLAIMS = MemoryCapabilities(frozenset({0, 1, 2}), frozenset(SleepTier), elastic=True, torch_pool=TorchPoolScope.ALL)
+"""Of memory whose driver alone says what it can."""
 
 _ADDRESSES = 1 << 63
+SEE_DOCTOR = "`hardpoint doctor` lists what the backend supports"
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,23 @@ class VirtualMemory:
     """What a `VirtualPool` and a `VirtualAllocator` have in common: the native engine over a driver, its sleeps, wakes and books.
 
     Every method may be called from any thread. Operations (sleep, wake, resize) follow one another; allocations go on meanwhile.
-    Errors are those of the contract (`hardpoint.interfaces.errors`), ForkedProcess in a forked child.
+    Errors are those of the contract (`hardpoint.interfaces.errors`), ForkedProcess in a forked child. What is not claimed is
+    refused with CapabilityRefused before anything is done.
 
     Attributes:
         driver: the device's memory driver.
         native: the engine's own object, for what is built on it inside the core.
     """
 
-    def __init__(self, driver: DriverTable) -> None:
-        """Open the device; raises DriverError."""
+    def __init__(self, driver: DriverTable, claims: MemoryCapabilities = ALL_CLAIMS) -> None:
+        """Open the device; raises DriverError.
+
+        Args:
+            driver: the device's memory driver.
+            claims: what may be asked of the memory; by default all that the driver can.
+        """
         self.driver = driver
+        self._claims = claims
         self.native = _native.MemoryPool(driver.capsule)
         self.native.know_tags(list(STANDARD_TAGS))
         self._rebuilds: dict[int, Callable[[], None]] = {}
@@ -94,10 +105,11 @@ class VirtualMemory:
         self.native.mark_written(list(tags))
 
     def prepare_sleep(self, plan: SleepPlan) -> None:
-        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded.
+        """Take and pin the host memory that `sleep(plan)` will need, in the background; raises HostBudgetExceeded, CapabilityRefused.
 
         For one to disk, remove the backups that dead processes left in its directory.
         """
+        self._check_plan(plan)
         if plan.tier is SleepTier.DISK:
             try:
                 plan = replace(plan, disk_directory=str(_sleep_directory(plan.disk_directory)))
@@ -110,10 +122,11 @@ class VirtualMemory:
 
         Until it ends, operations of any thread raise MemoryBusy.
         """
+        self._check_plan(plan)
         with self._quiet(plan):
             operation = self.native.begin_sleep(_placed(plan))
             operation.hold()
-            return operation
+            return _Transaction(operation)
 
     def begin_wake(self, tags: Sequence[str] | None = None) -> MemoryTransaction:
         """Do everything of a wake that can fail, callbacks of declared sources included; see `DeviceAllocator.begin_wake`.
@@ -123,12 +136,13 @@ class VirtualMemory:
         operation = self.native.begin_wake(None if tags is None else list(tags))
         self._rebuild(operation)
         operation.hold()
-        return operation
+        return _Transaction(operation)
 
     def sleep(self, plan: SleepPlan) -> MemoryReport:
         """Give device memory back as planned; operations of other threads wait for it."""
+        self._check_plan(plan)
         with self._quiet(plan):
-            return self.native.begin_sleep(_placed(plan)).commit()
+            return _Transaction(self.native.begin_sleep(_placed(plan))).commit()
 
     def wake(
         self, tags: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
@@ -136,7 +150,7 @@ class VirtualMemory:
         """Map memory again at the same addresses and restore what was preserved; operations of other threads wait for it."""
         operation = self.native.begin_wake(None if tags is None else list(tags), progress)
         self._rebuild(operation)
-        return operation.commit()
+        return _Transaction(operation).commit()
 
     def discard_backup(self, tags: Sequence[str]) -> None:
         """Drop the backups of memory that is asleep; raises UnknownTag."""
@@ -144,7 +158,8 @@ class VirtualMemory:
 
     def stats(self) -> MemoryStats:
         """Return the books by tag."""
-        return self.native.stats()
+        tags, peak, asleep = self.native.stats()
+        return MemoryStats({tag: TagStats(*fields) for tag, fields in tags.items()}, peak, asleep)
 
     def memory_info(self) -> MemoryInfo:
         """Return the device's free and total memory as its driver reports them."""
@@ -155,6 +170,33 @@ class VirtualMemory:
     def close(self) -> None:
         """Refuse new memory; what is in use stays until it is freed."""
         self.native.close()
+
+    def _check_plan(self, plan: SleepPlan) -> None:
+        """Raise CapabilityRefused for a sleep that is not claimed: by its level, which is what becomes of the weights, or its tier."""
+        levels, tiers = self._claims.sleep_levels, self._claims.tiers
+        policy, needed = plan.policies.get(WEIGHTS), {1, 2}
+        if policy in (Policy.DISCARD, Policy.ZERO):
+            needed = {2}
+        elif policy is not Policy.RESIDENT and (plan.tags is None or WEIGHTS in plan.tags):
+            needed = {1} if self.stats().tags[WEIGHTS].mapped else needed
+        reasons = []
+        if not needed & levels:
+            reasons.append(f"its memory has the sleep levels {', '.join(map(str, sorted(levels))) or 'none'}")
+        # Level 2 preserves what is neither weights nor KV cache on the host, also where no tier is claimed for more.
+        if plan.tier not in (tiers or {SleepTier.HOST}):
+            reasons.append(f"its tiers are {', '.join(sorted(tier.value for tier in tiers)) or 'none'}")
+        if reasons:
+            level = "1 or 2" if len(needed) > 1 else str(*needed)
+            raise CapabilityRefused(
+                f"this memory cannot sleep at level {level} with the tier '{plan.tier.value}'", reasons, hint=SEE_DOCTOR
+            )
+
+    def _check_elastic(self) -> None:
+        """Raise CapabilityRefused where elastic memory is not claimed."""
+        if not self._claims.elastic:
+            raise CapabilityRefused(
+                "this memory cannot grow or shrink in place", ["elastic memory is not claimed"], hint=SEE_DOCTOR
+            )
 
     def _quiet(self, plan: SleepPlan) -> AbstractContextManager[None]:
         """Keep others from the memory that a sleep takes, for the time of its work; may refuse it. Default: nothing."""
@@ -208,10 +250,12 @@ class VirtualPool(VirtualMemory):
 
         Raises:
             InvalidAllocation: no bytes, or more than the capacity.
-            CapabilityRefused: the device has no elastic memory.
+            CapabilityRefused: the device has no elastic memory, or it is not claimed.
             DeviceOutOfMemory, DriverError.
         """
         check_size(size, capacity)
+        if capacity:
+            self._check_elastic()
         if shared and not capacity:
             return self.native.allocate_block(size, tag, policy)
         return self.native.allocate(size, tag, policy, capacity)
@@ -262,7 +306,20 @@ class VirtualPool(VirtualMemory):
 
 
 # A native operation has the methods of the contract, and no need of a class in between.
-MemoryTransaction.register(_native.MemoryOperation)
+
+
+class _Transaction(MemoryTransaction):
+    """A native operation that is prepared; dropped without an end, it is rolled back."""
+
+    def __init__(self, operation: _native.MemoryOperation) -> None:
+        self._operation = operation
+
+    def commit(self) -> MemoryReport:
+        fields = self._operation.commit()
+        return MemoryReport(**fields | {"tiers": {SleepTier(tier): size for tier, size in fields["tiers"].items()}})
+
+    def rollback(self) -> None:
+        self._operation.rollback()
 
 
 def _placed(plan: SleepPlan) -> SleepPlan:

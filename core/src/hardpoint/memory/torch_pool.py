@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint import _native
 from hardpoint.interfaces.allocator import Policy, SleepPlan
-from hardpoint.interfaces.capabilities import MemoryCapabilities
+from hardpoint.interfaces.capabilities import MemoryCapabilities, TorchPoolScope
 from hardpoint.interfaces.errors import CapabilityRefused, DriverError, MemoryBusy
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint.memory.torch_graph_pool import TorchGraphPool
@@ -50,6 +50,7 @@ class TorchPoolFunctions:
         synchronize: wait for torch's work on the device with an index. Some builds queue operators on the host, where a driver does
             not see them.
         check: raise CapabilityRefused where torch's build or settings do not allow pools (see `refuse_expandable_segments`).
+        settled: a context in which settings that do not go with pools are out of force (see `without_expandable_segments`).
     """
 
     symbols: tuple[str, str]
@@ -60,10 +61,17 @@ class TorchPoolFunctions:
     empty_cache: Callable[[], None]
     synchronize: Callable[[int], None]
     check: Callable[[], None]
+    settled: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def of_module(
-        cls, name: str, *, backend: str, pluggable_allocator: str, check: Callable[[], None]
+        cls,
+        name: str,
+        *,
+        backend: str,
+        pluggable_allocator: str,
+        check: Callable[[], None],
+        settled: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> TorchPoolFunctions:
         """Return the functions of torch's module for a device, which is imported when one of them is called.
 
@@ -72,7 +80,7 @@ class TorchPoolFunctions:
                 pluggable allocator.
             backend: the name that the driver's source gives HP_TORCH_ALLOCATOR.
             pluggable_allocator: name of the pluggable allocator's class.
-            check: see the attribute.
+            check, settled: see the attributes.
         """
 
         def memory() -> Any:
@@ -91,6 +99,7 @@ class TorchPoolFunctions:
             empty_cache=lambda: import_module(name).empty_cache(),
             synchronize=partial(_synchronize, name),
             check=check,
+            settled=settled,
         )
 
 
@@ -111,15 +120,32 @@ def torch_has_library(name: str) -> bool:
     return any((Path(folder) / "lib" / name).exists() for folder in (torch and torch.submodule_search_locations) or ())
 
 
+def torch_platform_version(name: str) -> tuple[int, ...]:
+    """Return the version of the platform that the installed torch is built with; () where it is built without. Torch is not imported.
+
+    Args:
+        name: of the platform in `torch.version`.
+    """
+    torch = find_spec("torch")
+    for folder in (torch and torch.submodule_search_locations) or ():
+        file = Path(folder) / "version.py"
+        found = re.search(
+            rf"^{name}\b[^=]*= *'([\d.]+)'", file.read_text("utf-8") if file.exists() else "", re.MULTILINE
+        )
+        if found:
+            return tuple(map(int, found[1].strip(".").split(".")))
+    return ()
+
+
 def check_torch_build(name: str, *, backend: str, platform: str, version: str, variables: Sequence[str]) -> None:
     """Raise CapabilityRefused where torch is built without a platform, or its allocator for it is set to one without pools.
 
     Args:
-        name: torch's module for the device, which tells the allocator in force and its settings.
+        name: torch's module for the device, which tells the allocator in force.
         backend: name of our backend.
         platform: what torch is to be built for, as its users call it.
         version: the name in `torch.version` that is None in builds without the platform.
-        variables: see `refuse_expandable_segments`.
+        variables: the environment variables that torch reads its allocator settings from.
     """
     import torch
 
@@ -138,22 +164,69 @@ def check_torch_build(name: str, *, backend: str, platform: str, version: str, v
             [f"torch's allocator is '{allocator}', which has no pools"],
             hint=f"Remove `backend:` from {' and '.join(variables)}",
         )
-    settings = device.memory._snapshot()["allocator_settings"]
-    refuse_expandable_segments(variables, settings["expandable_segments"])
 
 
-def refuse_expandable_segments(variables: Sequence[str], in_force: bool | None = None) -> None:
-    """Raise CapabilityRefused when torch is set to expandable segments, which it maps by itself, past every pluggable allocator.
+class _ExpandableSegments:
+    """Torch's expandable segments, which it maps by itself, past every pluggable allocator. Process-wide, as the setting is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._users = 0
+        self._settings: tuple[str, str] | None = None
+
+    @contextmanager
+    def off(self, in_force: Callable[[], bool]) -> Iterator[None]:
+        """Have them switched off, if they are in force, until the last of those who need it leaves."""
+        with self._lock:
+            if not self._users and in_force():
+                before = _settings_of_calls()
+                # A call puts options that it does not name back to their defaults; of those that it names twice, the last counts.
+                wanted = [f"{before},expandable_segments:{value}".lstrip(",") for value in (False, True)]
+                self._settings = wanted[0], before if _expandable(before) else wanted[1]
+                _set(wanted[0])
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users and self._settings is not None:
+                    # Settings that somebody gave meanwhile stand.
+                    if _settings_of_calls() == self._settings[0]:
+                        _set(self._settings[1])
+                    self._settings = None
+
+
+_expandable_segments = _ExpandableSegments()
+
+
+def without_expandable_segments(name: str) -> AbstractContextManager[None]:
+    """Return a context in which torch's allocator keeps every setting but expandable segments, which are off; afterwards on again.
+
+    Other threads' allocations take plain segments meanwhile.
+
+    Args:
+        name: torch's module for the device, which tells the settings in force.
+    """
+    module = import_module(name)
+    return _expandable_segments.off(lambda: module.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
+def _set(settings: str) -> None:
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def refuse_expandable_segments(variables: Sequence[str]) -> None:
+    """Raise CapabilityRefused when torch is set to expandable segments, and cannot be told otherwise without loss of other settings.
 
     Args:
         variables: the environment variables that torch reads its allocator settings from, the one that counts most first.
-        in_force: what torch says of the setting; None where it cannot be asked.
     """
     asked = {name: os.environ[name] for name in variables if _expandable(os.environ.get(name, ""))}
     called = _settings_of_calls()
-    if in_force is None:
-        in_force = bool(asked) if _expandable(called) is None else _expandable(called)
-    if not in_force:
+    if not (bool(asked) if _expandable(called) is None else _expandable(called)):
         return
     found = [f"{name}={value}" for name, value in asked.items()] or [
         f"set by a call: {called or 'expandable_segments:True'}"
@@ -260,6 +333,7 @@ class _Block:
         with ExitStack() as undo:
             _native.enter_torch_pool(self.pools.memory, self.pools.device, tag, policy)
             undo.callback(_native.leave_torch_pool, self.pools.device)
+            undo.enter_context(self.pools.functions.settled())
             if self.context.is_routed:
                 undo.enter_context(self.pools.functions.use(self.torch_pool, self.pools.device))
             self.in_torch = undo.pop_all()
@@ -474,6 +548,9 @@ class TorchPoolAllocator(VirtualAllocator, partial=True):
 
         Entering it raises CapabilityRefused where torch's build or settings do not allow it. See `TorchPools`.
         """
+        if self.capabilities().torch_pool is not TorchPoolScope.ALL:
+            self._torch_pools.functions.check()  # knows the reason
+            return super().pool(tag, policy)
         return self._torch_pools.context(tag, policy)
 
     @contextmanager

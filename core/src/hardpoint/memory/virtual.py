@@ -15,30 +15,33 @@ from hardpoint.interfaces.allocator import (
 )
 from hardpoint.interfaces.capabilities import MemoryCapabilities, TorchPoolScope
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import InvalidAllocation
+from hardpoint.interfaces.errors import CapabilityRefused, InvalidAllocation
 from hardpoint.memory.driver_table import DriverTable
 from hardpoint.memory.factory_calls import factory_call_pool
 from hardpoint.memory.native_files import driver_file
-from hardpoint.memory.pool import VirtualMemory, check_size
+from hardpoint.memory.pool import SEE_DOCTOR, VirtualMemory, check_size
 from hardpoint.memory.tensors import TensorAllocator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def open_driver(package: str, device: int, options: Mapping[str, object] | None = None) -> DriverTable:
+def open_driver(
+    package: str, device: int, options: Mapping[str, object] | None = None, library: str | None = None
+) -> DriverTable:
     """Return the memory driver of a backend's package for one device; the vendor's library is found as the probe finds it.
 
     Args:
         device: index of the device.
         options: the driver's own.
+        library: path of the vendor's library; None for the usual one.
 
     Raises:
         BackendBroken: the driver was not built, or for another contract.
         BackendUnavailable: the vendor's library or the device is not here.
         DriverError: a vendor call failed, or the driver does not know an option.
     """
-    return DriverTable(driver_file(package), device=device, options=options)
+    return DriverTable(driver_file(package), device=device, library=library, options=options)
 
 
 class VirtualAllocator(VirtualMemory, TensorAllocator):
@@ -47,7 +50,7 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
     Tensors below 8 MiB share allocations by tag and policy; larger ones have their own. A backend derives from it, and adds `pool`
     where torch has a pluggable allocator for the device.
 
-    While a tag is asleep, new tensors of it are awake memory; they join the next sleep.
+    While a tag is asleep, new tensors of it are awake memory; they join the next sleep. What the backend does not claim is refused.
     """
 
     def __init__(
@@ -61,14 +64,13 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
             torch_device: the device's name in torch.
             capabilities: what the backend claims for the device.
         """
-        super().__init__(driver)
+        super().__init__(driver, capabilities)
         self._tensors = _native.MemoryTensors(self.native, device)
         self._torch_device = torch_device
-        self._capabilities = capabilities
 
     def capabilities(self) -> MemoryCapabilities:
         """Return what this allocator does."""
-        return self._capabilities
+        return self._claims
 
     def empty(
         self,
@@ -80,7 +82,7 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
     ) -> Tensor:
         """Return an uninitialised contiguous tensor in this memory, elastic with `max_rows`.
 
-        Raises InvalidAllocation for a negative extent, DeviceOutOfMemory, DriverError.
+        Raises InvalidAllocation for a negative extent, CapabilityRefused, DeviceOutOfMemory, DriverError.
         """
         import torch
 
@@ -91,6 +93,8 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
                 "a tensor has no negative extent, and an elastic one has bytes and at most its most rows",
                 found=f"shape {list(shape)}, most rows {max_rows}",
             )
+        if max_rows is not None:
+            self._check_elastic()
         if size == 0:
             return torch.empty(shape, dtype=dtype.to_torch(), device=self._torch_device)
         capacity = 0 if max_rows is None else size // shape[0] * max_rows
@@ -99,6 +103,7 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
 
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
         """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent."""
+        self._check_elastic()
         if tensor.dim() == 0 or not tensor.is_contiguous() or rows < 1:
             raise InvalidAllocation(
                 "only a contiguous tensor with rows can be resized, to at least one",
@@ -112,9 +117,11 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
 
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
         """Put what torch's factory calls of this thread make into this memory, where that is what the backend claims; else refused."""
-        if self._capabilities.torch_pool is TorchPoolScope.FACTORY_CALLS:
-            return factory_call_pool(self, tag, policy)
-        return super().pool(tag, policy)
+        if self._claims.torch_pool is not TorchPoolScope.FACTORY_CALLS:
+            raise CapabilityRefused(
+                "torch cannot allocate from a pool of this memory", ["no torch pool is claimed"], hint=SEE_DOCTOR
+            )
+        return factory_call_pool(self, tag, policy)
 
     def declare_source(self, tensor: Tensor, source: Sequence[FileExtent] | Callable[[], None]) -> None:
         """Say where a tensor's bytes come from; raises ForeignMemory, InvalidAllocation."""

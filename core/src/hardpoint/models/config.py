@@ -6,6 +6,7 @@ those of transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -275,6 +276,11 @@ class ModelConfig:
     def _rope(self, entry: dict[str, Any], rotary_dim: int) -> Rope | Refusal:
         if entry.get("rope_theta") is None:
             entry["rope_theta"] = self.number("rope_theta", 10000.0)
+        divisors = self.rope_divisors
+        if divisors is not None and not (
+            len(divisors) == rotary_dim // 2 and all(0 < one < math.inf for one in divisors)
+        ):
+            raise self._unusable("rope_freqs.weight", divisors, f"{rotary_dim // 2} numbers above 0")
         if self.values.get("original_max_position_embeddings") is not None:
             entry["original_max_position_embeddings"] = self.number("original_max_position_embeddings")
         return rope_from_config(entry, rotary_dim, self.max_position_embeddings, self.rope_divisors)

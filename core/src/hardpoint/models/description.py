@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.capabilities import AttentionLayer
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.errors import CapabilityRefused, ModelError
 from hardpoint.layers import ModelContext, ParallelRank, RotaryEmbedding
 from hardpoint.models.decoder import tensor_obstacles
 from hardpoint.models.registry import family_of
@@ -32,7 +32,10 @@ class ModelDescription:
 
     def __init__(self, family: type[CausalLM], config: ModelConfig, dtype: DType) -> None:
         self._family, self.config, self.dtype = family, config, dtype
-        self.whole = family(config, ModelContext(dtype.to_torch()))
+        try:
+            self.whole = family(config, ModelContext(dtype.to_torch()))
+        except RuntimeError as error:  # of sizes whose product torch cannot count
+            raise ModelError(f"{config.where} is not a usable configuration", found=str(error)) from error
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: DType) -> ModelDescription | Refusal:

@@ -34,8 +34,9 @@ def rope_divisors(file: GGUFFile) -> tuple[float, ...] | None:
     """Return the divisors of the rotary frequencies that the file stores (Llama 3.1's scaling), None for none."""
     if "rope_freqs.weight" not in file.tensors:
         return None
-    ((_, values),) = file.rows("rope_freqs.weight")
-    return tuple(values.float().tolist())
+    # Of another shape, or larger than a chunk of rows, they are no divisors, which their number says.
+    _, values = next(file.rows("rope_freqs.weight"), (0, None))
+    return () if values is None else tuple(values.float().flatten().tolist())
 
 
 def _common(file: GGUFFile) -> dict[str, Any]:

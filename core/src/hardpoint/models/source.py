@@ -103,11 +103,14 @@ class ModelSource:
         )
 
     def fingerprint(self) -> tuple[tuple[Path, tuple[int, int]], ...]:
-        """Return (size in bytes, time of change in nanoseconds) of each file with weights; raises ModelNotFound, OSError."""
+        """Return (size in bytes, time of change in nanoseconds) of each file with weights; raises ModelNotFound, CorruptWeights."""
         if self.format is ModelFormat.DUMMY:
             return ()
         files = [self.path] if self.gguf is not None else safetensors_files(self.path)[0]
-        return tuple((file, (status.st_size, status.st_mtime_ns)) for file in files for status in [file.stat()])
+        try:
+            return tuple((file, (status.st_size, status.st_mtime_ns)) for file in files for status in [file.stat()])
+        except OSError as error:
+            raise CorruptWeights(f"weights of {self.path} cannot be read", found=str(error)) from error
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]], dummy_seed: int | None) -> Checkpoint:
         """Return the checkpoint; or, for a seed, random weights of the given names and shapes."""
@@ -132,13 +135,8 @@ class ModelSource:
 
     @cached_property
     def config(self) -> Any:
-        """transformers' configuration, for its own modelling code."""
-        if self.gguf is None:
-            return _without_quantisation(_read_config(self.path, self.trust_remote_code))
-        from transformers import AutoConfig
-
-        values = dict(self.values)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        """transformers' configuration, for its own modelling code; of a folder, since that code reads no GGUF files."""
+        return _without_quantisation(_read_config(self.path, self.trust_remote_code))
 
     @property
     def text_config(self) -> Any:
@@ -201,6 +199,12 @@ class ModelSource:
         described = self.describe(self.dtype)
         if not isinstance(described, Refusal):
             return described.whole.attention_layers()
+        if self.gguf is not None:
+            raise UnsupportedArchitecture(
+                f"{self.path} cannot be run",
+                found="; ".join(described.reasons),
+                hint="GGUF files are read for the core's own families only: use the safetensors checkpoint",
+            )
         from hardpoint.models.fallback import attention_layers
 
         return attention_layers(self)
@@ -234,7 +238,15 @@ class ModelSource:
     def model_config(self) -> ModelConfig:
         """The configuration as families read it, completed by the model's own."""
         family = family_of(self.architecture)
-        values = dict(self.values) if family is None else family.complete(self.values)
+        try:
+            values = dict(self.values) if family is None else family.complete(self.values)
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+        ) as error:  # of a value that is of another type than it must be
+            raise ModelError(f"{self.path} is not a usable configuration", found=str(error)) from error
         divisors = rope_divisors(self.gguf) if self.gguf is not None else None
         return ModelConfig(self.architecture, values, str(self.path), divisors)
 
@@ -256,12 +268,17 @@ class ModelSource:
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
         if self.generation_config not in ("auto", "vllm"):
-            place = Path(self.generation_config).expanduser()
-            file = place / _GENERATION_CONFIG if place.is_dir() else place
-            if not file.is_file():
+            found = None
+            try:
+                place = Path(self.generation_config).expanduser()
+                file = place / _GENERATION_CONFIG if place.is_dir() else place
+                found = None if file.is_file() else f"no file {file}"
+            except (OSError, RuntimeError, ValueError) as error:  # a name that is too long or none, or a home of nobody
+                found = str(error)
+            if found is not None:
                 raise ConfigError(
-                    f"generation_config={self.generation_config!r} is not there",
-                    found=f"no file {file}",
+                    f"generation_config={shown(self.generation_config)} is not there",
+                    found=found,
                     hint=f"Give 'auto', 'vllm', or a folder with {_GENERATION_CONFIG}",
                 )
             return _read_json(file)
@@ -353,15 +370,19 @@ def _check_regular(paths: Iterable[Path]) -> None:
     """Raise ModelError where something of a model is a pipe, a socket or a device: to read it could wait for ever."""
     for path in paths:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ModelError(
-                f"{path} cannot be read as a part of a model",
-                found="neither a file nor a folder: a pipe, a socket or a device",
-                hint="Give regular files, or links to them",
-            )
+            raise _not_regular(path, "neither a file nor a folder: a pipe, a socket or a device")
+
+
+def _not_regular(path: Path, found: str) -> ModelError:
+    return ModelError(
+        f"{path} cannot be read as a part of a model", found=found, hint="Give regular files, or links to them"
+    )
 
 
 def _open_gguf(path: Path, load_format: str) -> ModelSource:
     _check_regular([path])
+    if not path.is_file():
+        raise _not_regular(path, "a folder" if path.is_dir() else "a link that leads to no file")
     if load_format not in ("auto", ModelFormat.GGUF, ModelFormat.DUMMY):
         raise ConfigError(f"load_format {load_format!r} does not fit the model", found=f"a GGUF file, {path.name}")
     file = read_gguf(path)
@@ -392,6 +413,7 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
     if load_format == ModelFormat.GGUF:
         raise ConfigError("load_format 'gguf' does not fit the model", found=f"a folder with config.json, {folder}")
     written = _read_json(folder / "config.json")
+    _check_counts(folder / "config.json", written)
     architecture = _architecture(folder, written)
     if is_known(architecture):
         values: Mapping[str, Any] = written
@@ -425,6 +447,21 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+_MOST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1 << 16) | {"num_labels": 1 << 20}
+"""Beyond any model's: transformers' configurations make an entry for each of them, whatever they are read for."""
+
+
+def _check_counts(file: Path, written: Mapping[str, Any]) -> None:
+    """Raise ModelError for a number, of the model or a part of it, of which transformers would make a list without end."""
+    for part in (written, *(value for value in written.values() if isinstance(value, Mapping))):
+        for name, most in _MOST.items():
+            value = part.get(name)
+            if isinstance(value, (int, float)) and not value <= most:
+                raise ModelError(
+                    f"{file} is not a usable configuration", found=f"{name} is {shown(value)}, not at most {most}"
+                )
+
+
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:
     written = _read_json(folder / "config.json")
     from transformers import AutoConfig
@@ -435,7 +472,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
         if "model_type" in written and not _knows(written["model_type"]):
             raise UnsupportedArchitecture(
                 f"the architecture of {folder} is not known",
-                found=f"{', '.join(written.get('architectures') or ['no architecture'])} "
+                found=f"{shown(written.get('architectures') or 'no architecture')} "
                 f"(model_type {written['model_type']!r})",
                 hint=supported_architectures(),
             ) from error

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +21,25 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.source import ModelSource
+from hardpoint.validation import Validated, shown
 from hardpoint.weights.gguf_file import GGUFFile, read_gguf
 
 _TOKENIZER_KEYS = {
-    "tokenizer_type": "model",
-    "pre_tokenizer_type": "pre",
-    "tokens": "tokens",
-    "scores": "scores",
-    "token_type": "token_type",
-    "merges": "merges",
-    "precompiled_charsmap": "precompiled_charsmap",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "unk_token_id": "unknown_token_id",
-    "pad_token_id": "padding_token_id",
-    "add_prefix_space": "add_space_prefix",
+    name: f"tokenizer.ggml.{key}"
+    for name, key in {
+        "tokenizer_type": "model",
+        "pre_tokenizer_type": "pre",
+        "tokens": "tokens",
+        "scores": "scores",
+        "token_type": "token_type",
+        "merges": "merges",
+        "precompiled_charsmap": "precompiled_charsmap",
+        "bos_token_id": "bos_token_id",
+        "eos_token_id": "eos_token_id",
+        "unk_token_id": "unknown_token_id",
+        "pad_token_id": "padding_token_id",
+        "add_prefix_space": "add_space_prefix",
+    }.items()
 }
 logger = logging.getLogger(__name__)
 
@@ -47,6 +54,17 @@ _CHANGES_BACKEND = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_
 """Settings by which they do not, or may not."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens in a GGUF file (llama.cpp, llama_token_type)."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Make a RuntimeError of a panic in the tokenizers library, which is no Exception and would pass every handler."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ == "pyo3_runtime":
+            raise RuntimeError(str(error)) from error
+        raise
 
 
 class LightTokenizer:
@@ -75,7 +93,7 @@ class LightTokenizer:
         return self._transformers.decode(token_ids, **options)
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Return a conversation as the model reads it; see transformers."""
+        """Return a conversation as the model reads it; see transformers. Templates are not bounded here: see `write_chat`."""
         return self._transformers.apply_chat_template(conversation, **{"chat_template": self.chat_template, **options})
 
     def __call__(self, *given: Any, **options: Any) -> Any:
@@ -93,6 +111,45 @@ class LightTokenizer:
     @cached_property
     def _transformers(self) -> Any:
         return self._load()
+
+
+def write_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None,
+    add_generation_prompt: bool,
+    *,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Return a conversation as the model reads it; raises whatever a template raises.
+
+    Args:
+        template: in Jinja, or the name of one of the tokenizer's; None for the tokenizer's own.
+        continue_final_message: the text ends where the last message's content does, and the model goes on with it.
+        tools, variables: see `chat_template.render`.
+    """
+    own = tokenizer.chat_template
+    if isinstance(own, Mapping):
+        template = own.get("default" if template is None else template, template)
+    text = own if template is None else template
+    if not isinstance(text, str):
+        raise TypeError(f"{shown(text)} is no chat template")
+    from hardpoint.models.chat_template import render
+
+    special = {
+        name: list(map(str, token)) if isinstance(token, list) else str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+    }
+    mark = ""
+    if continue_final_message:
+        mark = secrets.token_hex(16)
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1].get('content') or ''}{mark}"}]
+    made = render(text, messages, tools, variables, add_generation_prompt=add_generation_prompt, **special)
+    if mark and mark not in made:
+        raise ValueError("the template leaves the last message out, so that it cannot be continued")
+    return made[: made.rindex(mark)] if mark else made
 
 
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
@@ -115,7 +172,10 @@ def _from_folder(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+            )
     except Exception as error:  # transformers raises whatever a missing or damaged file led to
         raise ModelError(
             f"{folder} has no usable tokenizer",
@@ -139,7 +199,8 @@ def _light_from_folder(folder: Path) -> LightTokenizer | None:
             template = beside.read_text(encoding="utf-8")
         if (folder / "additional_chat_templates").exists() or not isinstance(template, (str, type(None))):
             return None
-        backend = Tokenizer.from_file(str(file))
+        with panics_as_errors():
+            backend = Tokenizer.from_file(str(file))
         named = [given.get(name) for name in _SPECIAL_TOKENS]
         if any(not _is_added(backend, token) for token in named if token is not None):
             return None
@@ -197,7 +258,7 @@ def _light_from_gguf(file: GGUFFile) -> LightTokenizer | None:
     ]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
     _add_ends(backend, file, special, vocabulary)
-    return LightTokenizer(backend, file.metadata.get("tokenizer.chat_template"), partial(_reopened, file.path))
+    return LightTokenizer(backend, _chat_template(file), partial(_reopened, file.path))
 
 
 def _reopened(path: Path) -> Any:
@@ -223,11 +284,37 @@ def _byte_spelling() -> list[str]:
 
 
 def _described(file: GGUFFile) -> dict[str, Any]:
-    given = {name: file.metadata.get(f"tokenizer.ggml.{key}") for name, key in _TOKENIZER_KEYS.items()}
-    described = {name: value for name, value in given.items() if value is not None}
+    described = {name: file.metadata[key] for name, key in _TOKENIZER_KEYS.items() if key in file.metadata}
     if "tokens" not in described:
         raise CorruptWeights(f"{file.path} has no vocabulary", found="no metadata key 'tokenizer.ggml.tokens'")
+    _GGUFTokenizer(**described, chat_template=_chat_template(file))
     return described
+
+
+def _chat_template(file: GGUFFile) -> Any:
+    return file.metadata.get("tokenizer.chat_template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GGUFTokenizer(Validated):
+    """The types of what a GGUF file says of its tokenizer, under transformers' names."""
+
+    _error = CorruptWeights
+    _inside = "the file's tokenizer: "
+
+    tokenizer_type: str | None = None
+    pre_tokenizer_type: str | None = None
+    tokens: list[str]
+    scores: list[float] | None = None
+    token_type: list[int] | None = None
+    merges: list[str] | None = None
+    precompiled_charsmap: list[int] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    unk_token_id: int | None = None
+    pad_token_id: int | None = None
+    add_prefix_space: bool | None = None
+    chat_template: str | None = None
 
 
 def _from_gguf(file: GGUFFile) -> Any:
@@ -246,7 +333,8 @@ def _from_gguf(file: GGUFFile) -> Any:
     except ImportError:  # other versions of transformers keep the conversion elsewhere
         return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     try:
-        backend, extra = convert_gguf_tokenizer(file.architecture, described)
+        with panics_as_errors():
+            backend, extra = convert_gguf_tokenizer(file.architecture, described)
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ModelError(
             f"{file.path} has a tokenizer that cannot be read", found=str(error), hint="Use the safetensors checkpoint"
@@ -259,7 +347,7 @@ def _from_gguf(file: GGUFFile) -> Any:
     _split_digits(backend, kind)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=_chat_template(file),
         **_special_tokens(file, described),
         **extra,
     )

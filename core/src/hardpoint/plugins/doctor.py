@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hardpoint.interfaces import API_VERSION, Device, MemoryInfo
 from hardpoint.interfaces.errors import BackendNotFound, HardpointError
+from hardpoint.plugins.classes import faulty_classes
 from hardpoint.plugins.device_memory import device_memory
 from hardpoint.plugins.guard import BackendCodeFailed, call_backend
 from hardpoint.plugins.loader import BLOCK_VARIABLE, installed
@@ -106,20 +107,23 @@ class Diagnosis:
         }
 
 
-def diagnose(name: str | None = None, *, memory: bool = False) -> Diagnosis:
+def diagnose(name: str | None = None, *, memory: bool = False, classes: bool = False) -> Diagnosis:
     """Look at the installed backends anew; with a name, at no other than those that have it.
 
     Args:
         memory: start every device, each in a process of its own, and ask its driver for free and total memory and quirks.
+        classes: import the classes of every backend, in a process of its own; one whose classes break the contract is BROKEN.
 
     Raises BackendNotFound when no candidate has the name.
     """
     registry = installed(refresh=True)
     records = registry.records(name)
+    if classes:
+        records = tuple(map(_with_its_classes, records))
     choice: Resolved | None = None
     error: HardpointError | None = None
     try:
-        choice = resolve_backend(name)
+        choice = resolve_backend(name, records=(records or None) if classes else None)
     except HardpointError as found:
         if isinstance(found, BackendNotFound) and name is not None:
             raise
@@ -130,6 +134,14 @@ def diagnose(name: str | None = None, *, memory: bool = False) -> Diagnosis:
         for device in record.devices
     }
     return Diagnosis(records, choice, error, registry.unmatched_blocks, found_memory)
+
+
+def _with_its_classes(record: BackendRecord) -> BackendRecord:
+    """Return a record that is broken where its classes are."""
+    if record.state not in (BackendState.OK, BackendState.UNAVAILABLE):
+        return record
+    problems = faulty_classes(record)
+    return replace(record, state=BackendState.BROKEN, reason="; ".join(problems)) if problems else record
 
 
 def device_claims(record: BackendRecord, device: Device) -> tuple[dict[str, Any] | None, str]:

@@ -7,9 +7,10 @@ that one that hangs, or ends the interpreter with `SystemExit`, costs a record a
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 
@@ -108,8 +109,9 @@ class Registry:
         if descriptor.name != entry.name:
             reason = f"its entry point is named '{entry.name}' and its descriptor '{descriptor.name}'"
             raise _Rejected(BackendState.BROKEN, f"{reason}; the two must agree")
-        if not isinstance(descriptor.priority, int):
-            raise _Rejected(BackendState.BROKEN, f"its priority is {descriptor.priority!r}, not an integer")
+        problems = list(_wrong_types(descriptor))
+        if problems:
+            raise _Rejected(BackendState.BROKEN, f"its descriptor breaks the contract: {'; '.join(problems)}")
         return descriptor
 
     def _probe(self, descriptor: BackendDescriptor) -> ProbeResult:
@@ -181,6 +183,31 @@ class _Rejected(Exception):
     def __init__(self, state: BackendState, reason: str, traceback: str = "") -> None:
         super().__init__(reason)
         self.state, self.reason, self.traceback = state, reason, traceback
+
+
+_FIELD_TYPES: dict[str, tuple[type, str]] = {
+    "vendor": (str, "text"),
+    "priority": (int, "an integer"),
+    "accelerator": (bool, "True or False"),
+    "cluster_resource": (str, "text"),
+    "install_hint": (str, "text"),
+}
+_FUNCTIONS = ("probe", "capabilities", "allocator", "attention", "worker")
+_OPTIONAL_FUNCTIONS = ("platform", "kernels", "graph_runner", "collectives", "driver")
+
+
+def _wrong_types(descriptor: BackendDescriptor) -> Iterator[str]:
+    """Yield what a descriptor's fields are where they are not what the contract says."""
+    for name, (kind, words) in _FIELD_TYPES.items():
+        if not isinstance(getattr(descriptor, name), kind):
+            yield f"{name} is {getattr(descriptor, name)!r}, not {words}"
+    for name in (*_FUNCTIONS, *_OPTIONAL_FUNCTIONS):
+        value = getattr(descriptor, name)
+        is_class = inspect.isclass(value) and name not in ("probe", "capabilities", "driver")
+        if is_class:
+            yield f"{name} is the class {value.__name__}, not a function that returns it"
+        elif not callable(value) and not (value is None and name in _OPTIONAL_FUNCTIONS):
+            yield f"{name} is {value!r}, not a function{' or None' if name in _OPTIONAL_FUNCTIONS else ''}"
 
 
 def _check_api(descriptor: BackendDescriptor) -> None:

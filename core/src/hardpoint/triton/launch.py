@@ -161,7 +161,7 @@ class Launches:
     def steps(self, plan: AttentionPlan) -> StepBuilder:
         """Return what makes the plan's metadata."""
         if self._builder is None:
-            self._builder = StepBuilder(plan, self._geometry, self._device)
+            self._builder = StepBuilder(plan, self._geometry, self._device, self._target.caches_scalars)
         return self._builder
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, step: Step) -> None:

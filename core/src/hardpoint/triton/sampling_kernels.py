@@ -76,7 +76,7 @@ def _order(values):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def sample(
     logits, step, parameters, masks, biases, history, last_tokens, tokens,
     stride, rows, width, words,

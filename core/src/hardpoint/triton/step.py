@@ -129,14 +129,20 @@ class StepBuilder:
 
     After `reserve` the metadata of steps that have decodes alone, and no more of them than were reserved for, are always at the same
     addresses: a captured step that is replayed after `build` follows the new batch.
+
+    Args:
+        kernel_writes: static metadata are written by a kernel, which captured launches see, and not by the copy from the host.
     """
 
-    def __init__(self, plan: AttentionPlan, geometry: Geometry, device: torch.device) -> None:
+    def __init__(
+        self, plan: AttentionPlan, geometry: Geometry, device: torch.device, kernel_writes: bool = False
+    ) -> None:
         self._plan = plan
         self._geometry = geometry
         self._device = device
         self._nothing = Partials.room(geometry, 0, 0, device)
         self._reserved = 0
+        self._kernel_writes = kernel_writes
         self._static: Tensor | None = None
         self._static_partials = self._nothing
 
@@ -183,7 +189,10 @@ class StepBuilder:
         ):
             view[place : place + part.size] = part.ravel()
         device = self._static if static and self._static is not None else torch.empty_like(host, device=self._device)
-        device[: len(host)].copy_(host, non_blocking=True)
+        if static and self._kernel_writes:
+            torch.add(host.to(self._device, non_blocking=True), 0, out=device[: len(host)])
+        else:
+            device[: len(host)].copy_(host, non_blocking=True)
         parts = [device[place:] for place in places[:-1]]
         if static:
             decodes, partials = seqs, self._static_partials

@@ -41,6 +41,12 @@ class TileTarget:
         return self.lanes == 32
 
     @property
+    def caches_scalars(self) -> bool:
+        """Loads of one number for all lanes have a cache of their own, which a captured launch may find stale after a copy from the
+        host: reported of targets with 64 lanes (issue 3902 of their runtime)."""
+        return self.lanes == 64
+
+    @property
     def converts_float8(self) -> bool:
         """The target has instructions for e4m3fn (compute capability 8.9 and later); elsewhere its bits are taken apart."""
         return not self.interpreted and self.lanes == 32 and self.capability >= 89
@@ -112,6 +118,5 @@ def prefill_tiles(head_dim: int, itemsize: int, target: TileTarget, unpacks: boo
 
 
 def max_splits(kv_heads: int, target: TileTarget) -> int:
-    """Return into how many parts a decode's context is split at most: enough to fill the target with a single sequence."""
-    wanted = target.units // kv_heads
-    return min(64, max(8, padded(wanted + 1) // 2))
+    """Return into how many parts a decode's context is split at most: enough for two programs on each unit with a single sequence."""
+    return min(64, max(8, 2 * target.units // kv_heads))

@@ -201,9 +201,11 @@ def safetensors_files(folder: Path) -> tuple[list[Path], Mapping[str, str] | Non
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = [folder / name for name in dict.fromkeys(weight_map.values())]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if any(file.parent != folder for file in files):
+                raise ValueError("a file that is not in the folder")
+            missing = [file.name for file in files if not file.is_file()]
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
             raise CorruptWeights(f"{index} is not an index of safetensors files", found=repr(error)) from error
-        missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise CorruptWeights(
                 f"{folder} lacks files that its index names",
@@ -334,7 +336,7 @@ class DummyCheckpoint(Checkpoint):
         if name.endswith("bias"):
             yield begin, torch.zeros(shape)[begin:end]
             return
-        generator = torch.Generator().manual_seed(self._seed * 0x9E3779B1 + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed((self._seed * 0x9E3779B1 + zlib.crc32(name.encode())) % (1 << 63))
         values = torch.randn(shape, generator=generator).mul_(0.02)[begin:end]
         yield begin, values + self._norm_mean if len(shape) == 1 else values
 

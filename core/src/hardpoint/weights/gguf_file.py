@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from hardpoint.interfaces.errors import CorruptWeights, ModelError
+from hardpoint.interfaces.errors import CorruptWeights, ModelError, UnsupportedArchitecture
 from hardpoint.weights.open_file import OpenFile
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class GGUFFile:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of a tensor from `begin` to `end`, or of a vector its elements, in chunks: (first row, dequantised rows).
 
-        Raises CorruptWeights where the file has become shorter.
+        Raises CorruptWeights where the file has become shorter, UnsupportedArchitecture for a format that the `gguf` library does not read.
 
         Chunks hold about a million elements, so that a conversion to another dtype never needs a second copy of the tensor.
         Block formats give float32, F16 and BF16 their own type.
@@ -119,7 +119,14 @@ class GGUFFile:
                 .numpy()
                 .reshape(-1, row_bytes)
             )
-            values = torch.from_numpy(_dequantize(raw if order is None else raw[chunk - low], tensor.type_id))
+            try:
+                values = torch.from_numpy(_dequantize(raw if order is None else raw[chunk - low], tensor.type_id))
+            except NotImplementedError as error:
+                raise UnsupportedArchitecture(
+                    f"{self.path} is quantised in a format that Hardpoint does not read",
+                    found=f"tensor {name}: {error}",
+                    hint="Use a file quantised otherwise, or the safetensors checkpoint",
+                ) from error
             if tensor.type_id == _BF16:
                 values = values.view(torch.bfloat16)
             yield wanted.start + first, values[0][begin:end] if is_vector else values
@@ -158,7 +165,7 @@ def _read_gguf(path: Path) -> GGUFFile:
     metadata, tensors = _read_header(file, file.size())
     if "general.architecture" not in metadata:
         raise CorruptWeights(f"{path} does not say which architecture it has", found="no key 'general.architecture'")
-    parts = int(metadata.get("split.count", 0))
+    parts = _number(path, metadata, "split.count", 0)
     if parts > 1:
         raise ModelError(
             f"{path} is one of {parts} parts of a model",
@@ -188,6 +195,16 @@ def _read_header(file: OpenFile, size: int) -> tuple[dict[str, Any], dict[str, G
             ) from error
 
 
+def _number(path: Path, metadata: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a positive whole number, or the default where there is none."""
+    value = metadata.get(key, default)
+    if type(value) is not int or value < min(default, 1):
+        raise CorruptWeights(
+            f"{path} has an impossible value", found=f"{key} is {value!r:.80}, not a number of at least 1"
+        )
+    return value
+
+
 class _Reader:
     """One pass over the header; every length is checked against the file before it is believed."""
 
@@ -212,9 +229,7 @@ class _Reader:
             key = self._string()
             metadata[key] = self._value(self._unpack("<I")[0])
         entries = [self._tensor_entry() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
-        if alignment <= 0:
-            raise CorruptWeights(f"{self._path} has an impossible alignment", found=str(alignment))
+        alignment = _number(self._path, metadata, "general.alignment", 32)
         start = -(-self._position // alignment) * alignment
         return metadata, {name: self._placed(name, dims, kind, start + at) for name, dims, kind, at in entries}
 

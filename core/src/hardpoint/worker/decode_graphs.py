@@ -22,6 +22,7 @@ from hardpoint.interfaces.errors import GraphCaptureFailed
 from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerContext
+from hardpoint.memory import factory_call_pool
 from hardpoint.models import CapturableModel
 from hardpoint.worker.loading import LoadedModel
 
@@ -83,7 +84,7 @@ class DecodeGraphs:
         self._inputs = allocator.empty((2 * largest,), DType.INT64, GRAPHS)
         self._rows = allocator.empty((largest,), DType.INT32, GRAPHS)
         self._hidden = allocator.empty((largest, model.hidden_size), plan.request.dtype, GRAPHS)
-        self._upload = upload
+        self._upload, self._allocator = upload, allocator
         self._staged = staged = np.zeros(2 * largest, np.int64)
         self._steps = {
             size: PaddedStep(
@@ -129,7 +130,8 @@ class DecodeGraphs:
         count = batch.num_seqs
         size = self._larger[count]
         padded = self._steps[size].fill(batch)
-        self._inputs[: 2 * size].copy_(self._upload(self._staged[: 2 * size]))
+        # By a kernel: on some devices a captured step does not see what a copy wrote (`TileTarget.caches_scalars`).
+        torch.add(self._upload(self._staged[: 2 * size]), 0, out=self._inputs[: 2 * size])
         if early is not None:
             self._inputs.index_copy_(0, *early)
         # The groups' arguments from the host are of the step, and so the same.
@@ -177,8 +179,10 @@ class DecodeGraphs:
         )
 
     def _capture(self, sizes: Sequence[int], on_captured: Callable[[], None]) -> None:
-        for group in self._groups:
-            self._attention.begin_capture(group.plan, sizes[-1])
+        # What attention allocates for captured steps sleeps and is counted with the graphs.
+        with factory_call_pool(self._allocator, GRAPHS):
+            for group in self._groups:
+                self._attention.begin_capture(group.plan, sizes[-1])
         try:
             for size in reversed(sizes):
                 metadata = self._prepare(self._steps[size].empty)
@@ -205,7 +209,8 @@ class DecodeGraphs:
             self._cache,
             self._rows[:size],
         )
-        self._hidden[:size].copy_(hidden)
+        # By a kernel: torch copies by the driver's own copy, a node of which nobody has shown that it outlives a remapping.
+        torch.mul(hidden, 1, out=self._hidden[:size])
 
 
 class PaddedStep:

@@ -18,7 +18,7 @@ from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.worker import ModelInfo, WorkerConfig, WorkerContext
 from hardpoint.models import Ranks, attention_layers, load_model, open_model
 from hardpoint.worker.kv_groups import plan_groups
-from hardpoint.worker.ranks import join_ranks, place_of
+from hardpoint.worker.ranks import communicator_bytes, join_ranks, place_of
 
 if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
@@ -33,6 +33,7 @@ class LoadedModel:
     Attributes:
         fingerprint: of the source before its weights were read.
         groups: the KV cache groups of the rank's layers.
+        communicators: device bytes that the library of collectives keeps, asleep or awake.
     """
 
     model: RunnableModel
@@ -40,6 +41,7 @@ class LoadedModel:
     source: ModelSource
     fingerprint: object
     groups: tuple[KVCacheGroup, ...]
+    communicators: int = 0
 
     @property
     def plan(self) -> AttentionPlan:
@@ -78,10 +80,12 @@ def load_rank(
             kv_groups.reasons,
             hint="`hardpoint doctor` lists what the backend supports",
         )
-    ranks = Ranks()
+    ranks, communicators = Ranks(), 0
     if not place.is_alone:
         ranks, joined = join_ranks(config, context.descriptor, context.device)
         groups.enter_context(joined)
+        if torch.device(context.device.torch_device).type != "cpu":
+            communicators = communicator_bytes(ranks, lambda: allocator.memory_info().free)
     with torch.no_grad(), kept_default_dtype():
         model = load_model(
             source,
@@ -114,7 +118,7 @@ def load_rank(
         # The ranks that embed a token are not all told which one the driver sampled before the engine tells them.
         steps_in_flight=steps_in_flight if place.is_alone else 0,
     )
-    return LoadedModel(model, info, source, fingerprint, kv_groups)
+    return LoadedModel(model, info, source, fingerprint, kv_groups, communicators)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 _NO_TOKENS: Int64Array = np.empty(0, np.int64)
 _NEVER = np.iinfo(np.int64).max
+
+_LONG_CONTEXT = 1024
+"""Tokens of a context that attention is sure to divide where it divides any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +208,21 @@ class ModelRunner:
     # Graphs
 
     def warm_up(self) -> None:
-        """Run a small prefill and a small decode, then capture decodes where there are to be graphs; raises GraphCaptureFailed."""
+        """Run what steps are made of, then capture decodes where there are to be graphs; raises GraphCaptureFailed.
+
+        That is a small prefill, a decode with a short context and one whose context is long enough to be attended in several parts, and a
+        copy of a block: kernels that compile at their first use do so here, and not while requests wait.
+        """
         self.drop_graphs()
-        cache, plan = self._kv.cache, self._groups[0].plan
-        for length in (min(16, plan.request.max_context, plan.block_size), 1):
-            batch = dummy_batch(num_tokens=length, max_len=length, block_size=plan.block_size, max_seqs=1)
-            self.argmax(self.forward(in_groups(batch, len(self._groups), plan.block_size), cache))
+        cache, plan, num_groups = self._kv.cache, self._groups[0].plan, len(self._groups)
+        blocks = cache.shape[1 + plan.kv_cache.axes.index("block")]
+        longest = min(_LONG_CONTEXT, plan.request.max_context, blocks // num_groups * plan.block_size)
+        short = min(16, longest, plan.block_size)
+        prompt = dummy_batch(num_tokens=short, max_len=short, block_size=plan.block_size, max_seqs=1)
+        for batch in (prompt, dummy_decode(1, plan.block_size), dummy_decode(longest, plan.block_size)):
+            self.argmax(self.forward(in_groups(batch, num_groups, plan.block_size), cache))
+        if blocks > 1:
+            self._attention.copy_blocks(cache, np.array([[0, blocks - 1]], np.int32))
         self._platform.synchronize()
         self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
@@ -285,6 +297,19 @@ class Pooler:
             self._partial.pop(seq_id, None)
 
 
+def dummy_decode(context: int, block_size: int) -> StepBatch:
+    """Return the decode of one sequence of `context` tokens, whose keys and values are what the first blocks hold."""
+    batch = dummy_batch(num_tokens=context, max_len=context, block_size=block_size, max_seqs=1)
+    return replace(
+        batch,
+        token_ids=batch.token_ids[-1:],
+        positions=batch.positions[-1:],
+        slot_mapping=batch.slot_mapping[-1:],
+        query_start=np.array([0, 1], np.int32),
+        num_decodes=1,
+    )
+
+
 def dummy_batch(*, num_tokens: int, max_len: int, block_size: int, max_seqs: int) -> StepBatch:
     """Return a step of `num_tokens` zero tokens in as few sequences as `max_len` allows, each sampled: decodes if that is 1, else prefills.
 
@@ -292,7 +317,7 @@ def dummy_batch(*, num_tokens: int, max_len: int, block_size: int, max_seqs: int
     """
     lengths = [min(max_len, num_tokens - start) for start in range(0, num_tokens, max_len)][:max_seqs]
     query_start = np.cumsum([0, *lengths]).astype(np.int32)
-    blocks_per_seq = -(-max_len // block_size)
+    blocks_per_seq = -(-max(lengths) // block_size)
     block_table = np.arange(len(lengths) * blocks_per_seq, dtype=np.int32).reshape(len(lengths), blocks_per_seq)
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
     rows = np.arange(len(lengths), dtype=np.int32)

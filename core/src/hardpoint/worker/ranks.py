@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore
 
 from hardpoint.interfaces.backend import BackendDescriptor, Device
 from hardpoint.interfaces.collectives import Collectives
@@ -82,16 +83,17 @@ def check_claims(config: WorkerConfig, descriptor: BackendDescriptor, device: De
 def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Device) -> tuple[Ranks, ExitStack]:
     """Join the groups of a rank: those that share its layers, and those of its place in each stage.
 
-    Rank 0 of all serves the address, unless it is served already; every group has a name of its own there.
+    Rank 0 of all serves the address, unless it is served already; every group has a name of its own there. A rank may come much later than
+    others, since what it plans may be compiled and tried first; who ends ranks that never come is the executor.
 
     Returns:
         The groups, and what leaves them when it is closed.
 
     Raises:
-        WorkerError: not all ranks came within `communication_timeout` seconds.
+        WorkerError: not all ranks came, or they did not join within `communication_timeout` seconds.
     """
     rendezvous, place = RendezvousPoint.parse(config.init_method), place_of(config)
-    with ExitStack() as groups:
+    with ExitStack() as groups, _all_ranks(rendezvous, config.rank, config.world_size):
 
         def join(name: str, rank: int, size: int) -> Collectives | None:
             if size == 1:
@@ -107,6 +109,41 @@ def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Devi
         return Ranks(tensor, pipeline), groups.pop_all()
 
 
+MEETING_SECONDS = 1800.0
+"""Most seconds between the first rank that has planned its model and the last one."""
+
+
+@contextmanager
+def _all_ranks(rendezvous: RendezvousPoint, rank: int, size: int) -> Iterator[None]:
+    """Wait until all ranks are here; the address stays served until the end of the block. Raises WorkerError."""
+    limit, end = timedelta(seconds=MEETING_SECONDS), time.monotonic() + MEETING_SECONDS
+    try:
+        store = store_at(rendezvous, serve=rank == 0 and not rendezvous.served, timeout=limit)
+        _meet(PrefixStore(f"{rendezvous.group}/planned", store), rank, size, end)
+    except (RuntimeError, OSError) as error:
+        raise WorkerError(
+            f"rank {rank} of {size} waited {MEETING_SECONDS:g} s for the others to plan their model",
+            found=_first_line(error),
+            hint="Look at the other ranks' logs: one has not started, or cannot reach this address",
+        ) from error
+    yield
+
+
+def communicator_bytes(ranks: Ranks, free: Callable[[], int]) -> int:
+    """Let the groups make their communicators, which libraries do at the first operation; return the bytes that these take of the device.
+
+    All ranks call it alike.
+
+    Args:
+        free: the device's free bytes.
+    """
+    before = free()
+    for group in (ranks.tensor, ranks.pipeline):
+        if group is not None:
+            group.barrier()
+    return max(before - free(), 0)
+
+
 _SERVED = "served"
 _BACKLOG = 128
 
@@ -119,46 +156,61 @@ class RendezvousPoint:
     """An `init_method`, taken apart.
 
     Attributes:
+        host: of a file, the loopback interface, since the ranks are on one host.
         group: name of the group; empty where none is given.
         served: somebody serves the address already.
+        file: that the ranks of one host share; empty for an address.
     """
 
     host: str
     port: int
     group: str = ""
     served: bool = False
+    file: str = ""
 
     @classmethod
     def parse(cls, init_method: str) -> RendezvousPoint:
-        """Read `tcp://host:port[/group][?served]`; raises ConfigError."""
+        """Read `tcp://host:port[/group][?served]` or `file:///path[#group]`; raises ConfigError."""
         try:
             parts = urlsplit(init_method)
             host, port = parts.hostname, parts.port
         except ValueError:
+            parts = urlsplit("")
             host = port = None
+        if parts.scheme == "file" and parts.path.startswith("/") and not parts.netloc and not parts.query:
+            return cls("127.0.0.1", 0, parts.fragment, True, parts.path)
         if not host or not port or parts.scheme != "tcp" or parts.query not in ("", _SERVED) or parts.fragment:
             raise ConfigError(
                 "the address where the ranks meet cannot be read",
                 found=repr(init_method),
-                hint="Give init_method as tcp://host:port/group, with ?served at the end where the address is served already",
+                hint="Give init_method as tcp://host:port/group, with ?served at the end where the address is served already, "
+                "or as file:///path#group for ranks of one host",
             )
         return cls(host, port, parts.path.strip("/"), parts.query == _SERVED)
 
     def subgroup(self, name: str, *, served: bool) -> str:
         """Return the `init_method` of a group whose name goes on with `name`, at the same address."""
         group = f"{self.group}/{name}" if self.group else name
+        if self.file:
+            return f"file://{self.file}#{group}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}/{group}" + (f"?{_SERVED}" if self.served or served else "")
 
 
 def store_at(rendezvous: RendezvousPoint, *, serve: bool, timeout: timedelta) -> Store:
-    """Return the store at an address, which ends when nobody of this process holds it any more; raises RuntimeError, OSError.
+    """Return the store at an address or in a file, which ends when nobody of this process holds it any more.
+
+    Raises RuntimeError, OSError.
 
     Args:
         serve: this process serves the address, on that interface alone, unless it does already for another group.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
+    if rendezvous.file:
+        file: Store = FileStore(rendezvous.file, -1)
+        file.set_timeout(timeout)
+        return file
     if not serve:
         client: Store = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout, wait_for_workers=False)
         return client
@@ -258,13 +310,15 @@ class TorchCollectives(Collectives):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by the sum over all ranks."""
-        self._in_place(tensor, lambda dense: self._joined().allreduce([dense]), "all_reduce")
+        options = _in_order(AllreduceOptions())
+        self._in_place(tensor, lambda dense: self._joined().allreduce([dense], options), "all_reduce")
 
     def all_gather(self, tensor: Tensor, axis: int) -> Tensor:
         """Return all ranks' tensors, which have one shape, joined along an axis, in the order of ranks."""
         group, shape = self._joined(), list(tensor.shape)
         joined = tensor.new_empty((self._size * shape[0], *shape[1:]))
-        self._wait(lambda: group._allgather_base(joined, tensor.contiguous()), "all_gather")
+        options = _in_order(AllgatherOptions())
+        self._wait(lambda: group._allgather_base(joined, tensor.contiguous(), options), "all_gather")
         axis %= tensor.dim()
         if axis == 0:
             return joined
@@ -274,7 +328,7 @@ class TorchCollectives(Collectives):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace the tensor by that of rank `source`."""
-        options = BroadcastOptions()
+        options = _in_order(BroadcastOptions())
         options.rootRank = source
         options.rootTensor = 0
         self._in_place(tensor, lambda dense: self._joined().broadcast([dense], options), "broadcast")
@@ -324,6 +378,12 @@ class TorchCollectives(Collectives):
                 found=_first_line(error),
                 hint="Another rank has died, hangs, or is in another operation; its own log says more",
             ) from error
+
+
+def _in_order(options: Any) -> Any:
+    """Let an operation run on the current stream: on one of the group's, each would take two events and a change of streams."""
+    options.asyncOp = False
+    return options
 
 
 def require_env(variable: str, value: str, *, because: str) -> None:

@@ -30,6 +30,9 @@ from hardpoint.worker.ranks import check_ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
+COLLECTIVES = "collectives"
+"""What the library of collectives keeps of the device, among a report's residual bytes."""
+
 _log = logging.getLogger("hardpoint")
 
 
@@ -245,8 +248,9 @@ class StandardWorker(Worker):
     def commit(self, transaction: int) -> MemoryReport:
         """Finish what was prepared; raises InvalidTransaction."""
         report = self._transactions.commit(transaction)
-        held = self._loaded.runner.graph_bytes()
-        return report if held is None else replace(report, residual={**report.residual, GRAPHS: held})
+        held = {GRAPHS: self._loaded.runner.graph_bytes(), COLLECTIVES: self._loaded.model.communicators or None}
+        named = {name: size for name, size in held.items() if size is not None}
+        return replace(report, residual={**report.residual, **named}) if named else report
 
     def rollback(self, transaction: int) -> None:
         """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""

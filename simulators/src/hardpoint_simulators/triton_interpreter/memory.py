@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
-from hardpoint.interfaces import Device, Policy
-from hardpoint.memory import VirtualAllocator, factory_call_pool
+from hardpoint.interfaces import Device
+from hardpoint.memory import VirtualAllocator
 from hardpoint_cpu.driver import driver_table
 from hardpoint_simulators.triton_interpreter.descriptor import BUDGET, capabilities
 
@@ -20,7 +18,3 @@ class HostMemory(VirtualAllocator):
             torch_device=device.torch_device,
             capabilities=capabilities(device).memory,
         )
-
-    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> AbstractContextManager[None]:
-        """Put what torch's factory calls of this thread make into this memory."""
-        return factory_call_pool(self, tag, policy)

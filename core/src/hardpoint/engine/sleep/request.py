@@ -58,7 +58,7 @@ class SleepRequest(Tags):
         mode: what becomes of requests in progress.
         tier: of preserved bytes; None for the engine's own.
         kv: None discards a KV cache that is awake and leaves one that is asleep as it is.
-        verify: compare kept backups with the device's bytes.
+        verify: compare kept backups with the device's bytes, and at the wake the device's with those of the backups.
         drain_timeout: most seconds for serving requests in the mode WAIT; None for no limit.
         progress: called now and then with (bytes done, bytes in all).
     """

@@ -1,0 +1,114 @@
+"""What a failed test says to who has to mend it: what was expected, what was found, where, and what is known to cause it.
+
+A test's assertions are written for their readers; here they are put into words once, for all of them: what was expected is the text of
+the assertion, what was found are the values that pytest saw in it, or its message.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import textwrap
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hardpoint_conformance.clauses import Clause
+
+_SUITE = Path(__file__).parent
+_NOT_THE_BACKENDS = ("hardpoint", "hardpoint_conformance", "_pytest", "pluggy", "pytest", "torch", "numpy")
+_LONGEST = 400
+_MOST_CAUSES = 4
+_FAILED = (AssertionError, pytest.fail.Exception)
+
+
+def told(error: pytest.ExceptionInfo[BaseException], clause: Clause) -> str:
+    """Return lines with what was expected and found, the place in the backend where there is one, and likely causes."""
+    first = error.value.__context__
+    # Giving back what a test has taken fails, too, where the backend is in disorder: what came first says more.
+    if isinstance(first, _FAILED) and not error.value.__suppress_context__:
+        after = f" (and after it: {_found(error.value, None)})"
+        error = pytest.ExceptionInfo.from_exception(first)
+    else:
+        after = ""
+    statement, source = _statement(error)
+    lines = {
+        "expected": _expected(error.value, statement, source) or "what the rule says",
+        "got": _found(error.value, statement).replace(" Use -v to get more diff", "") + after,
+        "raised in": _place(error),
+        "likely cause": likely_causes(clause.id),
+    }
+    return "\n".join(f"{name}: {text}" for name, text in lines.items() if text)
+
+
+@cache
+def likely_causes(clause: str) -> str:
+    """Return the faults by which known-bad backends fail a clause; where none is known, where else to look."""
+    from hardpoint_conformance.mutants import mutants
+
+    faults = [mutant.fault.rstrip(".") for mutant in mutants() if clause in mutant.killed_by and not mutant.harmless]
+    if not faults:
+        return "none is known beforehand; the rule, and the difference between expected and got, say what is not kept"
+    return "; or ".join(faults[:_MOST_CAUSES]) + "."
+
+
+def _statement(error: pytest.ExceptionInfo[BaseException]) -> tuple[ast.stmt | None, str]:
+    """Return the innermost statement of the suite that was running, and the text of its file."""
+    entries = [entry for entry in error.traceback if _SUITE in Path(entry.path).parents]
+    if not entries:
+        return None, ""
+    source = Path(entries[-1].path).read_text("utf-8")
+    line = entries[-1].lineno + 1
+    around = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    return max(around, key=lambda node: node.lineno, default=None), source
+
+
+def _expected(error: BaseException, statement: ast.stmt | None, source: str) -> str:
+    if isinstance(statement, ast.Assert):
+        return "" if isinstance(statement.test, ast.Name) else _text(statement.test, source)
+    if isinstance(statement, ast.With) and str(error).startswith("DID NOT RAISE"):
+        wanted = ", ".join(_text(item.context_expr, source) for item in statement.items)
+        return f"an error, {wanted}, of: {'; '.join(_text(node, source) for node in statement.body)}"
+    if statement is None or isinstance(statement, ast.Raise) or isinstance(error, _FAILED):
+        return ""
+    return f"no error of: {_text(statement, source)}"
+
+
+def _found(value: BaseException, statement: ast.stmt | None) -> str:
+    text = str(value).strip()
+    if text.startswith("DID NOT RAISE"):
+        return f"no error was raised ({text.removeprefix('DID NOT RAISE ')} was due)"
+    if not isinstance(value, _FAILED):
+        return _shortened(f"{type(value).__name__}: {text}")
+    message, _, values = text.partition("assert ") if isinstance(statement, ast.Assert) else (text, "", "")
+    is_truth = values.startswith(("False", "None", "not "))
+    if not is_truth:
+        values = values.partition("\n +")[0]  # where the values come from is in what was expected
+    # Where an assertion is about a value's truth, that it is false says nothing beside a message.
+    parts = (_shortened(message), "" if message and is_truth else _shortened(values))
+    return ": ".join(filter(None, parts)) or "it does not hold"
+
+
+def _place(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """Return the innermost line of the backend's own Python, in which an error came up; "" where there is none."""
+    libraries = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
+    for entry in reversed(error.traceback):
+        path = Path(entry.path)
+        package = str(entry.frame.f_globals.get("__name__", "")).partition(".")[0]
+        is_library = any(root in path.parents for root in libraries) and "site-packages" not in path.parts
+        if path.exists() and not is_library and package not in _NOT_THE_BACKENDS and _SUITE not in path.parents:
+            return f"{path.parent.name}/{path.name}:{entry.lineno + 1}, in {entry.name}"
+    return ""
+
+
+def _text(node: ast.AST, source: str) -> str:
+    return _shortened(ast.get_source_segment(source, node) or ast.unparse(node))
+
+
+def _shortened(text: str) -> str:
+    return textwrap.shorten(text, _LONGEST, placeholder=" [...]")

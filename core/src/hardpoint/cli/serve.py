@@ -1,0 +1,194 @@
+"""`hardpoint serve`: models over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hardpoint.cli import interrupts
+from hardpoint.cli.options import ServedEngineOptions, takes
+from hardpoint.interfaces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hardpoint.server.metrics import Metrics
+    from hardpoint.server.served_model import ServedModel, ServingOptions
+
+_SERVER, _CONTROL = "Server", "Control"
+
+
+@takes(engine=ServedEngineOptions)
+def serve(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="'demo', a folder with a model, or a GGUF file; NAME=MODEL gives it another name.", metavar="MODEL..."
+        ),
+    ],
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that requests must bear; repeatable.",
+            envvar="HARDPOINT_API_KEY",
+            show_envvar=True,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    when_asleep: Annotated[
+        str | None,
+        typer.Option(
+            help="A request for a model that sleeps: reject, queue or wake.",
+            show_default="wake where the server itself puts models to sleep, or else reject",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(help="Most requests in progress for each model.", rich_help_panel=_SERVER)
+    ] = 4096,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What all models together may take of the device, such as 8GiB; those that do not fit sleep until they are asked for.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    min_awake: Annotated[
+        float, typer.Option(help="Seconds that a model stays awake at least.", rich_help_panel=_SERVER)
+    ] = 1.0,
+    idle_sleep: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without a request after which a model gives its memory back; the next request wakes it.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a request may take.", rich_help_panel=_SERVER)
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Seconds that requests in progress have at the end.", rich_help_panel=_SERVER)
+    ] = 60.0,
+    tls_certificate: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
+    control_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port for operators; the token is read from HARDPOINT_CONTROL_TOKEN.", rich_help_panel=_CONTROL
+        ),
+    ] = None,
+    control_host: Annotated[str, typer.Option(help="Its address.", rich_help_panel=_CONTROL)] = "127.0.0.1",
+    control_socket: Annotated[
+        Path | None, typer.Option(help="A socket for operators instead.", rich_help_panel=_CONTROL)
+    ] = None,
+    engine: ServedEngineOptions,
+) -> None:
+    """Serve models over HTTP, as OpenAI's interface has it, until SIGTERM or Ctrl-C."""
+    try:
+        from hardpoint.server.budget import DeviceBudget
+        from hardpoint.server.metrics import Metrics
+        from hardpoint.server.run import HardpointServer, ServerSettings
+        from hardpoint.server.run import serve as run
+        from hardpoint.server.served_model import ServingOptions
+    except ImportError as error:
+        raise ConfigError(
+            "the server's packages are not installed", found=str(error), hint="Install the extra: hardpoint[serve]"
+        ) from error
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        control_host=control_host,
+        control_port=control_port,
+        control_socket=None if control_socket is None else str(control_socket),
+        api_keys=tuple(api_key or ()),
+        control_token=os.environ.get("HARDPOINT_CONTROL_TOKEN"),
+        tls_certificate=None if tls_certificate is None else str(tls_certificate),
+        tls_key=None if tls_key is None else str(tls_key),
+    )
+    options = ServingOptions.parse(
+        {
+            "when_asleep": when_asleep,
+            "max_requests": max_requests,
+            "request_timeout": request_timeout,
+            "drain_seconds": drain_seconds,
+            "idle_sleep": idle_sleep,
+        }
+    )
+    limit = None if device_memory is None else size_of(device_memory)
+    chosen = engine.settings() | ({} if limit is None else within(limit, engine))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    metrics = Metrics()
+
+    async def whole() -> None:
+        budget = None if limit is None else DeviceBudget(limit, min_awake)
+        served = [_served(one, chosen, options, metrics) for one in models]
+        server = HardpointServer(settings, served, metrics, budget)
+        ready = asyncio.Event()
+        telling = asyncio.create_task(_tell(server, ready))
+        try:
+            await run(server, ready)
+        finally:
+            telling.cancel()
+
+    interrupts.raise_from_here()
+    _run(whole())
+
+
+def _run(main: Any) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+async def _tell(server: Any, ready: asyncio.Event) -> None:
+    await ready.wait()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for model in server.fleet:
+        info = model.llm.info
+        console.print(
+            f"{model.name}: {info.architecture} on {info.backend}, context {info.max_model_len}, loaded in {info.load_seconds:.1f} s"
+        )
+    console.print(f"Serving at {server.url} (OpenAI's interface at {server.url}/v1)")
+    if server.control_url is not None:
+        console.print(f"Control at {server.control_url}")
+
+
+def _served(given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics) -> ServedModel:
+    from hardpoint.server.served_model import ServedModel
+
+    name, found, model = given.partition("=")
+    if not found:
+        name, model = Path(given).name or given, given
+    if not name or not model:
+        raise ConfigError(f"'{given}' names no model", hint="Give MODEL or NAME=MODEL")
+    return ServedModel(name, model, settings, options, metrics.of(name))
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of a size such as 8GiB, 500MB or 1073741824; raises typer's error for another text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise typer.BadParameter(f"'{text}' is not a size, such as 8GiB", param_hint="--device-memory")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** " kmgt".index(found[2].lower() or " "))
+
+
+def within(limit: int, engine: ServedEngineOptions) -> dict[str, Any]:
+    """Return the settings by which one engine takes at most `limit` bytes; none where the user has sized its cache. Raises BackendError."""
+    from hardpoint.plugins import resolve_backend
+
+    if engine.num_blocks is not None or engine.memory_utilization is not None:
+        return {}
+    device = resolve_backend(engine.backend, require_accelerator=engine.require_accelerator).device
+    return {"memory_utilization": min(limit / device.total_memory, 1.0)} if device.total_memory else {}

@@ -1,0 +1,162 @@
+"""`POST /v1/completions`: prompts go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+
+from hardpoint.engine.inputs import TokenizedPrompt
+from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from hardpoint.server.errors import ApiError
+from hardpoint.server.fleet import Fleet
+from hardpoint.server.generation import (
+    Counted,
+    merged,
+    request_limits,
+    respond,
+    sampling_params,
+    stream_options,
+    top_logprobs,
+)
+from hardpoint.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    new_id,
+    now,
+)
+from hardpoint.server.served_model import ServedModel
+
+
+def router(fleet: Fleet) -> APIRouter:
+    """Return the route."""
+    routes = APIRouter()
+
+    @routes.post("/v1/completions", response_model=Completion)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
+
+    return routes
+
+
+class _Answer:
+    """The answer to one request."""
+
+    def __init__(self, model: ServedModel, body: CompletionRequest, request: Request) -> None:
+        if body.echo and body.logprobs is not None:
+            raise ApiError(
+                400, "echo with logprobs is not supported: log probabilities of prompts", "unsupported", "echo"
+            )
+        self._model, self._body = model, body
+        self._options = stream_options(body)
+        self._limits = request_limits(request)
+        more = {} if body.max_tokens is None else {"max_tokens": body.max_tokens}
+        self._params = sampling_params(body, model.llm.get_default_sampling_params(), logprobs=body.logprobs, **more)
+        self._id, self._created, self._counted = new_id("cmpl"), now(), Counted()
+        self._shown: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    async def whole(self) -> Completion:
+        """Return the answer as one."""
+        choices: list[CompletionChoice] = []
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                choices += self._choices(index, output)
+        choices.sort(key=lambda choice: choice.index)
+        return self._event(choices, with_usage=True)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer as server-sent events."""
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                for choice in self._choices(index, output):
+                    yield _sse(self._event([choice], with_usage=self._options.continuous_usage_stats))
+        if self._options.include_usage:
+            yield _sse(self._event([], with_usage=True))
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        prompts = self._prompts()
+        async with self._model.taken(len(prompts)):
+            tokenized = [await self._tokenized(prompt) for prompt in prompts]
+            streams = [
+                self._model.generate(prompt, self._params, priority=self._body.priority, **self._limits)
+                for prompt in tokenized
+            ]
+            async with aclosing(merged(streams)) as outputs:
+                async for index, output in outputs:
+                    self._counted.add(index, output)
+                    yield index, output
+
+    def _prompts(self) -> Sequence[str | list[int]]:
+        given = self._body.prompt
+        if isinstance(given, str):
+            return [given]
+        if not given:
+            raise ApiError(400, "prompt: an empty list", "invalid_value", param="prompt")
+        return [given] if isinstance(given[0], int) else given
+
+    async def _tokenized(self, prompt: str | list[int]) -> TokenizedPrompt:
+        made = await self._model.tokenize(prompt, add_special_tokens=self._body.add_special_tokens)
+        return made.salted(self._body.cache_salt)
+
+    def _choices(self, index: int, output: RequestOutput) -> list[CompletionChoice]:
+        """Return what an output has that is new, by completion."""
+        found = []
+        for completion in output.outputs:
+            number = index * self._params.n + completion.index
+            if number in self._ended or not (completion.token_ids or completion.finished):
+                continue
+            if completion.finished:
+                self._ended.add(number)
+            found.append(self._choice(number, completion, output))
+        return found
+
+    def _choice(self, number: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
+        text, is_first = completion.text, number not in self._shown
+        if is_first and self._body.echo:
+            text = self._prompt_text(output) + text
+        start = self._shown.get(number, 0)
+        self._shown[number] = start + len(text)
+        choice = CompletionChoice(index=number, text=text, logprobs=None, finish_reason=completion.finish_reason)
+        if completion.stop_reason is not None:
+            choice.stop_reason = completion.stop_reason
+        if completion.logprobs is not None:
+            choice.logprobs = _logprobs(completion.logprobs, start)
+        if self._body.return_token_ids:
+            choice.token_ids = list(completion.token_ids)
+            if is_first:
+                choice.prompt_token_ids = list(output.prompt_token_ids)
+        return choice
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._model.llm.decode(output.prompt_token_ids, skip_special_tokens=True)
+
+    def _event(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
+        made = Completion(
+            id=self._id, object="text_completion", created=self._created, model=self._model.name, choices=choices
+        )
+        if with_usage:
+            made.usage = self._counted.usage()
+        return made
+
+
+def _sse(event: Completion) -> bytes:
+    return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+def _logprobs(positions: Sequence[PositionLogprobs], start: int) -> CompletionLogprobs:
+    """Return the log probabilities of a completion's tokens, whose text begins at character `start` of the whole."""
+    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for position in positions:
+        sampled, *others = top_logprobs(position)
+        found.tokens.append(sampled.token)
+        found.token_logprobs.append(sampled.logprob)
+        found.top_logprobs.append({one.token: one.logprob for one in [sampled, *others]})
+        found.text_offset.append(start)
+        start += len(sampled.token)
+    return found

@@ -1,0 +1,127 @@
+"""What goes wrong, as HTTP says it: a status, and OpenAI's error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from hardpoint.interfaces.errors import (
+    CorruptWeights,
+    DeviceOutOfMemory,
+    DrainTimeout,
+    EngineAsleep,
+    EngineDead,
+    HardpointError,
+    HostBudgetExceeded,
+    InboxFull,
+    InvalidRequest,
+    MemoryBusy,
+    ModelError,
+    PromptTooLong,
+    RequestTimeout,
+    SleepRefused,
+    UnknownTag,
+    WeightsMissing,
+)
+
+_RETRY_SECONDS = 5
+
+# The first class that fits counts.
+_STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
+    (PromptTooLong, 400, "context_length_exceeded"),
+    (InvalidRequest, 400, "invalid_value"),
+    (SleepRefused, 400, "sleep_refused"),
+    (UnknownTag, 400, "unknown_tag"),
+    (CorruptWeights, 400, "invalid_weights"),
+    (ModelError, 400, "invalid_model"),
+    (RequestTimeout, 408, "request_timeout"),
+    (MemoryBusy, 409, "busy"),
+    (InboxFull, 429, "queue_full"),
+    (EngineAsleep, 503, "model_asleep"),
+    (WeightsMissing, 503, "weights_missing"),
+    (DrainTimeout, 503, "requests_in_progress"),
+    (EngineDead, 503, "engine_dead"),
+    (DeviceOutOfMemory, 507, "device_out_of_memory"),
+    (HostBudgetExceeded, 507, "host_budget_exceeded"),
+)
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: HTTP's.
+        message: for people; it never quotes a prompt.
+        code: for programs.
+        param: the field of the request that is wrong.
+        retry_after: seconds after which another try may succeed.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
+
+    @classmethod
+    def of(cls, error: HardpointError) -> ApiError:
+        """Return the answer to a request that ended with an engine's error."""
+        status, code = next(((s, c) for kind, s, c in _STATUS if isinstance(error, kind)), (500, "engine_error"))
+        return cls(status, str(error), code, retry_after=_RETRY_SECONDS if status in (429, 503) else None)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the whole answer."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Have an application answer all errors in this form."""
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HardpointError)
+    async def failed(request: Request, error: HardpointError) -> Response:
+        return ApiError.of(error).response()
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        # Its traceback is in the log, and nothing of it in the answer.
+        return ApiError(500, "the server failed; its log says why", "internal_error").response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _invalid(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code).response()
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """Return the answer to a body or query that is not what its declared type says: the first few things that are wrong."""
+    found = error.errors()
+    told = []
+    for one in found[:3]:
+        place = ".".join(str(part) for part in one["loc"] if part not in ("body", "query"))
+        told.append(f"{place}: {one['msg']}" if place else str(one["msg"]))
+    more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+    param = next((str(part) for part in found[0]["loc"] if part not in ("body", "query")), None)
+    code = "unknown_field" if found[0]["type"] == "extra_forbidden" else "invalid_value"
+    return ApiError(400, "; ".join(told) + more, code, param)

@@ -1,0 +1,168 @@
+"""What the routes that generate text share: from a request's fields to sampling parameters, and from outputs to the parts of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
+from hardpoint.sampling import RequestOutputKind, SamplingParams
+from hardpoint.server.errors import ApiError
+from hardpoint.server.http import aclose, event_stream, until_gone
+from hardpoint.server.protocol import CachedTokens, Sampling, StreamOptions, TopLogprob, Usage
+from hardpoint.server.served_model import WhenAsleep
+
+T = TypeVar("T")
+
+# Fields of requests that are sampling parameters of the same name.
+_SAME = (
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "allowed_token_ids",
+)
+TIMEOUT_HEADER, ASLEEP_HEADER = "X-Request-Timeout", "X-When-Asleep"
+
+
+def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) -> SamplingParams:
+    """Return what a request asks for, over what the model's publisher recommends; raises InvalidSamplingParams, ApiError.
+
+    Args:
+        more: parameters that are called otherwise in the request.
+    """
+    given = {name: value for name in _SAME if (value := getattr(request, name, None)) is not None}
+    if request.logit_bias:
+        given["logit_bias"] = {_token_id(token): bias for token, bias in request.logit_bias.items()}
+    given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return defaults.clone(**(given | more))
+
+
+def _token_id(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise ApiError(400, f"logit_bias: '{text[:50]}' is not a token id", "invalid_value", param="logit_bias")
+
+
+def stream_options(request: Sampling) -> StreamOptions:
+    """Return how a request wants its stream; raises ApiError where it wants none."""
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options: only with stream=true", "invalid_value", param="stream_options")
+    return request.stream_options or StreamOptions()
+
+
+def request_limits(request: Request) -> dict[str, Any]:
+    """Return what a request's headers say of its time limit, and of a model that sleeps; raises ApiError."""
+    limits: dict[str, Any] = {}
+    timeout, asleep = request.headers.get(TIMEOUT_HEADER), request.headers.get(ASLEEP_HEADER)
+    if timeout is not None:
+        try:
+            limits["timeout"] = float(timeout)
+        except ValueError:
+            limits["timeout"] = -1.0
+        if not 0 < limits["timeout"] <= 1e9:
+            raise ApiError(400, f"{TIMEOUT_HEADER}: seconds above 0 are needed", "invalid_value", param=TIMEOUT_HEADER)
+    if asleep is not None:
+        if asleep not in set(WhenAsleep):
+            message = f"{ASLEEP_HEADER}: one of {', '.join(WhenAsleep)} is needed"
+            raise ApiError(400, message, "invalid_value", param=ASLEEP_HEADER)
+        limits["when_asleep"] = WhenAsleep(asleep)
+    return limits
+
+
+class Counted:
+    """The tokens of one HTTP request, over its prompts, as its outputs come."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._completion = 0
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Take a delta or the only output of a prompt."""
+        self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
+        self._completion += sum(len(one.token_ids) for one in output.outputs)
+
+    def usage(self) -> Usage:
+        """Return the counts until now."""
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._completion,
+            total_tokens=prompt + self._completion,
+            prompt_tokens_details=CachedTokens(cached_tokens=sum(cached for _, cached in self._prompts.values())),
+        )
+
+
+def top_logprobs(position: PositionLogprobs) -> list[TopLogprob]:
+    """Return one position's log probabilities, the sampled token first."""
+    return [
+        TopLogprob(token=text, logprob=one.logprob, bytes=list(text.encode()))
+        for token_id, one in position.items()
+        for text in [one.decoded_token if one.decoded_token is not None else f"token_id:{token_id}"]
+    ]
+
+
+class Answer(Protocol):
+    """The answer to one request, either way."""
+
+    async def whole(self) -> BaseModel:
+        """Return it as one."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield it as server-sent events."""
+
+
+async def respond(request: Request, answer: Answer, stream: bool | None) -> Response:
+    """Return the response to a request; its work ends when the client leaves."""
+    if stream:
+        return await event_stream(request, answer.events())
+    done = await until_gone(request, answer.whole())
+    return Response(done.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield (index of the iterator, item) of several at a time, as items come; ends all where one fails or nobody reads on."""
+    if len(iterators) == 1:
+        try:
+            async for item in iterators[0]:
+                yield 0, item
+        finally:
+            await aclose(iterators[0])
+        return
+    waiting = {asyncio.ensure_future(anext(one)): index for index, one in enumerate(iterators)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(iterators[index]))] = index
+                yield index, item
+    finally:
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+        for one in iterators:
+            await aclose(one)

@@ -1,0 +1,185 @@
+"""What every request passes on its way in and out: keys, limits, ids and the log; streams, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Collection
+from typing import TypeVar
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hardpoint.interfaces.errors import HardpointError
+from hardpoint.server.errors import ApiError
+
+_log = logging.getLogger("hardpoint.access")
+
+T = TypeVar("T")
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+
+
+class Gate:
+    """The outermost part of an application: who may enter, how much a body may hold, and one log line for each request.
+
+    The log has method, path, status, seconds and the request's id, and nothing of a query, header or body. The id is the client's
+    (`X-Request-Id`) where it sent a plain one, and is in the answer.
+
+    Args:
+        keys: one of which a request must bear (`Authorization: Bearer KEY`); none lets everybody in.
+        open_paths: for which no key is asked.
+        max_body: bytes of a body.
+        body_seconds: in which a body must have come whole.
+        streamed: methods whose bodies the application reads itself, piece by piece, with a limit of its own.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Collection[str] = (),
+        open_paths: Collection[str] = (),
+        max_body: int = 32 << 20,
+        body_seconds: float = 60.0,
+        streamed: Collection[str] = (),
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._open_paths = frozenset(open_paths)
+        self._max_body, self._body_seconds = max_body, body_seconds
+        self._streamed = frozenset(streamed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _ID.match(given) else uuid4().hex
+        start, status = time.perf_counter(), 499  # nginx's: the client left before an answer
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers)
+            if scope["method"] in self._streamed:
+                await self._app(scope, receive, answer)
+            elif (body := await self._body(headers, receive)) is not None:
+                await self._app(scope, _replay(body, receive), answer)
+        except ApiError as error:
+            await error.response()(scope, receive, answer)
+        finally:
+            seconds = time.perf_counter() - start
+            _log.info("%s %s %d %.3fs %s", scope["method"], scope["path"], status, seconds, request_id)
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self._keys or path in self._open_paths:
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        # All are compared, so that the time says nothing of which one nearly fits.
+        fits = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        if scheme.lower() != b"bearer" or not any(fits):
+            raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", "invalid_api_key")
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """Return the whole body, None where the client left."""
+        told = headers.get(b"content-length", b"0")
+        if not told.isdigit() or int(told) > self._max_body:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                parts, size, more = [], 0, True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > self._max_body:
+                        raise self._too_large()
+                    parts.append(part)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {self._body_seconds:g} s", "request_timeout") from None
+        return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body} bytes", "body_too_large")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return what gives a body that was read already, and then what else comes."""
+    is_read = False
+
+    async def again() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return what some work returns; it is cancelled when the client leaves, or when this is."""
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise ApiError(499, "the client left", "client_closed_request")
+    finally:
+        leaving.cancel()
+        if not doing.done():
+            doing.cancel()
+            await asyncio.wait([doing])
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def event_stream(request: Request, events: AsyncIterator[bytes]) -> StreamingResponse:
+    """Return a stream of server-sent events that begins once there is a first one, so that a refusal still has a status of its own.
+
+    An error in the middle is an event, OpenAI's, and the last one.
+    """
+    try:
+        first = await until_gone(request, anext(events))
+    except BaseException:
+        await aclose(events)
+        raise
+
+    async def body() -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for event in events:
+                yield event
+            yield b"data: [DONE]\n\n"
+        except (ApiError, HardpointError) as error:
+            told = error if isinstance(error, ApiError) else ApiError.of(error)
+            yield b"data: " + told.response().body + b"\n\n"
+        finally:
+            await aclose(events)
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def aclose(events: AsyncIterator[object]) -> None:
+    """End a generator now, and not when it is collected."""
+    close = getattr(events, "aclose", None)
+    if close is not None:
+        await close()

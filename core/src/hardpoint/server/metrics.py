@@ -1,0 +1,200 @@
+"""What operators watch, for Prometheus: names as vLLM's dashboards have them where there is one, under the prefix `hardpoint`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from hardpoint.engine.core import EngineStats
+from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
+from hardpoint.interfaces.allocator import MemoryReport
+
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_SLEEP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+
+
+class Metrics:
+    """The server's metrics, and those of each model by the label `model_name`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._engines = _Engines()
+        self.registry.register(self._engines)
+        label = ["model_name"]
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"hardpoint:{name}", text, [*label, *labels], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"hardpoint:{name}", text, [*label, *labels], registry=self.registry, buckets=buckets)
+
+        self.finished = counter("request_success", "Requests that ended, by reason", "finished_reason")
+        self.refused = counter("requests_refused", "Requests refused because too many were in progress")
+        self.deaths = counter("engine_deaths", "Engines that died")
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
+        self.inter_token = histogram("inter_token_latency_seconds", "Between two outputs of a stream", _INTER_TOKEN)
+        self.whole = histogram("e2e_request_latency_seconds", "Arrival to end", _WHOLE)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.output_tokens = histogram("request_generation_tokens", "Tokens that a request generated", _TOKENS)
+        self.changes = histogram("sleep_operation_seconds", "Sleeps and wakes", _SLEEP, "operation")
+        self.phases = counter("sleep_phase_seconds", "Time of sleeps and wakes, by phase", "operation", "phase")
+        self.bytes = counter("sleep_bytes", "Bytes of sleeps and wakes, by what became of them", "operation", "kind")
+        self.change_failures = counter("sleep_failures", "Sleeps and wakes that failed", "operation", "error")
+        self.rate = Gauge(
+            "hardpoint:sleep_bytes_per_second", "Of the last copy", [*label, "operation"], registry=self.registry
+        )
+        self.residual = Gauge(
+            "hardpoint:sleep_residual_bytes", "In use while asleep", [*label, "participant"], registry=self.registry
+        )
+        self.sleep_state = Gauge(
+            "hardpoint:engine_sleep_state", "1 for the present state", [*label, "sleep_state"], registry=self.registry
+        )
+
+    def of(self, model_name: str) -> ModelMetrics:
+        """Return the metrics of one model."""
+        return ModelMetrics(self, model_name)
+
+    def set_engine(self, model_name: str, stats: EngineStats | None) -> None:
+        """Take an engine's counters, as `/metrics` shows them next; None where it has none now."""
+        self._engines.stats[model_name] = stats
+
+
+class ModelMetrics:
+    """What is counted of one model, with its label filled in once."""
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self.name, self._metrics = name, metrics
+        self.refused = metrics.refused.labels(name)
+        self.deaths = metrics.deaths.labels(name)
+        self.first_token = metrics.first_token.labels(name)
+        self.inter_token = metrics.inter_token.labels(name)
+        self.whole = metrics.whole.labels(name)
+        self.prompt_tokens = metrics.prompt_tokens.labels(name)
+        self.output_tokens = metrics.output_tokens.labels(name)
+
+    def request(self, prompt_tokens: int) -> RequestWatch:
+        """Return what watches one request."""
+        self.prompt_tokens.observe(prompt_tokens)
+        return RequestWatch(self)
+
+    def finished(self, reason: str) -> None:
+        """Count a request that ended."""
+        self._metrics.finished.labels(self.name, reason).inc()
+
+    def state(self, status: SleepStatus) -> None:
+        """Take the state of the engine."""
+        now = "awake" if not status.asleep else "weights_offloaded" if status.weights_valid else "discard_all"
+        for state in _SLEEP_STATES:
+            self._metrics.sleep_state.labels(self.name, state).set(state == now)
+
+    def slept(self, report: SleepReport) -> None:
+        """Count a sleep."""
+        self._changed("sleep", report.seconds, report.memory)
+        for participant, size in report.residual.items():
+            self._metrics.residual.labels(self.name, participant).set(size)
+
+    def woke(self, report: WakeReport) -> None:
+        """Count a wake."""
+        self._changed("wake", report.seconds, report.memory)
+
+    def failed(self, operation: str, error: Exception) -> None:
+        """Count a sleep or wake that raised."""
+        self._metrics.change_failures.labels(self.name, operation, type(error).__name__).inc()
+
+    def _changed(self, operation: str, seconds: float, memory: MemoryReport | None) -> None:
+        metrics = self._metrics
+        metrics.changes.labels(self.name, operation).observe(seconds)
+        if memory is None:
+            return
+        for kind in ("preserved", "discarded", "skipped", "unmapped"):
+            metrics.bytes.labels(self.name, operation, kind).inc(getattr(memory, kind))
+        for phase, spent in memory.seconds.items():
+            metrics.phases.labels(self.name, operation, phase).inc(spent)
+        if memory.preserved and seconds > 0:
+            metrics.rate.labels(self.name, operation).set(memory.preserved / seconds)
+
+
+class RequestWatch:
+    """The times of one request."""
+
+    __slots__ = ("_last", "_metrics", "_start", "_tokens")
+
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._last: float | None = None
+        self._tokens = 0
+
+    def output(self, output: RequestOutput) -> None:
+        """Take the next output, of deltas or the only one."""
+        now, metrics = time.perf_counter(), self._metrics
+        self._tokens += sum(len(one.token_ids) for one in output.outputs)
+        if self._last is not None:
+            metrics.inter_token.observe(now - self._last)
+        elif output.finished and output.metrics is not None and output.metrics.first_token_time is not None:
+            metrics.first_token.observe(output.metrics.first_token_time - self._start)
+        else:
+            metrics.first_token.observe(now - self._start)
+        self._last = now
+        if output.finished:
+            metrics.whole.observe(now - self._start)
+            metrics.output_tokens.observe(self._tokens)
+            for completion in output.outputs:
+                metrics.finished(completion.finish_reason or "none")
+
+
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens computed", lambda stats: stats.prefill_tokens),
+    ("generation_tokens", "Tokens sampled", lambda stats: stats.sampled_tokens),
+    ("engine_steps", "Steps computed", lambda stats: stats.steps),
+    ("num_preemptions", "Sequences preempted", lambda stats: stats.preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda stats: stats.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda stats: stats.prefix_hits),
+)
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "Sequences that are computed", lambda stats: stats.running),
+    ("num_requests_waiting", "Sequences that wait", lambda stats: stats.waiting),
+    ("num_requests_swapped", "Sequences whose blocks are on the host", lambda stats: stats.swapped),
+    (
+        "kv_cache_usage_perc",
+        "Share of the KV blocks that is in use, 0 to 1",
+        lambda stats: stats.blocks_used / max(stats.blocks_used + stats.blocks_free, 1),
+    ),
+)
+
+
+class _Engines:
+    """The counters that engines keep themselves, as they were last asked for."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, EngineStats | None] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield them as Prometheus's client has them."""
+        known = {name: stats for name, stats in self.stats.items() if stats is not None}
+        for name, text, value in _COUNTERS:
+            yield _filled(CounterMetricFamily(f"hardpoint:{name}", text, labels=["model_name"]), known, value)
+        for name, text, value in _GAUGES:
+            yield _filled(GaugeMetricFamily(f"hardpoint:{name}", text, labels=["model_name"]), known, value)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: what there is is known only when it is collected."""
+        return []
+
+
+def _filled(
+    family: CounterMetricFamily | GaugeMetricFamily,
+    known: dict[str, EngineStats],
+    value: Callable[[EngineStats], float],
+) -> Metric:
+    for model, stats in known.items():
+        family.add_metric([model], value(stats))
+    return family

@@ -1,0 +1,328 @@
+"""OpenAI's requests and answers as declared types, with the further sampling parameters that vLLM's users know.
+
+A field that is not declared is refused by name. Those that OpenAI's clients send and that have no meaning here are declared as `Inert`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal, TypeAlias
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Inert: TypeAlias = Annotated[Any, Field(description="Accepted and without effect.")]
+TokenIds: TypeAlias = list[int]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Answer(BaseModel):
+    pass
+
+
+class StreamOptions(_Request):
+    """What a stream carries beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Inert = None
+
+
+class ResponseFormat(_Request):
+    """How the text is to be shaped."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] | None = None
+
+
+class Sampling(_Request):
+    """What `/v1/completions` and `/v1/chat/completions` share: how tokens are chosen. None is what the model's publisher recommends."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    # No meaning here
+    user: Inert = None
+    metadata: Inert = None
+    service_tier: Inert = None
+    safety_identifier: Inert = None
+    prompt_cache_key: Inert = None
+    prompt_cache_retention: Inert = None
+
+
+class CompletionRequest(Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    best_of: int | None = None
+    echo: bool | None = False
+    logprobs: int | None = None
+    suffix: None = None
+    add_special_tokens: bool = True
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation; what a model's template knows beside the declared fields is passed on to it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+
+
+class EmbeddingRequest(_Request):
+    """`POST /v1/embeddings`."""
+
+    input: str | list[str] | TokenIds | list[TokenIds]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: None = None
+    normalize: bool = True
+    user: Inert = None
+
+
+class TokenizeRequest(_Request):
+    """`POST /tokenize`: of a text, or of a conversation as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Request):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class CachedTokens(_Answer):
+    """How much of the prompt the prefix cache had."""
+
+    cached_tokens: int = 0
+
+
+class Usage(_Answer):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class CompletionLogprobs(_Answer):
+    """Log probabilities of a completion, one entry for each token.
+
+    Attributes:
+        text_offset: of each token's text in the whole, in characters.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Answer):
+    """One completion, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: TokenIds | None = None
+    prompt_token_ids: TokenIds | None = None
+
+
+class Completion(_Answer):
+    """The answer of `/v1/completions`, or one event of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(_Answer):
+    """One token that was possible at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was chosen at a position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Answer):
+    """Log probabilities of a message, one entry for each token."""
+
+    content: list[TokenLogprob]
+
+
+class AnswerMessage(_Answer):
+    """The model's message, or what is new of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(_Answer):
+    """One answer to a conversation."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: TokenIds | None = None
+
+
+class ChatCompletion(_Answer):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    prompt_token_ids: TokenIds | None = None
+
+
+class ChatDelta(_Answer):
+    """What is new of one answer."""
+
+    index: int
+    delta: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: TokenIds | None = None
+
+
+class ChatChunk(_Answer):
+    """One event of a stream of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+
+
+class Embedding(_Answer):
+    """One embedding: numbers, or the base64 of their float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(_Answer):
+    """The answer of `/v1/embeddings`."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class ModelCard(_Answer):
+    """A model that is served.
+
+    Attributes:
+        state: of its engine; see docs/serving.md.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "hardpoint"
+    root: str
+    max_model_len: int | None = None
+    state: str
+
+
+class ModelList(_Answer):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokens(_Answer):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: TokenIds
+    token_strs: list[str] | None = None
+
+
+class Detokenized(_Answer):
+    """The answer of `/detokenize`."""
+
+    prompt: str
+
+
+def new_id(kind: str) -> str:
+    """Return the id of an answer."""
+    return f"{kind}-{uuid4().hex}"
+
+
+def now() -> int:
+    """Return the time as answers give it, in seconds."""
+    return int(time.time())

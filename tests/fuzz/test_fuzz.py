@@ -1,0 +1,70 @@
+"""Hostile input of every kind ends in a right answer or one typed error; and what fails is reported with what repeats it.
+
+In processes of their own: what other tests have left in this one (threads, free memory) would be inherited by the forks.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = 2000
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("kind", ["models", "configurations", "requests"])
+def test_hostile_input_is_refused_with_a_typed_error_or_answered(kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", kind, "0", str(CASES)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = {name: int(number) for name, number in re.findall(r"(\w+) (\d+)[, ]", done.stdout.splitlines()[-1])}
+    assert sum(counts.values()) == CASES
+    assert counts["right"] > CASES // 20
+    assert len(counts) > 5
+
+
+TRIAL = """
+import os, time
+import torch
+from hardpoint.interfaces.errors import ConfigError
+from tests.fuzz import batches
+
+batches.SECONDS, batches.PATIENCE, batches.GROWTH_MIB = 0.5, 5, 32
+def burn():
+    end = time.process_time() + 1
+    while time.process_time() < end:
+        pass
+
+deeds = {
+    1: os.abort,
+    3: lambda: time.sleep(60),
+    5: lambda: torch.ones(16 << 20),
+    6: lambda: [][0],
+    7: lambda: os._exit(0),
+    8: burn,
+}
+
+def case(seed, folder):
+    if seed not in deeds:
+        raise ConfigError("refused")
+    deeds[seed]()
+
+outcome = batches.run("trial", lambda own: case, 0, 9)
+assert outcome.counts == {"ConfigError": 3}, outcome.counts
+expected = ["signal 6", "Timeout", "it took 6", "IndexError", "exit code 0", "s of the processor"]
+for seed, failure, text in zip(deeds, outcome.failures, expected, strict=True):
+    assert failure.startswith(f"python -m tests.fuzz trial {seed}\\n"), failure
+    assert text in failure, failure
+"""
+
+
+def test_what_a_case_does_to_its_process_is_reported_with_its_seed() -> None:
+    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

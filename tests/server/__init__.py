@@ -1,0 +1,1 @@
+"""The server with the demo model, over real connections: what users and operators send, and what comes back."""

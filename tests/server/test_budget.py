@@ -1,0 +1,111 @@
+"""Several models under a budget of device memory that does not hold all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.interfaces.errors import DeviceOutOfMemory
+from hardpoint.server.budget import DeviceBudget
+from hardpoint_conformance.tiny_model import Shape, tiny_model
+from tests.server.conftest import Running
+
+SHAPE = Shape(hidden=512, intermediate=1024, layers=4, heads=8, kv_heads=4, head_dim=64, vocab=4096, max_len=512)
+SETTINGS: Any = {"skip_tokenizer_init": True, "max_model_len": 512, "num_device_blocks": 256, "sleep_tier": "source"}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, str]:
+    return {name: str(tiny_model(replace(SHAPE, seed=seed)).path) for seed, name in enumerate("abc")}
+
+
+def ask(server: Running, name: str, number: int) -> list[int]:
+    answer = server.users.post(
+        "/v1/completions",
+        json={
+            "model": name,
+            "prompt": [1 + number % 7, 2, 3],
+            "temperature": 0,
+            "max_tokens": 6,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def device_memory(server: Running) -> int:
+    """Return what the engines have of the device, which here is the host: shared memory in use, as the kernel counts it."""
+    total = 0
+    for model in server.server.fleet:
+        lines = Path(f"/proc/{model.llm.pid}/status").read_text().splitlines()
+        total += 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("RssShmem"))
+    return total
+
+
+def test_three_models_where_one_fits(start: Any, models: dict[str, str]) -> None:
+    with start(models, SETTINGS) as server:
+        expected = {(name, number): ask(server, name, number) for name in models for number in range(7)}
+        needs = [model.need for model in server.server.fleet]
+        idle = device_memory(server) - sum(needs)
+    assert expected["a", 0] != expected["b", 0] != expected["c", 0]
+    limit = int(1.3 * max(needs))
+    with start(models, SETTINGS, budget=lambda: DeviceBudget(limit, min_awake=0.2)) as server:
+        most, ended = [0, 0], threading.Event()
+
+        def watch() -> None:
+            while not ended.is_set():
+                most[0] = max(most[0], sum(model.device_bytes for model in server.server.fleet))
+                most[1] = max(most[1], device_memory(server))
+                time.sleep(0.005)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        asked = [("abc"[number % 3], number % 7) for number in range(300)]
+        with ThreadPoolExecutor(12) as pool:
+            found = list(pool.map(lambda one: ask(server, *one), asked))
+        ended.set()
+        watcher.join()
+        assert found == [expected[one] for one in asked]
+        assert most[0] <= limit
+        # What each engine has beside its models' memory counts once for each, asleep or awake.
+        assert most[1] <= limit + max(idle, 0) + 16 * MIB, (most, limit, idle)
+        shown = server.operators.get("/models").json()
+        assert shown["device_memory"] == limit
+        assert 3 <= len(shown["decisions"]) <= 200
+        assert all(one["slept"] != one["for_model"] and one["reason"] for one in shown["decisions"])
+        awake = [one for one in shown["models"] if one["state"] == "running"]
+        assert len(awake) == 1
+        assert all("was asked for" in one["reason"] for one in shown["models"] if one not in awake)
+
+
+def test_a_busy_model_ends_what_it_has_before_it_makes_way(start: Any, models: dict[str, str]) -> None:
+    pair = {name: models[name] for name in "ab"}
+    with start(pair, SETTINGS, budget=lambda: DeviceBudget(160 * MIB, min_awake=0.0)) as server:
+        assert server.model("a").need < 160 * MIB < 2 * server.model("a").need
+        body: Any = {"model": "a", "prompt": [1, 2], "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        with ThreadPoolExecutor(2) as pool:
+            long = pool.submit(server.openai.completions.create, **body)
+            while not server.model("a").in_progress:
+                time.sleep(0.002)
+            other = pool.submit(ask, server, "b", 1)
+            answer = long.result()
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 400
+            assert len(other.result()) == 6
+
+
+def test_a_model_larger_than_the_budget_is_said_at_the_start(start: Any, models: dict[str, str]) -> None:
+    with (
+        pytest.raises(DeviceOutOfMemory, match="--device-memory"),
+        start({"a": models["a"]}, SETTINGS, budget=lambda: DeviceBudget(8 * MIB, min_awake=0.0)),
+    ):
+        pass

@@ -1,0 +1,133 @@
+"""What operators ask for: sleep, wake and weights over HTTP, as operations that say how they went."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save
+
+from hardpoint_conformance.tiny_model import Shape, tiny_model
+from tests.server.conftest import Running
+from tests.server.test_robust import LONG, running, until
+
+PROMPT = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 6}
+
+
+def text(server: Running) -> str:
+    answer = server.users.post("/v1/completions", json=PROMPT)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_level_2_serves_nothing_until_the_weights_are_back(server: Running) -> None:
+    before = text(server)
+    slept = server.operators.post("/models/demo/sleep", json={"level": 2}).json()["result"]
+    assert slept["weights_valid"] is False
+    shown = server.operators.get("/models/demo").json()
+    assert (shown["state"], "weights" in shown["sleep"]["asleep"]) == ("sleeping", True)
+    assert 'engine_sleep_state{model_name="demo",sleep_state="discard_all"} 1.0' in server.users.get("/metrics").text
+    server.operators.post("/wake_up", params={"tags": ["weights", "kv_cache", "buffers", "default"]})
+    assert code(server.users.post("/v1/completions", json=PROMPT)) == (503, "weights_missing")
+    assert server.users.get("/ready").status_code == 200
+    reloaded = server.operators.post("/collective_rpc", json={"method": "reload_weights"}).json()
+    assert reloaded["result"] > 0
+    assert text(server) == before
+
+
+def test_weights_by_upload(start: Any) -> None:
+    shape = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=256, max_len=256)
+    first, second = tiny_model(shape), tiny_model(replace(shape, seed=2))
+    body = {"prompt": [1, 2, 3, 4], "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    with start({"tiny": str(first.path)}, {"skip_tokenizer_init": True, "max_model_len": 256}) as server:
+
+        def tokens() -> Any:
+            return server.users.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+
+        before = tokens()
+        content = save({name: tensor.contiguous() for name, tensor in second.weights.items()})
+        done = server.operators.put("/models/tiny/weights", content=content).json()
+        assert done["state"] == "succeeded", done
+        changed = tokens()
+        assert changed != before
+        server.operators.post("/models/tiny/reload", json={"model": str(second.path)})
+        assert tokens() == changed
+        server.operators.post("/models/tiny/reload", json={"model": str(first.path)})
+        assert tokens() == before
+        assert code(server.operators.put("/models/tiny/weights", content=b"x" * 100)) == (400, "invalid_weights")
+        wrong = save({"model.norm.weight": torch.zeros(7)})
+        assert code(server.operators.put("/models/tiny/weights", content=wrong))[0] == 400
+        assert code(server.operators.post("/models/tiny/reload", json={"model": "/nowhere"})) == (400, "invalid_model")
+        assert tokens() == before
+
+
+def test_a_sleep_that_waits_is_an_operation_and_can_be_given_up(slow_server: Running) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(slow_server.openai.completions.create, **LONG | {"max_tokens": 500})
+        until(lambda: running(slow_server) == 1)
+        begun = slow_server.operators.post(
+            "/models/demo/sleep", params={"wait": "false"}, json={"level": 0, "mode": "wait"}
+        )
+        assert begun.status_code == 202
+        place = begun.headers["location"]
+        assert slow_server.operators.get(place).json()["state"] == "running"
+        until(lambda: slow_server.operators.get("/models/demo").json()["state"] == "draining")
+        given_up = slow_server.operators.delete(place).json()
+        assert given_up["state"] == "cancelled"
+        assert code(slow_server.operators.delete(place)) == (409, "not_cancellable")
+        answer = busy.result()
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 500
+    assert slow_server.operators.get("/models/demo").json()["state"] == "running"
+    assert code(slow_server.operators.get("/operations/none")) == (404, "operation_not_found")
+    kinds = [one["kind"] for one in slow_server.operators.get("/operations").json()["operations"]]
+    assert kinds[-1] == "sleep"
+
+
+def test_pause_and_resume(server: Running) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        server.operators.post("/pause")
+        assert server.operators.get("/is_sleeping").json() == {"is_sleeping": True}
+        waits = pool.submit(server.users.post, "/v1/completions", json=PROMPT, headers={"X-When-Asleep": "queue"})
+        assert server.operators.post("/resume").json()["state"] == "succeeded"
+        assert waits.result().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "error"),
+    [
+        ("POST", "/models/other/sleep", {}, 404, "model_not_found"),
+        ("POST", "/models/demo/sleep", {"level": 3}, 400, "invalid_value"),
+        ("POST", "/models/demo/sleep", {"levle": 1}, 400, "unknown_field"),
+        ("POST", "/models/demo/sleep", {"tags": ["wieghts"]}, 400, "unknown_tag"),
+        ("POST", "/models/demo/sleep", {"level": 2, "kv": "preserve"}, 400, "sleep_refused"),
+        ("POST", "/models/demo/wake", {"tags": []}, 400, "sleep_refused"),
+        ("POST", "/collective_rpc", {"method": "__class__"}, 400, "invalid_value"),
+        ("POST", "/collective_rpc", {"method": "reload_weights", "args": ["/etc"]}, 400, "invalid_value"),
+        ("POST", "/sleep?level=7", None, 400, "invalid_value"),
+        ("GET", "/nothing", None, 404, "unknown_path"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    server: Running, method: str, path: str, body: Any, status: int, error: str
+) -> None:
+    answer = server.operators.request(method, path, json=body)
+    assert code(answer) == (status, error)
+    assert server.operators.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_users_are_no_operators(server: Running) -> None:
+    assert server.users.post("/sleep").status_code == 404
+    assert server.users.post("/models/demo/sleep").status_code == 404
+    url = server.server.control_url
+    assert url is not None
+    for headers in ({}, dict(server.users.headers)):
+        assert httpx.post(f"{url}/sleep", headers=headers).status_code == 401

@@ -1,0 +1,221 @@
+"""The official client against the server: what it sends is understood, and what it reads is the engine's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from hardpoint import LLM, SamplingParams
+from tests.server.conftest import ENGINE, KEY, Running
+
+PROMPT = "The capital of France is"
+MESSAGES: Any = [{"role": "user", "content": "Give three facts about the moon."}]
+GREEDY: Any = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    """The engine without a server."""
+    llm = LLM("demo", **ENGINE)
+    yield llm
+    llm.shutdown()
+
+
+def test_completions_are_the_engines(client: openai.OpenAI, llm: LLM) -> None:
+    prompts = [PROMPT, "Water boils at"]
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+    answer = client.completions.create(model="demo", prompt=prompts, **GREEDY)
+    assert [choice.text for choice in answer.choices] == [one.outputs[0].text for one in expected]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(len(one.prompt_token_ids) for one in expected)
+    assert answer.usage.completion_tokens == 24
+    by_ids = client.completions.create(model="demo", prompt=list(expected[0].prompt_token_ids), **GREEDY)
+    assert by_ids.choices[0].text == expected[0].outputs[0].text
+
+
+def test_chat_is_the_engines(client: openai.OpenAI, llm: LLM) -> None:
+    (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=12))
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, **GREEDY)
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_last_message_is_continued_and_a_salt_keeps_prefixes_apart(client: openai.OpenAI) -> None:
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "1. The moon is"}]
+    asked: Any = {"model": "demo", "messages": begun, **GREEDY}
+    own = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = client.chat.completions.create(**asked, extra_body=own)
+    again = client.chat.completions.create(**asked, extra_body=own)
+    salted = client.chat.completions.create(**asked, extra_body=own | {"cache_salt": "a tenant"})
+    assert answer.choices[0].message.content == salted.choices[0].message.content
+    assert (answer.choices[0].message.content or "").startswith(" ")
+    cached = [one.usage.prompt_tokens_details.cached_tokens for one in (again, salted)]  # type: ignore[union-attr]
+    assert cached[0] > 0
+    assert cached[1] == 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI, n: int) -> None:
+    asked: Any = {
+        "model": "demo",
+        "messages": MESSAGES,
+        "n": n,
+        "seed": 5,
+        "max_tokens": 16,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**asked)
+    stream = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    *parts, last = stream
+    assert last.choices == []
+    assert last.usage == whole.usage
+    for choice in whole.choices:
+        mine = [one for part in parts for one in part.choices if one.index == choice.index]
+        assert mine[0].delta.role == "assistant"
+        assert "".join(one.delta.content or "" for one in mine) == choice.message.content
+        assert [one.finish_reason for one in mine if one.finish_reason] == [choice.finish_reason]
+        assert choice.logprobs is not None
+        streamed = [entry for one in mine if one.logprobs for entry in one.logprobs.content or ()]
+        assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content or ()]
+        assert all(len(entry.top_logprobs) in (2, 3) for entry in streamed)
+
+
+def test_completions_stream_with_echo_and_stop(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "echo": True, "stop": ["\n"]}
+    whole = client.completions.create(**asked)
+    parts = list(client.completions.create(stream=True, **asked))
+    text = "".join(choice.text for part in parts for choice in part.choices)
+    assert text == whole.choices[0].text == f"{PROMPT} Paris."
+    assert whole.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_of_completions_lie_where_the_text_does(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="demo", prompt=PROMPT, logprobs=2, **GREEDY)
+    (choice,) = answer.choices
+    found = choice.logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.text_offset is not None
+    assert "".join(found.tokens) == choice.text
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert choice.text[offset : offset + len(token)] == token
+
+
+def test_parameters_reach_the_engine(client: openai.OpenAI) -> None:
+    def text(**asked: Any) -> str:
+        return client.completions.create(model="demo", prompt=PROMPT, max_tokens=6, **asked).choices[0].text
+
+    plain = text(temperature=0)
+    banned = text(temperature=0, logit_bias={str(_first_token(client)): -100})
+    assert banned != plain
+    assert text(seed=3, temperature=1.5) == text(seed=3, temperature=1.5)
+    assert text(seed=3, temperature=1.5) != text(seed=4, temperature=1.5)
+    longer = client.completions.create(
+        model="demo", prompt=PROMPT, temperature=0, max_tokens=40, extra_body={"ignore_eos": True, "min_tokens": 40}
+    )
+    assert longer.usage is not None
+    assert longer.usage.completion_tokens == 40
+
+
+def _first_token(client: openai.OpenAI) -> int:
+    answer = client.completions.create(
+        model="demo", prompt=PROMPT, temperature=0, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    (token,) = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+    return int(token)
+
+
+def test_embeddings(client: openai.OpenAI, llm: LLM) -> None:
+    expected = llm.embed(["x", "Dear Sir"])
+    answer = client.embeddings.create(model="demo", input=["x", "Dear Sir"], encoding_format="float")
+    coded = client.embeddings.create(model="demo", input=["x", "Dear Sir"])  # base64, which the client decodes
+    for one, other, wanted in zip(answer.data, coded.data, expected, strict=True):
+        assert one.embedding == pytest.approx(wanted.outputs.embedding.tolist(), abs=1e-6)
+        assert other.embedding == pytest.approx(one.embedding, abs=1e-6)
+
+
+def test_models_and_tokens(server: Running, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "hardpoint"
+    tokens = server.users.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert server.users.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": PROMPT}
+    chat = server.users.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert chat["count"] > tokens["count"]
+
+
+def test_many_asynchronous_streams_side_by_side(server: Running) -> None:
+    async def one(client: openai.AsyncOpenAI, number: int) -> tuple[int, str]:
+        parts = await client.completions.create(
+            model="demo", prompt=f"{number}, ", temperature=0, max_tokens=8 + number % 5, stream=True
+        )
+        return number, "".join([choice.text async for part in parts for choice in part.choices])
+
+    async def whole() -> dict[int, str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.server.url}/v1", api_key=KEY, max_retries=0) as client:
+            return dict(await asyncio.gather(*(one(client, number) for number in range(48))))
+
+    texts = asyncio.run(whole())
+    alone = server.openai.completions.create(model="demo", prompt="7, ", temperature=0, max_tokens=10)
+    assert texts[7] == alone.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        ("completions", {"prompt": "x", "temprature": 1}, 400, "unknown_field", "temprature"),
+        ("completions", {"prompt": "x", "temperature": "hot"}, 400, "invalid_value", "temperature"),
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "invalid_value", None),
+        ("completions", {"prompt": "x", "max_tokens": -5}, 400, "invalid_value", None),
+        ("completions", {"prompt": "x", "n": 10**9}, 400, "invalid_value", None),
+        ("completions", {"prompt": "x", "logit_bias": {"one": 1}}, 400, "invalid_value", "logit_bias"),
+        ("completions", {"prompt": [10**9]}, 400, "invalid_value", None),
+        ("completions", {"prompt": []}, 400, "invalid_value", "prompt"),
+        ("completions", {"prompt": "word " * 3000}, 400, "context_length_exceeded", None),
+        ("completions", {"prompt": "x", "model": "other"}, 404, "model_not_found", "model"),
+        ("completions", {"prompt": "\ud800"}, 400, "invalid_value", None),
+        ("completions", {"prompt": "x", "stream_options": {}}, 400, "invalid_value", "stream_options"),
+        ("chat/completions", {"messages": []}, 400, "invalid_value", None),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "invalid_value", "messages"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "tools": []}, 400, "unknown_field", "tools"),
+        ("embeddings", {"input": ""}, 400, "invalid_value", None),
+        ("embeddings", {"input": "x", "dimensions": 3}, 400, "invalid_value", "dimensions"),
+        ("nothing", {}, 404, "unknown_path", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_refused_in_openais_form(
+    server: Running, path: str, body: dict[str, Any], status: int, code: str, param: str | None, stream: bool
+) -> None:
+    if stream and "completions" in path and "stream_options" not in body:
+        body = body | {"stream": True}
+    answer = server.users.post(
+        f"/v1/{path}", content=json.dumps(body), headers={"Content-Type": "application/json", "X-Request-Id": "mine"}
+    )
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"] == "mine"
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param), error
+    assert error["message"]
+
+
+def test_a_body_that_is_no_json(server: Running) -> None:
+    answer = server.users.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_value"
+
+
+def test_keys(server: Running) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.server.url}/v1", api_key="other", max_retries=0).models.list()
+    assert server.users.get("/health", headers={"Authorization": ""}).status_code == 200
+    assert server.users.get("/metrics", headers={"Authorization": ""}).status_code == 401

@@ -1,0 +1,264 @@
+"""What a server does when clients leave, come too many or too slowly, and when its engine sleeps or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.server.run import HardpointServer, ServerSettings, serve
+from tests.server.conftest import KEY, Running
+
+LONG: Any = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to hold"
+        time.sleep(0.01)
+
+
+def running(server: Running) -> int:
+    return int(server.call(server.model().llm.stats()).running)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_takes_its_request_along(slow_server: Running, stream: bool) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    if stream:
+        with slow_server.users.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            slow_server.users.post("/v1/completions", json=body, timeout=0.5)
+    until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
+
+
+def test_too_many_requests_are_told_when_to_come_back(start_slow: Any) -> None:
+    with start_slow(max_requests=2) as server, ThreadPoolExecutor(2) as pool:
+        busy = [pool.submit(server.openai.completions.create, **LONG) for _ in range(2)]
+        until(lambda: server.model().in_progress == 2)
+        with pytest.raises(openai.RateLimitError) as refused:
+            server.openai.completions.create(model="demo", prompt="x")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            server.openai.completions.create(model="demo", prompt=["x"] * 3)
+        assert [len(one.result().choices) for one in busy] == [1, 1]
+        assert 'hardpoint:requests_refused_total{model_name="demo"} 2.0' in server.users.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_ends_a_request(slow_server: Running, stream: bool) -> None:
+    with pytest.raises((openai.APIStatusError, openai.APIError)) as late:
+        for _ in slow_server.openai.completions.create(
+            stream=stream, extra_headers={"X-Request-Timeout": "0.3"}, **LONG
+        ):
+            pass
+    assert "0.3 s" in str(late.value)
+    until(lambda: running(slow_server) == 0)
+    bad = slow_server.users.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Timeout": "soon"})
+    assert bad.status_code == 400
+
+
+def test_bodies_have_limits(slow_server: Running) -> None:
+    assert slow_server.users.post("/v1/completions", content=b"x" * (33 << 20)).status_code == 413
+    host, port = slow_server.server.url.removeprefix("http://").split(":")
+    chunk = b"%x\r\n%s\r\n" % (1 << 20, b"x" * (1 << 20))
+    with socket.create_connection((host, int(port)), timeout=30) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n" % KEY.encode()
+        )
+        try:
+            for _ in range(40):
+                raw.sendall(chunk)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert b" 413 " in raw.recv(1000).split(b"\r\n")[0]
+
+
+def test_requests_while_the_model_sleeps(server: Running) -> None:
+    def ask(policy: str, **more: Any) -> httpx.Response:
+        return server.users.post(
+            "/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers={"X-When-Asleep": policy} | more
+        )
+
+    slept = server.operators.post("/models/demo/sleep", json={"level": 1}).json()
+    assert slept["state"] == "succeeded"
+    assert slept["result"]["changed"] is True
+    again = server.operators.post("/sleep").json()
+    assert again["result"]["changed"] is False
+    embedding = server.users.post("/v1/embeddings", json={"input": ["x", "y"]})
+    for refused in (ask("reject"), embedding):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_asleep")
+    assert "retry-after" in refused.headers
+    late = ask("queue", **{"X-Request-Timeout": "0.2"})
+    assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
+    assert ask("never").status_code == 400
+    with ThreadPoolExecutor(4) as pool:
+        queued = [pool.submit(ask, "queue") for _ in range(3)]
+        time.sleep(0.3)
+        assert not any(one.done() for one in queued)
+        assert server.operators.post("/wake_up").json()["result"]["state"] == "running"
+        assert [one.result().status_code for one in queued] == [200] * 3
+    server.operators.post("/sleep", params={"level": "1"})
+    with ThreadPoolExecutor(4) as pool:
+        woken = [pool.submit(ask, "wake") for _ in range(4)]
+        assert [one.result().status_code for one in woken] == [200] * 4
+    assert server.operators.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_a_request_waits_quietly_for_a_model_on_its_way_to_sleep(
+    slow_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, tried = slow_server.model().llm, []
+
+    def generate(*given: Any, **named: Any) -> Any:
+        tried.append(given)
+        return AsyncLLM.generate(llm, *given, **named)
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(slow_server.openai.completions.create, **LONG)
+        until(lambda: running(slow_server) == 1)
+        monkeypatch.setattr(llm, "generate", generate)
+        slept = pool.submit(slow_server.operators.post, "/models/demo/sleep", json={"level": 0, "mode": "wait"})
+        until(lambda: slow_server.operators.get("/models/demo").json()["state"] == "draining")
+        body = {"prompt": "x", "max_tokens": 2}
+        waits = pool.submit(slow_server.users.post, "/v1/completions", json=body, headers={"X-When-Asleep": "queue"})
+        assert slept.result().json()["state"] == "succeeded"
+        assert not waits.done()
+        slow_server.operators.post("/resume")
+        assert waits.result().status_code == 200
+    assert len(tried) <= 3
+
+
+def test_an_idle_model_sleeps_and_a_request_wakes_it(start: Any) -> None:
+    with start(idle_sleep=0.3) as server:
+
+        def sleeps() -> bool:
+            return bool(server.operators.get("/is_sleeping").json()["is_sleeping"])
+
+        expected = server.openai.completions.create(model="demo", prompt="x", max_tokens=8, temperature=0)
+        for _ in range(3):
+            until(sleeps)
+            woken = server.openai.completions.create(model="demo", prompt="x", max_tokens=8, temperature=0)
+            assert woken.choices[0].text == expected.choices[0].text
+        # One that takes longer than that is not slept upon.
+        answer = server.openai.completions.create(**LONG)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 100
+        until(sleeps)
+        assert server.users.get("/ready").status_code == 200
+
+
+def test_an_engine_that_dies_is_started_again(start_slow: Any) -> None:
+    with start_slow({"one": "demo", "two": "demo"}) as server:
+        stream = server.openai.completions.create(stream=True, **LONG | {"model": "one"})
+        next(iter(stream))
+        pid = server.model("one").llm.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match=r"SIGKILL|died|ended"):
+            list(stream)
+        refused = server.users.post("/v1/completions", json={"prompt": "x", "model": "one"})
+        assert refused.status_code == 503
+        assert server.users.get("/ready").status_code == 503
+        assert server.openai.completions.create(model="two", prompt="x", max_tokens=2).choices
+        until(lambda: server.users.get("/ready").status_code == 200, 60)
+        assert server.openai.completions.create(model="one", prompt="x", max_tokens=2).choices
+        shown = server.operators.get("/models/one").json()
+        assert (shown["restarts"], shown["state"]) == (1, "running")
+        assert 'hardpoint:engine_deaths_total{model_name="one"} 1.0' in server.users.get("/metrics").text
+
+
+def test_the_end_lets_requests_finish(start_slow: Any) -> None:
+    with start_slow() as server, ThreadPoolExecutor(1) as pool:
+        last = pool.submit(server.openai.completions.create, **LONG)
+        until(lambda: running(server) == 1)
+        server.call(_end(server.server))
+        until(lambda: server.users.get("/ready").status_code == 503)
+        with pytest.raises(openai.InternalServerError):
+            server.openai.completions.create(model="demo", prompt="x")
+        answer = last.result()
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 100
+
+
+def test_the_end_ends_requests_whose_time_is_over(start_slow: Any) -> None:
+    with start_slow(drain_seconds=0.2) as server:
+        stream = server.openai.completions.create(stream=True, **LONG)
+        next(iter(stream))
+        server.call(_end(server.server))
+        reasons = [choice.finish_reason for part in stream for choice in part.choices]
+        assert reasons[-1] == "abort"
+
+
+async def _end(server: HardpointServer) -> None:
+    server.end()
+
+
+def test_the_log_says_nothing_of_prompts(slow_server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    secret = "a secret of mine"
+    for body in ({"prompt": secret, "max_tokens": 2}, {"prompt": secret, "n": -1}, {"prompt": secret, "secret": 1}):
+        slow_server.users.post("/v1/completions", json=body)
+        slow_server.users.post(f"/v1/completions?q={secret}", json=body)
+    assert any("POST /v1/completions 200" in record.getMessage() for record in caplog.records)
+    assert secret not in caplog.text
+    assert secret not in slow_server.users.get("/metrics").text
+    assert secret not in slow_server.operators.get("/models").text
+
+
+def test_slow_clients_hold_nobody_up(slow_server: Running) -> None:
+    host, port = slow_server.server.url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port)), timeout=30) for _ in range(200)]
+    try:
+        for one in slow:
+            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+        assert slow_server.openai.completions.create(model="demo", prompt="x", max_tokens=2).choices
+    finally:
+        for one in slow:
+            one.close()
+
+
+def test_a_control_socket_is_its_owners_alone(tmp_path: Path, device: str) -> None:
+    import asyncio
+
+    from hardpoint.server.metrics import Metrics
+    from hardpoint.server.served_model import ServedModel, ServingOptions
+    from tests.server.conftest import ENGINE
+
+    path = tmp_path / "control"
+    found: dict[str, Any] = {}
+
+    async def whole() -> None:
+        metrics = Metrics()
+        model = ServedModel("demo", "demo", ENGINE | {"backend": device}, ServingOptions(), metrics.of("demo"))
+        server = HardpointServer(ServerSettings(port=0, control_socket=str(path)), [model], metrics)
+        ready = asyncio.Event()
+        running = asyncio.create_task(serve(server, ready))
+        await ready.wait()
+        found["mode"] = path.stat().st_mode & 0o777
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://x") as client:
+            found["models"] = (await client.get("/models")).json()["models"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+
+    assert threading.current_thread() is threading.main_thread()
+    asyncio.run(whole())
+    assert found["mode"] == 0o600
+    assert [one["name"] for one in found["models"]] == ["demo"]
+    assert not path.exists()
