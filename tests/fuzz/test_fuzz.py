@@ -58,7 +58,7 @@ def case(seed, folder):
 
 outcome = batches.run("trial", lambda own: case, 0, 9)
 assert outcome.counts == {"ConfigError": 3}, outcome.counts
-expected = ["signal 6", "Timeout", "it took 6", "IndexError", "exit code 0", "s of the processor"]
+expected = ["signal 6", "Timeout", "MiB", "IndexError", "exit code 0", "s of the processor"]
 for seed, failure, text in zip(deeds, outcome.failures, expected, strict=True):
     assert failure.startswith(f"python -m tests.fuzz trial {seed}\\n"), failure
     assert text in failure, failure
