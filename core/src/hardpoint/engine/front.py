@@ -112,6 +112,7 @@ class RequestMaker:
             min_tokens=params.min_tokens,
             priority=priority,
             salt=tokens.cache_salt or "",
+            prompt_logprobs=params.prompt_logprobs,
         )
         request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
         return request, command
