@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp
 
 from hardpoint import __version__
@@ -36,6 +36,10 @@ _TagQuery: TypeAlias = Annotated[list[str] | None, Query()]
 _SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has POSIX shared memory."""
 
+_WEIGHTS_BODY = {
+    "required": True,
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
 _ALLOWED_CALLS = ("reload_weights", "reset_prefix_cache", "declare_weights_valid")
 
 
@@ -108,14 +112,14 @@ def control_app(fleet: Fleet, metrics: Metrics, token: str | None, max_upload: i
         token: that each request must bear; None where the way in is guarded otherwise (a socket's permissions).
         max_upload: bytes of weights that a request may bring.
     """
-    app = FastAPI(title="Hardpoint control", version=__version__)
+    app = FastAPI(title="Hardpoint control", version=__version__, responses=errors.RESPONSES)
     errors.install(app)
     control = _Control(fleet, max_upload)
     app.include_router(_models(control))
     app.include_router(_operations(control))
     app.include_router(_vllm(control))
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return await metrics_page(fleet, metrics)
 
@@ -265,7 +269,7 @@ def _models(control: _Control) -> APIRouter:
     async def reload(name: str, body: ReloadBody | None = None, wait: bool = True) -> Response:
         return await control.reload(name, None if body is None else body.model, wait)
 
-    @routes.put("/models/{name}/weights")
+    @routes.put("/models/{name}/weights", openapi_extra={"requestBody": _WEIGHTS_BODY})
     async def upload(name: str, request: Request) -> Response:
         return await control.upload(name, request)
 
