@@ -51,6 +51,10 @@ class ServedEngineOptions:
     prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV blocks of equal prompt beginnings.", rich_help_panel=_ENGINE)
     ] = True
+    download_dir: Annotated[
+        str | None,
+        typer.Option(help="Where models are fetched to.", show_default="Hugging Face's cache", rich_help_panel=_ENGINE),
+    ] = None
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel=_ENGINE)
     ] = "auto"
@@ -84,7 +88,12 @@ class EngineOptions(ServedEngineOptions):
 
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="'demo', a folder with a model, or a GGUF file.", rich_help_panel=_ENGINE),
+        typer.Option(
+            "--model",
+            "-m",
+            help="'demo', a folder with a model, a GGUF file, or a hub id: ORG/NAME, ORG/NAME@REVISION, ORG/NAME:FILE.gguf.",
+            rich_help_panel=_ENGINE,
+        ),
     ]
     engine_process: Annotated[
         bool,

@@ -29,7 +29,8 @@ def serve(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="'demo', a folder with a model, or a GGUF file; NAME=MODEL gives it another name.", metavar="MODEL..."
+            help="'demo', a folder with a model, a GGUF file, or a hub id; NAME=MODEL gives it another name.",
+            metavar="MODEL...",
         ),
     ],
     *,
@@ -168,11 +169,13 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
 
 
 def _served(given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics) -> ServedModel:
+    from hardpoint.models.hub import HubModel
     from hardpoint.server.served_model import ServedModel
 
     name, found, model = given.partition("=")
     if not found:
-        name, model = Path(given).name or given, given
+        hub = None if Path(given).exists() else HubModel.parse(given)
+        name, model = (Path(given).name or given) if hub is None else hub.repo, given
     if not name or not model:
         raise ConfigError(f"'{given}' names no model", hint="Give MODEL or NAME=MODEL")
     return ServedModel(name, model, settings, options, metrics.of(name))

@@ -132,13 +132,13 @@ class AsyncLLM:
     def __init__(self, model: str, *, event_loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> None:
         self._event_loop = event_loop or asyncio.get_running_loop()
         self.died: asyncio.Future[EngineDead] = self._event_loop.create_future()
+        self._requests = RequestTable()
+        self._ids = itertools.count()
+        self._closed = False
         config = EngineConfig.from_arguments(model, settings)
         kind = ProcessLoop if config.engine_process else ThreadLoop
         self._loop, self._maker = start_engine(config, lambda one: kind(one, self._deliver))
         self.info: EngineInfo = self._loop.info
-        self._requests = RequestTable()
-        self._ids = itertools.count()
-        self._closed = False
 
     @property
     def pid(self) -> int | None:

@@ -22,7 +22,7 @@ from hardpoint.engine.outputs import (
     best_completions,
     position_logprobs,
 )
-from hardpoint.interfaces.batch import FloatArray, TokenLogprobs
+from hardpoint.interfaces.batch import FloatArray, PromptLogprobs, TokenLogprobs
 from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -121,6 +121,7 @@ class Request:
         self.recipient = recipient
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
         self.num_cached_tokens = 0
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._detokenizer = detokenizer
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
@@ -147,6 +148,13 @@ class Request:
         """Note that the first token is out, and how many prompt tokens the prefix cache had."""
         self.metrics = replace(self.metrics, first_token_time=time.perf_counter())
         self.num_cached_tokens = num_cached_tokens
+
+    def extend_prompt(self, entries: PromptLogprobs) -> None:
+        """Take the log probabilities of the prompt's next tokens."""
+        assert self._prompt_logprobs is not None
+        for token_ids, values, rank in zip(entries.token_ids, entries.logprobs, entries.ranks.tolist(), strict=True):
+            texts = [self._text_of(token_id) for token_id in token_ids.tolist()]
+            self._prompt_logprobs.append(position_logprobs(TokenLogprobs(token_ids, values, rank), texts))
 
     def append(self, completion: Completion, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
         """Take a followed sequence's next token; returns True when its text has reached a stop text.
@@ -194,6 +202,7 @@ class Request:
             finished=self.finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _output_of(self, completion: Completion) -> CompletionOutput:
@@ -313,6 +322,9 @@ class RequestTable:
             request.recipient.fail(error)
 
     def _step_done(self, event: StepDone) -> list[int]:
+        for seq_id, entries in event.prompt_logprobs.items():
+            if seq_id in self._completions:
+                self._completions[seq_id][0].extend_prompt(entries)
         for seq_id, num_cached in event.num_cached.items():
             if seq_id in self._completions:
                 self._completions[seq_id][0].first_token(num_cached)

@@ -47,14 +47,12 @@ class _Answer:
     """The answer to one request."""
 
     def __init__(self, model: ServedModel, body: CompletionRequest, request: Request) -> None:
-        if body.echo and body.logprobs is not None:
-            raise ApiError(
-                400, "echo with logprobs is not supported: log probabilities of prompts", "unsupported", "echo"
-            )
         self._model, self._body = model, body
         self._options = stream_options(body)
         self._limits = request_limits(request)
         more = {} if body.max_tokens is None else {"max_tokens": body.max_tokens}
+        if body.echo and body.logprobs is not None:
+            more["prompt_logprobs"] = body.logprobs
         self._params = sampling_params(body, model.llm.get_default_sampling_params(), logprobs=body.logprobs, **more)
         self._id, self._created, self._counted = new_id("cmpl"), now(), Counted()
         self._shown: dict[int, int] = {}
@@ -138,7 +136,13 @@ class _Answer:
         if completion.stop_reason is not None:
             choice.stop_reason = completion.stop_reason
         if completion.logprobs is not None:
-            choice.logprobs = _logprobs(completion.logprobs, start)
+            shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+            if is_first and output.prompt_logprobs is not None:
+                for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+                    start = _add(shown, position or self._model.llm.decode([token_id]), start)
+            for position in completion.logprobs:
+                start = _add(shown, position, start)
+            choice.logprobs = shown
         if self._body.return_token_ids:
             choice.token_ids = list(completion.token_ids)
             if is_first:
@@ -163,14 +167,16 @@ def _text_choice(number: int, text: str) -> CompletionChoice:
     return CompletionChoice(index=number, text=text, logprobs=None, finish_reason=None)
 
 
-def _logprobs(positions: Sequence[PositionLogprobs], start: int) -> CompletionLogprobs:
-    """Return the log probabilities of a completion's tokens, whose text begins at character `start` of the whole."""
-    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for position in positions:
-        sampled, *others = top_logprobs(position)
-        found.tokens.append(sampled.token)
-        found.token_logprobs.append(sampled.logprob)
-        found.top_logprobs.append({one.token: one.logprob for one in [sampled, *others]})
-        found.text_offset.append(start)
-        start += len(sampled.token)
-    return found
+def _add(shown: CompletionLogprobs, position: PositionLogprobs | str, start: int) -> int:
+    """Add one token at character `start` of the whole, which has no log probability where only its text is given; returns its end."""
+    shown.text_offset.append(start)
+    if isinstance(position, str):
+        shown.tokens.append(position)
+        shown.token_logprobs.append(None)
+        shown.top_logprobs.append(None)
+        return start + len(position)
+    chosen, *others = top_logprobs(position)
+    shown.tokens.append(chosen.token)
+    shown.token_logprobs.append(chosen.logprob)
+    shown.top_logprobs.append({one.token: one.logprob for one in [chosen, *others]})
+    return start + len(chosen.token)
