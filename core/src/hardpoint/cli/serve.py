@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -154,6 +155,8 @@ def _run(main: Any) -> None:
 
 async def _tell(server: Any, ready: asyncio.Event) -> None:
     await ready.wait()
+    # What was loaded stays; to look through it again and again for garbage takes a sixth of the time of answering.
+    gc.freeze()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for model in server.fleet:
         info = model.llm.info
