@@ -126,10 +126,12 @@ class Request:
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
         self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self.completions = [
             Completion(index, TextStream(detokenizer, prompt.token_ids, params))
             for index in range(params.num_sequences)
         ]
+        self._unfinished = len(self.completions)
 
     @property
     def is_followed(self) -> bool:
@@ -140,7 +142,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """All completions have ended."""
-        return all(completion.finished for completion in self.completions)
+        return not self._unfinished
 
     def first_token(self, num_cached_tokens: int) -> None:
         """Note that the first token is out, and how many prompt tokens the prefix cache had."""
@@ -181,6 +183,7 @@ class Request:
         elif reason is FinishReason.STOP and completion.stop_reason is None:
             last = completion.token_ids[-1]
             completion.stop_reason = last if last in self._stop_ids and last not in self._eos_ids else None
+        self._unfinished -= 1
         if self.finished:
             self.metrics = replace(self.metrics, finished_time=time.perf_counter())
 
@@ -203,9 +206,8 @@ class Request:
         )
 
     def _output_of(self, completion: Completion) -> CompletionOutput:
-        is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        first_token = completion.shown_tokens if is_delta else 0
-        first_char = completion.shown_chars if is_delta else 0
+        first_token = completion.shown_tokens if self._is_delta else 0
+        first_char = completion.shown_chars if self._is_delta else 0
         text = completion.stream.text
         completion.shown_tokens, completion.shown_chars = len(completion.token_ids), len(text)
         return CompletionOutput(
