@@ -40,6 +40,7 @@ _WEIGHTS_BODY = {
     "required": True,
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
+_STARTED: dict[int | str, dict[str, Any]] = {202: {"description": "The operation, which has begun (`wait=false`)."}}
 _ALLOWED_CALLS = ("reload_weights", "reset_prefix_cache", "declare_weights_valid")
 
 
@@ -247,15 +248,15 @@ def _models(control: _Control) -> APIRouter:
     async def one(name: str) -> dict[str, Any]:
         return await control.show(control.fleet.get(name))
 
-    @routes.post("/models/{name}/sleep")
+    @routes.post("/models/{name}/sleep", responses=_STARTED)
     async def sleep(name: str, body: SleepBody | None = None, wait: bool = True) -> Response:
         return await control.sleep(name, body or SleepBody(), wait)
 
-    @routes.post("/models/{name}/wake")
+    @routes.post("/models/{name}/wake", responses=_STARTED)
     async def wake(name: str, body: WakeBody | None = None, wait: bool = True) -> Response:
         return await control.wake(name, None if body is None else body.tags, wait)
 
-    @routes.post("/models/{name}/pause")
+    @routes.post("/models/{name}/pause", responses=_STARTED)
     async def pause(name: str, body: PauseBody | None = None, wait: bool = True) -> Response:
         how = body or PauseBody()
         model = control.fleet.get(name)
@@ -266,7 +267,7 @@ def _models(control: _Control) -> APIRouter:
         model = control.fleet.get(name)
         return await control.run(model, "resume", lambda note: model.resume(), True)
 
-    @routes.post("/models/{name}/reload")
+    @routes.post("/models/{name}/reload", responses=_STARTED)
     async def reload(name: str, body: ReloadBody | None = None, wait: bool = True) -> Response:
         return await control.reload(name, None if body is None else body.model, wait)
 
@@ -274,7 +275,7 @@ def _models(control: _Control) -> APIRouter:
     async def upload(name: str, request: Request) -> Response:
         return await control.upload(name, request)
 
-    @routes.post("/models/{name}/weights")
+    @routes.post("/models/{name}/weights", responses=_STARTED)
     async def update(name: str, body: WeightsBody, wait: bool = True) -> Response:
         return await control.update(name, body.path(), wait)
 

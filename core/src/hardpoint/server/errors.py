@@ -114,9 +114,9 @@ class ApiError(Exception):
 
     def response(self, more: Mapping[str, str] = MappingProxyType({})) -> Response:
         """Return the whole answer, with more headers."""
-        headers = (
-            dict(more) if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))} | more
-        )
+        headers = dict(more)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
