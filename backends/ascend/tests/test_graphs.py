@@ -240,9 +240,9 @@ def nothing_after(key: Any, value: Any, keys: Any, values: Any, slots: Any, **na
 @pytest.mark.parametrize(
     ("write", "found"),
     [
-        (before_the_cache, r"\[\[0, 127\], \[1, 0\]\]"),
-        (to_the_last_slot, r"\[\[1, 0\], \[1, 127\]\]"),
-        (nothing_after, r"it wrote \[\]"),
+        (before_the_cache, r"\[\(0, 127\), \(1, 0\)\]"),
+        (to_the_last_slot, r"\[\(1, 0\), \(1, 127\)\]"),
+        (nothing_after, r"\(block, token\): \[\]"),
     ],
 )
 def test_nothing_is_captured_where_the_operator_does_not_pass_over_padding(

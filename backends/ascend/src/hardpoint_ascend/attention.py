@@ -223,9 +223,10 @@ class AscendAttention(AttentionBackend):
         expected = torch.zeros_like(written)
         expected[:, 1, 0] = True
         if not torch.equal(written, expected):
+            places = sorted({(block, token) for _, block, token in written.nonzero().tolist()})
             raise GraphCaptureFailed(
                 f"{WRITE_KV.name} does not pass over the slot -1, which padding of captured steps has",
-                found=f"for the slots -1 and 0 of the second of three blocks it wrote {written.nonzero()[:, 1:].unique(dim=0).tolist()}",
+                found=f"given the slots -1 and 0 in the second of three blocks, it wrote to these (block, token): {places}",
                 hint=f"Unset {GRAPHS_VARIABLE}: steps run without graphs then",
             )
 
