@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from hardpoint import __version__
 from hardpoint.interfaces.errors import EngineDead
-from hardpoint.server import errors
+from hardpoint.server import errors, page
 from hardpoint.server.app import metrics_page
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
@@ -114,12 +114,13 @@ def control_app(fleet: Fleet, metrics: Metrics, token: str | None, max_upload: i
     app.include_router(_models(control))
     app.include_router(_operations(control))
     app.include_router(_vllm(control))
+    app.include_router(page.router("operators"))
 
     @app.get("/metrics")
     async def prometheus() -> Response:
         return await metrics_page(fleet, metrics)
 
-    return Gate(app, [] if token is None else [token], ["/health"], streamed=["PUT"])
+    return Gate(app, [] if token is None else [token], ["/health", *page.PATHS], streamed=["PUT"])
 
 
 class _Control:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from hardpoint.interfaces.errors import (
+    CapabilityRefused,
     CorruptWeights,
     DeviceOutOfMemory,
     DrainTimeout,
@@ -34,6 +35,7 @@ _RETRY_SECONDS = 5
 _STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
     (PromptTooLong, 400, "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_value"),
+    (CapabilityRefused, 400, "unsupported"),
     (SleepRefused, 400, "sleep_refused"),
     (UnknownTag, 400, "unknown_tag"),
     (CorruptWeights, 400, "invalid_weights"),
