@@ -351,8 +351,8 @@ class EngineCore:
             stop_token_ids=command.stop_token_ids,
             priority=command.priority,
             salt=command.salt,
-            # A function is given the tokens before, so that they have to be here.
-            plan_ahead=not any(sampling.logits_processors for sampling in command.sampling),
+            # A function or a grammar is given the tokens before, so that they have to be here.
+            plan_ahead=not any(one.logits_processors or one.grammar is not None for one in command.sampling),
         )
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
