@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+ARGUMENTS = {"rlhf_loop": ["--rounds", "2", "--tokens", "6"]}
+"""Which make an example shorter."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, str(example), *ARGUMENTS.get(example.stem, [])], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 10

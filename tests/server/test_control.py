@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -43,7 +48,7 @@ def test_level_2_serves_nothing_until_the_weights_are_back(server: Running) -> N
     assert text(server) == before
 
 
-def test_weights_by_upload(start: Any) -> None:
+def test_weights_by_upload_shared_memory_and_path(start: Any) -> None:
     shape = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=256, max_len=256)
     first, second = tiny_model(shape), tiny_model(replace(shape, seed=2))
     body = {"prompt": [1, 2, 3, 4], "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
@@ -51,6 +56,9 @@ def test_weights_by_upload(start: Any) -> None:
 
         def tokens() -> Any:
             return server.users.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+
+        def update(**place: str) -> httpx.Response:
+            return server.operators.post("/models/tiny/weights", json=place)
 
         before = tokens()
         content = save({name: tensor.contiguous() for name, tensor in second.weights.items()})
@@ -62,11 +70,50 @@ def test_weights_by_upload(start: Any) -> None:
         assert tokens() == changed
         server.operators.post("/models/tiny/reload", json={"model": str(first.path)})
         assert tokens() == before
+        # What shm_open makes on Linux; Python's own class would leave its tracker's process.
+        memory = Path("/dev/shm", f"hardpoint-test-{os.getpid()}")
+        memory.write_bytes(content)
+        try:
+            assert update(shared_memory=memory.name).json()["state"] == "succeeded"
+        finally:
+            memory.unlink()
+        assert tokens() == changed
+        assert code(update(shared_memory=memory.name)) == (400, "invalid_weights")
+        assert update(file=f"{first.path}/model.safetensors").json()["state"] == "succeeded"
+        assert tokens() == before
+        for wrong_place in (
+            {},
+            {"shared_memory": "../a"},
+            {"shared_memory": ".."},
+            {"file": "a", "shared_memory": "b"},
+        ):
+            assert code(update(**wrong_place)) == (400, "invalid_value")
         assert code(server.operators.put("/models/tiny/weights", content=b"x" * 100)) == (400, "invalid_weights")
         wrong = save({"model.norm.weight": torch.zeros(7)})
         assert code(server.operators.put("/models/tiny/weights", content=wrong))[0] == 400
         assert code(server.operators.post("/models/tiny/reload", json={"model": "/nowhere"})) == (400, "invalid_model")
         assert tokens() == before
+
+
+def test_an_upload_that_finds_no_room_or_ends_early_changes_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = text(server)
+    full = partial(open, "/dev/full", "wb")
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "NamedTemporaryFile", lambda suffix: full())
+        assert code(server.operators.put("/models/demo/weights", content=b"x" * 100)) == (507, "no_space")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def half() -> Iterator[bytes]:
+        yield b"x" * 100
+        until(lambda: any(tmp_path.iterdir()))
+        raise ConnectionAbortedError
+
+    with pytest.raises(ConnectionAbortedError):
+        server.operators.put("/models/demo/weights", content=half())
+    until(lambda: not any(tmp_path.iterdir()))
+    assert text(server) == before
 
 
 def test_a_sleep_that_waits_is_an_operation_and_can_be_given_up(slow_server: Running) -> None:
@@ -90,6 +137,29 @@ def test_a_sleep_that_waits_is_an_operation_and_can_be_given_up(slow_server: Run
     assert code(slow_server.operators.get("/operations/none")) == (404, "operation_not_found")
     kinds = [one["kind"] for one in slow_server.operators.get("/operations").json()["operations"]]
     assert kinds[-1] == "sleep"
+
+
+@pytest.mark.parametrize("tier", ["host", "source"])
+def test_the_state_says_where_the_bytes_of_each_tag_are(server: Running, tier: str) -> None:
+    def memory(tag: str) -> dict[str, Any]:
+        return dict(server.operators.get("/models/demo").json()["sleep"]["memory"][tag])
+
+    def metric(place: str) -> float:
+        name = f'hardpoint:memory_bytes{{model_name="demo",place="{place}",tag="weights"}} '
+        return float(server.users.get("/metrics").text.partition(name)[2].partition("\n")[0])
+
+    awake = memory("weights")
+    assert awake["mapped"] >= awake["allocated"] > 0
+    server.operators.post("/models/demo/sleep", json={"level": 1, "tier": tier})
+    asleep = memory("weights")
+    assert (asleep["allocated"], asleep["mapped"]) == (awake["allocated"], 0)
+    assert 0.9 * awake["allocated"] < asleep["copies"][tier] <= awake["allocated"]
+    assert memory("kv_cache") == {"allocated": memory("kv_cache")["allocated"], "mapped": 0, "copies": {}}
+    assert metric(tier) == asleep["copies"][tier]
+    server.operators.post("/models/demo/wake")
+    assert memory("weights")["mapped"] == awake["mapped"]
+    assert metric("device") == awake["mapped"]
+    assert metric("source") == 0
 
 
 def test_pause_and_resume(server: Running) -> None:

@@ -262,3 +262,21 @@ def test_a_control_socket_is_its_owners_alone(tmp_path: Path, device: str) -> No
     assert found["mode"] == 0o600
     assert [one["name"] for one in found["models"]] == ["demo"]
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "code", "told"),
+    [
+        (b"{bad", "application/json", 400, "invalid_json", "at character 1"),
+        (b"[1]", "application/json; charset=utf-8", 400, "invalid_value", "not an object"),
+        (b'{"prompt": "a"}', "text/plain", 415, "unsupported_media_type", "Content-Type: application/json"),
+        (b"prompt=a", "application/x-www-form-urlencoded", 415, "unsupported_media_type", "Content-Type"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_told_so(
+    slow_server: Running, body: bytes, kind: str, status: int, code: str, told: str
+) -> None:
+    answer = slow_server.users.post("/v1/completions", content=body, headers={"Content-Type": kind})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, None)
+    assert told in error["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hardpoint.engine.commands import Embed, Generate, Pause
@@ -38,7 +39,13 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         load_format=config.load_format,
         trust_remote_code=config.trust_remote_code,
         generation_config=config.generation_config,
+        revision=config.revision,
+        download_dir=config.download_dir,
     )
+    if source.hub is not None:
+        # The ranks of this machine take what was fetched; those of others fetch the same commit.
+        elsewhere = config.executor == "ray" and config.download_dir is None
+        config = replace(config, model=str(source.hub if elsewhere else source.path), revision=None)
     params = _recommended_params(source)
     with ThreadPoolExecutor(1) as background:
         # Beside the weights, which are read and converted outside the interpreter lock.
@@ -138,6 +145,7 @@ class RequestMaker:
             min_tokens=params.min_tokens,
             priority=priority,
             salt=tokens.cache_salt or "",
+            prompt_logprobs=params.prompt_logprobs,
         )
         request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
         return request, command

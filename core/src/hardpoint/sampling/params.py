@@ -28,6 +28,9 @@ from hardpoint.validation import (
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: divided by them, logits leave the range in which float32 tells neighbours apart."""
 
+MAX_PROMPT_LOGPROBS = 100
+"""Of a prompt all positions are kept until the request ends."""
+
 _TopK = Annotated[int, Meta(ge=0, le=INT32_MAX, description="0 or -1 keeps all tokens")]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -91,7 +94,8 @@ class SamplingParams(Validated):
         max_tokens: most tokens generated; None for what the context length leaves.
         min_tokens: stop tokens cannot be sampled, and stop texts do not count, before this many tokens.
         logprobs: most probable tokens per position whose log probabilities are returned, beside the sampled token's.
-        prompt_logprobs: not supported; must be None.
+        prompt_logprobs: most probable tokens per position of the prompt whose log probabilities are returned, beside the prompt's own;
+            at most 100. The whole prompt is computed, whatever of it the prefix cache has.
         bad_words: not supported; must be empty. `logit_bias` forbids single tokens.
         detokenize: make text; False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
@@ -132,7 +136,7 @@ class SamplingParams(Validated):
     max_tokens: PositiveInt | None = 16
     min_tokens: NonNegativeInt = 0
     logprobs: NonNegativeInt | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
     bad_words: Sequence[str] | None = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -189,8 +193,6 @@ class SamplingParams(Validated):
         for index, processor in enumerate(self.logits_processors or ()):
             if not callable(processor):
                 _contradiction(f"logits_processors[{index}] must be a function", shown(processor))
-        if self.prompt_logprobs is not None:
-            _contradiction("prompt_logprobs is not supported and must be None", shown(self.prompt_logprobs))
         if self.bad_words:
             _contradiction(
                 "bad_words is not supported and must be empty",
@@ -227,7 +229,7 @@ class SamplingParams(Validated):
         """Check all token ids, and the number of log probabilities, against the model's vocabulary.
 
         Raises:
-            InvalidSamplingParams: an id is not in 0..vocab_size - 1, or `logprobs` is above vocab_size.
+            InvalidSamplingParams: an id is not in 0..vocab_size - 1, or `logprobs` or `prompt_logprobs` is above vocab_size.
         """
         for name, token_ids in (
             ("stop_token_ids", self.stop_token_ids),
@@ -237,8 +239,9 @@ class SamplingParams(Validated):
             outside = sorted(token_id for token_id in token_ids or () if token_id >= vocab_size)
             if outside:
                 _contradiction(f"{name} must name tokens in 0..{vocab_size - 1}", repr(outside))
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            _contradiction(f"logprobs must be at most the vocabulary's size, {vocab_size}", repr(self.logprobs))
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                _contradiction(f"{name} must be at most the vocabulary's size, {vocab_size}", repr(count))
 
     def all_stop_token_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end a completion: `stop_token_ids`, and the model's end-of-text ids unless ignored."""

@@ -236,6 +236,20 @@ class Sampler:
         return self._collectable(token_ids, (), {}, {})
 
     @torch.no_grad()
+    def score(self, logits: Tensor, token_ids: Int64Array, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log probabilities of given tokens, and of the most probable ones, on their way to the host.
+
+        Args:
+            logits: float32[m, vocab_size] on the device, not changed.
+            token_ids: int64[m].
+            count: of the most probable ones.
+
+        Returns:
+            What `PromptLogprobs` has.
+        """
+        return self._ranked(logits, self._upload(token_ids), count)
+
+    @torch.no_grad()
     def sample(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> SampledTokens:
         """Sample one token per row, and count it to the row's history.
 
@@ -313,11 +327,14 @@ class Sampler:
             whole = len(block) == len(logits)
             part, chosen = (logits, tokens) if whole else (logits[index := self._upload(block)], tokens[index])
             count = int(wanted[block].max())
-            given = None if self._kernels is None else self._kernels.logprobs(part, chosen, count)
-            if given is None:
-                given = ranking.logprobs(part, chosen, count)
-            found.append(_HostLogprobs(block, wanted[block], *map(self._to_host, given)))
+            found.append(_HostLogprobs(block, wanted[block], *self._ranked(part, chosen, count)))
         return found
+
+    def _ranked(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `ranking.logprobs` returns, on its way to the host."""
+        given = None if self._kernels is None else self._kernels.logprobs(logits, token_ids, count)
+        ids, values, ranks = ranking.logprobs(logits, token_ids, count) if given is None else given
+        return self._to_host(ids), self._to_host(values), self._to_host(ranks)
 
     def _collectable(
         self,

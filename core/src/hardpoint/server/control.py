@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from hardpoint import __version__
 from hardpoint.interfaces.errors import EngineDead
-from hardpoint.server import errors
+from hardpoint.server import errors, page
 from hardpoint.server.app import metrics_page
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
@@ -31,6 +32,9 @@ from hardpoint.server.served_model import ServedModel
 from hardpoint.weights.checkpoint import SafetensorsCheckpoint
 
 _TagQuery: TypeAlias = Annotated[list[str] | None, Query()]
+
+_SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux has POSIX shared memory."""
 
 _ALLOWED_CALLS = ("reload_weights", "reset_prefix_cache", "declare_weights_valid")
 
@@ -70,6 +74,24 @@ class ReloadBody(_Body):
     model: str | None = None
 
 
+class WeightsBody(_Body):
+    """Where a safetensors file with new weights lies: a path on the server, or the name of a POSIX shared memory."""
+
+    file: str | None = None
+    shared_memory: str | None = None
+
+    def path(self) -> Path:
+        """Return the file's path; raises ApiError."""
+        if (self.file is None) == (self.shared_memory is None):
+            raise ApiError(400, "either file or shared_memory is needed", "invalid_value", param="file")
+        if self.file is not None:
+            return Path(self.file)
+        name = (self.shared_memory or "").removeprefix("/")
+        if not name or "/" in name or "\0" in name or name in (".", ".."):
+            raise ApiError(400, "shared_memory: a name without slashes is needed", "invalid_value", "shared_memory")
+        return _SHARED_MEMORY / name
+
+
 class CallBody(_Body):
     """vLLM's `/collective_rpc`: a method by name, of a closed list."""
 
@@ -92,12 +114,13 @@ def control_app(fleet: Fleet, metrics: Metrics, token: str | None, max_upload: i
     app.include_router(_models(control))
     app.include_router(_operations(control))
     app.include_router(_vllm(control))
+    app.include_router(page.router("operators"))
 
     @app.get("/metrics")
     async def prometheus() -> Response:
         return await metrics_page(fleet, metrics)
 
-    return Gate(app, [] if token is None else [token], ["/health"], streamed=["PUT"])
+    return Gate(app, [] if token is None else [token], ["/health", *page.PATHS], streamed=["PUT"])
 
 
 class _Control:
@@ -151,18 +174,29 @@ class _Control:
         model = self.fleet.get(name)
         return await self.run(model, "reload", lambda note: model.llm.reload_weights(path), wait)
 
-    async def update(self, name: str | None, request: Request) -> Response:
-        """Replace a model's weights by those of a safetensors file, which is the request's body."""
+    async def update(self, name: str | None, file: Path, wait: bool) -> Response:
+        """Replace a model's weights by those of a safetensors file."""
         model = self.fleet.get(name)
-        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                if size > self._max_upload:
-                    raise ApiError(413, f"the weights are larger than {self._max_upload} bytes", "body_too_large")
-                await asyncio.to_thread(file.write, part)
-            file.flush()
-            return await self.run(model, "update", lambda note: _update(model, Path(file.name)), True)
+        return await self.run(model, "update", lambda note: _update(model, file), wait)
+
+    async def upload(self, name: str | None, request: Request) -> Response:
+        """Replace a model's weights by those of a safetensors file, which is the request's body."""
+        self.fleet.get(name)
+        try:
+            with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+                size = 0
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self._max_upload:
+                        raise ApiError(413, f"the weights are larger than {self._max_upload} bytes", "body_too_large")
+                    await asyncio.to_thread(file.write, part)
+                await asyncio.to_thread(file.flush)
+                return await self.update(name, Path(file.name), True)
+        except ClientDisconnect:
+            raise ApiError(499, "the client left", "client_closed_request") from None
+        except OSError as error:
+            where = tempfile.gettempdir()
+            raise ApiError(507, f"the weights cannot be written to {where}: {error.strerror}", "no_space") from error
 
     async def show(self, model: ServedModel) -> dict[str, Any]:
         """Return where a model stands."""
@@ -233,8 +267,12 @@ def _models(control: _Control) -> APIRouter:
         return await control.reload(name, None if body is None else body.model, wait)
 
     @routes.put("/models/{name}/weights")
-    async def update(name: str, request: Request) -> Response:
-        return await control.update(name, request)
+    async def upload(name: str, request: Request) -> Response:
+        return await control.upload(name, request)
+
+    @routes.post("/models/{name}/weights")
+    async def update(name: str, body: WeightsBody, wait: bool = True) -> Response:
+        return await control.update(name, body.path(), wait)
 
     @routes.delete("/models/{name}/prefix-cache")
     async def reset(name: str) -> Response:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from hardpoint.interfaces.errors import (
+    CapabilityRefused,
     CorruptWeights,
     DeviceOutOfMemory,
     DrainTimeout,
@@ -34,6 +35,7 @@ _RETRY_SECONDS = 5
 _STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
     (PromptTooLong, 400, "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_value"),
+    (CapabilityRefused, 400, "unsupported"),
     (SleepRefused, 400, "sleep_refused"),
     (UnknownTag, 400, "unknown_tag"),
     (CorruptWeights, 400, "invalid_weights"),
@@ -106,7 +108,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _invalid(error).response()
+        return _invalid(error, request.headers.get("content-type", "")).response()
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
@@ -114,14 +116,29 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code).response()
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
+def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     """Return the answer to a body or query that is not what its declared type says: the first few things that are wrong."""
     found = error.errors()
+    first = found[0]
+    if first["loc"] == ("body",) and first["type"] == "model_attributes_type":
+        if _is_json(content_type):
+            return ApiError(400, "the body is JSON, but not an object", "invalid_value")
+        # Not read as JSON all the same: a web page of any origin may send another type without asking, and would reach a server at home.
+        return ApiError(415, "the body must be sent with Content-Type: application/json", "unsupported_media_type")
+    if first["type"] == "json_invalid":
+        return ApiError(
+            400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}", "invalid_json"
+        )
     told = []
     for one in found[:3]:
         place = ".".join(str(part) for part in one["loc"] if part not in ("body", "query"))
         told.append(f"{place}: {one['msg']}" if place else str(one["msg"]))
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-    param = next((str(part) for part in found[0]["loc"] if part not in ("body", "query")), None)
-    code = "unknown_field" if found[0]["type"] == "extra_forbidden" else "invalid_value"
+    param = next((str(part) for part in first["loc"] if part not in ("body", "query")), None)
+    code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
     return ApiError(400, "; ".join(told) + more, code, param)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

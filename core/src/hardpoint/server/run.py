@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from hardpoint.validation import NonNegativeInt, PositiveInt, Validated
 
 _log = logging.getLogger("hardpoint.server")
 
+_CLOSING_SECONDS = 2.0
+"""In which connections close once all requests were answered; one with TLS waits for its client to agree, which an idle one does not."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -100,6 +103,7 @@ class HardpointServer:
             ready: set once requests are taken.
         """
         settings = self.settings
+        _check_tls(settings)
         listening = _listen(settings.host, settings.port)
         control: socket.socket | None = None
         try:
@@ -109,6 +113,7 @@ class HardpointServer:
             listening.close()
             if control is not None:
                 control.close()
+                self.remove_control_socket()
             raise
         scheme = "http" if settings.tls_key is None else "https"
         self.url = f"{scheme}://{_address(listening)}"
@@ -129,6 +134,9 @@ class HardpointServer:
             )
         finally:
             await self._end([server for server, _ in servers], serving)
+        for one in serving:
+            if one.done():
+                one.result()
 
     async def _end(self, servers: Sequence[uvicorn.Server], serving: Sequence[asyncio.Task[None]]) -> None:
         # Requests that come now are answered, with 503, until those in progress have ended.
@@ -136,7 +144,11 @@ class HardpointServer:
         await self.fleet.close()
         for server in servers:
             server.should_exit = True
-        await asyncio.wait(serving, timeout=10)
+        await asyncio.wait(serving, timeout=_CLOSING_SECONDS)
+        self.remove_control_socket()
+
+    def remove_control_socket(self) -> None:
+        """Remove the socket for operators, if there is one."""
         if self.settings.control_socket is not None:
             Path(self.settings.control_socket).unlink(missing_ok=True)
 
@@ -174,10 +186,15 @@ class _QuietServer(uvicorn.Server):
 
 
 async def serve(server: HardpointServer, ready: asyncio.Event | None = None) -> None:
-    """Run a server until SIGTERM or SIGINT; a second one ends the process at once."""
-    loop = asyncio.get_running_loop()
+    """Run a server until SIGTERM or SIGINT; a second one, or one that comes before the models are loaded, ends the process at once."""
+    loop, ready = asyncio.get_running_loop(), ready or asyncio.Event()
 
     def end() -> None:
+        if not ready.is_set():
+            # Nothing is in progress, and a thread that loads a model cannot be interrupted. Its engine is a child and ends with us.
+            _log.info("ending: the models were not loaded yet")
+            server.remove_control_socket()
+            os._exit(0)
         server.end()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -191,6 +208,22 @@ async def serve(server: HardpointServer, ready: asyncio.Event | None = None) -> 
 def is_loopback(host: str) -> bool:
     """Whether a host can be reached from this machine alone."""
     return host in _LOOPBACK
+
+
+def _check_tls(settings: ServerSettings) -> None:
+    """Raise ConfigError where certificate and key cannot be used."""
+    if settings.tls_certificate is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.tls_certificate, settings.tls_key, password=""
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"TLS cannot use the certificate '{settings.tls_certificate}' with the key '{settings.tls_key}'",
+            found=str(error),
+            hint="Both are files in PEM, the key without a password and of this certificate",
+        ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -209,6 +242,7 @@ def _listen_at(path: Path) -> socket.socket:
     """Return a socket that only its owner may open."""
     made = socket.socket(socket.AF_UNIX)
     try:
+        _remove_abandoned(path)
         # Owner alone from the first moment: the permissions are those that the process's mask leaves.
         mask = os.umask(0o177)
         try:
@@ -218,9 +252,19 @@ def _listen_at(path: Path) -> socket.socket:
         made.listen(128)
     except OSError as error:
         made.close()
-        hint = "Choose another path; where a server was killed, remove what it left"
+        hint = "Choose another path"
         raise ConfigError(f"cannot listen at '{path}'", found=str(error), hint=hint) from error
     return made
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the socket that a killed server left: one to which nobody listens."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as one:
+            try:
+                one.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
 
 
 def _address(listening: socket.socket) -> str:

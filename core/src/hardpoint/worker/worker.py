@@ -142,7 +142,7 @@ class StandardWorker(Worker):
         runner = ModelRunner(
             config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )
-        sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
+        sleep = SleepCycle(allocator, weights, kv, model.communicators, platform.synchronize)
         self._model = _Loaded(model, weights, kv, capture, sampler, runner, sleep)
         return model.info
 
@@ -252,10 +252,15 @@ class StandardWorker(Worker):
 
     def commit(self, transaction: int) -> MemoryReport:
         """Finish what was prepared; raises InvalidTransaction."""
+        communicators = self._loaded.model.communicators
+        before = communicators.resident_bytes()
         report = self._transactions.commit(transaction)
-        held = {GRAPHS: self._loaded.runner.graph_bytes(), COLLECTIVES: self._loaded.model.communicators or None}
+        kept = communicators.resident_bytes()
+        held = {GRAPHS: self._loaded.runner.graph_bytes(), COLLECTIVES: kept or None}
         named = {name: size for name, size in held.items() if size is not None}
-        return replace(report, residual={**report.residual, **named}) if named else report
+        # Given back by a sleep, taken by a wake.
+        unmapped = report.unmapped + abs(before - kept)
+        return replace(report, unmapped=unmapped, residual={**report.residual, **named})
 
     def rollback(self, transaction: int) -> None:
         """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
