@@ -33,7 +33,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "validation", "engine", "sampling", "weights"}),
-    "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server"}),
+    "bench": frozenset({"interfaces", "validation"}),
+    "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}),
     FACADE: PARTS | {"interfaces", "engine"},
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""
