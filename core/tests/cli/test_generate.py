@@ -118,6 +118,16 @@ def test_wrong_usage_ends_with_2_before_a_model_is_loaded(hp: Any, llms: Any, ar
     assert not llms
 
 
+def test_the_model_is_an_argument_or_an_option(hp: Any, llms: Any) -> None:
+    assert hp("generate", "demo", "-p", "ab").code == 0
+    assert hp("generate", "--model", "demo", "-p", "ab").code == 0
+    assert [one.settings["model"] for one in llms] == ["demo", "demo"]
+    for arguments, told in [((), "a model is needed"), (("demo", "-m", "demo"), "two models are given")]:
+        result = hp("generate", *arguments, "-p", "ab")
+        assert result.code == 2
+        assert told in result.err
+
+
 def test_prompt_and_file_exclude_each_other(hp: Any, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a")
     assert hp("generate", "-m", "demo", "-p", "x", "--prompts-file", str(tmp_path / "p.txt")).code == 2

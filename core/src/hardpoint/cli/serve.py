@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from hardpoint.cli import interrupts
-from hardpoint.cli.options import ServedEngineOptions, takes
+from hardpoint.cli.options import MODEL_HELP, ServedEngineOptions, takes
 from hardpoint.interfaces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def serve(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="'demo', a folder with a model, a GGUF file, or a hub id; NAME=MODEL gives it another name.",
+            help=f"{MODEL_HELP} NAME=MODEL gives it another name.",
             metavar="MODEL...",
         ),
     ],
