@@ -34,7 +34,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "validation", "engine", "sampling", "weights"}),
     "bench": frozenset({"interfaces", "validation"}),
-    "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}),
+    "cli": frozenset(
+        {FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}
+    ),
     FACADE: PARTS | {"interfaces", "engine"},
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""
