@@ -16,7 +16,7 @@ case $build in
   cuda) packages=("torch===$version" triton==3.7.1) ;;
   ascend) packages=("torch-npu==$version") ;;
   triton) packages=(triton==3.7.1) ;;
-  ray) packages=("$(grep '^ray==' constraints.txt)") dependencies= ;;
+  ray) packages=("ray[serve]==$(sed -n 's/^ray==//p' constraints.txt)") dependencies= ;;
   *) echo "there is no build '$build'; cuda, ascend, triton and ray are known" >&2; exit 2 ;;
 esac
 "$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q $dependencies "${packages[@]}"
