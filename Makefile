@@ -14,9 +14,9 @@ PROMPT ?= Give three facts about the moon.
 # What is imported is compiled once, and not by each of hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
+.PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-dist test-engine test-headers \
-	test-flashinfer test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
+	test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,16 @@ test-engine: $(STAMP)
 
 test-backends: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS_OF_BACKENDS)
+
+test-page: chromium $(STAMP)  ## The server's web page in Chromium
+	$(BIN)/python -m pytest -q tests/server/test_page.py
+
+# `make test` runs the tests of the page where it finds Chromium.
+chromium:  ## Install Chromium for the tests of the web page, from Debian's packages as root
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null; } || \
+		{ echo "Chromium is not installed, and only root can do that with apt-get: install the package chromium" >&2; exit 1; }
+	@command -v chromium >/dev/null || { apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; }
 
 fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k, and pairs of calls
 	$(BIN)/python -m tests.fault_matrix

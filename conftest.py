@@ -1,5 +1,5 @@
 """For all tests and the processes that they start: one torch thread, because OpenMP's fork-join collapses when tests share two cores with
-anything else.
+anything else; and no model hub is asked, but one of a test's own.
 
 No example of a property has a deadline: how long one takes is the machine's business.
 
@@ -18,6 +18,7 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("hardpoint", deadline=None)
 settings.load_profile("hardpoint")
 

@@ -33,10 +33,11 @@ OWN = {
         "test_kernels.py",
         "test_operators.py",
     },
+    "cuda": {"collectives.py", "test_collectives.py"},
     "rocm": {"libraries.py"},
 }
 """Files of a vendor's backend beside those of all: attention and kernels over the vendor's operators, and not over the core's kernels,
-graphs of these, what torch has elsewhere for its devices; a runtime that torch may bring."""
+graphs of these, what torch has elsewhere for its devices; communicators that sleep; a runtime that torch may bring."""
 
 
 def packages(root: Path) -> list[Path]:

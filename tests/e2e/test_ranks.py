@@ -73,6 +73,17 @@ def _check_tokens(llm: LLM, oracle: Oracle, params: SamplingParams) -> None:
         assert int((margin > 0).sum()) <= 1, "nearly all tokens are the oracle's own"
 
 
+def _check_prompt_logprobs(llm: LLM, oracle: Oracle) -> None:
+    """Log probabilities of prompts, which all ranks of the last stage compute and one ranks."""
+    for output in llm.generate(PROMPTS, SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False):
+        tokens = list(output.prompt_token_ids)
+        expected = oracle.logits(tokens, 1).log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for token, entry, row in zip(tokens[1:], output.prompt_logprobs[1:], expected, strict=True):
+            assert entry is not None
+            assert abs(entry[token].logprob - float(row[token])) < 1e-4
+
+
 def _check_dead(llm: LLM, rank: int) -> None:
     """A dead engine says so, whatever it is asked, and can be shut down."""
     engine = llm.engine
@@ -195,6 +206,7 @@ def test_two_ranks_share_each_layer(
         assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
         assert len(_pids(llm)) == 2
         _check_tokens(llm, oracle, greedy(TOKENS))
+        _check_prompt_logprobs(llm, oracle)
         _check_that_logits_that_are_no_numbers_end_their_requests(llm, shallow.weights)
         _check_that_extremes_end_alone(llm, shallow, oracle)
         _check_tokens(llm, oracle, greedy(TOKENS))
@@ -241,6 +253,7 @@ def test_two_stages_divide_the_layers(
         assert (llm.info.num_ranks, llm.info.pipeline_parallel_size) == (2, 2)
         _check_that_logits_that_are_no_numbers_end_their_requests(llm, shallow.weights)
         _check_tokens(llm, oracle, greedy(TOKENS))
+        _check_prompt_logprobs(llm, oracle)
         embeddings = llm.embed(PROMPTS[:1], use_tqdm=False)
         assert embeddings[0].outputs.embedding.shape == (576,)
         assert llm.reload_weights() == len(shallow.weights)

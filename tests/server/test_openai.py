@@ -88,6 +88,33 @@ def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI, n: int) ->
         assert all(len(entry.top_logprobs) in (2, 3) for entry in streamed)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_log_probabilities_of_the_prompt(server: Running, client: openai.OpenAI, stream: bool) -> None:
+    prompt = "The capital of France is Paris."
+    asked: Any = {"model": "demo", "temperature": 0, "max_tokens": 3, "logprobs": 2, "echo": True}
+    parts = client.completions.create(prompt=[prompt, "Another"], stream=stream, **asked)
+    events = list(parts) if stream else [parts]
+    choices = [choice for event in events for choice in event.choices if choice.index == 0]
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    top = [one for choice in choices for one in choice.logprobs.top_logprobs]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    text = "".join(choice.text for choice in choices)
+    assert text.startswith(prompt)
+    assert "".join(tokens) == text
+    assert all(text[offset:].startswith(token) for offset, token in zip(offsets, tokens, strict=True))
+    assert (values[0], top[0]) == (None, None)
+    paris = tokens.index(" Paris")
+    assert top[paris][" Paris"] == values[paris] == max(top[paris].values())
+    assert all(value < 0 for value in values[1:])
+    # Scored one token at a time, without echo: what the model says of the token that follows.
+    alone = client.completions.create(
+        model="demo", prompt=text[: offsets[paris]], max_tokens=1, temperature=0, logprobs=1
+    )
+    assert alone.choices[0].logprobs is not None
+    assert alone.choices[0].logprobs.token_logprobs == pytest.approx([values[paris]], abs=1e-3)
+
+
 def test_completions_stream_with_echo_and_stop(client: openai.OpenAI) -> None:
     asked: Any = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "echo": True, "stop": ["\n"]}
     whole = client.completions.create(**asked)
@@ -211,7 +238,7 @@ def test_bad_requests_are_refused_in_openais_form(
 def test_a_body_that_is_no_json(server: Running) -> None:
     answer = server.users.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "invalid_value"
+    assert answer.json()["error"]["code"] == "invalid_json"
 
 
 def test_keys(server: Running) -> None:

@@ -22,6 +22,22 @@ def test_the_system_message_stays_and_reset_forgets_the_rest(hp: Any, llms: Any)
     assert llms[0].prompts == ["<system>be<user>a", "<system>be<user>b"]
 
 
+def test_another_system_message_begins_anew(hp: Any, llms: Any) -> None:
+    hp("chat", "demo", "--system", "be", stdin="a\n/system  be brief\nb\n/system\nc\n")
+    assert llms[0].prompts == ["<system>be<user>a", "<system>be brief<user>b", "<user>c"]
+
+
+def test_a_message_may_have_several_lines(hp: Any, llms: Any) -> None:
+    hp("chat", "demo", stdin='a\\\nb\\\n c\n/reset\n"""\nd\n\n /exit\\\n"""\n/reset\n"""\nno end')
+    assert llms[0].prompts == ["<user>a\nb\n c", "<user>d\n\n /exit\\", "<user>no end"]
+
+
+def test_help_names_every_command(hp: Any, llms: Any) -> None:
+    result = hp("chat", "demo", stdin="/help\n")
+    assert all(command in result.err for command in ("/system", "/reset", "/help", "/exit", "backslash", '"""'))
+    assert llms[0].prompts == []
+
+
 def test_an_empty_input_is_an_empty_conversation(hp: Any, llms: Any) -> None:
     assert hp("chat", "-m", "demo", stdin="").out == ""
 

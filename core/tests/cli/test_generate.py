@@ -118,6 +118,16 @@ def test_wrong_usage_ends_with_2_before_a_model_is_loaded(hp: Any, llms: Any, ar
     assert not llms
 
 
+def test_the_model_is_an_argument_or_an_option(hp: Any, llms: Any) -> None:
+    assert hp("generate", "demo", "-p", "ab").code == 0
+    assert hp("generate", "--model", "demo", "-p", "ab").code == 0
+    assert [one.settings["model"] for one in llms] == ["demo", "demo"]
+    for arguments, told in [((), "a model is needed"), (("demo", "-m", "demo"), "two models are given")]:
+        result = hp("generate", *arguments, "-p", "ab")
+        assert result.code == 2
+        assert told in result.err
+
+
 def test_prompt_and_file_exclude_each_other(hp: Any, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a")
     assert hp("generate", "-m", "demo", "-p", "x", "--prompts-file", str(tmp_path / "p.txt")).code == 2
@@ -141,7 +151,7 @@ def test_a_prompt_that_cannot_be_served_ends_with_1_and_says_why(hp: Any, llms: 
 
 def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
     engine = "--backend acme --require-accelerator --dtype float16 --max-model-len 64 --block-size 32 --num-blocks 9"
-    more = "--threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
+    more = "--download-dir models --threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
     ranks = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
     sampling = "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop x --stop y --max-tokens 3"
     hp(
@@ -162,6 +172,7 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         "backend": "acme",
         "require_accelerator": True,
         "dtype": "float16",
+        "download_dir": "models",
         "max_model_len": 64,
         "block_size": 32,
         "num_device_blocks": 9,

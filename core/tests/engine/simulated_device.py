@@ -121,7 +121,17 @@ class _Parts:
                     logprobs[sample] = TokenLogprobs(tokens[sample : sample + 1], np.full(1, -0.5, np.float32), 1)
         pooled = {s: np.full(4, p.prompt_len, np.float32) for s, p in step.pooling.items()}
         whole = dict(zip(batch.seq_ids.tolist(), batch.context_lens.tolist(), strict=True))
-        return StepOutput(tokens, logprobs, {s: v for s, v in pooled.items() if whole[s] == v[0]})
+        embeddings = {s: v for s, v in pooled.items() if whole[s] == v[0]}
+        scoring = getattr(step, "scoring", {})
+        if not scoring or "HARDPOINT_SIMULATED_NO_SCORES" in os.environ:
+            return StepOutput(tokens, logprobs, embeddings)
+        scores = {
+            s: interfaces.PromptLogprobs(
+                one.targets[:, None], (one.targets[:, None] / -1e3).astype(np.float32), one.targets
+            )
+            for s, one in scoring.items()
+        }
+        return StepOutput(tokens, logprobs, embeddings, prompt_logprobs=scores)
 
     def begin(self, transaction: int, change: Any) -> None: ...
 

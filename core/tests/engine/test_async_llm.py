@@ -14,7 +14,15 @@ import torch
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.sleep import SleepReport
-from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, InvalidRequest, MemoryBusy, SleepRefused
+from hardpoint.interfaces.errors import (
+    EngineAsleep,
+    EngineDead,
+    InboxFull,
+    InvalidRequest,
+    MemoryBusy,
+    SleepRefused,
+    WorkerError,
+)
 from hardpoint.sampling import RequestOutputKind
 
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
@@ -177,9 +185,10 @@ def test_everything_that_the_synchronous_client_can_do(run: Callable[..., Any]) 
 
 
 def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
-    run: Callable[..., Any], make_llm: Callable[..., LLM]
+    run: Callable[..., Any], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [list(o.outputs[0].token_ids) for o in make_llm().generate(["x", "Dear Sir"], PARAMS)]
+    monkeypatch.setenv("HARDPOINT_SIMULATED_STEP", "0.0002")  # so that the long ones are not done before they are ended
 
     async def body(llm: AsyncLLM) -> None:
         assert await asyncio.gather(tokens(llm, "x"), tokens(llm, "Dear Sir")) == expected
@@ -222,3 +231,43 @@ def test_an_engine_is_a_context_manager(make_llm: Callable[..., LLM], device: st
             await tokens(llm, "x")
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize("depth", ["0", "2"])
+def test_log_probabilities_of_prompts_whose_chunks_overlap(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, depth: str
+) -> None:
+    monkeypatch.setenv("HARDPOINT_SIMULATED_DEPTH", depth)
+    prompts = ["one two three four five six seven " * length for length in (1, 9, 30)]
+    params = SamplingParams(max_tokens=30, prompt_logprobs=0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def body(llm: AsyncLLM) -> None:
+        async def check(prompt: str) -> None:
+            (output,) = [output async for output in llm.generate(prompt, params)]
+            assert output.prompt_logprobs is not None
+            # This device says of each token what it is.
+            told = [
+                round(-1e3 * entry[token].logprob)
+                for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+            assert told == list(output.prompt_token_ids[1:])
+
+        await asyncio.gather(*map(check, prompts))
+
+    run(body, max_num_batched_tokens=64)
+
+
+def test_a_worker_that_scores_no_prompts_fails_such_requests_alone(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARDPOINT_SIMULATED_NO_SCORES", "1")
+
+    async def body(llm: AsyncLLM) -> None:
+        other = asyncio.create_task(tokens(llm, "x"))
+        with pytest.raises(WorkerError, match="no log probabilities of the prompt"):
+            await tokens(llm, "one two", SamplingParams(prompt_logprobs=1, max_tokens=1))
+        assert len(await other) == 20
+        stats = await llm.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+    run(body)

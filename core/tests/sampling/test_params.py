@@ -51,7 +51,7 @@ def test_defaults_are_vllms() -> None:
         ({"min_tokens": -1}, ["min_tokens", "-1"]),
         ({"min_tokens": 17}, ["min_tokens=17", "max_tokens=16"]),
         ({"logprobs": -1}, ["logprobs", "-1"]),
-        ({"prompt_logprobs": 1}, ["prompt_logprobs", "not supported"]),
+        ({"prompt_logprobs": 101}, ["prompt_logprobs", "101", "100"]),
         ({"bad_words": ["no"]}, ["bad_words", "not supported", "logit_bias"]),
         ({"logits_processors": [len, 5]}, ["logits_processors[1]", "a function", "5"]),
         ({"logits_processors": len}, ["logits_processors", "a list"]),

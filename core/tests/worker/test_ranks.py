@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, SequencePooling, SequenceSampling, SleepPlan
+from hardpoint.interfaces import Capabilities, IntSet, Platform, Pooling, SequencePooling, SequenceSampling
 from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError, OutputFailed
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
-from hardpoint.models import ParallelRank, Ranks
+from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker import StandardWorker
@@ -31,7 +30,6 @@ from hardpoint.worker.ranks import (
     RendezvousPoint,
     TorchCollectives,
     check_ranks,
-    communicator_bytes,
     join_ranks,
     place_of,
     require_env,
@@ -299,27 +297,6 @@ def test_rank_that_plans_for_longer_than_an_operation_may_take_is_waited_for() -
         with ThreadPoolExecutor(2) as ranks:
             for done in [ranks.submit(join, rank, seconds) for rank, seconds in enumerate(late)]:
                 done.result(60)
-
-
-def test_bytes_of_communicators_are_those_that_the_first_operations_take() -> None:
-    free = [1000]
-    first, second = (
-        SimpleNamespace(barrier=partial(free.append, 700)),
-        SimpleNamespace(barrier=partial(free.append, 600)),
-    )
-    assert communicator_bytes(Ranks(first, second), lambda: free[-1]) == 400  # type: ignore[arg-type]
-    assert communicator_bytes(Ranks(), lambda: free[-1]) == 0
-
-
-def test_sleep_reports_what_communicators_keep(model: str) -> None:
-    resolved = resolve_backend("cpu")
-    worker = PlainWorker(WorkerContext(resolved.descriptor, resolved.device, WorkerConfig(model, load_format="dummy")))
-    worker.start()
-    worker.load()
-    worker._model = replace(worker._loaded, model=replace(worker._loaded.model, communicators=400))
-    worker.begin(1, SleepPlan())
-    assert worker.commit(1).residual["collectives"] == 400
-    worker.shutdown()
 
 
 def test_collectives_run_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:

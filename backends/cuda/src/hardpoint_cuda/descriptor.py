@@ -13,7 +13,7 @@ from hardpoint.triton.backend import triton_backend
 from hardpoint_cuda import allocator, capabilities
 
 if TYPE_CHECKING:
-    from hardpoint.interfaces import AttentionBackend
+    from hardpoint.interfaces import AttentionBackend, Collectives
 
 DRIVER_VARIABLE = "HARDPOINT_CUDA_DRIVER"
 SONAMES = ("libcuda.so.1",)
@@ -39,6 +39,12 @@ def _attention() -> type[AttentionBackend]:
     return attention()
 
 
+def _collectives() -> type[Collectives]:
+    from hardpoint_cuda.collectives import CudaCollectives
+
+    return CudaCollectives
+
+
 @hookimpl
 def hardpoint_backend() -> BackendDescriptor:
     """Return the descriptor."""
@@ -54,4 +60,5 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=allocator.allocator,
         attention=_attention,
         driver=allocator.driver,
+        collectives=_collectives,
     )

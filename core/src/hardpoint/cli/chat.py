@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from hardpoint.engine.llm import LLM
     from hardpoint.sampling import SamplingParams
 
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer."
+_HELP = """\
+/system TEXT  begins anew with another system message; without a text, with none
+/reset        forgets the conversation
+/help         shows this
+/exit         ends, as Ctrl-D does
+A line that ends with a backslash goes on in the next one, and a message between two lines of \"\"\" has all lines in between.
+Ctrl-C stops an answer."""
+_QUOTES = '"""'
 
 
 @takes(sampling=SamplingOptions, engine=EngineOptions)
@@ -35,9 +42,9 @@ def chat(
 ) -> None:
     """Talk with an instruction-tuned model; answers appear as they are generated.
 
-    Lines are messages; /reset forgets the conversation, /exit or the end of input ends it, Ctrl-C stops an answer. Earlier turns stay
-    in the prefix cache, so that only what is new is computed. Input may be piped: each line is a message, and only the answers go to
-    standard output.
+    Lines are messages; /help tells of commands and of messages of several lines, /exit or the end of input ends, Ctrl-C stops an answer.
+    Earlier turns stay in the prefix cache, so that only what is new is computed. Input may be piped: each line is a message, and only the
+    answers go to standard output.
     """
     given = sampling.given(max_tokens=max_tokens)
     with engine.open() as llm:
@@ -65,25 +72,49 @@ class _Conversation:
     def run(self) -> None:
         """Read and answer messages until the end of input or /exit."""
         if self._interactive:
-            self._say(f"{self._llm.info.model} on {backend_name(self._llm.info)}. {_HELP}")
-        while (line := self._read()) is not None:
-            text = line.strip()
-            if text == "/exit":
+            with suppress(ImportError):  # not everywhere; `input` then knows no arrow keys
+                import readline  # noqa: F401
+            self._say(f"{self._llm.info.model} on {backend_name(self._llm.info)}. /help tells what can be said here.")
+        while (text := self._read_message()) is not None:
+            command, _, rest = text.partition(" ")
+            if command == "/exit":
                 return
-            if text == "/reset":
+            if command == "/reset":
                 self._reset()
                 self._say("The conversation is forgotten.")
-            elif text == "/help":
+            elif command == "/system":
+                self._system = rest.strip() or None
+                self._reset()
+                self._say("The conversation begins anew.")
+            elif command == "/help":
                 self._say(_HELP)
             elif text:
                 self._turn(text)
 
-    def _read(self) -> str | None:
+    def _read_message(self) -> str | None:
+        """Return the next message, of one or more lines; None at the end of input."""
+        line = self._read("> ")
+        if line is None:
+            return None
+        lines = []
+        if line.strip() == _QUOTES:
+            while (line := self._read(". ")) is not None and line.strip() != _QUOTES:
+                lines.append(line)
+        else:
+            while line is not None and line.endswith("\\"):
+                lines.append(line[:-1])
+                line = self._read(". ")
+            lines.append(line or "")
+        return "\n".join(lines).strip()
+
+    def _read(self, prompt: str) -> str | None:
+        """Return a line, None at the end of input."""
         if not self._interactive:
-            return sys.stdin.readline() or None
+            line = sys.stdin.readline()
+            return line.removesuffix("\n") if line else None
         while True:
             try:
-                return input("> ")
+                return input(prompt)
             except EOFError:
                 sys.stdout.write("\n")
                 return None

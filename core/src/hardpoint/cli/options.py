@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _ENGINE = "Engine"
 _SAMPLING = "Sampling"
+
+MODEL_HELP = "'demo', a folder with a model, a GGUF file, or a hub id: ORG/NAME, ORG/NAME@REVISION, ORG/NAME:FILE.gguf."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,10 @@ class ServedEngineOptions:
     prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV blocks of equal prompt beginnings.", rich_help_panel=_ENGINE)
     ] = True
+    download_dir: Annotated[
+        str | None,
+        typer.Option(help="Where models are fetched to.", show_default="Hugging Face's cache", rich_help_panel=_ENGINE),
+    ] = None
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel=_ENGINE)
     ] = "auto"
@@ -82,14 +88,21 @@ class ServedEngineOptions:
 class EngineOptions(ServedEngineOptions):
     """The engine that a command runs."""
 
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="'demo', a folder with a model, or a GGUF file.", rich_help_panel=_ENGINE),
-    ]
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)] = None
+    model_option: Annotated[
+        str | None, typer.Option("--model", "-m", help="The same as an option.", rich_help_panel=_ENGINE)
+    ] = None
     engine_process: Annotated[
         bool,
         typer.Option("--engine-process", help="Run the engine in a process of its own.", rich_help_panel=_ENGINE),
     ] = False
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        given = [one for one in (settings["model"], settings.pop("model_option")) if one is not None]
+        if len(given) != 1:
+            raise typer.BadParameter("two models are given" if given else "a model is needed", param_hint="MODEL")
+        return settings | {"model": given[0]}
 
     @contextmanager
     def open(self, **more: Any) -> Iterator[LLM]:
@@ -104,9 +117,10 @@ class EngineOptions(ServedEngineOptions):
 
         from hardpoint import LLM
 
+        settings = self.settings()
         console = Console(stderr=True, soft_wrap=True)
-        with console.status(f"Loading {self.model}") if console.is_terminal else nullcontext():
-            llm = LLM(**self.settings(), **more)
+        with console.status(f"Loading {settings['model']}") if console.is_terminal else nullcontext():
+            llm = LLM(**settings, **more)
         with interrupts.ended_by(llm.shutdown):
             yield llm
 
@@ -163,13 +177,12 @@ def takes(
         parameters = [parameter for parameter in own if parameter.name not in groups]
         for group in groups.values():
             hints = get_type_hints(group, include_extras=True)
-            for option in sorted(fields(group), key=lambda one: one.default is not MISSING):
-                default = inspect.Parameter.empty if option.default is MISSING else option.default
-                parameters.append(
-                    inspect.Parameter(
-                        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[option.name]
-                    )
+            parameters += [
+                inspect.Parameter(
+                    option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=hints[option.name]
                 )
+                for option in fields(group)
+            ]
 
         @functools.wraps(function)
         def run(**values: Any) -> None:

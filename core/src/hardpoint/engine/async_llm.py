@@ -61,11 +61,13 @@ class _Mailbox:
         joins: a later output is added to one that was not taken, instead of taking its place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.joins = False
+        self._event_loop = event_loop
         self._output: Output | None = None
         self._error: Exception | None = None
-        self._filled = asyncio.Event()
+        # Not an Event, whose every wait asks the system for its process id, to find the loop.
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, output: Output) -> None:
         """Take an output."""
@@ -73,23 +75,27 @@ class _Mailbox:
         if self.joins and isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
             output = _joined(before, output)
         self._output = output
-        self._filled.set()
+        self._notify()
 
     def fail(self, error: Exception) -> None:
         """Take the error that ended the request."""
         self._error = error
-        self._filled.set()
+        self._notify()
 
     async def get(self) -> Output:
         """Wait for an output and return it; raises the error once none is left."""
-        await self._filled.wait()
+        if self._output is None and self._error is None:
+            self._reader = self._event_loop.create_future()
+            await self._reader
         output, self._output = self._output, None
         if output is None:
             assert self._error is not None
             raise self._error
-        if self._error is None:
-            self._filled.clear()
         return output
+
+    def _notify(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
@@ -172,9 +178,12 @@ class AsyncLLM:
             EngineDead: the engine was closed, or cannot go on.
         """
         params = self._maker.default_sampling_params if params is None else params
-        arrived = _Mailbox()
+        grammar = None
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            grammar = await asyncio.to_thread(self._maker.grammar, params)
+        arrived = _Mailbox(self._event_loop)
         request, command = self._maker.generation(
-            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail)
+            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail), grammar
         )
         arrived.joins = request.params.output_kind is RequestOutputKind.DELTA
         timer = None
@@ -209,7 +218,7 @@ class AsyncLLM:
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
         """Return the embedding of a prompt; errors as for `generate`."""
-        arrived = _Mailbox()
+        arrived = _Mailbox(self._event_loop)
         recipient = Recipient(arrived.put, arrived.fail)
         request, command = self._maker.embedding(self._name(request_id), prompt, params, recipient)
         found = [output async for output in self._outputs(request, command, arrived)]

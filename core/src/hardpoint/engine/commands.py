@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from hardpoint.engine.sleep import SleepMode, SleepParticipant, SleepRequest
-from hardpoint.interfaces.batch import FloatArray, Int32Array, Int64Array, Pooling, SequenceSampling, TokenLogprobs
+from hardpoint.interfaces.batch import (
+    FloatArray,
+    Int32Array,
+    Int64Array,
+    Pooling,
+    PromptLogprobs,
+    SequenceSampling,
+    TokenLogprobs,
+)
 from hardpoint.interfaces.errors import EngineDead
 from hardpoint.scheduler import FinishReason
 
@@ -31,6 +39,7 @@ class Generate(_Message, frozen=True):
         key: the client's own number of the request.
         sampling: of each of its sequences, without prompt, id and row, which the loop fills in.
         stop_token_ids, max_tokens, min_tokens, priority, salt: see `Scheduler.add_request`.
+        prompt_logprobs: see `SamplingParams`.
     """
 
     key: int
@@ -41,6 +50,7 @@ class Generate(_Message, frozen=True):
     min_tokens: int = 0
     priority: int = 0
     salt: str = ""
+    prompt_logprobs: int | None = None
 
 
 class Embed(_Message, frozen=True):
@@ -178,6 +188,7 @@ class StepDone(_Message, frozen=True):
         num_cached: of sequences that were sampled for the first time: prompt tokens found in the prefix cache.
         ended: sequences that ended with this step.
         embeddings: by sequence.
+        prompt_logprobs: by the first sequence of a request, those of the prompt's tokens that follow what came before, from its second.
     """
 
     seq_ids: Int64Array
@@ -186,6 +197,7 @@ class StepDone(_Message, frozen=True):
     num_cached: Mapping[int, int] = {}
     ended: Sequence[Ended] = ()
     embeddings: Mapping[int, FloatArray] = {}
+    prompt_logprobs: Mapping[int, PromptLogprobs] = {}
 
 
 class Lost(_Message, frozen=True):

@@ -33,7 +33,9 @@ class EngineConfig(SchedulerSettings):
     """Settings of one engine, with those of its scheduler; each is checked when the object is made.
 
     Attributes:
-        model: "demo", a folder with a model, or a GGUF file.
+        model: "demo", a folder with a model, a GGUF file, or a hub id such as "org/name" (see `hardpoint.models.hub`).
+        revision: of a model on a hub: a branch, tag or commit.
+        download_dir: where models are fetched to; None for Hugging Face's cache.
         backend: name of the backend; None for HARDPOINT_BACKEND or the best that is available.
         device: index of the device within the backend.
         require_accelerator: refuse to run on the host's processor.
@@ -74,6 +76,8 @@ class EngineConfig(SchedulerSettings):
     _called = "a setting of the engine"
 
     model: str
+    revision: str | None = None
+    download_dir: FileName | None = None
     backend: str | None = None
     device: NonNegativeInt = 0
     require_accelerator: bool = False

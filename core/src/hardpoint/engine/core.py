@@ -54,7 +54,14 @@ from hardpoint.engine.sleep import (
 )
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
-from hardpoint.interfaces.batch import SequencePooling, SequenceSampling, StepBatch, StepInput
+from hardpoint.interfaces.batch import (
+    Int64Array,
+    PromptScoring,
+    SequencePooling,
+    SequenceSampling,
+    StepBatch,
+    StepInput,
+)
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
@@ -171,16 +178,40 @@ class _Request:
     alive: set[int]
 
 
+@dataclass(slots=True)
+class _Scoring:
+    """A prompt whose log probabilities are wanted.
+
+    Attributes:
+        next: position of the first token whose log probability no step was asked for. A prompt that is computed again is not asked twice.
+    """
+
+    token_ids: Int64Array
+    count: int
+    next: int = 1
+
+    def of_step(self, context: int, length: int) -> PromptScoring | None:
+        """Return what a step is asked for that computes the last `length` tokens of `context`."""
+        start = context - length
+        first, end = max(self.next, start + 1), min(context + 1, len(self.token_ids))
+        if first >= end:
+            return None
+        self.next = end
+        return PromptScoring(first - 1 - start, self.token_ids[first:end], self.count)
+
+
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     """A step that was submitted.
 
     Attributes:
         first: sequences that it samples for the first time.
+        scored: sequences whose prompts' log probabilities it was asked for.
     """
 
     batch: StepBatch
     first: tuple[int, ...]
+    scored: tuple[int, ...]
     start: float
 
 
@@ -233,6 +264,7 @@ class EngineCore:
         self._queued: set[int] = set()
         self._new_sampling: dict[int, SequenceSampling] = {}
         self._pooling: dict[int, SequencePooling] = {}
+        self._scoring: dict[int, _Scoring] = {}
         self._forgotten: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
@@ -351,11 +383,14 @@ class EngineCore:
             stop_token_ids=command.stop_token_ids,
             priority=command.priority,
             salt=command.salt,
-            # A function is given the tokens before, so that they have to be here.
-            plan_ahead=not any(sampling.logits_processors for sampling in command.sampling),
+            skip_prefix_cache=command.prompt_logprobs is not None,
+            # A function or a grammar is given the tokens before, so that they have to be here.
+            plan_ahead=not any(one.logits_processors or one.grammar is not None for one in command.sampling),
         )
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
+        if command.prompt_logprobs is not None and len(command.prompt_token_ids) > 1:
+            self._scoring[handle] = _Scoring(np.asarray(command.prompt_token_ids, np.int64), command.prompt_logprobs)
         self._note_added(command.key, handle, len(command.sampling))
 
     def _embed(self, command: Embed) -> None:
@@ -394,6 +429,7 @@ class EngineCore:
         for seq_id in seq_ids:
             self._new_sampling.pop(seq_id, None)
             self._pooling.pop(seq_id, None)
+            self._scoring.pop(seq_id, None)
             key = self._keys.pop(seq_id)
             request = self._requests[key]
             request.alive.discard(seq_id)
@@ -576,9 +612,10 @@ class EngineCore:
             rows = zip(batch.sample_seq_ids.tolist(), batch.sample_state_rows.tolist(), strict=True)
             first = tuple(replace(new.pop(seq_id), state_row=row) for seq_id, row in rows if seq_id in new)
         pooled = {s: pooling[s] for s in batch.seq_ids.tolist() if s in pooling} if pooling else {}
+        scored = self._scored(batch) if self._scoring else {}
         forgotten, self._forgotten = tuple(self._forgotten), []
         try:
-            self.executor.submit(StepInput(batch, first, forgotten, pooled))
+            self.executor.submit(StepInput(batch, first, forgotten, pooled, scored))
         except Exception as error:
             # The worker may not have come to forget them; to forget twice does no harm.
             self._forgotten[:0] = forgotten
@@ -586,8 +623,21 @@ class EngineCore:
                 self._book()
             self._lose_oldest(error)
             return False
-        self._in_flight.append(_InFlight(batch, tuple(one.seq_id for one in first), start))
+        self._in_flight.append(_InFlight(batch, tuple(one.seq_id for one in first), tuple(scored), start))
         return True
+
+    def _scored(self, batch: StepBatch) -> dict[int, PromptScoring]:
+        """Return what a step is asked for of prompts' log probabilities."""
+        found = {}
+        for row, seq_id in enumerate(batch.seq_ids.tolist()):
+            wanted = self._scoring.get(seq_id)
+            if wanted is None:
+                continue
+            length = int(batch.query_start[row + 1] - batch.query_start[row])
+            asked = wanted.of_step(int(batch.context_lens[row]), length)
+            if asked is not None:
+                found[seq_id] = asked
+        return found
 
     def _book(self) -> None:
         """Take the output of the oldest step."""
@@ -609,10 +659,26 @@ class EngineCore:
         self._last_booking = now
         scheduler, keys = self.scheduler, self._keys
         num_cached = {seq_id: scheduler.num_cached_tokens(seq_id) for seq_id in step.first if seq_id in keys}
-        ended = [self._ended(seq_id, reason) for seq_id, reason in finished]
+        if step.scored:
+            self._check_scores([seq_id for seq_id in step.scored if seq_id not in output.prompt_logprobs])
+        ended = [self._ended(seq_id, reason) for seq_id, reason in finished if seq_id in keys]
         # A copy: the worker may make the next step's tokens in the same memory before a client reads these.
         token_ids = output.token_ids.copy()
-        self._events.append(StepDone(seq_ids, token_ids, output.logprobs, num_cached, ended, output.embeddings))
+        self._events.append(
+            StepDone(seq_ids, token_ids, output.logprobs, num_cached, ended, output.embeddings, output.prompt_logprobs)
+        )
+
+    def _check_scores(self, missing: Sequence[int]) -> None:
+        """End the requests whose prompts' log probabilities a worker left out."""
+        lost = tuple(self._keys[seq_id] for seq_id in missing if seq_id in self._keys)
+        if lost:
+            self._abort(Abort(lost))
+            error = WorkerError(
+                "the worker gave no log probabilities of the prompt",
+                found=f"the backend {self.info.backend}",
+                hint="Leave prompt_logprobs out, or choose another backend",
+            )
+            self._events.append(Lost(lost, error))
 
     def _book_all(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hardpoint.engine.commands import Embed, Generate, Pause
@@ -17,8 +18,9 @@ from hardpoint.engine.sleep import SleepRequest
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
-from hardpoint.models import ModelSource, load_tokenizer, open_model
+from hardpoint.models import ModelSource, TokenizerBackend, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.random import stream_key
 
 if TYPE_CHECKING:
@@ -37,7 +39,13 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         load_format=config.load_format,
         trust_remote_code=config.trust_remote_code,
         generation_config=config.generation_config,
+        revision=config.revision,
+        download_dir=config.download_dir,
     )
+    if source.hub is not None:
+        # The ranks of this machine take what was fetched; those of others fetch the same commit.
+        elsewhere = config.executor == "ray" and config.download_dir is None
+        config = replace(config, model=str(source.hub if elsewhere else source.path), revision=None)
     params = _recommended_params(source)
     with ThreadPoolExecutor(1) as background:
         # Beside the weights, which are read and converted outside the interpreter lock.
@@ -72,6 +80,25 @@ class RequestMaker:
         self._config, self._model, self._eos_ids = config, model, eos_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._keys, self._numbers = itertools.count(), itertools.count()
+        vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
+        self._grammars = Grammars(vocabulary, model.vocab_size)
+
+    def grammar(self, params: SamplingParams) -> str | None:
+        """Return the grammar of structured outputs as `generation` takes it, compiled to see that it can be; None where there is none.
+
+        It takes some 10 ms at most, and the first one as long as the tokenizer takes. Safe to use from any thread. Raises InvalidRequest,
+        ConfigError.
+        """
+        check_params(params, SamplingParams)
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise InvalidSamplingParams(
+                "structured_outputs need the model's tokenizer", found="an engine without one", hint="Make it with one"
+            )
+        text = params.structured_outputs.grammar_text()
+        self._grammars.check(text)
+        return text
 
     def generation(
         self,
@@ -80,8 +107,13 @@ class RequestMaker:
         params: SamplingParams,
         priority: int,
         recipient: Recipient,
+        grammar: str | None,
     ) -> tuple[Request, Generate]:
-        """Return a generation request and the command that queues it; raises InvalidRequest."""
+        """Return a generation request and the command that queues it; raises InvalidRequest.
+
+        Args:
+            grammar: what `grammar` returned for the parameters.
+        """
         RequestArguments(request_id, priority)
         check_params(params, SamplingParams)
         if not self._model.is_generative:
@@ -105,13 +137,15 @@ class RequestMaker:
             key=next(self._keys),
             prompt_token_ids=tokens.token_ids,
             sampling=tuple(
-                params.to_sequence_sampling(-1, (), fork, seed, self._eos_ids) for fork in range(params.num_sequences)
+                params.to_sequence_sampling(-1, (), fork, seed, self._eos_ids, grammar)
+                for fork in range(params.num_sequences)
             ),
             stop_token_ids=tuple(sorted(params.all_stop_token_ids(self._eos_ids))),
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             priority=priority,
             salt=tokens.cache_salt or "",
+            prompt_logprobs=params.prompt_logprobs,
         )
         request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
         return request, command

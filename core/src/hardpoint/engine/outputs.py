@@ -107,6 +107,8 @@ class RequestOutput:
         outputs: completions, in order of index.
         finished: all completions have ended.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        prompt_logprobs: where asked for, one entry for each token of the prompt that was computed so far; None for the first, which
+            follows nothing.
     """
 
     request_id: str
@@ -116,6 +118,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

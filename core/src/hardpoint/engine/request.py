@@ -22,7 +22,7 @@ from hardpoint.engine.outputs import (
     best_completions,
     position_logprobs,
 )
-from hardpoint.interfaces.batch import FloatArray, TokenLogprobs
+from hardpoint.interfaces.batch import FloatArray, PromptLogprobs, TokenLogprobs
 from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -121,14 +121,17 @@ class Request:
         self.recipient = recipient
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
         self.num_cached_tokens = 0
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._detokenizer = detokenizer
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
         self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self.completions = [
             Completion(index, TextStream(detokenizer, prompt.token_ids, params))
             for index in range(params.num_sequences)
         ]
+        self._unfinished = len(self.completions)
 
     @property
     def is_followed(self) -> bool:
@@ -139,12 +142,19 @@ class Request:
     @property
     def finished(self) -> bool:
         """All completions have ended."""
-        return all(completion.finished for completion in self.completions)
+        return not self._unfinished
 
     def first_token(self, num_cached_tokens: int) -> None:
         """Note that the first token is out, and how many prompt tokens the prefix cache had."""
         self.metrics = replace(self.metrics, first_token_time=time.perf_counter())
         self.num_cached_tokens = num_cached_tokens
+
+    def extend_prompt(self, entries: PromptLogprobs) -> None:
+        """Take the log probabilities of the prompt's next tokens."""
+        assert self._prompt_logprobs is not None
+        for token_ids, values, rank in zip(entries.token_ids, entries.logprobs, entries.ranks.tolist(), strict=True):
+            texts = [self._text_of(token_id) for token_id in token_ids.tolist()]
+            self._prompt_logprobs.append(position_logprobs(TokenLogprobs(token_ids, values, rank), texts))
 
     def append(self, completion: Completion, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
         """Take a followed sequence's next token; returns True when its text has reached a stop text.
@@ -173,6 +183,7 @@ class Request:
         elif reason is FinishReason.STOP and completion.stop_reason is None:
             last = completion.token_ids[-1]
             completion.stop_reason = last if last in self._stop_ids and last not in self._eos_ids else None
+        self._unfinished -= 1
         if self.finished:
             self.metrics = replace(self.metrics, finished_time=time.perf_counter())
 
@@ -191,12 +202,12 @@ class Request:
             finished=self.finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _output_of(self, completion: Completion) -> CompletionOutput:
-        is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        first_token = completion.shown_tokens if is_delta else 0
-        first_char = completion.shown_chars if is_delta else 0
+        first_token = completion.shown_tokens if self._is_delta else 0
+        first_char = completion.shown_chars if self._is_delta else 0
         text = completion.stream.text
         completion.shown_tokens, completion.shown_chars = len(completion.token_ids), len(text)
         return CompletionOutput(
@@ -311,6 +322,9 @@ class RequestTable:
             request.recipient.fail(error)
 
     def _step_done(self, event: StepDone) -> list[int]:
+        for seq_id, entries in event.prompt_logprobs.items():
+            if seq_id in self._completions:
+                self._completions[seq_id][0].extend_prompt(entries)
         for seq_id, num_cached in event.num_cached.items():
             if seq_id in self._completions:
                 self._completions[seq_id][0].first_token(num_cached)

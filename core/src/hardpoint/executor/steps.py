@@ -19,6 +19,8 @@ from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.interfaces.batch import (
     FloatArray,
     KVGroupSlots,
+    PromptLogprobs,
+    PromptScoring,
     SequencePooling,
     SequenceSampling,
     StepBatch,
@@ -40,6 +42,7 @@ class _Sequences(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     pooling: dict[int, SequencePooling] = {}
     groups: tuple[bytes, ...] = ()
     """Steps of the KV cache groups after the first, with slots, contexts and rows alone."""
+    scoring: dict[int, PromptScoring] = {}
 
 
 class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -48,14 +51,17 @@ class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     logprobs: dict[int, TokenLogprobs]
     embeddings: dict[int, FloatArray]
     failed: dict[int, str] = {}
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
 
 
 def encode_output(output: StepOutput) -> list[Buffer]:
     """Return a step's output as a message: numbers of tokens and of bytes that follow them, tokens, and the rest if there is any."""
     tokens = np.ascontiguousarray(output.token_ids, np.int64)
     rest = b""
-    if output.logprobs or output.embeddings or output.failed:
-        rest = b"".join(encode(_Extras(dict(output.logprobs), dict(output.embeddings), dict(output.failed))))
+    if output.logprobs or output.embeddings or output.failed or output.prompt_logprobs:
+        logprobs, embeddings = dict(output.logprobs), dict(output.embeddings)
+        extras = _Extras(logprobs, embeddings, dict(output.failed), dict(output.prompt_logprobs))
+        rest = b"".join(encode(extras))
     return [b"".join([_OUTPUT_HEADER.pack(len(tokens), len(rest)), tokens.data, rest])]
 
 
@@ -72,7 +78,7 @@ def decode_output(message: Buffer) -> StepOutput:
     if not rest:
         return StepOutput(tokens)
     extras: _Extras = decode(memoryview(message)[end:], _Extras)
-    return StepOutput(tokens, extras.logprobs, extras.embeddings, extras.failed)
+    return StepOutput(tokens, extras.logprobs, extras.embeddings, extras.failed, extras.prompt_logprobs)
 
 
 class StepEncoder:
@@ -95,10 +101,11 @@ class StepEncoder:
         batch = step.batch
         last = b""
         try:
-            if step.new_sequences or step.finished_seq_ids or step.pooling or batch.more_groups:
+            if step.new_sequences or step.finished_seq_ids or step.pooling or step.scoring or batch.more_groups:
                 new = tuple(map(_with_list, step.new_sequences))
                 groups = self._encode_groups(batch)
-                last = b"".join(encode(_Sequences(new, step.finished_seq_ids, dict(step.pooling), groups)))
+                pooling, scoring = dict(step.pooling), dict(step.scoring)
+                last = b"".join(encode(_Sequences(new, step.finished_seq_ids, pooling, groups, scoring)))
             message = self._packer.pack(
                 self.block_size,
                 batch.num_decodes,
@@ -189,7 +196,7 @@ class StepDecoder:
         sequences: _Sequences = decode(memoryview(message)[end:], _Sequences)
         if sequences.groups:
             batch.more_groups = self._decode_groups(sequences.groups)
-        return StepInput(batch, sequences.new, sequences.finished, sequences.pooling)
+        return StepInput(batch, sequences.new, sequences.finished, sequences.pooling, sequences.scoring)
 
     def _decode_groups(self, messages: tuple[bytes, ...]) -> tuple[KVGroupSlots, ...]:
         while len(self._group_unpackers) < len(messages):

@@ -35,6 +35,8 @@ from hardpoint.interfaces.attention import (
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
 from hardpoint.interfaces.batch import (
     Pooling,
+    PromptLogprobs,
+    PromptScoring,
     SequencePooling,
     SequenceSampling,
     StepBatch,
@@ -132,6 +134,8 @@ __all__ = [
     "Policy",
     "Pooling",
     "ProbeResult",
+    "PromptLogprobs",
+    "PromptScoring",
     "Refusal",
     "SampleFailure",
     "SamplingTables",

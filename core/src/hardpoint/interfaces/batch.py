@@ -148,6 +148,8 @@ class SequenceSampling:
         logprobs: number of best log probabilities to return beside the sampled token's; None for no log probabilities.
         logits_processors: called on the host before everything else, in this order, with the tokens that the sequence was given and its
             logits, float32[vocab_size] on the device, which they return changed. They never leave the process.
+        grammar: that the sequence's text follows, as llguidance reads it: only tokens that go on with it may be sampled, and those of
+            `stop_token_ids` where it may end. The next step of such a sequence is submitted when its token was collected.
         state_row: the sequence's row of the worker's state table, see `StepBatch.state_rows`; it may have been an ended sequence's before.
     """
 
@@ -168,6 +170,7 @@ class SequenceSampling:
     logprobs: int | None = None
     state_row: int = -1
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    grammar: str | None = None
 
     @property
     def is_pure_greedy(self) -> bool:
@@ -181,6 +184,7 @@ class SequenceSampling:
             and self.allowed_token_ids is None
             and self.logprobs is None
             and not self.logits_processors
+            and self.grammar is None
         )
 
 
@@ -193,6 +197,21 @@ class SequencePooling:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Tokens of a prompt whose log probabilities are wanted, as far as one step can give them.
+
+    Attributes:
+        first: index, among the sequence's tokens of this step, of the one that the first target follows.
+        targets: int64[m], the prompt's tokens that follow that one and the next ones.
+        count: of the most probable tokens at each position, beside the target.
+    """
+
+    first: int
+    targets: Int64Array
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """What the worker gets for one step.
 
@@ -201,12 +220,14 @@ class StepInput:
         new_sequences: sampling of sequences that are sampled for the first time in this step.
         finished_seq_ids: sequences whose state the worker forgets.
         pooling: the sequences of this step that belong to embedding requests, by id; they are not sampled.
+        scoring: by sequence id, whose prompts' log probabilities are wanted.
     """
 
     batch: StepBatch
     new_sequences: tuple[SequenceSampling, ...] = ()
     finished_seq_ids: tuple[int, ...] = ()
     pooling: Mapping[int, SequencePooling] = field(default_factory=dict)
+    scoring: Mapping[int, PromptScoring] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +246,21 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of m tokens of a prompt that follow one another, of the model's own distribution.
+
+    Attributes:
+        token_ids: int64[m, 1 + count], the prompt's token first, then the most probable ones in falling order.
+        logprobs: float32[m, 1 + count], one for each of token_ids.
+        ranks: int64[m], of the prompt's tokens, 1 for the most probable.
+    """
+
+    token_ids: Int64Array
+    logprobs: FloatArray
+    ranks: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What the worker returns for one step.
 
@@ -233,9 +269,11 @@ class StepOutput:
         logprobs: by index in 0..S, for the samples whose sequence asked for them.
         embeddings: by sequence id, float32[hidden_size], for pooled sequences whose prompt ended in this step.
         failed: by index in 0..S, why a sample has no token. Its sequence ends with an error; the others go on.
+        prompt_logprobs: by sequence id, what `StepInput.scoring` asks for.
     """
 
     token_ids: Int64Array
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)

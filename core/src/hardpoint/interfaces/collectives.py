@@ -49,6 +49,20 @@ class Collectives(Contract, contract=True):
     def barrier(self) -> None:
         """Wait for all ranks."""
 
+    def suspend(self) -> bool:
+        """Give back the device memory of what the library keeps for the group; return whether that was done. Default: it is not.
+
+        All ranks call it alike, with no operation under way, and call nothing but `resume` and `stop` after it. What it raises leaves the
+        memory as it was, and the group usable.
+        """
+        return False
+
+    def resume(self) -> None:
+        """Take back what `suspend` gave, at the same addresses, so that captured steps hold; all ranks call it alike. Default: nothing.
+
+        Raises WorkerError: the group is suspended still.
+        """
+
     @abstractmethod
     def stop(self) -> None:
         """Leave the group; callable in any state."""

@@ -17,6 +17,7 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
+from hardpoint.models.hub import FetchedModel, HubModel, fetch
 from hardpoint.models.registry import ARCHITECTURES, architecture_of, family_of, is_known
 from hardpoint.validation import NonNegativeInt, Validated, shown
 from hardpoint.weights.checkpoint import (
@@ -70,6 +71,7 @@ class ModelSource:
         generation_config: whose sampling parameters are `generation_defaults`: "auto" for the model's own, "vllm" for none, or a
             folder or file.
         kv_quantisation: what the folder says of how its KV cache was calibrated; empty where it says nothing.
+        hub: where it was fetched from, at its commit; None where it was a local folder or file.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class ModelSource:
     gguf: GGUFFile | None = field(default=None, repr=False)
     generation_config: str = "auto"
     kv_quantisation: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    hub: HubModel | None = None
     _described: dict[DType, ModelDescription | Refusal] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -304,27 +307,59 @@ class EndOfText(Validated):
 
 
 def open_model(
-    model: str, *, load_format: str = "auto", trust_remote_code: bool = False, generation_config: str = "auto"
+    model: str,
+    *,
+    load_format: str = "auto",
+    trust_remote_code: bool = False,
+    generation_config: str = "auto",
+    revision: str | None = None,
+    download_dir: str | None = None,
 ) -> ModelSource:
-    """Find a model and read its configuration.
+    """Find a model, fetch it where it is on a hub, and read its configuration.
 
     Args:
-        model: "demo" (the packaged SmolLM2), a folder with config.json, a GGUF file, or a safetensors file in such a folder.
+        model: "demo" (the packaged SmolLM2), a folder with config.json, a GGUF file, a safetensors file in such a folder, or a hub id
+            (see `hardpoint.models.hub`) where there is no folder or file of that name.
         load_format: one of `LOAD_FORMATS`.
         trust_remote_code: let transformers run code that comes with the model.
         generation_config: see `ModelSource`.
+        revision: of a model on a hub: a branch, tag or commit.
+        download_dir: where models are fetched to; None for Hugging Face's cache.
 
     Raises:
         ModelNotFound: there is no such model, or a folder without configuration or weights.
+        ModelError: it cannot be fetched.
         UnsupportedArchitecture: transformers does not know it, or its checkpoint is quantised in a format not read here.
         CorruptWeights: a GGUF file is damaged.
         ConfigError: `load_format` is unknown or does not fit the model.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("unknown load_format", found=repr(load_format), hint=f"Use one of: {', '.join(LOAD_FORMATS)}")
-    source = _find(model, load_format, trust_remote_code)
+    fetched = _fetch(model, load_format, trust_remote_code, revision, download_dir)
+    source = _find(model if fetched is None else str(fetched.path), load_format, trust_remote_code)
     source.generation_config = generation_config
+    source.hub = None if fetched is None else fetched.model
     return source
+
+
+def _fetch(
+    model: str, load_format: str, trust_remote_code: bool, revision: str | None, download_dir: str | None
+) -> FetchedModel | None:
+    """Return a model that is on a hub, fetched; None for one that is here, or that cannot be a hub id."""
+    named = None if model == DEMO or _exists(model) else HubModel.parse(model)
+    if named is None:
+        if revision is not None:
+            raise ConfigError(f"revision='{revision}' is of models on a hub", found=f"model={shown(model)}")
+        return None
+    weights = load_format != ModelFormat.DUMMY
+    return fetch(named.at(revision), cache=download_dir, weights=weights, code=trust_remote_code)
+
+
+def _exists(model: str) -> bool:
+    try:
+        return Path(model).expanduser().exists()
+    except (OSError, RuntimeError):  # a name that is too long, or a home of nobody
+        return False
 
 
 def _find(model: str, load_format: str, trust_remote_code: bool) -> ModelSource:
@@ -338,7 +373,7 @@ def _find(model: str, load_format: str, trust_remote_code: bool) -> ModelSource:
         raise ModelNotFound(
             f"there is no model {shown(model)}",
             found=found,
-            hint=f"Give a folder with config.json, a .gguf file, or {DEMO!r} for the packaged demo model",
+            hint=f"Give a folder with config.json, a .gguf file, a hub id such as org/name, or {DEMO!r} for the packaged demo model",
         )
     if path.is_dir():
         return _open_folder(path, load_format, trust_remote_code)

@@ -12,6 +12,7 @@ from msgspec import Meta
 from hardpoint.interfaces.batch import Pooling, SequenceSampling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
+from hardpoint.sampling.structured import StructuredOutputsParams
 from hardpoint.validation import (
     INT32_MAX,
     Int64,
@@ -26,6 +27,9 @@ from hardpoint.validation import (
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: divided by them, logits leave the range in which float32 tells neighbours apart."""
+
+MAX_PROMPT_LOGPROBS = 100
+"""Of a prompt all positions are kept until the request ends."""
 
 _TopK = Annotated[int, Meta(ge=0, le=INT32_MAX, description="0 or -1 keeps all tokens")]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -66,10 +70,10 @@ class PoolingParams(Validated):
 class SamplingParams(Validated):
     """How the tokens of one request are sampled and returned; checked when it is made.
 
-    The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids`; `min_tokens` masks the stop tokens;
-    `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of zero, the highest logit (the
-    lowest id among equals), or `temperature`, `min_p`, `top_k`, `top_p` (each on what the one before left, renormalised) and
-    a draw. Log probabilities are of the model's own distribution, before all of them.
+    The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids` and `structured_outputs`; `min_tokens`
+    masks the stop tokens; `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of
+    zero, the highest logit (the lowest id among equals), or `temperature`, `min_p`, `top_k`, `top_p` (each on what the one before
+    left, renormalised) and a draw. Log probabilities are of the model's own distribution, before all of them.
 
     Attributes:
         n: completions returned for the prompt.
@@ -90,7 +94,8 @@ class SamplingParams(Validated):
         max_tokens: most tokens generated; None for what the context length leaves.
         min_tokens: stop tokens cannot be sampled, and stop texts do not count, before this many tokens.
         logprobs: most probable tokens per position whose log probabilities are returned, beside the sampled token's.
-        prompt_logprobs: not supported; must be None.
+        prompt_logprobs: most probable tokens per position of the prompt whose log probabilities are returned, beside the prompt's own;
+            at most 100. The whole prompt is computed, whatever of it the prefix cache has.
         bad_words: not supported; must be empty. `logit_bias` forbids single tokens.
         detokenize: make text; False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
@@ -103,6 +108,9 @@ class SamplingParams(Validated):
             far and float32[vocab_size] on the device, which may be changed in place. They are slow: Python runs for every token, and the
             request's next step is not planned before its token is known; other requests are not held up by that. One that raises ends
             its completion with an error. Only for a model that runs in this process: functions are not sent to others.
+        structured_outputs: what the text must match; see `StructuredOutputsParams`. It ends with a stop token where it may end, and at the
+            grammar's end nothing else can follow, also before `min_tokens`. The request's next step is not planned before its token
+            is known; other requests are not held up by that. A text that `max_tokens` or a stop text cuts matches only so far.
 
     Raises:
         InvalidSamplingParams: a value is out of range or contradicts another.
@@ -128,7 +136,7 @@ class SamplingParams(Validated):
     max_tokens: PositiveInt | None = 16
     min_tokens: NonNegativeInt = 0
     logprobs: NonNegativeInt | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
     bad_words: Sequence[str] | None = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -137,6 +145,7 @@ class SamplingParams(Validated):
     allowed_token_ids: Sequence[NonNegativeInt] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Sequence[Any] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.top_k, int) and self.top_k == -1:
@@ -184,8 +193,6 @@ class SamplingParams(Validated):
         for index, processor in enumerate(self.logits_processors or ()):
             if not callable(processor):
                 _contradiction(f"logits_processors[{index}] must be a function", shown(processor))
-        if self.prompt_logprobs is not None:
-            _contradiction("prompt_logprobs is not supported and must be None", shown(self.prompt_logprobs))
         if self.bad_words:
             _contradiction(
                 "bad_words is not supported and must be empty",
@@ -222,7 +229,7 @@ class SamplingParams(Validated):
         """Check all token ids, and the number of log probabilities, against the model's vocabulary.
 
         Raises:
-            InvalidSamplingParams: an id is not in 0..vocab_size - 1, or `logprobs` is above vocab_size.
+            InvalidSamplingParams: an id is not in 0..vocab_size - 1, or `logprobs` or `prompt_logprobs` is above vocab_size.
         """
         for name, token_ids in (
             ("stop_token_ids", self.stop_token_ids),
@@ -232,8 +239,9 @@ class SamplingParams(Validated):
             outside = sorted(token_id for token_id in token_ids or () if token_id >= vocab_size)
             if outside:
                 _contradiction(f"{name} must name tokens in 0..{vocab_size - 1}", repr(outside))
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            _contradiction(f"logprobs must be at most the vocabulary's size, {vocab_size}", repr(self.logprobs))
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                _contradiction(f"{name} must be at most the vocabulary's size, {vocab_size}", repr(count))
 
     def all_stop_token_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end a completion: `stop_token_ids`, and the model's end-of-text ids unless ignored."""
@@ -247,6 +255,7 @@ class SamplingParams(Validated):
         index_of_fork: int,
         default_seed: int,
         eos_ids: Iterable[int],
+        grammar: str | None = None,
     ) -> SequenceSampling:
         """Return what the worker needs to sample one of the request's completions.
 
@@ -254,11 +263,18 @@ class SamplingParams(Validated):
             index_of_fork: index of the completion, in 0..num_sequences - 1; each has a stream of its own, derived from the seed.
             default_seed: the request's seed where these parameters name none; distinct requests need distinct ones.
             eos_ids: the model's end-of-text tokens.
+            grammar: that of `structured_outputs`, as text.
 
         Raises:
-            InvalidSamplingParams: only stop tokens are allowed, while `min_tokens` forbids them.
+            InvalidSamplingParams: only stop tokens are allowed, while `min_tokens` forbids them; or no token could end structured outputs.
         """
         stop_token_ids = self.all_stop_token_ids(eos_ids)
+        if grammar is not None and not stop_token_ids:
+            _contradiction(
+                "structured_outputs need a token that ends the text",
+                f"none, with ignore_eos={self.ignore_eos} and no stop_token_ids",
+                "Leave ignore_eos off, or give stop_token_ids.",
+            )
         allowed = None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
         if allowed is not None and self.min_tokens and stop_token_ids.issuperset(allowed):
             _contradiction(
@@ -283,6 +299,7 @@ class SamplingParams(Validated):
             allowed_token_ids=allowed,
             logprobs=logprobs,
             logits_processors=tuple(self.logits_processors or ()),
+            grammar=grammar,
         )
 
 

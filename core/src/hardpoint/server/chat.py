@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.server.errors import ApiError
+from hardpoint.server.events import TextEvents, written
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import Counted, request_limits, respond, sampling_params, stream_options, top_logprobs
 from hardpoint.server.protocol import (
@@ -59,6 +60,8 @@ class _Answer:
         self._id, self._created, self._counted = new_id("chatcmpl"), now(), Counted()
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._texts = TextEvents(lambda index, text: self._chunk([_delta(index, AnswerMessage(content=text))]))
+        self._is_text_alone = not (body.logprobs or body.return_token_ids or self._options.continuous_usage_stats)
 
     async def whole(self) -> ChatCompletion:
         """Return the answer as one."""
@@ -83,20 +86,27 @@ class _Answer:
         """Yield the answer as server-sent events."""
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
-                for completion in output.outputs:
-                    index = completion.index
-                    if index in self._ended:
-                        continue
-                    if index not in self._begun:
-                        self._begun.add(index)
-                        yield self._event([_delta(index, AnswerMessage(role="assistant", content=""))])
-                    if completion.finished:
-                        self._ended.add(index)
-                    elif not completion.token_ids:
-                        continue
-                    yield self._event([self._delta(completion)])
+                # All that an output brings is sent at once.
+                if found := b"".join(map(self._new, output.outputs)):
+                    yield found
         if self._options.include_usage:
-            yield self._event([], with_usage=True)
+            yield written(self._chunk([], with_usage=True))
+
+    def _new(self, completion: CompletionOutput) -> bytes:
+        """Return the events of what is new of a completion."""
+        index, begin = completion.index, b""
+        if index in self._ended:
+            return begin
+        if index not in self._begun:
+            self._begun.add(index)
+            begin = written(self._chunk([_delta(index, AnswerMessage(role="assistant", content=""))]))
+        if completion.finished:
+            self._ended.add(index)
+        elif not completion.token_ids:
+            return begin
+        elif self._is_text_alone:
+            return begin + self._texts.written(index, completion.text)
+        return begin + written(self._chunk([self._delta(completion)]))
 
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         async with self._model.taken():
@@ -137,7 +147,7 @@ class _Answer:
             part.token_ids = list(completion.token_ids)
         return part
 
-    def _event(self, deltas: list[ChatDelta], *, with_usage: bool = False) -> bytes:
+    def _chunk(self, deltas: list[ChatDelta], *, with_usage: bool = False) -> ChatChunk:
         chunk = ChatChunk(
             id=self._id,
             object="chat.completion.chunk",
@@ -147,7 +157,7 @@ class _Answer:
         )
         if with_usage or self._options.continuous_usage_stats:
             chunk.usage = self._counted.usage()
-        return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+        return chunk
 
 
 def _delta(index: int, message: AnswerMessage) -> ChatDelta:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.server.errors import ApiError
+from hardpoint.server.events import TextEvents, written
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import (
     Counted,
@@ -46,36 +47,46 @@ class _Answer:
     """The answer to one request."""
 
     def __init__(self, model: ServedModel, body: CompletionRequest, request: Request) -> None:
-        if body.echo and body.logprobs is not None:
-            raise ApiError(
-                400, "echo with logprobs is not supported: log probabilities of prompts", "unsupported", "echo"
-            )
         self._model, self._body = model, body
         self._options = stream_options(body)
         self._limits = request_limits(request)
         more = {} if body.max_tokens is None else {"max_tokens": body.max_tokens}
+        if body.echo and body.logprobs is not None:
+            more["prompt_logprobs"] = body.logprobs
         self._params = sampling_params(body, model.llm.get_default_sampling_params(), logprobs=body.logprobs, **more)
         self._id, self._created, self._counted = new_id("cmpl"), now(), Counted()
         self._shown: dict[int, int] = {}
         self._ended: set[int] = set()
+        self._texts = TextEvents(lambda number, text: self._completion([_text_choice(number, text)]))
+        self._is_text_alone = (
+            body.logprobs is None and not body.return_token_ids and not self._options.continuous_usage_stats
+        )
 
     async def whole(self) -> Completion:
         """Return the answer as one."""
         choices: list[CompletionChoice] = []
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                choices += self._choices(index, output)
+                choices += [self._choice(*one, output) for one in self._new(index, output)]
         choices.sort(key=lambda choice: choice.index)
-        return self._event(choices, with_usage=True)
+        return self._completion(choices, with_usage=True)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events."""
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                for choice in self._choices(index, output):
-                    yield _sse(self._event([choice], with_usage=self._options.continuous_usage_stats))
+                # All that an output brings is sent at once.
+                if found := b"".join(self._event(*one, output) for one in self._new(index, output)):
+                    yield found
         if self._options.include_usage:
-            yield _sse(self._event([], with_usage=True))
+            yield written(self._completion([], with_usage=True))
+
+    def _event(self, number: int, completion: CompletionOutput, output: RequestOutput) -> bytes:
+        """Return the event of what is new of a completion."""
+        if self._is_text_alone and number in self._shown and not completion.finished:
+            return self._texts.written(number, completion.text)
+        choice = self._choice(number, completion, output)
+        return written(self._completion([choice], with_usage=self._options.continuous_usage_stats))
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompts = self._prompts()
@@ -102,8 +113,8 @@ class _Answer:
         made = await self._model.tokenize(prompt, add_special_tokens=self._body.add_special_tokens)
         return made.salted(self._body.cache_salt)
 
-    def _choices(self, index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """Return what an output has that is new, by completion."""
+    def _new(self, index: int, output: RequestOutput) -> list[tuple[int, CompletionOutput]]:
+        """Return the completions of an output in which something is new, each with its number among those of all prompts."""
         found = []
         for completion in output.outputs:
             number = index * self._params.n + completion.index
@@ -111,7 +122,7 @@ class _Answer:
                 continue
             if completion.finished:
                 self._ended.add(number)
-            found.append(self._choice(number, completion, output))
+            found.append((number, completion))
         return found
 
     def _choice(self, number: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
@@ -120,11 +131,19 @@ class _Answer:
             text = self._prompt_text(output) + text
         start = self._shown.get(number, 0)
         self._shown[number] = start + len(text)
-        choice = CompletionChoice(index=number, text=text, logprobs=None, finish_reason=completion.finish_reason)
+        choice = _text_choice(number, text)
+        choice.finish_reason = completion.finish_reason
         if completion.stop_reason is not None:
             choice.stop_reason = completion.stop_reason
         if completion.logprobs is not None:
-            choice.logprobs = _logprobs(completion.logprobs, start)
+            shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+            if is_first and output.prompt_logprobs is not None:
+                # A request that was ended early may have fewer.
+                for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs, strict=False):
+                    start = _add(shown, position or self._model.llm.decode([token_id]), start)
+            for position in completion.logprobs:
+                start = _add(shown, position, start)
+            choice.logprobs = shown
         if self._body.return_token_ids:
             choice.token_ids = list(completion.token_ids)
             if is_first:
@@ -136,7 +155,7 @@ class _Answer:
             return output.prompt
         return self._model.llm.decode(output.prompt_token_ids, skip_special_tokens=True)
 
-    def _event(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
+    def _completion(self, choices: list[CompletionChoice], *, with_usage: bool = False) -> Completion:
         made = Completion(
             id=self._id, object="text_completion", created=self._created, model=self._model.name, choices=choices
         )
@@ -145,18 +164,20 @@ class _Answer:
         return made
 
 
-def _sse(event: Completion) -> bytes:
-    return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+def _text_choice(number: int, text: str) -> CompletionChoice:
+    return CompletionChoice(index=number, text=text, logprobs=None, finish_reason=None)
 
 
-def _logprobs(positions: Sequence[PositionLogprobs], start: int) -> CompletionLogprobs:
-    """Return the log probabilities of a completion's tokens, whose text begins at character `start` of the whole."""
-    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for position in positions:
-        sampled, *others = top_logprobs(position)
-        found.tokens.append(sampled.token)
-        found.token_logprobs.append(sampled.logprob)
-        found.top_logprobs.append({one.token: one.logprob for one in [sampled, *others]})
-        found.text_offset.append(start)
-        start += len(sampled.token)
-    return found
+def _add(shown: CompletionLogprobs, position: PositionLogprobs | str, start: int) -> int:
+    """Add one token at character `start` of the whole, which has no log probability where only its text is given; returns its end."""
+    shown.text_offset.append(start)
+    if isinstance(position, str):
+        shown.tokens.append(position)
+        shown.token_logprobs.append(None)
+        shown.top_logprobs.append(None)
+        return start + len(position)
+    chosen, *others = top_logprobs(position)
+    shown.tokens.append(chosen.token)
+    shown.token_logprobs.append(chosen.logprob)
+    shown.top_logprobs.append({one.token: one.logprob for one in [chosen, *others]})
+    return start + len(chosen.token)

@@ -12,12 +12,14 @@ from hardpoint.engine.core import EngineStats
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
 from hardpoint.interfaces.allocator import MemoryReport
+from hardpoint.interfaces.capabilities import SleepTier
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SLEEP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_PLACES = ("allocated", "device", *(tier.value for tier in SleepTier))
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
@@ -58,6 +60,13 @@ class Metrics:
             "hardpoint:engine_sleep_state", "1 for the present state", [*label, "sleep_state"], registry=self.registry
         )
 
+        self.memory = Gauge(
+            "hardpoint:memory_bytes",
+            "An engine's memory by tag: allocated, and where its bytes or copies of them are",
+            [*label, "tag", "place"],
+            registry=self.registry,
+        )
+
     def of(self, model_name: str) -> ModelMetrics:
         """Return the metrics of one model."""
         return ModelMetrics(self, model_name)
@@ -94,6 +103,11 @@ class ModelMetrics:
         now = "awake" if not status.asleep else "weights_offloaded" if status.weights_valid else "discard_all"
         for state in _SLEEP_STATES:
             self._metrics.sleep_state.labels(self.name, state).set(state == now)
+        for tag, memory in status.memory.items():
+            copies = {tier.value: size for tier, size in memory.copies.items()}
+            sizes = {"allocated": memory.allocated, "device": memory.mapped, **copies}
+            for place in _PLACES:
+                self._metrics.memory.labels(self.name, tag, place).set(sizes.get(place, 0))
 
     def slept(self, report: SleepReport) -> None:
         """Count a sleep."""

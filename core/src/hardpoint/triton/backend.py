@@ -30,6 +30,7 @@ def triton_backend(
     allocator: Callable[[], type[TorchPoolAllocator]],
     attention: Callable[[], type[AttentionBackend]],
     driver: Callable[[Device], DriverTable],
+    collectives: Callable[[], type[Collectives]] | None = None,
 ) -> BackendDescriptor:
     """Return the descriptor: the vendor's own parts, and the core's for everything that torch and Triton answer.
 
@@ -37,6 +38,7 @@ def triton_backend(
         library: the vendor's, in words.
         variable: environment variable with the path of a driver library.
         requirements: what is not installed that computing needs, one sentence each.
+        collectives: the vendor's own; None for those over torch's process group.
         others: as in `BackendDescriptor`.
     """
 
@@ -60,7 +62,7 @@ def triton_backend(
         platform=torch_platform,
         kernels=computing("kernel set", _kernels),
         graph_runner=_graph_runner,
-        collectives=_collectives,
+        collectives=collectives or _collectives,
         driver=driver,
         priority=100,
         cluster_resource="GPU",

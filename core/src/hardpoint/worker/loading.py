@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +17,9 @@ from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.worker import ModelInfo, WorkerConfig, WorkerContext
 from hardpoint.models import Ranks, attention_layers, load_model, open_model
+from hardpoint.worker.communicators import Communicators
 from hardpoint.worker.kv_groups import plan_groups
-from hardpoint.worker.ranks import communicator_bytes, join_ranks, place_of
+from hardpoint.worker.ranks import join_ranks, place_of
 
 if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
@@ -33,7 +34,7 @@ class LoadedModel:
     Attributes:
         fingerprint: of the source before its weights were read.
         groups: the KV cache groups of the rank's layers.
-        communicators: device bytes that the library of collectives keeps, asleep or awake.
+        communicators: of the groups that the rank is in; none on the host, where they take nothing of a device.
     """
 
     model: RunnableModel
@@ -41,7 +42,7 @@ class LoadedModel:
     source: ModelSource
     fingerprint: object
     groups: tuple[KVCacheGroup, ...]
-    communicators: int = 0
+    communicators: Communicators = field(default_factory=Communicators)
 
     @property
     def plan(self) -> AttentionPlan:
@@ -80,12 +81,13 @@ def load_rank(
             kv_groups.reasons,
             hint="`hardpoint doctor` lists what the backend supports",
         )
-    ranks, communicators = Ranks(), 0
+    ranks, communicators = Ranks(), Communicators()
     if not place.is_alone:
         ranks, joined = join_ranks(config, context.descriptor, context.device)
         groups.enter_context(joined)
         if torch.device(context.device.torch_device).type != "cpu":
-            communicators = communicator_bytes(ranks, lambda: allocator.memory_info().free)
+            joined_groups = [group for group in (ranks.tensor, ranks.pipeline) if group is not None]
+            communicators = Communicators(joined_groups, lambda: allocator.memory_info().free)
     with torch.no_grad(), kept_default_dtype():
         model = load_model(
             source,

@@ -32,6 +32,7 @@ from hardpoint.interfaces.errors import (
     WeightsMissing,
 )
 from hardpoint.models import open_model
+from hardpoint.worker.communicators import Communicators
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, kept_default_dtype
 
@@ -182,7 +183,7 @@ class PreparedChange:
 
     Attributes:
         memory: the allocator's.
-        before_commit: notes what the commit loses: what is lost and not noted would be served.
+        before_commit: notes what the commit loses: what is lost and not noted would be served. What it raises rolls the change back.
         after_commit: does what is left to do.
         on_end: called last, whichever way it ended and also when that failed.
     """
@@ -222,7 +223,11 @@ class Transactions:
         """Commit the open transaction; raises InvalidTransaction for another number."""
         change = self._open(number, "committed")
         with self._ending(change):
-            change.before_commit()
+            try:
+                change.before_commit()
+            except Exception:
+                change.memory.rollback()
+                raise
             report = change.memory.commit()
             change.after_commit()
         return report
@@ -277,9 +282,15 @@ class SleepCycle:
     """Prepares sleeps and wakes of a rank's memory, and knows what is asleep."""
 
     def __init__(
-        self, allocator: DeviceAllocator, weights: Weights, kv: KVMemory, synchronize: Callable[[], None]
+        self,
+        allocator: DeviceAllocator,
+        weights: Weights,
+        kv: KVMemory,
+        communicators: Communicators,
+        synchronize: Callable[[], None],
     ) -> None:
         self._allocator, self._weights, self._kv = allocator, weights, kv
+        self._communicators = communicators
         self._synchronize = synchronize
         self._asleep: frozenset[str] | None = None
 
@@ -290,7 +301,9 @@ class SleepCycle:
             if not isinstance(change, SleepPlan):
                 with torch.no_grad():
                     begun = self._allocator.begin_wake(None if change.tags is None else sorted(change.tags))
-                return PreparedChange(begun, on_end=self.forget_asleep)
+                self._communicators.check_room()
+                # Only now: all ranks have prepared, and so all come to it. Their libraries wait for one another.
+                return PreparedChange(begun, self._communicators.resume, on_end=self.forget_asleep)
             self._synchronize()
             before = self._allocator.stats()
             plan = self._completed(change)
@@ -313,6 +326,7 @@ class SleepCycle:
             self._asleep = before.asleep | (before.tags.keys() if plan.tags is None else plan.tags)
             if _discards(plan, WEIGHTS):
                 self._weights.ledger.discard_all()
+            self._communicators.suspend()
 
         def drop_backups() -> None:
             if obsolete:

@@ -14,6 +14,7 @@ from hardpoint.interfaces.batch import (
     Int32Array,
     Int64Array,
     Pooling,
+    PromptLogprobs,
     SequenceSampling,
     StepBatch,
     StepInput,
@@ -38,6 +39,8 @@ _NEVER = np.iinfo(np.int64).max
 
 _LONG_CONTEXT = 1024
 """Tokens of a context that attention is sure to divide where it divides any."""
+_SCORED_ROWS = 64
+"""Tokens of a prompt whose logits are there at one time; no more than a step samples, which is what the profile has measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +50,28 @@ class LaunchedStep:
     Attributes:
         sampled: its tokens; None on ranks that do not sample it.
         embeddings: by sequence id, float32[hidden_size], on their way to the host.
+        scores: by sequence id, blocks of what `PromptLogprobs` has, on their way to the host.
         done: the end of the step's work; None where all work is done already.
     """
 
     done: Event | None
     sampled: SampledTokens | None = None
     embeddings: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
 
     def collect(self) -> StepOutput:
         """Wait for the step's end and return its output; raises what the device failed with."""
         if self.done is not None:
             self.done.synchronize()
         embeddings = {seq_id: vector.numpy() for seq_id, vector in self.embeddings.items()}
+        scores = {
+            seq_id: PromptLogprobs(*(torch.cat(parts).numpy() for parts in zip(*blocks, strict=True)))
+            for seq_id, blocks in self.scores.items()
+        }
         if self.sampled is None:
-            return StepOutput(_NO_TOKENS, embeddings=embeddings)
+            return StepOutput(_NO_TOKENS, embeddings=embeddings, prompt_logprobs=scores)
         sampled = self.sampled.collect()
-        return StepOutput(sampled.token_ids, sampled.logprobs, embeddings, sampled.failed)
+        return StepOutput(sampled.token_ids, sampled.logprobs, embeddings, sampled.failed, scores)
 
 
 class ModelRunner:
@@ -90,6 +99,8 @@ class ModelRunner:
         self._sampler, self._platform = sampler, platform
         self._pooler, self._plain = Pooler(), PlainRows()
         self._is_driver = config.rank == config.driver_rank
+        self._scored_rows = min(_SCORED_ROWS, config.max_num_seqs)
+        self._max_tokens = config.max_num_batched_tokens
         self._graphs: DecodeGraphs | None = None
         self._graphed_cache: Tensor | None = None
 
@@ -100,17 +111,21 @@ class ModelRunner:
         batch, cache = step.batch, self._kv.cache
         self._pooler.remove(step.finished_seq_ids)
         self._plain.write(step.new_sequences)
+        if self._is_driver:
+            self._sampler.announce(step.new_sequences)
         self._kv.move_blocks(batch)
         if batch.num_tokens == 0:
             return LaunchedStep(self._platform.record_event())
         last = batch.query_start[batch.sample_rows + 1] - 1
-        # A step that pools wants all tokens' hidden states, and samples from some of them.
-        hidden = self.forward(batch, cache, np.arange(batch.num_tokens, dtype=np.int32) if step.pooling else last)
+        # A step that pools or scores wants all tokens' hidden states, and samples from some of them.
+        wants_all = bool(step.pooling or step.scoring)
+        hidden = self.forward(batch, cache, np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last)
+        scores = self._scores(step, hidden)
         if not len(last):
             embeddings = self._alone(lambda: self._embeddings(step, hidden))
-            return LaunchedStep(self._platform.record_event(), embeddings=embeddings)
+            return LaunchedStep(self._platform.record_event(), embeddings=embeddings, scores=scores)
         embeddings = self._embeddings(step, hidden)
-        if step.pooling and len(hidden):
+        if wants_all and len(hidden):
             hidden = hidden.index_select(0, self._platform.upload(last))
         rows, positions = batch.sample_state_rows, batch.sample_positions
         is_plain = self._plain.all(rows, positions)
@@ -123,7 +138,7 @@ class ModelRunner:
             return self._sampler.take(result, rows) if is_plain else self._sampler.sample(result, rows, positions)
 
         sampled = self._alone(sample)
-        return LaunchedStep(self._platform.record_event(), sampled, embeddings)
+        return LaunchedStep(self._platform.record_event(), sampled, embeddings, scores)
 
     def forward(self, batch: StepBatch, cache: Tensor, rows: Int32Array | None = None) -> Tensor:
         """Run the model on one step and return hidden states; see `RunnableModel.run`.
@@ -205,6 +220,26 @@ class ModelRunner:
                 embeddings[seq_id] = self._platform.download(embedding)
         return embeddings
 
+    def _scores(self, step: StepInput, hidden: Tensor) -> dict[int, list[tuple[Tensor, Tensor, Tensor]]]:
+        """Return the log probabilities of prompts that a step asks for, on the driver; all ranks of a stage compute the logits."""
+        scores: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        if not step.scoring or not len(hidden):
+            return scores
+        batch = step.batch
+        for row, seq_id in enumerate(batch.seq_ids.tolist()):
+            asked = step.scoring.get(seq_id)
+            if asked is None:
+                continue
+            start, blocks = int(batch.query_start[row]) + asked.first, []
+            for at in range(0, len(asked.targets), self._scored_rows):
+                targets = asked.targets[at : at + self._scored_rows]
+                logits = self.logits(hidden[start + at : start + at + len(targets)])
+                if self._is_driver:
+                    blocks.append(self._sampler.score(logits, targets, asked.count))
+            if self._is_driver:
+                scores[seq_id] = blocks
+        return scores
+
     # Graphs
 
     def warm_up(self) -> None:
@@ -217,7 +252,7 @@ class ModelRunner:
         cache, plan, num_groups = self._kv.cache, self._groups[0].plan, len(self._groups)
         blocks = cache.shape[1 + plan.kv_cache.axes.index("block")]
         longest = min(_LONG_CONTEXT, plan.request.max_context, blocks // num_groups * plan.block_size)
-        short = min(16, longest, plan.block_size)
+        short = min(16, longest, plan.block_size, self._max_tokens)
         prompt = dummy_batch(num_tokens=short, max_len=short, block_size=plan.block_size, max_seqs=1)
         for batch in (prompt, dummy_decode(1, plan.block_size), dummy_decode(longest, plan.block_size)):
             self.argmax(self.forward(in_groups(batch, num_groups, plan.block_size), cache))

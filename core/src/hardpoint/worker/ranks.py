@@ -129,21 +129,6 @@ def _all_ranks(rendezvous: RendezvousPoint, rank: int, size: int) -> Iterator[No
     yield
 
 
-def communicator_bytes(ranks: Ranks, free: Callable[[], int]) -> int:
-    """Let the groups make their communicators, which libraries do at the first operation; return the bytes that these take of the device.
-
-    All ranks call it alike.
-
-    Args:
-        free: the device's free bytes.
-    """
-    before = free()
-    for group in (ranks.tensor, ranks.pipeline):
-        if group is not None:
-            group.barrier()
-    return max(before - free(), 0)
-
-
 _SERVED = "served"
 _BACKLOG = 128
 
@@ -347,6 +332,31 @@ class TorchCollectives(Collectives):
         self.all_reduce(flag)
         # Reading the sum waits for the device as well.
         flag.item()
+
+    def suspend(self) -> bool:
+        """Give back the device memory of the group's communicators, where the library can; raises WorkerError."""
+        if not self._can_suspend(self._joined()):
+            return False
+        self._change("suspend")
+        return True
+
+    def resume(self) -> None:
+        """Take back what `suspend` gave; raises WorkerError."""
+        self._change("resume")
+
+    def _can_suspend(self, group: Any) -> bool:
+        """Return whether a group gives its memory back. What a backend adds is whether its library does; by default none is known to."""
+        return False
+
+    def _change(self, name: str) -> None:
+        try:
+            getattr(self._joined(), name)()
+        except RuntimeError as error:
+            raise WorkerError(
+                f"rank {self._rank} of {self._size} could not {name} its communicators",
+                found=_first_line(error),
+                hint="Look at the other ranks' logs, and at the free memory of their devices",
+            ) from error
 
     def stop(self) -> None:
         """Leave the group; callable in any state."""

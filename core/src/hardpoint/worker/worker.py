@@ -18,6 +18,8 @@ from hardpoint.interfaces.errors import CapabilityRefused, NothingToCollect, Wor
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
+from hardpoint.models import TokenizerBackend
+from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
@@ -133,11 +135,14 @@ class StandardWorker(Worker):
             torch_device=self._device.torch_device,
         )
         capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
-        sampler = Sampler(model.info.vocab_size, self._device.torch_device, rank.kernels, platform)
+        vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
+        vocab_size = model.info.vocab_size
+        grammars = Grammars(vocabulary, vocab_size)
+        sampler = Sampler(vocab_size, self._device.torch_device, rank.kernels, platform, grammars)
         runner = ModelRunner(
             config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )
-        sleep = SleepCycle(allocator, weights, kv, platform.synchronize)
+        sleep = SleepCycle(allocator, weights, kv, model.communicators, platform.synchronize)
         self._model = _Loaded(model, weights, kv, capture, sampler, runner, sleep)
         return model.info
 
@@ -247,10 +252,15 @@ class StandardWorker(Worker):
 
     def commit(self, transaction: int) -> MemoryReport:
         """Finish what was prepared; raises InvalidTransaction."""
+        communicators = self._loaded.model.communicators
+        before = communicators.resident_bytes()
         report = self._transactions.commit(transaction)
-        held = {GRAPHS: self._loaded.runner.graph_bytes(), COLLECTIVES: self._loaded.model.communicators or None}
+        kept = communicators.resident_bytes()
+        held = {GRAPHS: self._loaded.runner.graph_bytes(), COLLECTIVES: kept or None}
         named = {name: size for name, size in held.items() if size is not None}
-        return replace(report, residual={**report.residual, **named}) if named else report
+        # Given back by a sleep, taken by a wake.
+        unmapped = report.unmapped + abs(before - kept)
+        return replace(report, unmapped=unmapped, residual={**report.residual, **named})
 
     def rollback(self, transaction: int) -> None:
         """Return to the state before the preparation; raises InvalidTransaction, and what the allocator raises."""
@@ -291,6 +301,7 @@ class StandardWorker(Worker):
                 with suppress(Exception):
                     self._rank.platform.synchronize()
             self._model.runner.drop_graphs()
+            self._model.sampler.close()
         self._model = None
         self._groups.close()
         rank, self._rank = self._rank, None
