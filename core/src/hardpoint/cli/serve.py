@@ -273,7 +273,6 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
 
 
 def _served(given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics) -> ServedModel:
-    from hardpoint.models.hub import HubModel
     from hardpoint.server.served_model import ServedModel
 
     name, model = _named(given)
@@ -282,6 +281,8 @@ def _served(given: str, settings: dict[str, Any], options: ServingOptions, metri
 
 def _named(given: str) -> tuple[str, str]:
     """Return a model's name and place."""
+    from hardpoint.models.hub import HubModel
+
     name, found, model = given.partition("=")
     if not found:
         hub = None if Path(given).exists() else HubModel.parse(given)
