@@ -32,7 +32,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},
-    "server": frozenset({FACADE, "interfaces", "validation", "engine", "sampling", "weights"}),
+    "server": frozenset({FACADE, "interfaces", "validation", "engine", "executor", "sampling", "weights"}),
     "bench": frozenset({"interfaces", "validation"}),
     "cli": frozenset(
         {FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}
