@@ -219,6 +219,11 @@ def test_a_signal_while_models_are_loaded(device: str, tmp_path: Path, number: s
         (["demo", "--port", "{used}"], ExitCode.FAILED, "cannot listen at 127.0.0.1:{used}"),
         (["demo", "--port", "70000"], ExitCode.FAILED, "cannot listen at 127.0.0.1:70000"),
         (["demo", "--control-socket", "/no/folder/control"], ExitCode.FAILED, "cannot listen at '/no/folder/control'"),
+        (["demo", "--replicas", "2"], ExitCode.FAILED, "replicas run on a Ray cluster"),
+        (["demo", "--replicas", "2", "--executor", "ray"], ExitCode.FAILED, "Ray cannot be imported"),
+        (["demo", "other", "--replicas", "2", "--executor", "ray"], ExitCode.FAILED, "replicas are of one model"),
+        (["demo", "--replicas", "2", "--device-memory", "1GiB"], ExitCode.FAILED, "--device-memory"),
+        (["demo", "--replicas", "2", "--min-replicas", "3", "--executor", "ray"], ExitCode.FAILED, "at most 2"),
         ([], ExitCode.USAGE, "Missing argument"),
     ],
 )

@@ -29,8 +29,8 @@ class StructuredOutputsParams(Validated):
         regex: a regular expression of the whole text, in Rust's syntax (Python's without look-around and back-references).
         choice: the texts of which it is one.
         grammar: a context-free grammar in Lark's syntax, as llguidance has it, or in GBNF (`root ::= ...`).
-        after: the text is free until this appears, and matches from there on: "</think>" for a model that reasons first. A text that
-            ends without it matches nothing.
+        after: the text is free until this appears, and matches from there on, after one or two ends of line if there are any: "</think>"
+            for a model that reasons first. The text cannot end without it.
 
     Raises:
         InvalidSamplingParams: not one of them, or one that is not of its type. Whether llguidance can compile it is seen when the request
