@@ -20,6 +20,7 @@ from hardpoint.interfaces.errors import ConfigError
 if TYPE_CHECKING:
     from hardpoint.server.metrics import Metrics
     from hardpoint.server.served_model import ServedModel, ServingOptions
+    from hardpoint.server.tracing import Tracing
 
 _SERVER, _CONTROL = "Server", "Control"
 
@@ -81,6 +82,15 @@ def serve(
     ] = 60.0,
     tls_certificate: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a collector of OpenTelemetry traces (OTLP over HTTP); needs the extra otel.",
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            show_envvar=True,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     control_port: Annotated[
         int | None,
         typer.Option(
@@ -127,7 +137,8 @@ def serve(
     limit = None if device_memory is None else size_of(device_memory)
     chosen = engine.settings() | ({} if limit is None else within(limit, engine))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    metrics = Metrics()
+    tracing = None if not otlp_endpoint else _tracing(otlp_endpoint)
+    metrics = Metrics(tracing)
 
     async def whole() -> None:
         budget = None if limit is None else DeviceBudget(limit, min_awake)
@@ -139,6 +150,8 @@ def serve(
             await run(server, ready)
         finally:
             telling.cancel()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     interrupts.raise_from_here()
     _run(whole())
@@ -166,6 +179,25 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
     console.print(f"Serving at {server.url} (OpenAI's interface at {server.url}/v1)")
     if server.control_url is not None:
         console.print(f"Control at {server.control_url}")
+
+
+def _tracing(endpoint: str) -> Tracing:
+    """Return what sends traces to a collector; raises ConfigError."""
+    if not re.match(r"https?://[^/\s]", endpoint):
+        raise ConfigError(
+            "the collector of traces has no address of HTTP",
+            found=f"'{endpoint}'",
+            hint="Give --otlp-endpoint or OTEL_EXPORTER_OTLP_ENDPOINT as http://HOST:4318",
+        )
+    try:
+        from hardpoint.server.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(
+            "the packages for traces are not installed",
+            found=str(error),
+            hint="Install the extra: hardpoint[otel], or unset OTEL_EXPORTER_OTLP_ENDPOINT",
+        ) from error
+    return Tracing(endpoint)
 
 
 def _served(given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics) -> ServedModel:
