@@ -175,7 +175,12 @@ def serve(
         }
     )
     if replicas is not None:
-        refused = {"--device-memory": device_memory, "--control-port": control_port, "--control-socket": control_socket}
+        refused = {
+            "--device-memory": device_memory,
+            "--control-port": control_port,
+            "--control-socket": control_socket,
+            "--otlp-endpoint or OTEL_EXPORTER_OTLP_ENDPOINT": otlp_endpoint or None,
+        }
         _check_one_model(models, [name for name, given in refused.items() if given is not None])
         wanted = {
             "replicas": replicas,
