@@ -96,7 +96,7 @@ test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 test-flashinfer: .torch/flashinfer/.downloaded  ## Our calls against the released FlashInfer's signatures (downloads it once; nothing of it runs)
 	HARDPOINT_FLASHINFER_WHEEL=$(abspath $(<D)) $(BIN)/python -m pytest -q -p no:cacheprovider backends/cuda/tests/flashinfer/test_released.py
 
-test-ray: .torch/ray/.installed  ## Ray's transport on a cluster of two nodes (downloads Ray once)
+test-ray: .torch/ray/.installed  ## Ray's transport, and replicas on Ray Serve, on a cluster of several nodes (downloads Ray once)
 	.torch/ray/bin/python -m pytest -q tests/ray_cluster
 	.torch/ray/bin/python -m pytest -q -k ray core/tests/executor/test_remote.py
 

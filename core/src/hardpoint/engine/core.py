@@ -384,8 +384,8 @@ class EngineCore:
             priority=command.priority,
             salt=command.salt,
             skip_prefix_cache=command.prompt_logprobs is not None,
-            # A function is given the tokens before, so that they have to be here.
-            plan_ahead=not any(sampling.logits_processors for sampling in command.sampling),
+            # A function or a grammar is given the tokens before, so that they have to be here.
+            plan_ahead=not any(one.logits_processors or one.grammar is not None for one in command.sampling),
         )
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)

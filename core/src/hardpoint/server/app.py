@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from hardpoint import __version__
@@ -28,7 +29,8 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     Args:
         keys, max_body: see `Gate`.
     """
-    app = FastAPI(title="Hardpoint", version=__version__, description="An OpenAI-compatible server of language models.")
+    about = "An OpenAI-compatible server of language models."
+    app = FastAPI(title="Hardpoint", version=__version__, description=about, responses=errors.RESPONSES)
     errors.install(app)
     for part in (completions, chat, texts):
         app.include_router(part.router(fleet))
@@ -60,7 +62,7 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return await metrics_page(fleet, metrics)
 

@@ -52,8 +52,6 @@ class _Answer:
         self._model, self._body = model, body
         self._options = stream_options(body)
         self._limits = request_limits(request)
-        if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(400, "response_format: only 'text' is supported", "unsupported", param="response_format")
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = model.llm.get_default_sampling_params()
         self._params = sampling_params(body, defaults, max_tokens=most, logprobs=_wanted_logprobs(body))

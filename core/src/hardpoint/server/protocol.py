@@ -31,11 +31,30 @@ class StreamOptions(_Request):
     include_obfuscation: Inert = None
 
 
+class JsonSchema(_Request):
+    """A schema that the text is to fit. It is held to it whatever `strict` says; one without a schema is any JSON."""
+
+    name: str | None = None
+    description: Inert = None
+    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(_Request):
     """How the text is to be shaped."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Request):
+    """What the text must match; see `hardpoint.sampling.StructuredOutputsParams`."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class Sampling(_Request):
@@ -67,6 +86,13 @@ class Sampling(_Request):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # OpenAI's of conversations, and vLLM's of all texts
+    response_format: ResponseFormat | None = None
     # No meaning here
     user: Inert = None
     metadata: Inert = None
@@ -103,7 +129,6 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
