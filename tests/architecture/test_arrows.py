@@ -34,7 +34,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "validation", "engine", "executor", "sampling", "weights"}),
     "compat": frozenset({FACADE, "interfaces", "engine", "sampling"}),
-    "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server"}),
+    "bench": frozenset({"interfaces", "validation"}),
+    "cli": frozenset(
+        {FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}
+    ),
     FACADE: PARTS | {"interfaces", "engine"},
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""
