@@ -22,7 +22,7 @@ from hardpoint import __version__
 from hardpoint.executor.ray_placement import Demand, rooms_of
 from hardpoint.executor.ray_session import RaySession, RaySettings, import_ray
 from hardpoint.interfaces.errors import ClusterError, ConfigError
-from hardpoint.server import errors
+from hardpoint.server import errors, page
 from hardpoint.server.app import OPEN_PATHS, public_app
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
@@ -257,6 +257,7 @@ def front_app(forward: ASGIApp, settings: ServerSettings) -> ASGIApp:
             404, "replicas' metrics are not gathered; Ray has those of requests and replicas", "unknown_path"
         )
 
+    app.include_router(page.router("users"))
     app.router.routes.append(Route("/{path:path}", forward))
     return Gate(app, settings.api_keys, OPEN_PATHS, settings.max_body_bytes)
 
