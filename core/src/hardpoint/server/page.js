@@ -265,12 +265,26 @@ async function follow(card, operation, canCancel) {
 }
 
 let isPolling = false;
+let hasMetrics = true;
+
+// Replicas' metrics are not gathered. Then the models are asked for once, since to ask on and on would keep a replica from ending.
+async function readMetrics() {
+  try {
+    return parseMetrics(await (await call("metrics")).text());
+  } catch (error) {
+    if (error.code !== "unknown_path") throw error;
+    hasMetrics = false;
+    $("activity-section").hidden = true;
+    document.querySelector(".legend").hidden = true;
+    return new Map();
+  }
+}
 
 async function poll() {
-  if (isPolling) return;
+  if (isPolling || (!hasMetrics && cards.size)) return;
   isPolling = true;
   try {
-    const metrics = parseMetrics(await (await call("metrics")).text());
+    const metrics = hasMetrics ? await readMetrics() : new Map();
     let models;
     if (isOperators) {
       const all = await json("models");
@@ -283,7 +297,7 @@ async function poll() {
       showChoices(models);
     }
     showModels(models, metrics);
-    showActivity(metrics);
+    if (hasMetrics) showActivity(metrics);
     $("connection").textContent = "Connected";
     $("connection").className = "";
   } catch (error) {

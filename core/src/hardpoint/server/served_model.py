@@ -291,22 +291,23 @@ class ServedModel:
         """Yield the outputs of a request; errors as for `AsyncLLM.generate`."""
         timeout = self.options.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        watch = self.metrics.request(len(prompt.token_ids))
-        while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-            try:
-                async with aclosing(self.llm.generate(prompt, params, priority=priority, timeout=left)) as outputs:
-                    async for output in outputs:
-                        watch.output(output)
-                        yield output
-                return
-            except EngineAsleep as error:
-                await self._until_awake(error, when_asleep, left)
+        with self.metrics.request(len(prompt.token_ids)) as watch:
+            while True:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+                try:
+                    async with aclosing(self.llm.generate(prompt, params, priority=priority, timeout=left)) as outputs:
+                        async for output in outputs:
+                            watch.output(output)
+                            yield output
+                    return
+                except EngineAsleep as error:
+                    await self._until_awake(error, when_asleep, left)
 
     async def embed(
         self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
     ) -> EmbeddingRequestOutput:
         """Return an embedding; errors as for `AsyncLLM.embed`."""
+        self.metrics.embedded(len(prompt.token_ids))
         while True:
             try:
                 return await self.llm.embed(prompt, params)
@@ -355,27 +356,29 @@ class ServedModel:
 
     async def sleep(self, **arguments: Any) -> SleepReport:
         """Put the engine to sleep; see `LLM.sleep`."""
-        try:
-            report = await self.llm.sleep(**arguments)
-            self.device_bytes = max(self.device_bytes - report.freed, 0)
-            self.reason = "an operator asked for it"
-        finally:
-            # Requests may wait because it was on its way, also where that failed.
-            with suppress(HardpointError, ApiError):
-                await self._note_state()
-        self.metrics.slept(report)
+        with self.metrics.operation("sleep"):
+            try:
+                report = await self.llm.sleep(**arguments)
+                self.device_bytes = max(self.device_bytes - report.freed, 0)
+                self.reason = "an operator asked for it"
+            finally:
+                # Requests may wait because it was on its way, also where that failed.
+                with suppress(HardpointError, ApiError):
+                    await self._note_state()
+            self.metrics.slept(report)
         return report
 
     async def wake_up(self, tags: Any = None) -> WakeReport:
         """Wake the engine once its device has room; see `LLM.wake_up`."""
-        async with self.room(self):
-            report = await self.llm.wake_up(tags)
-            if report.changed:
-                self.awake_since = self.last_used = time.monotonic()
-            if report.memory is not None:
-                self.device_bytes = min(self.device_bytes + report.memory.unmapped, self.need)
-        await self._note_state()
-        self.metrics.woke(report)
+        with self.metrics.operation("wake"):
+            async with self.room(self):
+                report = await self.llm.wake_up(tags)
+                if report.changed:
+                    self.awake_since = self.last_used = time.monotonic()
+                if report.memory is not None:
+                    self.device_bytes = min(self.device_bytes + report.memory.unmapped, self.need)
+            await self._note_state()
+            self.metrics.woke(report)
         return report
 
     async def pause(self, mode: str = "keep", drain_timeout: float | None = None) -> SleepReport:
