@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -57,6 +58,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _LIST = 8, 9
 _MOST_TOKENS = 4096
 """In the vocabulary of any file here."""
+_MOST_BYTES = 1 << 20
+"""Of data that are made for a tensor of other dimensions; of larger ones a file has too little."""
 
 
 def config(family: str) -> dict[str, Any]:
@@ -231,7 +234,8 @@ def change_gguf(rng: Random, base: Gguf) -> Gguf:
         tensor[2] = rng.choice([*range(42), 2**31, 2**32 - 1])
         with suppress(ValueError, KeyError):  # data of the right size, so that the format itself is tried
             block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor[2])]
-            tensor[4] = rng.randbytes(-(-int(np.prod(tensor[1])) // block) * size)
+            wanted = -(-prod(tensor[1]) // block) * size
+            tensor[4] = rng.randbytes(wanted) if 0 <= wanted <= _MOST_BYTES else tensor[4]
     elif action < 0.75:
         tensor[3] = rng.choice([*INTEGERS, 1, 31])
     elif action < 0.82:

@@ -58,8 +58,8 @@ class Served:
 
 
 @contextmanager
-def serving(engine: dict[str, Any], serving: dict[str, Any], **options: Any) -> Iterator[Served]:
-    """Serve the demo model until the end of the context."""
+def serving(engine: dict[str, Any], serving: dict[str, Any], model: str = "demo", **options: Any) -> Iterator[Served]:
+    """Serve a model, under the name demo, until the end of the context."""
     from hardpoint.server.ray_app import ReplicaOptions, Replicas
     from hardpoint.server.run import ServerSettings
     from hardpoint.server.served_model import ServingOptions
@@ -68,7 +68,7 @@ def serving(engine: dict[str, Any], serving: dict[str, Any], **options: Any) -> 
         port = free.getsockname()[1]
     made = Replicas(
         "demo",
-        "demo",
+        model,
         {"max_model_len": 1024, "num_device_blocks": 128} | engine,
         ServingOptions(drain_seconds=5.0, **serving),
         ServerSettings(port=port, api_keys=["a key"]),
@@ -154,6 +154,19 @@ def test_replicas_sleep_when_idle_then_end_and_a_request_starts_one_again(cluste
         started = served.complete("The capital of France is", 8)
         assert started.json()["choices"][0]["text"] == before
         assert started.headers["x-replica"] != woken.headers["x-replica"]
+
+
+def test_a_model_that_does_not_load_is_told_and_nothing_stays(
+    machines: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray import serve
+
+    refused = pytest.raises(ClusterError, match=r"the replicas of 'demo' do not start.*there is no model '/no/model'")
+    with refused, serving({"backend": "cpu"}, {}, model="/no/model", replicas=2 * ROOM + 1):
+        pass
+    assert not serve.status().applications
+    # One replica more than the cluster has room for would have waited.
+    assert "5 replicas with 1 machine_of_replicas each wait for machines: the cluster has 2 on" in caplog.text
 
 
 @pytest.fixture(scope="module")
