@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton), Ray (ray) or TRL (trl), that sees the
+# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton), Ray (ray), TRL (trl) or clients of servers (clients), that sees the
 # packages of the development environment behind its own. PYTHON is the development environment's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,9 +20,15 @@ case $build in
   # Without dependencies, too, or torch and transformers would be installed again: what the development environment has not is named here.
   trl) packages=("$(sed -n '/^trl==/p' constraints.txt)" "$(sed -n '/^accelerate==/p' constraints.txt)" "$(sed -n '/^datasets==/p' constraints.txt)"
     dill multiprocess pandas psutil pyarrow python-dateutil xxhash) ;;
-  *) echo "there is no build '$build'; cuda, ascend, triton, ray and trl are known" >&2; exit 2 ;;
+  # With dependencies, but for guidellm, whose torch the development environment has; what else it needs is named.
+  clients) packages=("$(sed -n '/^langchain-openai==/p' constraints.txt)" "$(sed -n '/^litellm==/p' constraints.txt)"
+    "lm-eval[api]==$(sed -n 's/^lm-eval==//p' constraints.txt)" aiologic culsans eval_type_backport faker ftfy loguru msgpack protobuf sanic) dependencies= ;;
+  *) echo "there is no build '$build'; cuda, ascend, triton, ray, trl and clients are known" >&2; exit 2 ;;
 esac
 "$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q $dependencies "${packages[@]}"
+if [ "$build" = clients ]; then
+  "$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps "$(sed -n '/^guidellm==/p' constraints.txt)"
+fi
 
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Added as a site, so that the editable installs in it count too.
