@@ -14,9 +14,9 @@ PROMPT ?= Give three facts about the moon.
 # What is imported is compiled once, and not by each of hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: aot check clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
+.PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-dist test-engine test-headers \
-	test-flashinfer test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
+	test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,16 @@ test-engine: $(STAMP)
 test-backends: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS_OF_BACKENDS)
 
+test-page: chromium $(STAMP)  ## The server's web page in Chromium
+	$(BIN)/python -m pytest -q tests/server/test_page.py
+
+# `make test` runs the tests of the page where it finds Chromium.
+chromium:  ## Install Chromium for the tests of the web page, from Debian's packages as root
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null; } || \
+		{ echo "Chromium is not installed, and only root can do that with apt-get: install the package chromium" >&2; exit 1; }
+	@command -v chromium >/dev/null || { apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; }
+
 fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation x call x k, and pairs of calls
 	$(BIN)/python -m tests.fault_matrix
 
@@ -86,9 +96,12 @@ test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 test-flashinfer: .torch/flashinfer/.downloaded  ## Our calls against the released FlashInfer's signatures (downloads it once; nothing of it runs)
 	HARDPOINT_FLASHINFER_WHEEL=$(abspath $(<D)) $(BIN)/python -m pytest -q -p no:cacheprovider backends/cuda/tests/flashinfer/test_released.py
 
-test-ray: .torch/ray/.installed  ## Ray's transport on a cluster of two nodes (downloads Ray once)
+test-ray: .torch/ray/.installed  ## Ray's transport, and replicas on Ray Serve, on a cluster of several nodes (downloads Ray once)
 	.torch/ray/bin/python -m pytest -q tests/ray_cluster
 	.torch/ray/bin/python -m pytest -q -k ray core/tests/executor/test_remote.py
+
+test-trl: .torch/trl/.installed  ## The drop-in for TRL's colocated mode, with TRL itself (downloads it once)
+	.torch/trl/bin/python -m pytest -q tests/trl
 
 .torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(STAMP)
 	PYTHON=$(abspath $(BIN))/python scripts/torch_environment.sh $*
@@ -148,7 +161,7 @@ selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, a
 	$(MAKE) --no-print-directory conformance-cpu
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-headers test-flashinfer
+CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-trl test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton) or with Ray (ray), that sees the
+# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton), Ray (ray) or TRL (trl), that sees the
 # packages of the development environment behind its own. PYTHON is the development environment's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,8 +16,11 @@ case $build in
   cuda) packages=("torch===$version" triton==3.7.1) ;;
   ascend) packages=("torch-npu==$version") ;;
   triton) packages=(triton==3.7.1) ;;
-  ray) packages=("$(grep '^ray==' constraints.txt)") dependencies= ;;
-  *) echo "there is no build '$build'; cuda, ascend, triton and ray are known" >&2; exit 2 ;;
+  ray) packages=("ray[serve]==$(sed -n 's/^ray==//p' constraints.txt)") dependencies= ;;
+  # Without dependencies, too, or torch and transformers would be installed again: what the development environment has not is named here.
+  trl) packages=("$(sed -n '/^trl==/p' constraints.txt)" "$(sed -n '/^accelerate==/p' constraints.txt)" "$(sed -n '/^datasets==/p' constraints.txt)"
+    dill multiprocess pandas psutil pyarrow python-dateutil xxhash) ;;
+  *) echo "there is no build '$build'; cuda, ascend, triton, ray and trl are known" >&2; exit 2 ;;
 esac
 "$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q $dependencies "${packages[@]}"
 

@@ -33,7 +33,7 @@ def engine(target: Target, model: Model, **settings: Any) -> Iterator[LLM]:
             "hardpoint.engine.core.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
         )
         values = {"block_size": 16, "num_device_blocks": 14, "max_num_seqs": 6, "max_model_len": 120} | settings
-        llm = LLM(model.path, dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=64, **values)
+        llm = LLM(model.path, dtype="float32", tokenizer="demo", max_num_batched_tokens=64, **values)
     try:
         yield llm
     finally:
@@ -55,12 +55,13 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3, "logits_processors": [odd_tokens]},
     {"temperature": 0.0, "logits_processors": [odd_tokens]},
     {"temperature": 0.0, "stop_token_ids": list(range(0, 250, 20))},
+    {"temperature": 1.0, "seed": 4, "n": 2, "ignore_eos": False, "structured_outputs": {"regex": "([a-y]{2} )*z"}},
 ]
 
 
 def serve(llm: LLM) -> list[Any]:
     """Return tokens and log probabilities of requests of all kinds, beside embeddings, and after a sleep."""
-    params = [SamplingParams(max_tokens=30, ignore_eos=True, **values) for values in REQUESTS]
+    params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True} | values) for values in REQUESTS]
     prompts = [
         {"prompt_token_ids": [(7 * i + j * j) % 250 + 1 for j in range(5 + 9 * i)]} for i in range(len(REQUESTS))
     ]

@@ -32,8 +32,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},
-    "server": frozenset({FACADE, "interfaces", "validation", "engine", "sampling", "weights"}),
-    "cli": frozenset({FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server"}),
+    "server": frozenset({FACADE, "interfaces", "validation", "engine", "executor", "sampling", "weights"}),
+    "compat": frozenset({FACADE, "interfaces", "engine", "sampling"}),
+    "bench": frozenset({"interfaces", "validation"}),
+    "cli": frozenset(
+        {FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}
+    ),
     FACADE: PARTS | {"interfaces", "engine"},
 }
 """For each package of `hardpoint`, the others that it may import; `FACADE` is `hardpoint/__init__.py`."""

@@ -21,6 +21,8 @@ ELSEWHERE = {
         "src/hardpoint_acme/platform.py",
     ),  # what a vendor may add
     *("Python.h", "npu/graphs.py", "torch_npu/_op_plugin_docs.py"),  # of other projects
+    "attention/scatter_pa_kv_cache/op_kernel/scatter_pa_kv_cache_nd.h",
+    *("test/test_custom_ops/test_scatter_pa_kv_cache.py", "test_pa_kv_cache_ops.py"),
 }
 """Names of files that are not the repository's."""
 

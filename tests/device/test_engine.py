@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from benchmarks.device_shapes import TINY
 from hardpoint.interfaces import AttentionCapabilities, DType, GraphLevel, Platform
 
 from .targets import DEVICE, SIMULATION_EXPECTED, filled_by_another_process
+from .vendor_tools import NoTool, Use, check_freed
 
 if TYPE_CHECKING:
     from hardpoint import LLM
@@ -133,14 +135,112 @@ def test_replays_with_fresh_metadata_give_the_tokens_of_eager_steps(make: MakeEn
             break
 
 
-def test_tokens_are_the_same_after_another_process_filled_what_a_sleep_freed(make: MakeEngine) -> None:
-    llm = make()
+def need_devices(count: int) -> None:
+    """Skip where an engine of so many ranks has no device for each. Ranks on the host share it."""
+    from hardpoint.plugins import resolve_backend
+
+    found = resolve_backend(BACKEND, device=int(INDEX))
+    left = len(found.descriptor.probe().devices) - int(INDEX)
+    if count > 1 and count not in found.descriptor.capabilities(found.device).tensor_parallel:
+        pytest.skip(f"backend '{BACKEND}' does not run {count} ranks here")
+    if BACKEND != "cpu" and left < count:
+        pytest.skip(f"{count} ranks need {count} devices, and there are {left}")
+
+
+def in_use() -> Use:
+    return Use.now(BACKEND)
+
+
+LARGE: dict[str, Any] = {"num_device_blocks": 8192, "block_size": 128} if DEVICE else {}
+"""A KV cache of a GiB or two, which a vendor's tool tells from what else changes."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_the_same_after_another_process_filled_what_a_sleep_freed(
+    make: MakeEngine, ranks: int, record_property: Callable[[str, object], None]
+) -> None:
+    """And the vendor's own tool says that a sleep freed what its report says; where there is none, the report of the test says so."""
+    need_devices(ranks)
+    llm = make(tensor_parallel_size=ranks, **LARGE)
     expected = [tokens(llm, count) for count in (1, 5, 20)]
+    before = reason = None
+    try:
+        before = in_use()
+    except NoTool as missing:
+        reason = str(missing)
     freed = llm.sleep(1).freed
     assert freed > 0
-    with filled_by_another_process(BACKEND, int(INDEX), freed):
+    record_property("vendor_tool", reason if before is None else f"{check_freed(before, freed, in_use, ranks)} bytes")
+    with ExitStack() as others:
+        for rank in range(ranks):
+            others.enter_context(filled_by_another_process(BACKEND, int(INDEX) + rank, freed // ranks))
         llm.wake_up()
         assert [tokens(llm, count) for count in (1, 5, 20)] == expected
+
+
+def checksums(llm: LLM) -> dict[str, str]:
+    """Return one of every weight and buffer of an engine in this process, as the device has them."""
+    import torch
+
+    model = llm.engine._loop.core.executor._worker._loaded.model.model
+    weights = {name: model._present(name) for name in model._weights.stored}
+    buffers = {name: buffer for name, buffer in model._model.named_buffers() if not buffer.is_meta}
+    return {
+        name: sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in (weights | buffers).items()
+    }
+
+
+def write_weights(folder: Path) -> None:
+    """Write a checkpoint with random weights beside a configuration."""
+    import torch
+    from safetensors.torch import save_file
+
+    from hardpoint.models import open_model
+
+    source: Any = open_model(str(folder), load_format="dummy")
+    generator = torch.Generator().manual_seed(0)
+    shapes = source.describe(source.dtype).checkpoint_shapes
+    weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "source"])
+def test_every_weight_has_its_bytes_after_the_wake(make: MakeEngine, tmp_path: Path, tier: str) -> None:
+    """After a sleep that copies them, one that keeps the copies, and in the end one that discards them, from their checkpoint."""
+    write_weights(tmp_path)
+    llm = make(load_format="auto", sleep_disk_directory=str(tmp_path))
+    expected = checksums(llm)
+    assert len(set(expected.values())) > 10, "random weights"
+    for _ in range(2):
+        freed = llm.sleep(1, tier=tier).freed
+        with filled_by_another_process(BACKEND, int(INDEX), freed):
+            llm.wake_up()
+            assert checksums(llm) == expected
+    llm.sleep(2)
+    llm.wake_up()
+    llm.reload_weights()
+    assert checksums(llm) == expected
+
+
+def test_communicators_sleep_where_the_library_can(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is asked for: their memory comes back, captured steps are right after each wake, and the engine can end asleep."""
+    if BACKEND != "cuda":
+        pytest.skip(f"backend '{BACKEND}' does not suspend communicators")
+    need_devices(2)
+    from hardpoint_cuda.collectives import MIN_SUSPEND_VERSION, SUSPEND_VARIABLE, nccl_version
+
+    if nccl_version() < MIN_SUSPEND_VERSION:
+        pytest.skip(f"NCCL {nccl_version()} is older than {MIN_SUSPEND_VERSION}")
+    monkeypatch.setenv(SUSPEND_VARIABLE, "1")
+    llm = make(tensor_parallel_size=2)
+    expected = [tokens(llm, count) for count in (1, 5, 20)]
+    for _ in range(3):
+        kept, awake = llm.sleep(1).residual.get("collectives", 0), llm.wake_up().memory
+        assert awake is not None
+        assert kept < awake.residual["collectives"]
+        assert [tokens(llm, count) for count in (1, 5, 20)] == expected
+    llm.sleep(1)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])

@@ -17,6 +17,7 @@ from hardpoint.memory import DriverQuirks, VirtualPool
 from hardpoint_conformance.fault_matrix import World
 
 from .targets import DEVICE, DeviceTarget
+from .vendor_tools import MIB, NoTool, Use, check_freed
 
 SAMPLE = 4096
 
@@ -68,6 +69,32 @@ def test_every_policy_keeps_its_promise(target: DeviceTarget, world: World, tier
             world.pool.read(world.blocks[0].address, SAMPLE)
         world.pool.wake()
         assert list(world.faults_of_state(dict.fromkeys(addresses(world), False))) == []
+
+
+def test_vendors_tool_sees_what_a_sleep_gives_back_and_a_wake_takes(target: DeviceTarget, world: World) -> None:
+    """Without a device the driver's own count stands for the tool, which shows that the test works."""
+
+    def in_use() -> Use:
+        if DEVICE and not target.simulated:
+            return Use.now(target.backend)
+        free, total = target.table.memory_info()
+        return Use("the driver", [total - free])
+
+    try:
+        in_use()
+    except NoTool as reason:
+        pytest.skip(f"no tool of the vendor's can be asked: {reason}")
+    world.add(4 * target.unit, "weights")
+    most = 4096 * MIB if DEVICE else 512 * MIB
+    world.add(min(most, target.free() // 2) // target.unit * target.unit, "kv_cache", Policy.DISCARD)
+    world.forget("kv_cache")
+    awake = in_use()
+    report = world.pool.sleep(world.plan())
+    assert report.unmapped > 256 * MIB
+    check_freed(awake, report.unmapped, in_use)
+    asleep = in_use()
+    check_freed(asleep, -world.pool.wake().unmapped, in_use)
+    assert list(world.faults_of_state()) == []
 
 
 def test_rebuilt_memory_is_what_its_callback_writes(target: DeviceTarget, world: World) -> None:

@@ -38,7 +38,22 @@ class Command:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "200"}
         environment |= {} if key is None else {"HARDPOINT_API_KEY": key}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hardpoint.cli", "serve", *arguments, "--port", "0", "--backend", device, *ENGINE],
+            [
+                "sh",
+                "-c",
+                'ulimit -Sn 256; exec "$@"',
+                "sh",
+                sys.executable,
+                "-m",
+                "hardpoint.cli",
+                "serve",
+                *arguments,
+                "--port",
+                "0",
+                "--backend",
+                device,
+                *ENGINE,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -163,7 +178,12 @@ def test_ctrl_c_ends_it_in_order_and_twice_at_once(device: str, tmp_path: Path) 
     with command("demo", "--control-socket", str(control), device="cpu") as server:
         client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none", max_retries=0)
         asked: Any = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
+        # More connections than files that may be open at the start.
+        host, port = server.url().removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(300)]
         assert "Paris" in client.completions.create(**asked).choices[0].text
+        for one in idle:
+            one.close()
         server.process.send_signal(signal.SIGINT)
         assert server.ended() == ExitCode.OK
         assert not control.exists()
@@ -193,12 +213,17 @@ def test_a_signal_while_models_are_loaded(device: str, tmp_path: Path, number: s
         (["demo", "--control-port", "0"], ExitCode.FAILED, "HARDPOINT_CONTROL_TOKEN"),
         (["demo", "--tls-key", "key"], ExitCode.FAILED, "TLS needs both"),
         (["demo", "--tls-key", "/no/key", "--tls-certificate", "/no/certificate"], ExitCode.FAILED, "'/no/key'"),
-        (["demo", "other/demo"], ExitCode.FAILED, "two models are served under one name: demo, demo"),
+        (["demo", "demo"], ExitCode.FAILED, "two models are served under one name: demo, demo"),
         (["=demo"], ExitCode.FAILED, "names no model"),
         (["demo", "--backend", "none"], ExitCode.FAILED, "no backend named 'none'"),
         (["demo", "--port", "{used}"], ExitCode.FAILED, "cannot listen at 127.0.0.1:{used}"),
         (["demo", "--port", "70000"], ExitCode.FAILED, "cannot listen at 127.0.0.1:70000"),
         (["demo", "--control-socket", "/no/folder/control"], ExitCode.FAILED, "cannot listen at '/no/folder/control'"),
+        (["demo", "--replicas", "2"], ExitCode.FAILED, "replicas run on a Ray cluster"),
+        (["demo", "--replicas", "2", "--executor", "ray"], ExitCode.FAILED, "Ray cannot be imported"),
+        (["demo", "other", "--replicas", "2", "--executor", "ray"], ExitCode.FAILED, "replicas are of one model"),
+        (["demo", "--replicas", "2", "--device-memory", "1GiB"], ExitCode.FAILED, "--device-memory"),
+        (["demo", "--replicas", "2", "--min-replicas", "3", "--executor", "ray"], ExitCode.FAILED, "at most 2"),
         ([], ExitCode.USAGE, "Missing argument"),
     ],
 )

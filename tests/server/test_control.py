@@ -139,6 +139,29 @@ def test_a_sleep_that_waits_is_an_operation_and_can_be_given_up(slow_server: Run
     assert kinds[-1] == "sleep"
 
 
+@pytest.mark.parametrize("tier", ["host", "source"])
+def test_the_state_says_where_the_bytes_of_each_tag_are(server: Running, tier: str) -> None:
+    def memory(tag: str) -> dict[str, Any]:
+        return dict(server.operators.get("/models/demo").json()["sleep"]["memory"][tag])
+
+    def metric(place: str) -> float:
+        name = f'hardpoint:memory_bytes{{model_name="demo",place="{place}",tag="weights"}} '
+        return float(server.users.get("/metrics").text.partition(name)[2].partition("\n")[0])
+
+    awake = memory("weights")
+    assert awake["mapped"] >= awake["allocated"] > 0
+    server.operators.post("/models/demo/sleep", json={"level": 1, "tier": tier})
+    asleep = memory("weights")
+    assert (asleep["allocated"], asleep["mapped"]) == (awake["allocated"], 0)
+    assert 0.9 * awake["allocated"] < asleep["copies"][tier] <= awake["allocated"]
+    assert memory("kv_cache") == {"allocated": memory("kv_cache")["allocated"], "mapped": 0, "copies": {}}
+    assert metric(tier) == asleep["copies"][tier]
+    server.operators.post("/models/demo/wake")
+    assert memory("weights")["mapped"] == awake["mapped"]
+    assert metric("device") == awake["mapped"]
+    assert metric("source") == 0
+
+
 def test_pause_and_resume(server: Running) -> None:
     with ThreadPoolExecutor(1) as pool:
         server.operators.post("/pause")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import openai
 import pytest
 
 from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.server import connections
 from hardpoint.server.run import HardpointServer, ServerSettings, serve
 from tests.server.conftest import KEY, Running
 
@@ -222,16 +225,64 @@ def test_the_log_says_nothing_of_prompts(slow_server: Running, caplog: pytest.Lo
     assert secret not in slow_server.operators.get("/models").text
 
 
-def test_slow_clients_hold_nobody_up(slow_server: Running) -> None:
-    host, port = slow_server.server.url.removeprefix("http://").split(":")
-    slow = [socket.create_connection((host, int(port)), timeout=30) for _ in range(200)]
+def address(server: Running) -> tuple[str, int]:
+    host, port = server.server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def test_2000_slow_clients_hold_nobody_up(slow_server: Running) -> None:
+    """Two files for each, since both ends are in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard >= 4200, "raise the hard limit of open files (ulimit -Hn) to at least 4,200"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4200), hard))
+    slow = []
     try:
-        for one in slow:
-            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
-        assert slow_server.openai.completions.create(model="demo", prompt="x", max_tokens=2).choices
+        slow += [socket.create_connection(address(slow_server), timeout=30) for _ in range(2000)]
+        for byte in b"POST":
+            for one in slow:
+                one.sendall(bytes([byte]))
+            assert slow_server.openai.completions.create(model="demo", prompt="x", max_tokens=2).choices
+        # They are served as soon as they have said what they want.
+        slow[7].sendall(
+            b" /nothing HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 0\r\n\r\n" % KEY.encode()
+        )
+        assert b" 404 " in slow[7].recv(1000).split(b"\r\n")[0]
     finally:
         for one in slow:
             one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def is_closed(one: socket.socket) -> bool:
+    try:
+        return one.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_headers_that_never_end_end_their_connection(slow_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.4)
+    again = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(slow_server.openai.completions.create, **LONG)
+        with (
+            socket.create_connection(address(slow_server), timeout=30) as silent,
+            socket.create_connection(address(slow_server), timeout=30) as slow,
+            socket.create_connection(address(slow_server), timeout=30) as second,
+        ):
+            second.sendall(again)
+            assert b" 200 " in second.recv(1000)
+            for one in (slow, second):
+                one.sendall(b"\r\n" if one is second else b"GET /")
+            assert is_closed(silent)
+            assert is_closed(slow)
+            assert is_closed(second)
+            # Those of a request that takes longer have come.
+            assert long.result().choices
+    with socket.create_connection(address(slow_server), timeout=30) as large:
+        with suppress(ConnectionResetError, BrokenPipeError):
+            large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * (1 << 20))
+        assert is_closed(large)
 
 
 def test_a_control_socket_is_its_owners_alone(tmp_path: Path, device: str) -> None:

@@ -7,8 +7,7 @@ sequences. What the backend has no use for is rejected too. This shows that call
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -21,7 +20,6 @@ DEVICE = Device("ascend_reference", 0, "Ascend910B of reference operators on the
 MASK_SIZE = 2048
 DTYPES = (torch.float16, torch.bfloat16)
 _library: torch.library.Library | None = None
-_negative_slots: list[None] = []
 
 
 class Rejected(RuntimeError):
@@ -46,16 +44,6 @@ def require(holds: bool, rule: str) -> None:
         raise Rejected(f"(reference operator) {rule}")
 
 
-@contextmanager
-def negative_slots() -> Iterator[None]:
-    """Let rows with negative slots be passed over, which the writer's description forbids, and CANN's kernels do."""
-    _negative_slots.append(None)
-    try:
-        yield
-    finally:
-        _negative_slots.pop()
-
-
 def write_kv(
     key: Tensor,
     value: Tensor,
@@ -65,7 +53,10 @@ def write_kv(
     *,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """`npu_scatter_pa_kv_cache` with the plain cache (its second case)."""
+    """`npu_scatter_pa_kv_cache` with the plain cache (its second case).
+
+    Rows with negative slots are passed over, as by CANN's kernels and in the vendor's tests of them; the description has none.
+    """
     require(cache_mode in (None, "Norm"), "a cache in the plain format needs cache_mode 'Norm'")
     tensors = (key, value, key_cache, value_cache, slot_mapping)
     require(all(tensor.is_contiguous() for tensor in tensors), "tensors that are not contiguous are not supported")
@@ -79,10 +70,9 @@ def write_kv(
     require(slot_mapping.dtype in (torch.int32, torch.int64), "slot_mapping is int32 or int64")
     require(slot_mapping.shape == key.shape[:1], "slot_mapping has one slot for each token")
     slots = slot_mapping.long()
-    if _negative_slots:
-        key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
+    key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     size = key_cache.shape[0] * key_cache.shape[1]
-    require(bool(((slots >= 0) & (slots < size)).all()), "slots are from 0 to num_blocks * block_size - 1")
+    require(bool((slots < size).all()), "slots are below num_blocks * block_size")
     require(len(slots.unique()) == len(slots), "no slot is given twice")
     key_cache.flatten(0, 1)[slots] = key
     value_cache.flatten(0, 1)[slots] = value

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from conformance_tests.tests.test_worker_graphs import serve, serving
 from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces import GRAPHS, AttentionLayer, AttentionRequest, DType, SleepPlan
-from hardpoint.interfaces.errors import BackendBroken, InvalidBatch, WorkerError
+from hardpoint.interfaces.errors import BackendBroken, GraphCaptureFailed, InvalidBatch, WorkerError
 from hardpoint.plugins import Resolved
 from hardpoint.worker.decode_graphs import PaddedStep
 from hardpoint_ascend import capabilities
@@ -216,6 +217,41 @@ def test_captured_steps_lie_where_they_were_and_padding_is_of_one_key(attention:
     assert first.block_table.tolist() == second.block_table.tolist()
     (call,) = second.calls(8)
     assert (call.query_ends, call.context_lens) == ([1, 2, 3, 4], [200, 1, 1, 1])
+
+
+def before_the_cache(key: Any, value: Any, keys: Any, values: Any, slots: Any, **named: Any) -> None:
+    """Write as an operator without a look at negative slots: -1 is the place before the cache."""
+    for rows, cache in ((key, keys), (value, values)):
+        row = cache[0, 0].numel()
+        flat = torch.as_strided(cache, (cache.shape[1] + 1, row), (row, 1), cache.storage_offset() - row)
+        flat[1 + slots.long()] = rows.flatten(1)
+
+
+def to_the_last_slot(key: Any, value: Any, keys: Any, values: Any, slots: Any, **named: Any) -> None:
+    """Write as torch indexes: -1 is the last slot."""
+    for rows, cache in ((key, keys), (value, values)):
+        cache.flatten(0, 1)[slots.long()] = rows
+
+
+def nothing_after(key: Any, value: Any, keys: Any, values: Any, slots: Any, **named: Any) -> None:
+    """Stop at the first negative slot."""
+
+
+@pytest.mark.parametrize(
+    ("write", "found"),
+    [
+        (before_the_cache, r"\[\(0, 127\), \(1, 0\)\]"),
+        (to_the_last_slot, r"\[\(1, 0\), \(1, 127\)\]"),
+        (nothing_after, r"\(block, token\): \[\]"),
+    ],
+)
+def test_nothing_is_captured_where_the_operator_does_not_pass_over_padding(
+    attention: AscendAttention, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None], found: str
+) -> None:
+    monkeypatch.setattr(attention, "_write", write)
+    with pytest.raises(GraphCaptureFailed, match=found) as caught:
+        attention.begin_capture(plan_of(attention), 4)
+    assert f"Unset {GRAPHS_VARIABLE}" in str(caught.value)
 
 
 def test_steps_with_prompts_and_of_more_sequences_do_not_touch_what_captured_steps_read(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.llm_engine import LLMEngine
     from hardpoint.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
-    from hardpoint.sampling import PoolingParams, SamplingParams
+    from hardpoint.sampling import PoolingParams, SamplingParams, StructuredOutputsParams
 
     __version__: str
 
@@ -29,6 +29,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -43,6 +44,7 @@ _HOMES = {
     "PoolingParams": "hardpoint.sampling",
     "RequestOutput": "hardpoint.engine.outputs",
     "SamplingParams": "hardpoint.sampling",
+    "StructuredOutputsParams": "hardpoint.sampling",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,28 +125,31 @@ def test_a_resume_that_failed_goes_on_where_it_stopped(fails: int) -> None:
 # In a worker
 
 
-@contextmanager
-def worker_with(
-    model: str,  # noqa: F811
-    device: Device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[StandardWorker]:
-    """A worker whose rank is in two groups."""
-    monkeypatch.setattr("hardpoint.worker.loading.Communicators", lambda: made(device, tensor=True, pipeline=True))
-    with started(model) as worker:
-        device.watch = lambda: (worker.status().memory.asleep,)
-        yield worker
+MakeWorker = Callable[[Device], AbstractContextManager[StandardWorker]]
+
+
+@pytest.fixture
+def worker_with(model: str, monkeypatch: pytest.MonkeyPatch) -> MakeWorker:  # noqa: F811
+    """Make a worker whose rank is in two groups."""
+
+    @contextmanager
+    def make(device: Device) -> Iterator[StandardWorker]:
+        monkeypatch.setattr("hardpoint.worker.loading.Communicators", lambda: made(device, tensor=True, pipeline=True))
+        with started(model) as worker:
+            device.watch = lambda: (worker.status().memory.asleep,)
+            yield worker
+
+    return make
 
 
 PLAN = SleepPlan(policies={KV_CACHE: Policy.DISCARD})
 
 
 def test_both_ways_communicators_change_once_all_ranks_are_ready_and_before_the_memory_does(
-    model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    worker_with: MakeWorker,
 ) -> None:
     device = Device()
-    with worker_with(model, device, monkeypatch) as worker:
+    with worker_with(device) as worker:
         expected = run_step(worker, one()).token_ids.tolist()
         for number in (1, 3):
             memory = worker.status().memory
@@ -172,12 +175,9 @@ def test_both_ways_communicators_change_once_all_ranks_are_ready_and_before_the_
     ]
 
 
-def test_a_change_that_is_rolled_back_leaves_communicators_alone(
-    model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_change_that_is_rolled_back_leaves_communicators_alone(worker_with: MakeWorker) -> None:
     device = Device()
-    with worker_with(model, device, monkeypatch) as worker:
+    with worker_with(device) as worker:
         worker.begin(1, PLAN)
         worker.rollback(1)
         assert device.calls == []
@@ -190,12 +190,8 @@ def test_a_change_that_is_rolled_back_leaves_communicators_alone(
 
 
 @pytest.mark.parametrize("fails", [0, 1])
-def test_what_cannot_be_suspended_is_residual(
-    model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    fails: int,
-) -> None:
-    with worker_with(model, Device(fails), monkeypatch) as worker:
+def test_what_cannot_be_suspended_is_residual(worker_with: MakeWorker, fails: int) -> None:
+    with worker_with(Device(fails)) as worker:
         expected = run_step(worker, one()).token_ids.tolist()
         executor = InProcessExecutor(worker)
         assert executor.change(PLAN)[0].residual["collectives"] == SIZE
@@ -205,11 +201,9 @@ def test_what_cannot_be_suspended_is_residual(
 
 @pytest.mark.parametrize("fails", [2, 3])
 def test_a_resume_that_fails_leaves_the_rank_asleep_and_another_wake_goes_on(
-    model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    fails: int,
+    worker_with: MakeWorker, fails: int
 ) -> None:
-    with worker_with(model, Device(fails), monkeypatch) as worker:
+    with worker_with(Device(fails)) as worker:
         expected = run_step(worker, one()).token_ids.tolist()
         executor = InProcessExecutor(worker)
         executor.change(PLAN)
@@ -221,12 +215,9 @@ def test_a_resume_that_fails_leaves_the_rank_asleep_and_another_wake_goes_on(
         assert run_step(worker, one()).token_ids.tolist() == expected
 
 
-def test_a_wake_without_room_for_communicators_fails_before_any_rank_resumes(
-    model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wake_without_room_for_communicators_fails_before_any_rank_resumes(worker_with: MakeWorker) -> None:
     device = Device()
-    with worker_with(model, device, monkeypatch) as worker:
+    with worker_with(device) as worker:
         expected = run_step(worker, one()).token_ids.tolist()
         executor = InProcessExecutor(worker)
         executor.change(PLAN)

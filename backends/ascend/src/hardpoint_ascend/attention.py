@@ -10,8 +10,10 @@ takes queries as [tokens, heads, dim] (its layout "TND") and a cache as [blocks,
 Sources: the operators' descriptions in torch_npu 2.13 (`_op_plugin_docs.py`), and CANN's public sources of the operator's tiling, which
 decide what the layout TND allows. No device has run this yet: what the operators compute is taken from there.
 
-Captured steps have one token for each sequence, padding included, whose slot is -1: CANN's kernels that write keys and values pass over
-negative slots (`scatter_pa_kv_cache/op_kernel`), while the operator's description wants none. Padding reads the first key of block 0.
+Captured steps have one token for each sequence, padding included, whose slot is -1. The description of the operator that writes keys and
+values wants slots from 0, but its kernels pass over negative ones (`scatter_pa_kv_cache_nd.h`), the vendor's tests of it expect that
+(`test_scatter_pa_kv_cache.py` in op-plugin), and vllm-ascend relies on it and tests it on devices (its pull request 11713). So it is tried
+with the installed operator before steps are captured, and none are where it writes anything. Padding reads the first key of block 0.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import numpy as np
 import torch
 
 from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
-from hardpoint.interfaces.errors import InvalidBatch
+from hardpoint.interfaces.errors import GraphCaptureFailed, InvalidBatch
 from hardpoint.worker import copy_blocks
-from hardpoint_ascend.capabilities import MAX_ELEMENTS, capabilities, reasons_beyond_claims
+from hardpoint_ascend.capabilities import GRAPHS_VARIABLE, MAX_ELEMENTS, capabilities, reasons_beyond_claims
 from hardpoint_ascend.operators import ATTEND, KV_LENGTHS, WRITE_KV
 from hardpoint_ascend.step import AscendStep, StaticStep, needed_blocks
 
@@ -193,7 +195,11 @@ class AscendAttention(AttentionBackend):
         copy_blocks(source, destination, pairs, _BLOCK_AXIS)
 
     def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
-        """Allocate what captured steps read, which `prepare` writes from now on for steps of decodes alone."""
+        """Allocate what captured steps read, which `prepare` writes from now on for steps of decodes alone.
+
+        Raises GraphCaptureFailed where the operator that writes keys and values does not pass over padding.
+        """
+        self._check_padding(plan.kv_cache)
         others = [static for static in self._static if static.plan is not plan]
         self._static = [*others, StaticStep.room(plan, max_num_seqs, self._triangle())]
 
@@ -206,6 +212,23 @@ class AscendAttention(AttentionBackend):
     def host_arguments(self, metadata: AscendStep) -> Mapping[str, Any]:
         """Return the lengths that a captured call takes from the host."""
         return {KV_LENGTHS: metadata.context_lens.tolist()}
+
+    def _check_padding(self, spec: KVCacheSpec) -> None:
+        """Have a token written to a block's first slot, and one to the slot -1, which would be the last one of the block before."""
+        shape = (2, 3, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        caches = torch.zeros(shape, dtype=spec.dtype.to_torch(), device=self._device.torch_device)
+        rows = caches.new_ones((2, *shape[3:]))
+        self._write(rows, rows, *caches[:, 1:2], self._on_device(np.array([-1, 0], np.int32)), cache_mode="Norm")
+        written = caches.cpu().flatten(3).any(-1)
+        expected = torch.zeros_like(written)
+        expected[:, 1, 0] = True
+        if not torch.equal(written, expected):
+            places = sorted({(block, token) for _, block, token in written.nonzero().tolist()})
+            raise GraphCaptureFailed(
+                f"{WRITE_KV.name} does not pass over the slot -1, which padding of captured steps has",
+                found=f"given the slots -1 and 0 in the second of three blocks, it wrote to these (block, token): {places}",
+                hint=f"Unset {GRAPHS_VARIABLE}: steps run without graphs then",
+            )
 
     def _on_device(self, array: npt.NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(array).to(self._device.torch_device)

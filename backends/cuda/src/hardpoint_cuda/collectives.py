@@ -40,4 +40,5 @@ class CudaCollectives(TorchCollectives):
 
 def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL that torch has loaded."""
-    return tuple(torch.cuda.nccl.version())
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return version

@@ -1,22 +1,21 @@
-"""`hardpoint bench`: throughput and latency of an engine on random prompts."""
+"""`hardpoint bench`: throughput and latency of an engine on random prompts; of a server, see `bench_serve`."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from hardpoint.bench.statistics import percentiles
+from hardpoint.bench.workload import Lengths
+from hardpoint.cli.bench_parts import lengths, show
+from hardpoint.cli.bench_serve import serve
 from hardpoint.cli.options import EngineOptions, takes
 from hardpoint.cli.session import describe
-from hardpoint.validation import INT32_MAX
 
 if TYPE_CHECKING:
     from hardpoint.engine.llm import LLM
@@ -28,34 +27,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 @app.callback()
 def bench() -> None:
-    """Measure an engine on prompts of random tokens, which share no prefix."""
+    """Measure an engine on prompts of random tokens, which share no prefix, or a server."""
 
 
-@dataclass(frozen=True)
-class LengthRange:
-    """Numbers of tokens, both ends included."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def parse(cls, text: str) -> LengthRange:
-        """Read "128" or "32:256"; raises typer.BadParameter."""
-        low, colon, high = text.partition(":")
-        try:
-            result = cls(int(low), int(high if colon else low))
-        except ValueError as error:
-            raise typer.BadParameter(f"{text!r} is neither a number nor a range like 32:256") from error
-        if not 1 <= result.low <= result.high <= INT32_MAX:
-            raise typer.BadParameter(f"{text!r} is not a rising range of at least 1, at most {INT32_MAX}")
-        return result
-
-    def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """Return `count` lengths, uniform over the range."""
-        return [int(length) for length in generator.integers(self.low, self.high + 1, count)]
-
-    def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+app.command("serve")(serve)
 
 
 _Temperature = Annotated[float, typer.Option(help="0 takes the most probable token.")]
@@ -72,10 +47,10 @@ def throughput(
     *,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all queued at the start.")] = 64,
     input_len: Annotated[
-        LengthRange, typer.Option(parser=LengthRange.parse, metavar="N|LOW:HIGH", help="Tokens per prompt.")
+        Lengths, typer.Option(parser=lengths, metavar="N|LOW:HIGH", help="Tokens per prompt.")
     ] = "32:256",  # type: ignore[assignment]  # typer parses defaults too
     output_len: Annotated[
-        LengthRange, typer.Option(parser=LengthRange.parse, metavar="N|LOW:HIGH", help="Most tokens per completion.")
+        Lengths, typer.Option(parser=lengths, metavar="N|LOW:HIGH", help="Most tokens per completion.")
     ] = "64:128",  # type: ignore[assignment]
     warmup: Annotated[int, typer.Option(min=0, help="Requests run before, not counted.")] = 2,
     temperature: _Temperature = 0.0,
@@ -143,12 +118,12 @@ def latency(
 ) -> None:
     """Run one batch after another; report end-to-end seconds, time to first token (TTFT) and time per output token (TPOT)."""
     generator = np.random.default_rng(seed)
-    lengths = LengthRange(input_len, input_len), LengthRange(output_len, output_len)
+    exactly = Lengths(input_len, input_len), Lengths(output_len, output_len)
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
     with engine.open() as llm:
         for iteration in range(warmup + iterations):
-            requests = _requests(llm, generator, *lengths, batch_size, temperature, ignore_eos)
+            requests = _requests(llm, generator, *exactly, batch_size, temperature, ignore_eos)
             start = time.perf_counter()
             done = _run(llm, *requests)
             if iteration >= warmup:
@@ -174,19 +149,11 @@ def latency(
     _show(report, as_json, f"latency: batch {batch_size}, input {input_len}, output {output_len} tokens")
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Return mean, median, 90th and 99th percentile, least and greatest; None without values."""
-    if not values:
-        return None
-    p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
-    return {"mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99, "min": min(values), "max": max(values)}
-
-
 def _requests(
     llm: LLM,
     generator: np.random.Generator,
-    input_len: LengthRange,
-    output_len: LengthRange,
+    input_len: Lengths,
+    output_len: Lengths,
     count: int,
     temperature: float,
     ignore_eos: bool,
@@ -231,41 +198,6 @@ def _latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any], as_json: bool, title: str) -> None:
-    if as_json:
-        typer.echo(json.dumps(report))
-        return
-    console = Console(highlight=False)
     backend = report["backend"]
     simulated = ", simulated" if backend["simulated"] else ""
-    console.print(
-        f"{title}; {report['model']['name']} on {backend['name']} ({backend['device']}{simulated})", markup=False
-    )
-    table = Table(box=None)
-    for column in ("", "value", "unit"):
-        table.add_column(column, justify="right" if column == "value" else "left")
-    for key, unit in _VALUES.items():
-        if key in report:
-            table.add_row(key.replace("_", " "), f"{report[key]:,.2f}", unit)
-    console.print(table)
-    spread = Table(box=None)
-    for column in ("milliseconds", "mean", "p50", "p90", "p99", "min", "max"):
-        spread.add_column(column, justify="left" if column == "milliseconds" else "right")
-    for key, name in _SPREADS.items():
-        if report.get(key) is not None:
-            spread.add_row(name, *(f"{value * 1e3:,.1f}" for value in report[key].values()))
-    console.print(spread)
-
-
-_VALUES = {
-    "load_seconds": "s",
-    "elapsed_seconds": "s",
-    "requests_per_second": "1/s",
-    "input_tokens_per_second": "tokens/s",
-    "output_tokens_per_second": "tokens/s",
-    "total_tokens_per_second": "tokens/s",
-}
-_SPREADS = {
-    "end_to_end_seconds": "end to end",
-    "ttft_seconds": "time to first token",
-    "tpot_seconds": "time per output token",
-}
+    show(report, as_json, f"{title}; {report['model']['name']} on {backend['name']} ({backend['device']}{simulated})")

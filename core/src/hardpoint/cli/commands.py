@@ -43,7 +43,7 @@ COMMANDS = (
     Command("generate", "hardpoint.cli.generate", "generate", "Complete prompts."),
     Command("chat", "hardpoint.cli.chat", "chat", "Talk with a model."),
     Command("serve", "hardpoint.cli.serve", "serve", "Serve models over HTTP."),
-    Command("bench", "hardpoint.cli.bench", "app", "Measure throughput or latency."),
+    Command("bench", "hardpoint.cli.bench", "app", "Measure throughput and latency of an engine or a server."),
     Command("sleep-demo", "hardpoint.cli.sleep_demo", "sleep_demo", "Put an engine to sleep and wake it, measured."),
     Command("models", "hardpoint.cli.models", "models", "Show which models can be run."),
     Command("doctor", "hardpoint.cli.doctor", "doctor", "Show backends, devices and what is wrong with them."),

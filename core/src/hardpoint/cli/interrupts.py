@@ -41,6 +41,11 @@ def take() -> None:
         sys.unraisablehook = _lost
 
 
+def are_taken() -> bool:
+    """Whether SIGINT is handled here."""
+    return _now.taken
+
+
 def end() -> None:
     """The command is done: SIGINT no longer changes its status."""
     if _now.taken and not _now.came:

@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +21,11 @@ from hardpoint.interfaces.errors import ConfigError
 
 if TYPE_CHECKING:
     from hardpoint.server.metrics import Metrics
+    from hardpoint.server.run import ServerSettings
     from hardpoint.server.served_model import ServedModel, ServingOptions
+    from hardpoint.server.tracing import Tracing
 
-_SERVER, _CONTROL = "Server", "Control"
+_SERVER, _CONTROL, _REPLICAS = "Server", "Control", "Replicas"
 
 
 @takes(engine=ServedEngineOptions)
@@ -79,8 +83,32 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="Seconds that requests in progress have at the end.", rich_help_panel=_SERVER)
     ] = 60.0,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="How models write tool calls: hermes (also Qwen), llama3_json, or auto by the chat template.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Tell a model's reasoning from its answer: qwen3, deepseek_r1, or auto by the chat template.",
+            show_default="no",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a collector of OpenTelemetry traces (OTLP over HTTP); needs the extra otel.",
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            show_envvar=True,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     control_port: Annotated[
         int | None,
         typer.Option(
@@ -90,6 +118,43 @@ def serve(
     control_host: Annotated[str, typer.Option(help="Its address.", rich_help_panel=_CONTROL)] = "127.0.0.1",
     control_socket: Annotated[
         Path | None, typer.Option(help="A socket for operators instead.", rich_help_panel=_CONTROL)
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most replicas of the model, on a Ray cluster (--executor ray).", rich_help_panel=_REPLICAS
+        ),
+    ] = None,
+    min_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Fewest; with 0 the last one ends when it is idle, and a request starts one.",
+            show_default="as many as --replicas",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = None,
+    requests_per_replica: Annotated[
+        int, typer.Option(min=1, help="In progress, to which their number is fitted.", rich_help_panel=_REPLICAS)
+    ] = 32,
+    end_after: Annotated[
+        float, typer.Option(help="Seconds with fewer requests after which one ends.", rich_help_panel=_REPLICAS)
+    ] = 600.0,
+    imbalance: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Requests that the replica which knows a prompt's beginning may have more than the least busy one.",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = 8,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="The cluster; else RAY_ADDRESS, else one on this machine.", rich_help_panel=_REPLICAS),
+    ] = None,
+    ray_resource: Annotated[
+        str | None,
+        typer.Option(help="What Ray calls the devices.", show_default="the backend's", rich_help_panel=_REPLICAS),
     ] = None,
     engine: ServedEngineOptions,
 ) -> None:
@@ -122,12 +187,34 @@ def serve(
             "request_timeout": request_timeout,
             "drain_seconds": drain_seconds,
             "idle_sleep": idle_sleep,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
         }
     )
+    if replicas is not None:
+        refused = {
+            "--device-memory": device_memory,
+            "--control-port": control_port,
+            "--control-socket": control_socket,
+            "--otlp-endpoint or OTEL_EXPORTER_OTLP_ENDPOINT": otlp_endpoint or None,
+        }
+        _check_one_model(models, [name for name, given in refused.items() if given is not None])
+        wanted = {
+            "replicas": replicas,
+            "min_replicas": min_replicas,
+            "requests_per_replica": requests_per_replica,
+            "end_after": end_after,
+            "imbalance": imbalance,
+            "resource": ray_resource or _ray_resource(engine),
+            "amount": engine.tensor_parallel_size * engine.pipeline_parallel_size,
+        }
+        _serve_replicas(models[0], engine, options, settings, wanted, ray_address)
+        return
     limit = None if device_memory is None else size_of(device_memory)
     chosen = engine.settings() | ({} if limit is None else within(limit, engine))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    metrics = Metrics()
+    tracing = None if not otlp_endpoint else _tracing(otlp_endpoint)
+    metrics = Metrics(tracing)
 
     async def whole() -> None:
         budget = None if limit is None else DeviceBudget(limit, min_awake)
@@ -139,9 +226,61 @@ def serve(
             await run(server, ready)
         finally:
             telling.cancel()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     interrupts.raise_from_here()
     _run(whole())
+
+
+def _check_one_model(models: list[str], refused: list[str]) -> None:
+    if len(models) > 1:
+        raise ConfigError("replicas are of one model", found=", ".join(models), hint="Run the command once for each")
+    if refused:
+        raise ConfigError(
+            "replicas were asked for", found=", ".join(refused), hint="Leave these out: a replica has none"
+        )
+
+
+def _ray_resource(engine: ServedEngineOptions) -> str:
+    """Return what Ray calls the devices of the backend that this machine has."""
+    from hardpoint.plugins import resolve_backend
+
+    descriptor = resolve_backend(engine.backend, require_accelerator=engine.require_accelerator).descriptor
+    return (descriptor.cluster_resource or "GPU") if descriptor.accelerator else "CPU"
+
+
+def _serve_replicas(
+    given: str,
+    engine: ServedEngineOptions,
+    serving: ServingOptions,
+    settings: ServerSettings,
+    wanted: dict[str, Any],
+    address: str | None,
+) -> None:
+    """Run replicas until SIGTERM or Ctrl-C."""
+    from hardpoint.server.ray_app import ReplicaOptions, Replicas
+
+    if engine.executor != "ray":
+        raise ConfigError(
+            "replicas run on a Ray cluster", found=f"--executor {engine.executor}", hint="Give --executor ray"
+        )
+    # Ranks of one replica are processes on its machine.
+    chosen = engine.settings() | {"executor": "auto"}
+    name, model = _named(given)
+    options = ReplicaOptions.parse(wanted)
+    interrupts.raise_from_here()
+    running = Replicas(name, model, chosen, serving, settings, options, address)
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    scheme = "http" if settings.tls_key is None else "https"
+    url = f"{scheme}://{settings.host}:{settings.port}"
+    console.print(f"Serving {name} at {url}, with at most {options.replicas} replicas (OpenAI's interface at {url}/v1)")
+    try:
+        ended.wait()
+    finally:
+        running.end()
 
 
 def _run(main: Any) -> None:
@@ -168,9 +307,35 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
         console.print(f"Control at {server.control_url}")
 
 
+def _tracing(endpoint: str) -> Tracing:
+    """Return what sends traces to a collector; raises ConfigError."""
+    if not re.match(r"https?://[^/\s]", endpoint):
+        raise ConfigError(
+            "the collector of traces has no address of HTTP",
+            found=f"'{endpoint}'",
+            hint="Give --otlp-endpoint or OTEL_EXPORTER_OTLP_ENDPOINT as http://HOST:4318",
+        )
+    try:
+        from hardpoint.server.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(
+            "the packages for traces are not installed",
+            found=str(error),
+            hint="Install the extra: hardpoint[otel], or unset OTEL_EXPORTER_OTLP_ENDPOINT",
+        ) from error
+    return Tracing(endpoint)
+
+
 def _served(given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics) -> ServedModel:
-    from hardpoint.models.hub import HubModel
     from hardpoint.server.served_model import ServedModel
+
+    name, model = _named(given)
+    return ServedModel(name, model, settings, options, metrics.of(name))
+
+
+def _named(given: str) -> tuple[str, str]:
+    """Return a model's name and place."""
+    from hardpoint.models.hub import HubModel
 
     name, found, model = given.partition("=")
     if not found:
@@ -178,7 +343,7 @@ def _served(given: str, settings: dict[str, Any], options: ServingOptions, metri
         name, model = (Path(given).name or given) if hub is None else hub.repo, given
     if not name or not model:
         raise ConfigError(f"'{given}' names no model", hint="Give MODEL or NAME=MODEL")
-    return ServedModel(name, model, settings, options, metrics.of(name))
+    return name, model
 
 
 def size_of(text: str) -> int:

@@ -178,9 +178,12 @@ class AsyncLLM:
             EngineDead: the engine was closed, or cannot go on.
         """
         params = self._maker.default_sampling_params if params is None else params
+        grammar = None
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            grammar = await asyncio.to_thread(self._maker.grammar, params)
         arrived = _Mailbox(self._event_loop)
         request, command = self._maker.generation(
-            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail)
+            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail), grammar
         )
         arrived.joins = request.params.output_kind is RequestOutputKind.DELTA
         timer = None

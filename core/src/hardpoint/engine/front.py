@@ -18,8 +18,9 @@ from hardpoint.engine.sleep import SleepRequest
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
-from hardpoint.models import ModelSource, load_tokenizer, open_model
+from hardpoint.models import ModelSource, TokenizerBackend, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.random import stream_key
 
 if TYPE_CHECKING:
@@ -79,6 +80,25 @@ class RequestMaker:
         self._config, self._model, self._eos_ids = config, model, eos_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._keys, self._numbers = itertools.count(), itertools.count()
+        vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
+        self._grammars = Grammars(vocabulary, model.vocab_size)
+
+    def grammar(self, params: SamplingParams) -> str | None:
+        """Return the grammar of structured outputs as `generation` takes it, compiled to see that it can be; None where there is none.
+
+        It takes some 10 ms at most, and the first one as long as the tokenizer takes. Safe to use from any thread. Raises InvalidRequest,
+        ConfigError.
+        """
+        check_params(params, SamplingParams)
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise InvalidSamplingParams(
+                "structured_outputs need the model's tokenizer", found="an engine without one", hint="Make it with one"
+            )
+        text = params.structured_outputs.grammar_text()
+        self._grammars.check(text)
+        return text
 
     def generation(
         self,
@@ -87,8 +107,13 @@ class RequestMaker:
         params: SamplingParams,
         priority: int,
         recipient: Recipient,
+        grammar: str | None,
     ) -> tuple[Request, Generate]:
-        """Return a generation request and the command that queues it; raises InvalidRequest."""
+        """Return a generation request and the command that queues it; raises InvalidRequest.
+
+        Args:
+            grammar: what `grammar` returned for the parameters.
+        """
         RequestArguments(request_id, priority)
         check_params(params, SamplingParams)
         if not self._model.is_generative:
@@ -112,7 +137,8 @@ class RequestMaker:
             key=next(self._keys),
             prompt_token_ids=tokens.token_ids,
             sampling=tuple(
-                params.to_sequence_sampling(-1, (), fork, seed, self._eos_ids) for fork in range(params.num_sequences)
+                params.to_sequence_sampling(-1, (), fork, seed, self._eos_ids, grammar)
+                for fork in range(params.num_sequences)
             ),
             stop_token_ids=tuple(sorted(params.all_stop_token_ids(self._eos_ids))),
             max_tokens=params.max_tokens,

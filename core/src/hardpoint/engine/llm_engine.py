@@ -125,7 +125,8 @@ class LLMEngine:
             recipient: who is told of its outputs, in the thread that drives the engine then.
         """
         self._check_alive()
-        return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient))
+        grammar = self._maker.grammar(params)
+        return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient, grammar))
 
     def submit_embedding_request(
         self,

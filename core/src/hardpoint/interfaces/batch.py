@@ -148,6 +148,8 @@ class SequenceSampling:
         logprobs: number of best log probabilities to return beside the sampled token's; None for no log probabilities.
         logits_processors: called on the host before everything else, in this order, with the tokens that the sequence was given and its
             logits, float32[vocab_size] on the device, which they return changed. They never leave the process.
+        grammar: that the sequence's text follows, as llguidance reads it: only tokens that go on with it may be sampled, and those of
+            `stop_token_ids` where it may end. The next step of such a sequence is submitted when its token was collected.
         state_row: the sequence's row of the worker's state table, see `StepBatch.state_rows`; it may have been an ended sequence's before.
     """
 
@@ -168,6 +170,7 @@ class SequenceSampling:
     logprobs: int | None = None
     state_row: int = -1
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    grammar: str | None = None
 
     @property
     def is_pure_greedy(self) -> bool:
@@ -181,6 +184,7 @@ class SequenceSampling:
             and self.allowed_token_ids is None
             and self.logprobs is None
             and not self.logits_processors
+            and self.grammar is None
         )
 
 

@@ -54,6 +54,7 @@ class WorkerConfig:
         kv_cache_groups: layers of unlike windows may form KV cache groups (`ModelInfo.kv_group_windows`), so that steps have a block table
             for each. Otherwise all layers keep all keys in one block table.
         prepare_sleep: the sleep that will be asked for; the worker readies the host for it once the weights are loaded.
+        tokenizer: path of another tokenizer than the model's own, for sequences that follow a grammar.
     """
 
     model: str
@@ -79,6 +80,7 @@ class WorkerConfig:
     seed: int = 0
     kv_cache_groups: bool = False
     prepare_sleep: SleepPlan | None = None
+    tokenizer: str | None = None
 
     @property
     def tensor_rank(self) -> int:

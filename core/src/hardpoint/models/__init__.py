@@ -11,7 +11,7 @@ from hardpoint.models.base import CapturableModel, RunnableModel
 from hardpoint.models.loader import attention_layers, load_model
 from hardpoint.models.registry import ARCHITECTURES
 from hardpoint.models.source import DEMO, LOAD_FORMATS, ModelFormat, ModelSource, open_model
-from hardpoint.models.tokenizer import load_tokenizer, panics_as_errors, write_chat
+from hardpoint.models.tokenizer import TokenizerBackend, load_tokenizer, panics_as_errors, write_chat
 
 __all__ = [
     "ARCHITECTURES",
@@ -23,6 +23,7 @@ __all__ = [
     "ParallelRank",
     "Ranks",
     "RunnableModel",
+    "TokenizerBackend",
     "attention_layers",
     "load_model",
     "load_tokenizer",

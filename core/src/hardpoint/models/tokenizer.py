@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
-from hardpoint.models.source import ModelSource
+from hardpoint.models.source import ModelSource, open_model
 from hardpoint.validation import Validated, shown
 from hardpoint.weights.gguf_file import GGUFFile, read_gguf
 
@@ -150,6 +150,32 @@ def write_chat(
     if mark and mark not in made:
         raise ValueError("the template leaves the last message out, so that it cannot be continued")
     return made[: made.rindex(mark)] if mark else made
+
+
+@dataclass(frozen=True)
+class TokenizerBackend:
+    """Loads a tokenizer of the `tokenizers` library; equal ones load the same.
+
+    Attributes:
+        model: as `open_model` takes it, with `load_format`.
+    """
+
+    model: str
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, model: str, tokenizer: str | None, load_format: str, trust_remote_code: bool) -> TokenizerBackend:
+        """Return that of a model, or of the tokenizer that is used in its place."""
+        if tokenizer is None:
+            return cls(model, load_format, trust_remote_code)
+        return cls(tokenizer, trust_remote_code=trust_remote_code)
+
+    def __call__(self) -> Tokenizer:
+        """Load it; raises ModelError."""
+        source = open_model(self.model, load_format=self.load_format, trust_remote_code=self.trust_remote_code)
+        backend: Tokenizer = load_tokenizer(source, self.trust_remote_code).backend_tokenizer
+        return backend
 
 
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:

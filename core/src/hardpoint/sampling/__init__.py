@@ -5,5 +5,6 @@ device torch has. Parameters do without torch.
 """
 
 from hardpoint.sampling.params import PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling.structured import StructuredOutputsParams
 
-__all__ = ["PoolingParams", "RequestOutputKind", "SamplingParams"]
+__all__ = ["PoolingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

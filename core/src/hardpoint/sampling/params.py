@@ -12,6 +12,7 @@ from msgspec import Meta
 from hardpoint.interfaces.batch import Pooling, SequenceSampling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
+from hardpoint.sampling.structured import StructuredOutputsParams
 from hardpoint.validation import (
     INT32_MAX,
     Int64,
@@ -69,10 +70,10 @@ class PoolingParams(Validated):
 class SamplingParams(Validated):
     """How the tokens of one request are sampled and returned; checked when it is made.
 
-    The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids`; `min_tokens` masks the stop tokens;
-    `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of zero, the highest logit (the
-    lowest id among equals), or `temperature`, `min_p`, `top_k`, `top_p` (each on what the one before left, renormalised) and
-    a draw. Log probabilities are of the model's own distribution, before all of them.
+    The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids` and `structured_outputs`; `min_tokens`
+    masks the stop tokens; `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of
+    zero, the highest logit (the lowest id among equals), or `temperature`, `min_p`, `top_k`, `top_p` (each on what the one before
+    left, renormalised) and a draw. Log probabilities are of the model's own distribution, before all of them.
 
     Attributes:
         n: completions returned for the prompt.
@@ -107,6 +108,9 @@ class SamplingParams(Validated):
             far and float32[vocab_size] on the device, which may be changed in place. They are slow: Python runs for every token, and the
             request's next step is not planned before its token is known; other requests are not held up by that. One that raises ends
             its completion with an error. Only for a model that runs in this process: functions are not sent to others.
+        structured_outputs: what the text must match; see `StructuredOutputsParams`. It ends with a stop token where it may end, and at the
+            grammar's end nothing else can follow, also before `min_tokens`. The request's next step is not planned before its token
+            is known; other requests are not held up by that. A text that `max_tokens` or a stop text cuts matches only so far.
 
     Raises:
         InvalidSamplingParams: a value is out of range or contradicts another.
@@ -141,6 +145,7 @@ class SamplingParams(Validated):
     allowed_token_ids: Sequence[NonNegativeInt] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Sequence[Any] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.top_k, int) and self.top_k == -1:
@@ -250,6 +255,7 @@ class SamplingParams(Validated):
         index_of_fork: int,
         default_seed: int,
         eos_ids: Iterable[int],
+        grammar: str | None = None,
     ) -> SequenceSampling:
         """Return what the worker needs to sample one of the request's completions.
 
@@ -257,11 +263,18 @@ class SamplingParams(Validated):
             index_of_fork: index of the completion, in 0..num_sequences - 1; each has a stream of its own, derived from the seed.
             default_seed: the request's seed where these parameters name none; distinct requests need distinct ones.
             eos_ids: the model's end-of-text tokens.
+            grammar: that of `structured_outputs`, as text.
 
         Raises:
-            InvalidSamplingParams: only stop tokens are allowed, while `min_tokens` forbids them.
+            InvalidSamplingParams: only stop tokens are allowed, while `min_tokens` forbids them; or no token could end structured outputs.
         """
         stop_token_ids = self.all_stop_token_ids(eos_ids)
+        if grammar is not None and not stop_token_ids:
+            _contradiction(
+                "structured_outputs need a token that ends the text",
+                f"none, with ignore_eos={self.ignore_eos} and no stop_token_ids",
+                "Leave ignore_eos off, or give stop_token_ids.",
+            )
         allowed = None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
         if allowed is not None and self.min_tokens and stop_token_ids.issuperset(allowed):
             _contradiction(
@@ -286,6 +299,7 @@ class SamplingParams(Validated):
             allowed_token_ids=allowed,
             logprobs=logprobs,
             logits_processors=tuple(self.logits_processors or ()),
+            grammar=grammar,
         )
 
 

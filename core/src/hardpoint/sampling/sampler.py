@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hardpoint.interfaces.batch import Int32Array, Int64Array, LogitsProcessor, SequenceSampling, TokenLogprobs
 from hardpoint.interfaces.sampling import SampleFailure
 from hardpoint.sampling import plain, ranking
+from hardpoint.sampling.guidance import Grammars, Guide
 from hardpoint.sampling.random import draws
 from hardpoint.sampling.table import SamplingTable
 
@@ -108,10 +110,11 @@ class SampledTokens:
         copied: Event | None,
         processed: Mapping[int, _Processed],
         reasons: Mapping[int, str],
+        note: Callable[[Int64Array], None] | None = None,
     ) -> None:
         self.token_ids = token_ids
         self._host, self._logprobs, self._copied = host, logprobs, copied
-        self._processed, self._reasons = processed, reasons
+        self._processed, self._reasons, self._note = processed, reasons, note
 
     def collect(self) -> Sampled:
         """Wait for the copy to the host, and return what it brought."""
@@ -122,6 +125,8 @@ class SampledTokens:
         failed.update(self._reasons)
         for row, processed in self._processed.items():
             processed.token_ids.append(int(outcomes[row]))
+        if self._note is not None:
+            self._note(outcomes)
         logprobs: dict[int, TokenLogprobs] = {}
         for part in self._logprobs:
             ids, values, ranks = part.ids.numpy(), part.values.numpy(), part.ranks.tolist()
@@ -149,6 +154,7 @@ class Sampler:
         device: where logits and tables are.
         kernels: the backend's; its `sample` is used where it has one, else torch's operators.
         platform: copies between device and host, and marks what is queued; None where the device is the host.
+        grammars: of the model, for sequences that follow one.
     """
 
     def __init__(
@@ -157,6 +163,7 @@ class Sampler:
         device: torch.device | str = "cpu",
         kernels: KernelSet | None = None,
         platform: Platform | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._vocab_size, self._device = vocab_size, torch.device(device)
         self._kernels, self._platform = kernels, platform
@@ -164,14 +171,32 @@ class Sampler:
         self._block = _HOST_BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
         self._table = SamplingTable(vocab_size, self._device, self._upload)
         self._processed: dict[int, _Processed] = {}
+        self._grammars = grammars
+        self._guides: dict[int, Guide] = {}
 
     def last_tokens(self, rows: Int32Array) -> Tensor:
         """Return the token that each of these rows was given last, int64[n] on the device; 0 for one that was given none."""
         self._table.reserve(int(rows.max()) + 1)
         return self._table.tables.last_tokens.index_select(0, self._upload(rows))
 
+    def announce(self, sequences: Sequence[SequenceSampling]) -> None:
+        """Begin to compile the grammars of sequences that `set_rows` will begin: a thread does it, while the model computes."""
+        for sampling in sequences:
+            self._guides.pop(sampling.state_row, None)
+        guided = [one for one in sequences if one.grammar is not None]
+        if guided:
+            if self._grammars is None:
+                raise ValueError("there is no tokenizer for grammars")
+            guides = self._grammars.begin(guided)
+            self._guides.update(zip((one.state_row for one in guided), guides, strict=True))
+
+    def close(self) -> None:
+        """End the thread that follows grammars, if there is one."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     def set_rows(self, sequences: Sequence[SequenceSampling]) -> None:
-        """Begin sequences, each in its `state_row`, whatever had the row before.
+        """Begin sequences, each in its `state_row`, whatever had the row before; those with a grammar were announced.
 
         Raises:
             ValueError: a sequence has no row.
@@ -244,8 +269,13 @@ class Sampler:
         if not host["greedy"].all():
             step[2] = draws(host["key"], positions)
         on_device = self._upload(step)
+        reasons = dict[int, str]()
+        guided = {i: self._guides[row] for i, row in enumerate(rows.tolist()) if row in self._guides}
+        if guided:
+            self._table.set_allowed(rows[list(guided)].tolist(), [guide.mask() for guide in guided.values()])
+            reasons = {i: guide.failure for i, guide in guided.items() if guide.failure is not None}
         tables = self._table.tables
-        given, reasons = logits, dict[int, str]()
+        given = logits
         processed = {i: self._processed[row] for i, row in enumerate(rows.tolist()) if row in self._processed}
         if processed:
             given = logits.clone()
@@ -258,7 +288,15 @@ class Sampler:
         if tokens is None:
             tokens = self._sample_plainly(given, on_device, step, host)
             plain.record(tokens, on_device[0], tables, penalised=bool(host["penalised"].any()))
-        return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]), processed, reasons)
+        note = partial(self._advance, guided) if guided else None
+        return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]), processed, reasons, note)
+
+    def _advance(self, guided: Mapping[int, Guide], outcomes: Int64Array) -> None:
+        """Give sequences that follow a grammar their tokens; those that have none end."""
+        assert self._grammars is not None
+        given = [(guide, int(outcomes[i])) for i, guide in guided.items() if outcomes[i] >= 0]
+        if given:
+            self._grammars.advance(given)
 
     def _sample_plainly(
         self, logits: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]
@@ -304,10 +342,11 @@ class Sampler:
         logprobs: Sequence[_HostLogprobs],
         processed: Mapping[int, _Processed],
         reasons: Mapping[int, str],
+        note: Callable[[Int64Array], None] | None = None,
     ) -> SampledTokens:
         host = self._to_host(tokens)
         copied = None if self._platform is None else self._platform.record_event()
-        return SampledTokens(tokens, host, logprobs, copied, processed, reasons)
+        return SampledTokens(tokens, host, logprobs, copied, processed, reasons, note)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host."""

@@ -12,6 +12,7 @@ import torch
 
 from hardpoint.interfaces.batch import Int32Array, SequenceSampling
 from hardpoint.interfaces.sampling import TOP_P_BITS, Column, SamplingTables
+from hardpoint.sampling.masks import token_mask
 from hardpoint.sampling.params import GREEDY_BELOW
 from hardpoint.sampling.random import stream_key
 from hardpoint.sampling.reference import MAX_TEMPERATURE
@@ -91,6 +92,11 @@ class SamplingTable:
         words = self._records[rows].view(np.int32).reshape(len(rows), len(Column))
         self._parameters.index_copy_(0, self._upload(rows), self._upload(words))
 
+    def set_allowed(self, rows: Sequence[int], masks: Sequence[Int32Array]) -> None:
+        """Give rows of sequences that follow a grammar the masks of their next tokens, int32[ceil(vocab_size / 32)] each."""
+        slots = self._records["allowed_mask"][rows].astype(np.int64)
+        self._masks.tensor.index_copy_(0, self._upload(slots), self._upload(np.stack(masks)))
+
     def reserve(self, count: int) -> None:
         """Have at least so many rows."""
         have = len(self.host)
@@ -129,14 +135,16 @@ class SamplingTable:
         record["log_min_p"] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
         record["top_k"] = min(sampling.top_k or vocab_size, vocab_size)
         record["repetition"], record["frequency"], record["presence"] = penalties
-        min_tokens = min(sampling.min_tokens, 2**31 - 1) if sampling.stop_token_ids else 0
+        guided = sampling.grammar is not None
+        # The masks of a grammar say themselves when the text may end.
+        min_tokens = min(sampling.min_tokens, 2**31 - 1) if sampling.stop_token_ids and not guided else 0
         record["min_tokens"] = min_tokens
-        if sampling.allowed_token_ids is not None:
+        if guided or sampling.allowed_token_ids is not None:
             record["allowed_mask"] = slot = self._masks.take()
-            masks.add(slot, _mask(vocab_size, sampling.allowed_token_ids))
+            masks.add(slot, token_mask(vocab_size, sampling.allowed_token_ids or ()))
         if min_tokens:
             record["stop_mask"] = slot = self._masks.take()
-            masks.add(slot, ~_mask(vocab_size, sampling.stop_token_ids))
+            masks.add(slot, ~token_mask(vocab_size, sampling.stop_token_ids))
         if sampling.logit_bias:
             record["bias"] = slot = self._biases.take()
             ids = np.fromiter(sampling.logit_bias, np.int64)
@@ -152,7 +160,7 @@ class SamplingTable:
             -1 if sampling.logprobs is None else min(sampling.logprobs, vocab_size),
             greedy,
             record["top_k"] < vocab_size or record["top_p"] < 1 << TOP_P_BITS,
-            penalised or sampling.allowed_token_ids is not None or bool(sampling.logit_bias),
+            penalised or record["allowed_mask"] >= 0 or bool(sampling.logit_bias),
             penalised,
             min_tokens,
         )
@@ -205,10 +213,3 @@ class _Pool:
 def _longer(tensor: Tensor, added: int) -> Tensor:
     more = torch.zeros((added, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     return torch.cat((tensor, more))
-
-
-def _mask(vocab_size: int, token_ids: Sequence[int] | frozenset[int]) -> Int32Array:
-    """Return int32[ceil(vocab_size / 32)], in which the bits of the given tokens are set."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[np.fromiter(token_ids, np.int64)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -6,11 +6,12 @@ from collections.abc import Collection
 
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from hardpoint import __version__
 from hardpoint.interfaces.errors import HardpointError
-from hardpoint.server import chat, completions, errors, texts
+from hardpoint.server import chat, completions, errors, page, responses, similarity, texts
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.http import Gate
@@ -18,8 +19,8 @@ from hardpoint.server.metrics import Metrics
 from hardpoint.server.protocol import ModelCard, ModelList
 from hardpoint.server.served_model import ServedModel
 
-OPEN_PATHS = ("/health", "/ready", "/version")
-"""For which no key is asked: what a load balancer looks at."""
+OPEN_PATHS = ("/health", "/ready", "/version", *page.PATHS)
+"""For which no key is asked: what a load balancer looks at, and the page's files."""
 
 
 def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), max_body: int = 32 << 20) -> ASGIApp:
@@ -28,10 +29,12 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     Args:
         keys, max_body: see `Gate`.
     """
-    app = FastAPI(title="Hardpoint", version=__version__, description="An OpenAI-compatible server of language models.")
+    about = "An OpenAI-compatible server of language models."
+    app = FastAPI(title="Hardpoint", version=__version__, description=about, responses=errors.RESPONSES)
     errors.install(app)
-    for part in (completions, chat, texts):
+    for part in (completions, chat, responses, similarity, texts):
         app.include_router(part.router(fleet))
+    app.include_router(page.router("users"))
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
@@ -59,7 +62,7 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return await metrics_page(fleet, metrics)
 

@@ -138,7 +138,8 @@ class _Answer:
         if completion.logprobs is not None:
             shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
             if is_first and output.prompt_logprobs is not None:
-                for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+                # A request that was ended early may have fewer.
+                for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs, strict=False):
                     start = _add(shown, position or self._model.llm.decode([token_id]), start)
             for position in completion.logprobs:
                 start = _add(shown, position, start)

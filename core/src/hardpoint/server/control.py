@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp
 
 from hardpoint import __version__
 from hardpoint.interfaces.errors import EngineDead
-from hardpoint.server import errors
+from hardpoint.server import errors, page
 from hardpoint.server.app import metrics_page
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
@@ -36,6 +36,11 @@ _TagQuery: TypeAlias = Annotated[list[str] | None, Query()]
 _SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has POSIX shared memory."""
 
+_WEIGHTS_BODY = {
+    "required": True,
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
+_STARTED: dict[int | str, dict[str, Any]] = {202: {"description": "The operation, which has begun (`wait=false`)."}}
 _ALLOWED_CALLS = ("reload_weights", "reset_prefix_cache", "declare_weights_valid")
 
 
@@ -108,18 +113,19 @@ def control_app(fleet: Fleet, metrics: Metrics, token: str | None, max_upload: i
         token: that each request must bear; None where the way in is guarded otherwise (a socket's permissions).
         max_upload: bytes of weights that a request may bring.
     """
-    app = FastAPI(title="Hardpoint control", version=__version__)
+    app = FastAPI(title="Hardpoint control", version=__version__, responses=errors.RESPONSES)
     errors.install(app)
     control = _Control(fleet, max_upload)
     app.include_router(_models(control))
     app.include_router(_operations(control))
     app.include_router(_vllm(control))
+    app.include_router(page.router("operators"))
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return await metrics_page(fleet, metrics)
 
-    return Gate(app, [] if token is None else [token], ["/health"], streamed=["PUT"])
+    return Gate(app, [] if token is None else [token], ["/health", *page.PATHS], streamed=["PUT"])
 
 
 class _Control:
@@ -242,15 +248,15 @@ def _models(control: _Control) -> APIRouter:
     async def one(name: str) -> dict[str, Any]:
         return await control.show(control.fleet.get(name))
 
-    @routes.post("/models/{name}/sleep")
+    @routes.post("/models/{name}/sleep", responses=_STARTED)
     async def sleep(name: str, body: SleepBody | None = None, wait: bool = True) -> Response:
         return await control.sleep(name, body or SleepBody(), wait)
 
-    @routes.post("/models/{name}/wake")
+    @routes.post("/models/{name}/wake", responses=_STARTED)
     async def wake(name: str, body: WakeBody | None = None, wait: bool = True) -> Response:
         return await control.wake(name, None if body is None else body.tags, wait)
 
-    @routes.post("/models/{name}/pause")
+    @routes.post("/models/{name}/pause", responses=_STARTED)
     async def pause(name: str, body: PauseBody | None = None, wait: bool = True) -> Response:
         how = body or PauseBody()
         model = control.fleet.get(name)
@@ -261,15 +267,15 @@ def _models(control: _Control) -> APIRouter:
         model = control.fleet.get(name)
         return await control.run(model, "resume", lambda note: model.resume(), True)
 
-    @routes.post("/models/{name}/reload")
+    @routes.post("/models/{name}/reload", responses=_STARTED)
     async def reload(name: str, body: ReloadBody | None = None, wait: bool = True) -> Response:
         return await control.reload(name, None if body is None else body.model, wait)
 
-    @routes.put("/models/{name}/weights")
+    @routes.put("/models/{name}/weights", openapi_extra={"requestBody": _WEIGHTS_BODY})
     async def upload(name: str, request: Request) -> Response:
         return await control.upload(name, request)
 
-    @routes.post("/models/{name}/weights")
+    @routes.post("/models/{name}/weights", responses=_STARTED)
     async def update(name: str, body: WeightsBody, wait: bool = True) -> Response:
         return await control.update(name, body.path(), wait)
 

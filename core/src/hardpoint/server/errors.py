@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from hardpoint.interfaces.errors import (
+    CapabilityRefused,
     CorruptWeights,
     DeviceOutOfMemory,
     DrainTimeout,
@@ -19,6 +23,7 @@ from hardpoint.interfaces.errors import (
     HostBudgetExceeded,
     InboxFull,
     InvalidRequest,
+    MemoryAsleep,
     MemoryBusy,
     ModelError,
     PromptTooLong,
@@ -34,12 +39,14 @@ _RETRY_SECONDS = 5
 _STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
     (PromptTooLong, 400, "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_value"),
+    (CapabilityRefused, 400, "unsupported"),
     (SleepRefused, 400, "sleep_refused"),
     (UnknownTag, 400, "unknown_tag"),
     (CorruptWeights, 400, "invalid_weights"),
     (ModelError, 400, "invalid_model"),
     (RequestTimeout, 408, "request_timeout"),
     (MemoryBusy, 409, "busy"),
+    (MemoryAsleep, 409, "memory_asleep"),
     (InboxFull, 429, "queue_full"),
     (EngineAsleep, 503, "model_asleep"),
     (WeightsMissing, 503, "weights_missing"),
@@ -48,6 +55,31 @@ _STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
     (DeviceOutOfMemory, 507, "device_out_of_memory"),
     (HostBudgetExceeded, 507, "host_budget_exceeded"),
 )
+
+
+class ErrorObject(BaseModel):
+    """What went wrong: `message` for people, `code` for programs, `param` the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """An answer other than success."""
+
+    error: ErrorObject
+
+
+_RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
+    503: {"model": ErrorAnswer, "description": "The model cannot serve now.", "headers": _RETRY},
+    507: {"model": ErrorAnswer, "description": "There is not enough memory."},
+}
+"""What every route may answer beside its own, for the OpenAPI document."""
+
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -80,9 +112,11 @@ class ApiError(Exception):
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the whole answer."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
+    def response(self, more: Mapping[str, str] = MappingProxyType({})) -> Response:
+        """Return the whole answer, with more headers."""
+        headers = dict(more)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
@@ -111,7 +145,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code).response()
+        told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code)
+        return told.response(error.headers or {})
 
 
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
-from hardpoint.sampling import RequestOutputKind, SamplingParams
+from hardpoint.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.http import aclose, event_stream, until_gone
 from hardpoint.server.protocol import CachedTokens, Sampling, StreamOptions, TopLogprob, Usage
@@ -52,8 +52,32 @@ def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) ->
     given = {name: value for name in _SAME if (value := getattr(request, name, None)) is not None}
     if request.logit_bias:
         given["logit_bias"] = {_token_id(token): bias for token, bias in request.logit_bias.items()}
+    if (structure := structured_outputs(request)) is not None:
+        given["structured_outputs"] = structure
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return defaults.clone(**(given | more))
+
+
+def structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
+    """Return what a request's text must match, by whichever of the fields it says it; raises InvalidSamplingParams, ApiError."""
+    given: dict[str, dict[str, Any]] = {
+        f"guided_{name}": {name: value}
+        for name in ("json", "regex", "choice", "grammar")
+        if (value := getattr(request, f"guided_{name}")) is not None
+    }
+    if request.structured_outputs is not None:
+        given["structured_outputs"] = request.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    shape = request.response_format
+    if shape is not None and shape.type == "json_object":
+        given["response_format"] = {"json_object": True}
+    elif shape is not None and shape.type == "json_schema":
+        if shape.json_schema is None:
+            raise ApiError(400, "response_format.json_schema: it is missing", "invalid_value", param="response_format")
+        given["response_format"] = {"json": shape.json_schema.json_schema}
+    if len(given) > 1:
+        names = " and ".join(sorted(given))
+        raise ApiError(400, f"{names}: at most one of them", "invalid_value", param=max(given))
+    return StructuredOutputsParams(**next(iter(given.values()))) if given else None
 
 
 def _token_id(text: str) -> int:

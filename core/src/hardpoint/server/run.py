@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.server.app import public_app
 from hardpoint.server.budget import DeviceBudget
+from hardpoint.server.connections import Connection
 from hardpoint.server.control import control_app
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.metrics import Metrics
@@ -152,9 +155,11 @@ class HardpointServer:
         if self.settings.control_socket is not None:
             Path(self.settings.control_socket).unlink(missing_ok=True)
 
-    def _server(self, app: object) -> uvicorn.Server:
+    def _server(self, app: ASGIApp) -> uvicorn.Server:
+        tracing = self._metrics.tracing
         config = uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            app if tracing is None else tracing.around(app),
+            http=Connection,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -188,6 +193,7 @@ class _QuietServer(uvicorn.Server):
 async def serve(server: HardpointServer, ready: asyncio.Event | None = None) -> None:
     """Run a server until SIGTERM or SIGINT; a second one, or one that comes before the models are loaded, ends the process at once."""
     loop, ready = asyncio.get_running_loop(), ready or asyncio.Event()
+    _allow_files()
 
     def end() -> None:
         if not ready.is_set():
@@ -203,6 +209,13 @@ async def serve(server: HardpointServer, ready: asyncio.Event | None = None) -> 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     await server.run(ready)
+
+
+def _allow_files() -> None:
+    """Raise the process's limit of open files as far as it may: each connection is one, and systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def is_loopback(host: str) -> bool:

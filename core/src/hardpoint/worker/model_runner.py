@@ -111,6 +111,8 @@ class ModelRunner:
         batch, cache = step.batch, self._kv.cache
         self._pooler.remove(step.finished_seq_ids)
         self._plain.write(step.new_sequences)
+        if self._is_driver:
+            self._sampler.announce(step.new_sequences)
         self._kv.move_blocks(batch)
         if batch.num_tokens == 0:
             return LaunchedStep(self._platform.record_event())

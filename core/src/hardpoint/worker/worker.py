@@ -18,6 +18,8 @@ from hardpoint.interfaces.errors import CapabilityRefused, NothingToCollect, Wor
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
+from hardpoint.models import TokenizerBackend
+from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
@@ -133,7 +135,10 @@ class StandardWorker(Worker):
             torch_device=self._device.torch_device,
         )
         capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
-        sampler = Sampler(model.info.vocab_size, self._device.torch_device, rank.kernels, platform)
+        vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
+        vocab_size = model.info.vocab_size
+        grammars = Grammars(vocabulary, vocab_size)
+        sampler = Sampler(vocab_size, self._device.torch_device, rank.kernels, platform, grammars)
         runner = ModelRunner(
             config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )
@@ -296,6 +301,7 @@ class StandardWorker(Worker):
                 with suppress(Exception):
                     self._rank.platform.synchronize()
             self._model.runner.drop_graphs()
+            self._model.sampler.close()
         self._model = None
         self._groups.close()
         rank, self._rank = self._rank, None

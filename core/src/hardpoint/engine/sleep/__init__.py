@@ -5,7 +5,7 @@ Memory itself is slept and woken by the workers' allocators; requests and their 
 
 from hardpoint.engine.sleep.life_cycle import LifeCycle
 from hardpoint.engine.sleep.participants import SleepParticipant
-from hardpoint.engine.sleep.report import EngineState, SleepReport, SleepStatus, SleepTotals, WakeReport
+from hardpoint.engine.sleep.report import EngineState, SleepReport, SleepStatus, SleepTotals, TagMemory, WakeReport
 from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest, Tags
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "SleepRequest",
     "SleepStatus",
     "SleepTotals",
+    "TagMemory",
     "Tags",
     "WakeReport",
 ]

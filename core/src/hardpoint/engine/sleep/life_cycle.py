@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from hardpoint.engine.sleep.report import (
     SleepReport,
     SleepStatus,
     SleepTotals,
+    TagMemory,
     WakeReport,
     over_ranks,
 )
@@ -105,6 +106,29 @@ class LifeCycle:
             missing_weights=len(self._missing),
             waiting_for=self.participants.waiting_for(self._asleep),
             failure=self._failure,
+            memory=self._memory(),
+        )
+
+    def _memory(self) -> dict[str, TagMemory]:
+        """Return where the bytes of each tag are."""
+        if not self._last_status and self.state is EngineState.RUNNING:
+            with suppress(HardpointError):
+                self._last_status = self._executor.call("status")
+        return {tag: self._tag_memory(tag) for tag in sorted(self._known_tags())}
+
+    def _tag_memory(self, tag: str) -> TagMemory:
+        books = [status.memory.tags[tag] for status in self._last_status if tag in status.memory.tags]
+        # Preserved bytes without a source are on the host where the others have one.
+        tier = self._slept[tag].tier if tag in self._slept else self._settings.tier
+        reads_source = tier is SleepTier.SOURCE and tag in self._asleep and self._is_preserved(tag)
+        copies = {
+            SleepTier.HOST if tier is SleepTier.SOURCE else tier: sum(one.backed_up for one in books),
+            SleepTier.SOURCE: sum(one.sourced for one in books) if reads_source else 0,
+        }
+        return TagMemory(
+            allocated=sum(one.allocated for one in books),
+            mapped=sum(one.mapped for one in books),
+            copies={where: size for where, size in copies.items() if size},
         )
 
     def mark_dead(self, error: EngineDead) -> None:

@@ -31,6 +31,22 @@ class EngineState(StrEnum):
 
 
 @dataclass(frozen=True)
+class TagMemory:
+    """Where the bytes of one tag are; of several ranks they add up.
+
+    Attributes:
+        allocated: bytes handed out to tensors.
+        mapped: bytes on the device, with the rounding of allocations.
+        copies: by tier: backups on the host or on disk, of memory that is asleep or, kept for the next sleep, awake; and bytes of
+            memory that is asleep and will be read again from its source.
+    """
+
+    allocated: int
+    mapped: int
+    copies: Mapping[SleepTier, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class SleepStatus:
     """An engine's state in full.
 
@@ -41,6 +57,7 @@ class SleepStatus:
         missing_weights: how many of the checkpoint's tensors have no valid values.
         waiting_for: participants that could not be woken yet.
         failure: why the state is FAILED.
+        memory: by tag, as the workers said it last: at the first call, and after each sleep, wake and change of weights.
     """
 
     state: EngineState
@@ -50,6 +67,7 @@ class SleepStatus:
     missing_weights: int = 0
     waiting_for: tuple[str, ...] = ()
     failure: str | None = None
+    memory: Mapping[str, TagMemory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

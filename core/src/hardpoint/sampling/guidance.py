@@ -1,0 +1,257 @@
+"""Where a text stands in its grammar, and which tokens may follow: llguidance's work, done in a thread of its own.
+
+A grammar is text until a sequence begins: it crosses processes with its request. Each sequence is followed by a `Guide`, whose next mask
+is made while the model computes: from the moment that a token is on the host until the next one is sampled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hardpoint.interfaces.batch import Int32Array, SequenceSampling
+from hardpoint.interfaces.errors import ConfigError, InvalidSamplingParams
+from hardpoint.sampling.masks import token_mask
+
+_COMPILED = 32
+"""Grammars that are kept compiled, those used last."""
+
+_SHOWN, _LINES = 200, 8
+"""Characters and lines of a reason."""
+
+_STACK = 512 << 20
+"""Bytes. llguidance recurses once for each rule that names another: a grammar of `MAX_GRAMMAR_BYTES` takes more than a thread usually has,
+which would end the process."""
+
+_starting = threading.Lock()
+"""Held while the process's size of new stacks is another one."""
+
+_TOKENIZERS = 4
+"""Models whose tokenizers are kept; each takes some 100 bytes a token."""
+
+_MAX_STATES = 50_000
+"""Of a lexer, 1 to 2 kB each (llguidance, LLParserLimits). What else bounds a grammar's time are its length, and llguidance's own
+limits: fuel of 20 ms for its expressions, and of 14 ms for each mask."""
+
+
+def llguidance() -> Any:
+    """Return the library; raises ConfigError where it is not installed."""
+    try:
+        import llguidance as library
+    except ImportError as error:
+        raise ConfigError(
+            "structured outputs need llguidance, which is not installed",
+            found=str(error),
+            hint="Install the extra: hardpoint[structured]",
+        ) from error
+    return library
+
+
+class GrammarTokenizer:
+    """A model's vocabulary as llguidance sees it.
+
+    Attributes:
+        tokenizer: llguidance's, whose end of text is `end`.
+        end: id of a token of its own, which no model has: it may follow where the grammar may end.
+
+    Args:
+        backend: a tokenizer of the `tokenizers` library.
+        vocab_size: columns of the model's logits, which may be more or fewer than the tokenizer's tokens.
+    """
+
+    def __init__(self, backend: Any, vocab_size: int) -> None:
+        own = type(backend).from_str(backend.to_str())
+        own.no_padding()
+        own.no_truncation()
+        name = "<|end of grammar|>"
+        own.add_special_tokens([name])
+        self.end: int = own.token_to_id(name)
+        size = max(self.end + 1, vocab_size)
+        self.tokenizer = llguidance().LLTokenizer(own.to_str(), n_vocab=size, eos_token=self.end)
+        self.words = -(-size // 32)
+
+
+_loading = threading.Lock()
+"""Held while a tokenizer is made, so that requests that come together make one."""
+
+
+@lru_cache(_TOKENIZERS)
+def _tokenizer_of(load: Callable[[], Any], vocab_size: int) -> GrammarTokenizer:
+    return GrammarTokenizer(load(), vocab_size)
+
+
+class Grammars:
+    """The grammars of one model.
+
+    Args:
+        load: returns the model's tokenizer, of the `tokenizers` library; called with the first grammar, in the thread that compiles it.
+            What equal ones return is shared in a process, by an engine and its client.
+        vocab_size: columns of the model's logits.
+    """
+
+    def __init__(self, load: Callable[[], Any], vocab_size: int) -> None:
+        self._load, self._vocab_size = load, vocab_size
+        self._thread: ThreadPoolExecutor | None = None
+        self._compiled = lru_cache(_COMPILED)(self._compile)
+
+    def check(self, text: str) -> None:
+        """Compile a grammar, which takes milliseconds, 0.5 s at most, and with the first one the tokenizer's 0.3 s and more.
+
+        Raises InvalidSamplingParams for one that is wrong or takes too much, ConfigError without llguidance.
+        """
+        self._compiled(text)
+
+    def begin(self, sequences: Sequence[SequenceSampling]) -> list[Guide]:
+        """Return the guides of sequences that have a grammar, whose first masks are being made."""
+        guides = [Guide(one, self._vocab_size) for one in sequences]
+
+        def work() -> None:
+            for guide in guides:
+                guide.begin(self)
+
+        self._submit(work, guides)
+        return guides
+
+    def tokenizer(self) -> GrammarTokenizer:
+        """Return the model's tokenizer, which is made once; raises ConfigError, ModelError."""
+        with _loading:
+            return _tokenizer_of(self._load, self._vocab_size)
+
+    def matcher(self, text: str) -> Any:
+        """Return an own matcher at a grammar's beginning; raises as `check`."""
+        return self._compiled(text).deep_copy()
+
+    def advance(self, given: Sequence[tuple[Guide, int]]) -> None:
+        """Give sequences the tokens that they were sampled, and begin to make their next masks."""
+
+        def work() -> None:
+            for guide, token in given:
+                guide.advance(token)
+
+        self._submit(work, [guide for guide, _ in given])
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+
+    def _submit(self, work: Callable[[], None], guides: Sequence[Guide]) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "hardpoint-grammars")
+            with _deep_stack():
+                self._thread.submit(int)
+        done = self._thread.submit(work)
+        for guide in guides:
+            guide.pending = done
+
+    def _compile(self, text: str) -> Any:
+        """Return a matcher at the grammar's beginning, of which sequences take copies."""
+        library, tokenizer = llguidance(), self.tokenizer().tokenizer
+        limits = library.LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
+        with ThreadPoolExecutor(1) as thread:
+            with _deep_stack():
+                making = thread.submit(library.LLMatcher, tokenizer, text, log_level=0, limits=limits)
+            matcher = making.result()
+        if matcher.is_error():
+            raise InvalidSamplingParams("structured_outputs cannot be compiled", found=_reason(matcher))
+        return matcher
+
+
+class Guide:
+    """One sequence's place in its grammar.
+
+    Attributes:
+        pending: done once the mask is that of the next token.
+        failure: why no token can follow; None while there is nothing wrong.
+    """
+
+    def __init__(self, sampling: SequenceSampling, vocab_size: int) -> None:
+        assert sampling.grammar is not None
+        self.pending: Future[Any] | None = None
+        self.failure: str | None = None
+        self._grammar = sampling.grammar
+        self._stop = token_mask(vocab_size, sampling.stop_token_ids)
+        allowed = sampling.allowed_token_ids
+        self._allowed = None if allowed is None else token_mask(vocab_size, allowed)
+        self._min_tokens, self._count = sampling.min_tokens, 0
+        self._mask: Int32Array = np.zeros_like(self._stop)
+        self._matcher: Any = None
+        self._tokenizer: GrammarTokenizer | None = None
+
+    def mask(self) -> Int32Array:
+        """Wait for the mask of the next token and return it, as in `SamplingTables.masks`; empty after a failure."""
+        if self.pending is not None:
+            self.pending.result()
+        return self._mask
+
+    def begin(self, grammars: Grammars) -> None:
+        """Make the first mask; what fails is the sequence's failure."""
+        try:
+            self._tokenizer, self._matcher = grammars.tokenizer(), grammars.matcher(self._grammar)
+            self._fill()
+        except Exception as error:
+            self._fail(str(error))
+
+    def advance(self, token_id: int) -> None:
+        """Take the token that was sampled and make the next mask."""
+        self._count += 1
+        if self.failure is not None:
+            return
+        try:
+            # One that is not of the grammar is a stop token, after which only others may follow, if anything does.
+            self._matcher.try_consume_tokens([token_id])
+            self._fill()
+        except Exception as error:
+            self._fail(str(error))
+
+    def _fill(self) -> None:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        words = np.zeros(max(tokenizer.words, len(self._stop)), np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, tokenizer.words * 4)
+        if self._matcher.is_error():
+            self._fail(_reason(self._matcher))
+            return
+        place, bit = divmod(tokenizer.end, 32)
+        flag = np.array(1 << bit, np.uint32).view(np.int32)
+        may_end = bool(words[place] & flag)
+        words[place] &= ~flag
+        mask = words[: len(self._stop)]
+        if may_end:
+            mask |= self._stop
+        if self._allowed is not None:
+            mask &= self._allowed
+        if self._count < self._min_tokens:
+            longer = mask & ~self._stop
+            # Where the grammar has come to its end there is nothing else.
+            mask = longer if longer.any() else mask
+        self._mask = mask
+
+    def _fail(self, reason: str) -> None:
+        self.failure = f"the grammar of structured_outputs: {reason}"
+        self._mask = np.zeros_like(self._stop)
+
+
+def _reason(matcher: Any) -> str:
+    """Return what is wrong with a matcher, in lines that can be read, without the library's own stack."""
+    text: str = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "").strip()
+    lines = [line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..." for line in text.splitlines()]
+    return "\n".join(lines[:_LINES])
+
+
+@contextmanager
+def _deep_stack() -> Iterator[None]:
+    """Have threads that start within have a stack for the deepest grammar, of which they take what they use."""
+    with _starting:
+        before = threading.stack_size(_STACK)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
