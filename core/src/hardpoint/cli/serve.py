@@ -83,6 +83,21 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="Seconds that requests in progress have at the end.", rich_help_panel=_SERVER)
     ] = 60.0,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="How models write tool calls: hermes (also Qwen), llama3_json, or auto by the chat template.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Tell a model's reasoning from its answer: qwen3, deepseek_r1, or auto by the chat template.",
+            show_default="no",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
     otlp_endpoint: Annotated[
@@ -172,6 +187,8 @@ def serve(
             "request_timeout": request_timeout,
             "drain_seconds": drain_seconds,
             "idle_sleep": idle_sleep,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
         }
     )
     if replicas is not None:

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.inputs import TokenizedPrompt
@@ -73,6 +73,8 @@ class ServingOptions(Validated):
         request_timeout: seconds that a request may take, where it does not say it itself; None for no limit.
         drain_seconds: that requests in progress have when the server ends.
         idle_sleep: seconds without a request after which the model sleeps at level 1; None never. Requests wake it then.
+        tool_call_parser: how the model writes calls; "auto" goes by its chat template.
+        reasoning_parser: how the model's reasoning is told from its answer; None leaves it there, "auto" goes by the chat template.
     """
 
     _called = "an option of serving"
@@ -84,6 +86,8 @@ class ServingOptions(Validated):
     request_timeout: Seconds | None = None
     drain_seconds: NonNegativeFloat = 60.0
     idle_sleep: Seconds | None = None
+    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
+    reasoning_parser: Literal["auto", "qwen3", "deepseek_r1"] | None = None
 
 
 class ServedModel:
@@ -228,6 +232,12 @@ class ServedModel:
             why = f": {self.failure}" if self._state is ModelState.RESTARTING and self.failure else ""
             raise ApiError(503, f"the model '{self.name}' is {self._state}{why}", f"model_{self._state}", retry_after=5)
         return self._llm
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own, as text; None where it has none. Raises ApiError while there is no engine."""
+        template = getattr(self.llm.get_tokenizer(), "chat_template", None)
+        return template.get("default") if isinstance(template, Mapping) else template
 
     async def state(self) -> str:
         """Return where it stands: a `ModelState`, or else an `EngineState`."""
