@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
 	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-dist test-engine test-headers \
-	test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton typecheck
+	test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -100,6 +100,9 @@ test-ray: .torch/ray/.installed  ## Ray's transport, and replicas on Ray Serve, 
 	.torch/ray/bin/python -m pytest -q tests/ray_cluster
 	.torch/ray/bin/python -m pytest -q -k ray core/tests/executor/test_remote.py
 
+test-trl: .torch/trl/.installed  ## The drop-in for TRL's colocated mode, with TRL itself (downloads it once)
+	.torch/trl/bin/python -m pytest -q tests/trl
+
 .torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(STAMP)
 	PYTHON=$(abspath $(BIN))/python scripts/torch_environment.sh $*
 	touch $@
@@ -158,7 +161,7 @@ selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, a
 	$(MAKE) --no-print-directory conformance-cpu
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-headers test-flashinfer
+CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-trl test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.

@@ -7,12 +7,14 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import get_tensor_name_map
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 from gguf.quants import quantize
 from safetensors.numpy import save
 
@@ -51,26 +53,13 @@ FAMILIES = {
 }
 MIXTURE = {"num_local_experts": 2, "num_experts_per_tok": 1}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 8}
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(69, 69 + 58)), "Ġ", "th", "he"]
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _MOST_TOKENS = 4096
 """In the vocabulary of any file here."""
+_MOST_BYTES = 1 << 20
+"""Of data that are made for a tensor of other dimensions; of larger ones a file has too little."""
 
 
 def config(family: str) -> dict[str, Any]:
@@ -189,12 +178,14 @@ def _gguf_base(family: str, kind: GGMLQuantizationType, tokenizer: str | None) -
             ]
         else:
             keys.append(("tokenizer.ggml.scores", _LIST, (6, [-float(i) for i in range(64)])))
+    architecture = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == family)
+    names = get_tensor_name_map(architecture, shape["num_hidden_layers"])
     rng, tensors = np.random.default_rng(0), []
     for name, dims in _shapes(shape).items():
         values_of = rng.normal(0, 0.1, dims).astype(np.float32)
         stored = GGMLQuantizationType.F32 if len(dims) == 1 else kind
         data = quantize(values_of, stored).tobytes()
-        tensors.append([_gguf_name(name, family), list(reversed(dims)), int(stored), None, data])
+        tensors.append([names.get_name(name, try_suffixes=[".weight"]), list(reversed(dims)), int(stored), None, data])
     return Gguf(keys, tensors)
 
 
@@ -206,16 +197,6 @@ def _shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         source = open_model(folder, load_format="dummy")
         described: Any = source.describe(source.dtype)
         return dict(described.checkpoint_shapes)
-
-
-def _gguf_name(name: str, family: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    _, _, index, part = stem.split(".", 3)
-    if part == "post_attention_layernorm":
-        return f"blk.{index}.{'post_attention_norm' if family == 'gemma2' else 'ffn_norm'}.{kind}"
-    return f"blk.{index}.{_NAMES[part]}.{kind}"
 
 
 def change_gguf(rng: Random, base: Gguf) -> Gguf:
@@ -253,7 +234,8 @@ def change_gguf(rng: Random, base: Gguf) -> Gguf:
         tensor[2] = rng.choice([*range(42), 2**31, 2**32 - 1])
         with suppress(ValueError, KeyError):  # data of the right size, so that the format itself is tried
             block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor[2])]
-            tensor[4] = rng.randbytes(-(-int(np.prod(tensor[1])) // block) * size)
+            wanted = -(-prod(tensor[1]) // block) * size
+            tensor[4] = rng.randbytes(wanted) if 0 <= wanted <= _MOST_BYTES else tensor[4]
     elif action < 0.75:
         tensor[3] = rng.choice([*INTEGERS, 1, 31])
     elif action < 0.82:

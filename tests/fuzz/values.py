@@ -80,29 +80,20 @@ def hostile(rng: Random) -> Any:
 
 def changed(rng: Random, value: Any) -> Any:
     """Return JSON with one place of it changed."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        value = dict(value)
-        name = rng.choice(list(value))
+    if isinstance(value, dict | list) and value and rng.random() < 0.85:
+        value = copy.copy(value)
+        place = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
         action = rng.random()
         if action < 0.75:
-            value[name] = changed(rng, value[name])
-        elif action < 0.85:
-            del value[name]
-        elif action < 0.95:
-            value[str(rng.choice([*TEXTS, *value]))] = value[name]
-        else:
-            value[name + rng.choice(["s", " ", "\0"])] = value.pop(name)
-        return value
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        value = list(value)
-        place = rng.randrange(len(value))
-        action = rng.random()
-        if action < 0.7:
             value[place] = changed(rng, value[place])
         elif action < 0.85:
             del value[place]
-        else:
+        elif isinstance(value, list):
             value.insert(place, copy.deepcopy(value[place]))
+        elif action < 0.95:
+            value[str(rng.choice([*TEXTS, *value]))] = value[place]
+        else:
+            value[place + rng.choice(["s", " ", "\0"])] = value.pop(place)
         return value
     if type(value) is int and rng.random() < 0.4:
         return value + rng.choice([-1, 1, 2, value, -2 * value])

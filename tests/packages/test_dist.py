@@ -79,6 +79,11 @@ def test_every_distribution_has_an_sdist_and_a_wheel_with_the_licence() -> None:
             assert member.read() == text, sdist
 
 
+def test_the_wheel_has_the_files_of_the_web_page() -> None:
+    with zipfile.ZipFile(next(DIST.glob("hardpoint-0*.whl"))) as archive:
+        assert {f"hardpoint/server/page.{suffix}" for suffix in ("html", "css", "js")} <= set(archive.namelist())
+
+
 def test_a_prompt_is_answered_without_the_source_tree(environment: Environment) -> None:
     told = json.loads(
         succeed(

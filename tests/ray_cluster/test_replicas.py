@@ -58,8 +58,8 @@ class Served:
 
 
 @contextmanager
-def serving(engine: dict[str, Any], serving: dict[str, Any], **options: Any) -> Iterator[Served]:
-    """Serve the demo model until the end of the context."""
+def serving(engine: dict[str, Any], serving: dict[str, Any], model: str = "demo", **options: Any) -> Iterator[Served]:
+    """Serve a model, under the name demo, until the end of the context."""
     from hardpoint.server.ray_app import ReplicaOptions, Replicas
     from hardpoint.server.run import ServerSettings
     from hardpoint.server.served_model import ServingOptions
@@ -68,7 +68,7 @@ def serving(engine: dict[str, Any], serving: dict[str, Any], **options: Any) -> 
         port = free.getsockname()[1]
     made = Replicas(
         "demo",
-        "demo",
+        model,
         {"max_model_len": 1024, "num_device_blocks": 128} | engine,
         ServingOptions(drain_seconds=5.0, **serving),
         ServerSettings(port=port, api_keys=["a key"]),
@@ -156,6 +156,19 @@ def test_replicas_sleep_when_idle_then_end_and_a_request_starts_one_again(cluste
         assert started.headers["x-replica"] != woken.headers["x-replica"]
 
 
+def test_a_model_that_does_not_load_is_told_and_nothing_stays(
+    machines: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray import serve
+
+    refused = pytest.raises(ClusterError, match=r"the replicas of 'demo' do not start.*there is no model '/no/model'")
+    with refused, serving({"backend": "cpu"}, {}, model="/no/model", replicas=2 * ROOM + 1):
+        pass
+    assert not serve.status().applications
+    # One replica more than the cluster has room for would have waited.
+    assert "5 replicas with 1 machine_of_replicas each wait for machines: the cluster has 2 on" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def four(machines: list[Any]) -> Iterator[Served]:
     with serving({"backend": "simulated_device"}, {}, replicas=2 * ROOM) as served:
@@ -190,6 +203,31 @@ def test_keys_are_asked_for_and_load_balancers_answered_by_the_front(four: Serve
         assert "x-replica" not in answer.headers
     unknown = four.client.post("/v1/completions", json={"model": "demo", "prompt": "a", "no_such_field": 1})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "unknown_field")
+
+
+def running_on(replica: str) -> float | None:
+    """Return how many requests a replica computes; None where another one answered."""
+    from ray import serve
+
+    from hardpoint.server.ray_app import APPLICATION, REPLICAS
+
+    handle = serve.get_deployment_handle(REPLICAS, app_name=APPLICATION).options(stream=True)
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "query_string": b"", "headers": []}
+    messages = [message for batch in handle.answer.remote((), scope, b"") for message in batch]
+    if (b"x-replica", replica.encode()) not in messages[0]["headers"]:
+        return None
+    page = b"".join(message.get("body", b"") for message in messages[1:]).decode()
+    (line,) = (line for line in page.splitlines() if line.startswith("hardpoint:num_requests_running{"))
+    return float(line.split()[-1])
+
+
+def test_a_request_ends_with_its_client(four: Served) -> None:
+    body = {"model": "demo", "prompt": text(50), "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with four.client.stream("POST", "/v1/completions", json=body) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        replica = answer.headers["x-replica"]
+    # Its tokens would take 18 seconds, in which the router would prefer the other replicas.
+    wait_until(lambda: running_on(replica) == 0, 9.0)
 
 
 def test_a_cluster_that_serves_already_is_refused(four: Served) -> None:

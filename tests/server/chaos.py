@@ -39,7 +39,6 @@ SETTINGS = {
 OPTIONS = {"max_requests": 24}
 NAMES = ("a", "b")
 CLIENTS = 10
-MIB = 1 << 20
 
 REFUSED = {
     "model_asleep": 503,
@@ -288,7 +287,7 @@ class Chaos:
 
     # Afterwards
 
-    async def _check_whole(self, memory: dict[str, tuple[int, int]]) -> None:
+    async def _check_whole(self, memory: dict[str, tuple[int, dict[str, int]]]) -> None:
         """All engines come back, serve as before, and hold what they held."""
         deadline = time.monotonic() + 60
         for name in NAMES:
@@ -309,25 +308,21 @@ class Chaos:
                 self._note(f"'{name}' is not awake: {shown['state']}, {shown['sleep']}")
             if shown["device_bytes"] != self._server.model(name).need:
                 self._note(f"'{name}' is said to hold {shown['device_bytes']} bytes")
-        for name, (freed, held) in (await self._memory()).items():
-            if freed != memory[name][0] or held > memory[name][1] + MIB:
-                self._note(f"a sleep of '{name}' frees {freed} bytes and leaves {held}, and before {memory[name]}")
+        if (now := await self._memory()) != memory:
+            self._note(f"sleeps free and leave {now} bytes, and before {memory}")
         waiting = [
             one for one in (await self._operators.get("/operations")).json()["operations"] if one["state"] == "running"
         ]
         if waiting:
             self._note(f"operations that are not over: {waiting}")
 
-    async def _memory(self) -> dict[str, tuple[int, int]]:
-        """Return of each model what a sleep gives back to the device, by its driver, and what the engine keeps of it, by the kernel."""
+    async def _memory(self) -> dict[str, tuple[int, dict[str, int]]]:
+        """Return of each model what a sleep gives back to the device, and what it leaves there, both by the driver."""
         found = {}
         for name in NAMES:
             slept = await self._operate("POST", f"/models/{name}/sleep")
             assert slept is not None
-            # On this backend memory of the device is shared memory.
-            lines = Path(f"/proc/{self._server.model(name).llm.pid}/status").read_text().splitlines()
-            kept = sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssShmem"))
-            found[name] = slept["result"]["memory"]["unmapped"], kept
+            found[name] = slept["result"]["memory"]["unmapped"], slept["result"]["residual"]
             await self._operate("POST", f"/models/{name}/wake")
         return found
 

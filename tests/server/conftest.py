@@ -21,6 +21,7 @@ from hardpoint.server.budget import DeviceBudget
 from hardpoint.server.metrics import Metrics
 from hardpoint.server.run import HardpointServer, ServerSettings
 from hardpoint.server.served_model import ServedModel, ServingOptions
+from hardpoint.server.tracing import Tracing
 from tests.leaks import Belongings
 
 TOKEN, KEY = "operators' token", "a user's key"
@@ -52,13 +53,14 @@ def serving(
     models: dict[str, str] | None = None,
     settings: dict[str, Any] | None = None,
     budget: Callable[[], DeviceBudget] | None = None,
+    tracing: Tracing | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """Serve models, the demo model by default, until the end of the context."""
     started: Future[tuple[HardpointServer, asyncio.AbstractEventLoop]] = Future()
 
     async def run() -> None:
-        metrics = Metrics()
+        metrics = Metrics(tracing)
         served = [
             ServedModel(name, model, ENGINE | (settings or {}), ServingOptions(**options), metrics.of(name))
             for name, model in (models or {"demo": "demo"}).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -16,6 +17,8 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 import hardpoint.server.page
+from hardpoint.server.ray_app import front_app
+from hardpoint.server.run import ServerSettings
 from tests.server.conftest import KEY, TOKEN, Running
 from tests.server.test_robust import LONG, running, until
 
@@ -23,6 +26,9 @@ CHROMIUM = shutil.which("chromium")
 # Chromium looks for hosts of its maker when it starts, unless it is told not to; its sandbox does not run as root.
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
 FILES = Path(hardpoint.server.page.__file__).parent
+
+# The machine may be busy with other tests.
+expect.set_options(timeout=30_000)
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed; `make chromium` installs it")
 
@@ -91,6 +97,21 @@ def test_the_page_is_open_and_lets_nothing_else_in(server: Running) -> None:
         assert f'data-interface="{interface}"' in httpx.get(f"{url}/").text
         assert httpx.get(f"{url}/metrics").status_code == 401
     assert server.users.get("/openapi.json").text.count("page.js") == 0
+
+
+def test_the_front_of_replicas_has_the_page_itself() -> None:
+    """A page that is opened starts no replica."""
+
+    async def forward(*_: Any) -> None:
+        raise AssertionError("a replica was asked")
+
+    transport = httpx.ASGITransport(front_app(forward, ServerSettings(api_keys=[KEY])))
+
+    async def statuses() -> list[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            return [(await client.get(path)).status_code for path in ("/", "/page.css", "/page.js", "/metrics")]
+
+    assert asyncio.run(statuses()) == [200, 200, 200, 401]
 
 
 class _Markup(HTMLParser):
@@ -207,7 +228,7 @@ HOSTILE = """<img src=x onerror='window.broken=1'><script>window.broken=1</scrip
 def test_hostile_text_stays_text(server: Running, open_page: Callable[..., Page]) -> None:
     def answer(route: Route) -> None:
         chunk = {
-            "choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop"}],
+            "choices": [{"delta": {"content": HOSTILE, "reasoning_content": HOSTILE}, "finish_reason": "stop"}],
             "usage": {"completion_tokens": 3},
         }
         route.fulfill(body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
@@ -234,6 +255,9 @@ def test_hostile_text_stays_text(server: Running, open_page: Callable[..., Page]
         "</code></pre><b onclick=x>&lt;",
         "[x](javascript:alert(1))",
     ]
+    assert page.locator(".message.assistant details p").text_content() == HOSTILE
+    # It is folded away once the answer has begun.
+    expect(page.locator(".message.assistant details p")).to_be_hidden()
     assert page.locator("#bad, main img, main script, main a, main b").count() == 0
     assert page.evaluate("window.broken") is None
 
@@ -303,6 +327,21 @@ def test_refusals_are_told_and_can_be_tried_again(server: Running, open_page: Ca
     button(page, "Send again").click()
     expect(page.locator(".facts")).to_have_count(2)
     expect(page.locator("#connection")).to_have_text("Connected")
+
+
+@in_browser
+def test_a_server_without_metrics_has_a_chat(server: Running, open_page: Callable[..., Page]) -> None:
+    """As the front of replicas, whose metrics are not gathered."""
+
+    def missing(route: Route) -> None:
+        route.fulfill(status=404, json={"error": {"message": "not here", "code": "unknown_path"}})
+
+    page = open_page(server.server.url, KEY, route={"/metrics": missing})
+    expect(page.locator("#connection")).to_have_text("Connected")
+    expect(page.locator("#activity-section")).to_be_hidden()
+    expect(page.locator(".card .state")).to_have_text("running")
+    send(page, "Hello", 3)
+    expect(page.locator(".facts")).to_be_visible()
 
 
 @in_browser

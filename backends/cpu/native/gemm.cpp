@@ -25,9 +25,12 @@ int64_t row_bytes(int64_t k, DType dtype) { return aligned(k_padded(k, dtype) * 
 int64_t thread_rows_bytes(int64_t m, int64_t k, DType dtype) { return std::min(m, kFewRows) * row_bytes(k, dtype); }
 int64_t thread_best_bytes(int64_t m) { return 2 * aligned(m * 4); }
 
+int64_t converted_bytes(int64_t m, int64_t k, DType dtype) { return dtype == DType::F32 ? 0 : m * row_bytes(k, dtype); }
+int64_t thread_bytes(int64_t m, int64_t k, DType dtype) {
+  return 2 * thread_rows_bytes(m, k, dtype) + thread_best_bytes(m) + kAlignment;
+}
 int64_t workspace_bytes(int64_t m, int64_t k, DType dtype, int threads) {
-  const int64_t converted = dtype == DType::F32 ? 0 : m * row_bytes(k, dtype);
-  return converted + threads * (2 * thread_rows_bytes(m, k, dtype) + thread_best_bytes(m) + kAlignment);
+  return converted_bytes(m, k, dtype) + threads * thread_bytes(m, k, dtype);
 }
 
 template <class T>
@@ -127,12 +130,13 @@ void linear(const LinearCall& call, const RowProducer& producer) {
   ThreadPool& pool = ThreadPool::global();
   const LinearKernels& kernels = HP_DISPATCH(linear_kernels);
   const PackedWeight& weight = call.weight;
-  const int threads = pool.num_threads();
-  const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, threads);
+  const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, 1);
   if (call.workspace.bytes < needed)
-    throw std::invalid_argument("linear layer of " + std::to_string(call.m) + " rows on " + std::to_string(threads) +
-                                " threads needs a workspace of " + std::to_string(needed) + " bytes, got " +
-                                std::to_string(call.workspace.bytes));
+    throw std::invalid_argument("linear layer of " + std::to_string(call.m) + " rows needs a workspace of " + std::to_string(needed) +
+                                " bytes at least, got " + std::to_string(call.workspace.bytes));
+  // The pool may have grown since the workspace was measured, and may grow now: another engine's.
+  const int64_t served = (call.workspace.bytes - converted_bytes(call.m, weight.k, weight.dtype)) / thread_bytes(call.m, weight.k, weight.dtype);
+  const int threads = static_cast<int>(std::min<int64_t>(pool.num_threads(), served));
 
   const bool to_pairs = weight.dtype == DType::BF16 && kernels.bf16_dot;
   const bool widens = weight.dtype != DType::F32 && !to_pairs;
@@ -216,7 +220,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
                       best.empty() ? nullptr : best[thread].value, best.empty() ? nullptr : best[thread].column};
       kernels.run_item(item);
     }
-  });
+  }, threads);
 
   for (int64_t i = 0; !best.empty() && i < call.m; ++i) {
     Best top = best[0];

@@ -89,10 +89,10 @@ struct RowProducer {
 };
 
 // Bytes of workspace for up to m rows, whatever the instruction set, on as many threads as the machine has cores or, where those
-// are more, as the thread pool has now.
+// are more, as the thread pool has now. With less, fewer threads work.
 int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype);
 
-// Throws std::invalid_argument when the workspace is too small (the thread pool may have grown since it was measured).
+// Throws std::invalid_argument when the workspace is too small for one thread.
 void linear(const LinearCall& call);
 
 // Like `linear`, with x computed by `producer`. call.x must be writable scratch [m, k]: all threads fill it first when there are

@@ -55,7 +55,7 @@ void RowSampler::sample(const SampleCall& call) {
       call.last_tokens[row] = std::max<int64_t>(token, 0);
       if (call.table[row].history >= 0 && token >= 0) call.history[call.table[row].history * call.n + token] += 2;
     }
-  });
+  }, static_cast<int>(scratch.size()));
 }
 
 int64_t RowSampler::sample_row(const SamplerKernels& kernels, const SampleCall& call, int64_t i, Scratch& scratch) {
@@ -280,7 +280,7 @@ void RowSampler::logprobs(const LogprobsCall& call) {
       call.ranks[i] = rank;
       for (int64_t k = 0; k <= call.count; ++k) values[k] = x[ids[k]] - sum;
     }
-  });
+  }, static_cast<int>(scratch.size()));
 }
 
 }  // namespace hp

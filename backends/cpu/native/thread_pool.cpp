@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -52,7 +53,8 @@ void run_inline(int64_t n, int64_t grain, ThreadPool::Body body, void* context, 
 
 // A job is open while `ticket` says that chunks remain. Whoever decrements the remainder owns one chunk, and only an owner
 // reads the job's fields; the caller does not touch them again before `done` has counted every chunk. A helper that arrives
-// late sees a remainder of zero (or another job's number) and leaves without a trace, so nobody waits for it.
+// late sees a remainder of zero (or another job's number) and leaves without a trace, so nobody waits for it. `most` is stored before
+// the ticket: a thread that has seen a ticket, then `most`, and can still take a chunk of that ticket, has seen that job's.
 struct ThreadPool::State {
   struct alignas(64) Job {
     Body body = nullptr;
@@ -65,6 +67,7 @@ struct ThreadPool::State {
   explicit State(int threads) : num_threads(threads) {}
 
   alignas(64) std::atomic<uint64_t> ticket{0};  // job number << 32 | chunks not yet taken
+  std::atomic<int> most{INT_MAX};               // threads that may take part in the job
   alignas(64) std::atomic<uint32_t> done{0};
   Job job;
 
@@ -79,13 +82,15 @@ struct ThreadPool::State {
   std::atomic<int> sleepers{0};
   std::atomic<bool> stop{false};
 
-  bool work_available() const { return static_cast<uint32_t>(ticket.load(std::memory_order_seq_cst)) != 0; }
+  bool work_available(int thread) const {
+    return static_cast<uint32_t>(ticket.load(std::memory_order_seq_cst)) != 0 && thread < most.load(std::memory_order_seq_cst);
+  }
 
   // Takes and runs chunks until none remain.
   void work(int thread) {
     t_thread_index = thread;
     uint64_t seen = ticket.load(std::memory_order_acquire);
-    while (static_cast<uint32_t>(seen) != 0) {
+    while (static_cast<uint32_t>(seen) != 0 && thread < most.load(std::memory_order_acquire)) {
       if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
       const int64_t chunk = job.chunks - static_cast<uint32_t>(seen);
       const int64_t begin = chunk * job.grain;
@@ -96,11 +101,11 @@ struct ThreadPool::State {
     t_thread_index = -1;
   }
 
-  bool spin_for_work() const {
+  bool spin_for_work(int thread) const {
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
     do {
       for (int i = 0; i < kPausesPerClockRead; ++i) {
-        if (work_available() || stop.load(std::memory_order_relaxed)) return true;
+        if (work_available(thread) || stop.load(std::memory_order_relaxed)) return true;
         pause_cpu();
       }
     } while (std::chrono::steady_clock::now() < deadline);
@@ -110,10 +115,10 @@ struct ThreadPool::State {
   void helper_main(int thread) {
     pthread_setname_np(pthread_self(), ("hp-cpu-" + std::to_string(thread)).c_str());
     while (!stop.load(std::memory_order_acquire)) {
-      if (!spin_for_work()) {
+      if (!spin_for_work(thread)) {
         std::unique_lock<std::mutex> lock(sleep_mutex);
         sleepers.fetch_add(1, std::memory_order_seq_cst);
-        wake.wait(lock, [this] { return work_available() || stop.load(std::memory_order_seq_cst); });
+        wake.wait(lock, [&] { return work_available(thread) || stop.load(std::memory_order_seq_cst); });
         sleepers.fetch_sub(1, std::memory_order_seq_cst);
       }
       work(thread);
@@ -149,20 +154,21 @@ struct ThreadPool::State {
     stop.store(false);
   }
 
-  void wake_helpers(uint32_t chunks) {
+  // `all`: not every helper takes part, and one that is woken alone might be none of those that do.
+  void wake_helpers(uint32_t chunks, bool all) {
     const int asleep = sleepers.load(std::memory_order_seq_cst);
     if (asleep == 0) return;
     { std::lock_guard<std::mutex> lock(sleep_mutex); }
-    if (chunks > static_cast<uint32_t>(asleep)) {
+    if (all || chunks > static_cast<uint32_t>(asleep)) {
       wake.notify_all();
     } else {
       for (uint32_t i = 1; i < chunks; ++i) wake.notify_one();
     }
   }
 
-  void run(int64_t n, int64_t grain, Body body, void* context) {
+  void run(int64_t n, int64_t grain, Body body, void* context, int threads) {
     std::lock_guard<std::mutex> lock(run_mutex);
-    if (n <= grain || stopped || num_threads.load(std::memory_order_relaxed) == 1) {
+    if (n <= grain || stopped || std::min(threads, num_threads.load(std::memory_order_relaxed)) == 1) {
       t_thread_index = 0;
       run_inline(n, grain, body, context, 0);
       t_thread_index = -1;
@@ -176,8 +182,9 @@ struct ThreadPool::State {
     job.grain = grain;
     job.chunks = chunks;
     done.store(0, std::memory_order_relaxed);
+    most.store(threads, std::memory_order_seq_cst);
     ticket.store(uint64_t{++job_number} << 32 | chunks, std::memory_order_seq_cst);
-    wake_helpers(chunks);
+    wake_helpers(chunks, threads <= static_cast<int>(helpers.size()));
     work(0);
     for (int pauses = 0; done.load(std::memory_order_acquire) != chunks; ++pauses) {
       // A helper that holds a chunk may have lost its core to another process: give ours up for it.
@@ -219,12 +226,12 @@ void ThreadPool::set_num_threads(int n) {
 
 int ThreadPool::num_threads() const { return state_->num_threads.load(std::memory_order_relaxed); }
 
-void ThreadPool::run(int64_t n, int64_t grain, Body body, void* context) {
+void ThreadPool::run(int64_t n, int64_t grain, Body body, void* context, int most) {
   if (n <= 0) return;
   // The number of chunks must fit the ticket's 32 bits.
   grain = std::max({grain, int64_t{1}, (n + INT32_MAX - 1) / INT32_MAX});
   if (t_thread_index >= 0) return run_inline(n, grain, body, context, t_thread_index);
-  state_->run(n, grain, body, context);
+  state_->run(n, grain, body, context, most);
 }
 
 }  // namespace hp

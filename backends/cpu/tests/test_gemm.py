@@ -59,10 +59,11 @@ def linear(
     epilogue: int = STORE,
     soft_cap: float = 0.0,
     arg_max: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     rows, k = x.shape
     code = CODES[x.dtype]
-    workspace = torch.full((_native.linear_workspace_bytes(rows, k, code),), 0xFF, dtype=torch.uint8)
+    workspace = measured_workspace(x) if workspace is None else workspace
     _native.linear(
         tiles.data_ptr(),
         n,
@@ -83,6 +84,10 @@ def linear(
         workspace.numel(),
     )
     return out
+
+
+def measured_workspace(x: Tensor) -> Tensor:
+    return torch.full((_native.linear_workspace_bytes(*x.shape, CODES[x.dtype]),), 0xFF, dtype=torch.uint8)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -244,6 +249,26 @@ def test_gathered_rows_are_the_weights_rows_times_the_scale(k: int, dtype: torch
 def test_a_workspace_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a workspace of"):
         _native.linear(0, 16, 8, 1, 0, 8, 4, 0, STORE, 0.0, 0, 16, 0, 16, 0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_workspace_for_fewer_threads_than_the_pool_has_by_now_serves_as_many(dtype: torch.dtype) -> None:
+    """Another engine may set the size of the process's pool. Bytes after the workspace show a thread that has no part of it."""
+    threads = _native.num_threads()
+    weight, x = random(500, 40, dtype=dtype), random(3, 40, dtype=dtype, seed=1)
+    measured = measured_workspace(x)
+    room = torch.full((20 * len(measured),), 0x5A, dtype=torch.uint8)
+    tiles, best = pack(weight), torch.full((3,), -1)
+    linear(x, tiles, 500, torch.empty(0), epilogue=ARG_MAX, arg_max=best)
+    try:
+        _native.set_num_threads(2 * threads + 30)
+        for _ in range(20):
+            found = torch.full((3,), -1)
+            linear(x, tiles, 500, torch.empty(0), epilogue=ARG_MAX, arg_max=found, workspace=room[: len(measured)])
+            assert torch.equal(found, best)
+    finally:
+        _native.set_num_threads(threads)
+    assert bool((room[len(measured) :] == 0x5A).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -71,6 +71,21 @@ def test_embeddings_and_generations_share_steps_in_flight(make_llm: Make) -> Non
     assert len(drain(llm.engine)["text"][-1].outputs[0].token_ids) == 20
 
 
+def test_requests_say_how_long_their_prompts_waited_for_a_step(make_llm: Make) -> None:
+    llm = make_llm(1, max_num_seqs=1, seconds=0.005)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    first, second, third = llm.generate(["one", "two", "three"], [params, params, params])
+    waited = [one.metrics.queue_seconds for one in (first, second, third) if one.metrics is not None]
+    # 20 steps of 5 ms before the second one's turn.
+    assert waited[1] > 0.09
+    assert 0 <= waited[0] < waited[1] < waited[2]
+    core = llm.engine._loop.core  # type: ignore[attr-defined]
+    llm.engine.add_request("gone", "x", params)
+    llm.engine.abort_request("gone")
+    assert not core._arrivals
+    assert not core._queue_seconds
+
+
 def test_the_device_does_not_wait_for_the_host(make_llm: Make) -> None:
     llm = make_llm(1, seconds=0.01)
     engine = llm.engine

@@ -31,37 +31,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "sliding_window": 5}),
 }
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-
-
-def _gguf_name(name: str, architecture: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if architecture == "gemma2":
-        norms = {
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "ffn_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        }
-    else:
-        norms = {"post_attention_layernorm": "ffn_norm"}
-    if not stem.startswith("model.layers."):
-        return f"{NAMES[stem]}.{kind}"
-    _, _, index, part = stem.split(".", 3)
-    return f"blk.{index}.{(NAMES | norms)[part]}.{kind}"
 
 
 def _write(path: Path, name: str, kind: gguf.GGMLQuantizationType, extra: Any = None) -> Any:
@@ -88,6 +57,8 @@ def _write(path: Path, name: str, kind: gguf.GGMLQuantizationType, extra: Any = 
     if extra is not None:
         extra(writer)
     tied = config.tie_word_embeddings
+    kind_of = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kind_of[architecture], config.num_hidden_layers)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
@@ -102,7 +73,7 @@ def _write(path: Path, name: str, kind: gguf.GGMLQuantizationType, extra: Any = 
                 values = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
             stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
             data = gguf.quants.quantize(values, stored)
-            writer.add_tensor(_gguf_name(parameter_name, architecture), data, raw_dtype=stored)
+            writer.add_tensor(names.get_name(parameter_name, try_suffixes=(".weight", ".bias")), data, raw_dtype=stored)
             if values.ndim > 1:
                 kept = gguf.quants.dequantize(data, stored)
                 if interleaved:

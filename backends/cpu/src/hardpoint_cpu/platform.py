@@ -15,7 +15,8 @@ class CpuPlatform(Platform):
 
     By default an engine takes at most 40 % of the memory and 4 GiB for the KV cache, and counts only its own tensors as used: what
     other programs hold now is no measure of what this one may take, but what is free is. The thread pool is the process's:
-    of several engines, the last one made sets its size. Ranks may be neighbours on one host, so that each has its part of the memory alone.
+    of several engines, the last one made sets its size, and one with memory for fewer threads runs on these. Ranks may be neighbours on
+    one host, so that each has its part of the memory alone.
     """
 
     memory_utilization = 0.4

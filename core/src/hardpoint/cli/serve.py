@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hardpoint.server.metrics import Metrics
     from hardpoint.server.run import ServerSettings
     from hardpoint.server.served_model import ServedModel, ServingOptions
+    from hardpoint.server.tracing import Tracing
 
 _SERVER, _CONTROL, _REPLICAS = "Server", "Control", "Replicas"
 
@@ -82,8 +83,32 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="Seconds that requests in progress have at the end.", rich_help_panel=_SERVER)
     ] = 60.0,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="How models write tool calls: hermes (also Qwen), llama3_json, or auto by the chat template.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Tell a model's reasoning from its answer: qwen3, deepseek_r1, or auto by the chat template.",
+            show_default="no",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a collector of OpenTelemetry traces (OTLP over HTTP); needs the extra otel.",
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            show_envvar=True,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     control_port: Annotated[
         int | None,
         typer.Option(
@@ -162,10 +187,17 @@ def serve(
             "request_timeout": request_timeout,
             "drain_seconds": drain_seconds,
             "idle_sleep": idle_sleep,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
         }
     )
     if replicas is not None:
-        refused = {"--device-memory": device_memory, "--control-port": control_port, "--control-socket": control_socket}
+        refused = {
+            "--device-memory": device_memory,
+            "--control-port": control_port,
+            "--control-socket": control_socket,
+            "--otlp-endpoint or OTEL_EXPORTER_OTLP_ENDPOINT": otlp_endpoint or None,
+        }
         _check_one_model(models, [name for name, given in refused.items() if given is not None])
         wanted = {
             "replicas": replicas,
@@ -181,7 +213,8 @@ def serve(
     limit = None if device_memory is None else size_of(device_memory)
     chosen = engine.settings() | ({} if limit is None else within(limit, engine))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    metrics = Metrics()
+    tracing = None if not otlp_endpoint else _tracing(otlp_endpoint)
+    metrics = Metrics(tracing)
 
     async def whole() -> None:
         budget = None if limit is None else DeviceBudget(limit, min_awake)
@@ -193,6 +226,8 @@ def serve(
             await run(server, ready)
         finally:
             telling.cancel()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     interrupts.raise_from_here()
     _run(whole())
@@ -270,6 +305,25 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
     console.print(f"Serving at {server.url} (OpenAI's interface at {server.url}/v1)")
     if server.control_url is not None:
         console.print(f"Control at {server.control_url}")
+
+
+def _tracing(endpoint: str) -> Tracing:
+    """Return what sends traces to a collector; raises ConfigError."""
+    if not re.match(r"https?://[^/\s]", endpoint):
+        raise ConfigError(
+            "the collector of traces has no address of HTTP",
+            found=f"'{endpoint}'",
+            hint="Give --otlp-endpoint or OTEL_EXPORTER_OTLP_ENDPOINT as http://HOST:4318",
+        )
+    try:
+        from hardpoint.server.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(
+            "the packages for traces are not installed",
+            found=str(error),
+            hint="Install the extra: hardpoint[otel], or unset OTEL_EXPORTER_OTLP_ENDPOINT",
+        ) from error
+    return Tracing(endpoint)
 
 
 def _served(given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics) -> ServedModel:

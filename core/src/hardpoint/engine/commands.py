@@ -189,6 +189,7 @@ class StepDone(_Message, frozen=True):
         ended: sequences that ended with this step.
         embeddings: by sequence.
         prompt_logprobs: by the first sequence of a request, those of the prompt's tokens that follow what came before, from its second.
+        queue_seconds: of sequences that were sampled for the first time: from their arrival in the loop to the first step of their prompt.
     """
 
     seq_ids: Int64Array
@@ -198,6 +199,7 @@ class StepDone(_Message, frozen=True):
     ended: Sequence[Ended] = ()
     embeddings: Mapping[int, FloatArray] = {}
     prompt_logprobs: Mapping[int, PromptLogprobs] = {}
+    queue_seconds: Mapping[int, float] = {}
 
 
 class Lost(_Message, frozen=True):

@@ -263,6 +263,9 @@ class EngineCore:
         self._keys: dict[int, int] = {}
         self._queued: set[int] = set()
         self._new_sampling: dict[int, SequenceSampling] = {}
+        # Of sequences that no step has computed a token of, when they came; of those that wait for their first sample, for how long.
+        self._arrivals: dict[int, float] = {}
+        self._queue_seconds: dict[int, float] = {}
         self._pooling: dict[int, SequencePooling] = {}
         self._scoring: dict[int, _Scoring] = {}
         self._forgotten: list[int] = []
@@ -387,6 +390,7 @@ class EngineCore:
             # A function or a grammar is given the tokens before, so that they have to be here.
             plan_ahead=not any(one.logits_processors or one.grammar is not None for one in command.sampling),
         )
+        self._arrivals[handle] = time.perf_counter()
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
         if command.prompt_logprobs is not None and len(command.prompt_token_ids) > 1:
@@ -428,6 +432,8 @@ class EngineCore:
         """Drop what is kept of sequences that ended; the worker is told with the next step."""
         for seq_id in seq_ids:
             self._new_sampling.pop(seq_id, None)
+            self._arrivals.pop(seq_id, None)
+            self._queue_seconds.pop(seq_id, None)
             self._pooling.pop(seq_id, None)
             self._scoring.pop(seq_id, None)
             key = self._keys.pop(seq_id)
@@ -608,6 +614,9 @@ class EngineCore:
             return False
         first: tuple[SequenceSampling, ...] = ()
         new, pooling = self._new_sampling, self._pooling
+        if self._arrivals:
+            for seq_id in self._arrivals.keys() & batch.seq_ids.tolist():
+                self._queue_seconds[seq_id] = start - self._arrivals.pop(seq_id)
         if new:
             rows = zip(batch.sample_seq_ids.tolist(), batch.sample_state_rows.tolist(), strict=True)
             first = tuple(replace(new.pop(seq_id), state_row=row) for seq_id, row in rows if seq_id in new)
@@ -659,13 +668,23 @@ class EngineCore:
         self._last_booking = now
         scheduler, keys = self.scheduler, self._keys
         num_cached = {seq_id: scheduler.num_cached_tokens(seq_id) for seq_id in step.first if seq_id in keys}
+        queued = {seq_id: self._queue_seconds.pop(seq_id) for seq_id in step.first if seq_id in self._queue_seconds}
         if step.scored:
             self._check_scores([seq_id for seq_id in step.scored if seq_id not in output.prompt_logprobs])
         ended = [self._ended(seq_id, reason) for seq_id, reason in finished if seq_id in keys]
         # A copy: the worker may make the next step's tokens in the same memory before a client reads these.
         token_ids = output.token_ids.copy()
         self._events.append(
-            StepDone(seq_ids, token_ids, output.logprobs, num_cached, ended, output.embeddings, output.prompt_logprobs)
+            StepDone(
+                seq_ids,
+                token_ids,
+                output.logprobs,
+                num_cached,
+                ended,
+                output.embeddings,
+                output.prompt_logprobs,
+                queued,
+            )
         )
 
     def _check_scores(self, missing: Sequence[int]) -> None:

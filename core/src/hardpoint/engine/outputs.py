@@ -50,11 +50,13 @@ class RequestMetrics:
         arrival_time: the engine took the request.
         first_token_time: its first token was out; None before.
         finished_time: it ended; None before.
+        queue_seconds: that it waited for the first step of its prompt; None before the first token.
     """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    queue_seconds: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -144,9 +144,9 @@ class Request:
         """All completions have ended."""
         return not self._unfinished
 
-    def first_token(self, num_cached_tokens: int) -> None:
-        """Note that the first token is out, and how many prompt tokens the prefix cache had."""
-        self.metrics = replace(self.metrics, first_token_time=time.perf_counter())
+    def first_token(self, num_cached_tokens: int, queue_seconds: float | None) -> None:
+        """Note that the first token is out, how many prompt tokens the prefix cache had, and how long the prompt waited for a step."""
+        self.metrics = replace(self.metrics, first_token_time=time.perf_counter(), queue_seconds=queue_seconds)
         self.num_cached_tokens = num_cached_tokens
 
     def extend_prompt(self, entries: PromptLogprobs) -> None:
@@ -327,7 +327,7 @@ class RequestTable:
                 self._completions[seq_id][0].extend_prompt(entries)
         for seq_id, num_cached in event.num_cached.items():
             if seq_id in self._completions:
-                self._completions[seq_id][0].first_token(num_cached)
+                self._completions[seq_id][0].first_token(num_cached, event.queue_seconds.get(seq_id))
         changed: dict[int, Request] = {}
         stopped: list[int] = []
         if self._streaming:

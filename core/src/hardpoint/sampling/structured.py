@@ -75,7 +75,7 @@ class StructuredOutputsParams(Validated):
     def _text(self) -> str:
         if self.json is not None or self.json_object:
             schema = {"type": "object"} if self.json is None else self.json
-            body: dict[str, Any] = {"json_schema": _json_schema(schema)}
+            body: dict[str, Any] = {"json_schema": json_schema(schema)}
         else:
             body = {"lark_grammar": self._lark()}
         if self.after is None:
@@ -104,7 +104,8 @@ class StructuredOutputsParams(Validated):
         raise InvalidSamplingParams("structured_outputs cannot be used as they are", found=found) from None
 
 
-def _json_schema(schema: str | Mapping[str, Any]) -> dict[str, Any]:
+def json_schema(schema: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema as llguidance reads it, with the space that may be between the parts; raises ValueError, TypeError."""
     parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
     if not isinstance(parsed, dict):
         raise ValueError(f"a JSON schema is an object, not {shown(parsed)}")

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from hardpoint import __version__
 from hardpoint.interfaces.errors import HardpointError
-from hardpoint.server import chat, completions, errors, page, texts
+from hardpoint.server import chat, completions, errors, page, responses, similarity, texts
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.http import Gate
@@ -32,7 +32,7 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     about = "An OpenAI-compatible server of language models."
     app = FastAPI(title="Hardpoint", version=__version__, description=about, responses=errors.RESPONSES)
     errors.install(app)
-    for part in (completions, chat, texts):
+    for part in (completions, chat, responses, similarity, texts):
         app.include_router(part.router(fleet))
     app.include_router(page.router("users"))
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from hardpoint.sampling import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.events import TextEvents, written
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import Counted, request_limits, respond, sampling_params, stream_options, top_logprobs
 from hardpoint.server.protocol import (
     AnswerMessage,
+    CallFunction,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -23,12 +26,17 @@ from hardpoint.server.protocol import (
     ChatLogprobs,
     ChatRequest,
     TokenLogprob,
+    ToolCall,
     new_id,
     now,
 )
+from hardpoint.server.reasoning import CLOSE, ReasoningParser, begins_reasoning, is_closed, parser_of
 from hardpoint.server.served_model import ServedModel
+from hardpoint.server.tools import CallPart, ToolChoice, ToolParser, for_template
 
 P = TypeVar("P", ChatChoice, ChatDelta)
+
+_BESIDE = "tools beside a text that must match: only with tool_choice 'none'"
 
 _MOST_LOGPROBS = 20
 """OpenAI's limit."""
@@ -55,11 +63,24 @@ class _Answer:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = model.llm.get_default_sampling_params()
         self._params = sampling_params(body, defaults, max_tokens=most, logprobs=_wanted_logprobs(body))
+        template, options = model.chat_template, model.options
+        named = options.reasoning_parser
+        self._reasoning = parser_of(template) if named == "auto" else named
+        self._tools = ToolChoice(body, template, options.tool_call_parser)
+        if self._tools.grammar is not None:
+            if self._params.structured_outputs is not None:
+                raise ApiError(400, _BESIDE, "invalid_value", param="tool_choice")
+            self._params = self._params.clone(structured_outputs=self._tools.grammar)
+        elif self._tools.parser is not None and self._params.structured_outputs is not None:
+            raise ApiError(400, _BESIDE, "invalid_value", param="tool_choice")
+        self._reasons = False
+        self._readers: dict[int, _Reader] = {}
         self._id, self._created, self._counted = new_id("chatcmpl"), now(), Counted()
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._texts = TextEvents(lambda index, text: self._chunk([_delta(index, AnswerMessage(content=text))]))
         self._is_text_alone = not (body.logprobs or body.return_token_ids or self._options.continuous_usage_stats)
+        self._is_plain = self._reasoning is None and self._tools.parser is None
 
     async def whole(self) -> ChatCompletion:
         """Return the answer as one."""
@@ -102,41 +123,82 @@ class _Answer:
             self._ended.add(index)
         elif not completion.token_ids:
             return begin
-        elif self._is_text_alone:
+        elif self._is_text_alone and self._is_plain:
             return begin + self._texts.written(index, completion.text)
-        return begin + written(self._chunk([self._delta(completion)]))
+        delta = self._delta(completion)
+        if self._is_text_alone and not (completion.finished or delta.delta.model_fields_set):
+            # What came may be the beginning of a mark.
+            return begin
+        return begin + written(self._chunk([delta]))
 
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         async with self._model.taken():
             prompt = await self._prompt()
-            stream = self._model.generate(prompt, self._params, priority=self._body.priority, **self._limits)
+            stream = self._model.generate(
+                prompt, self._after_reasoning(prompt), priority=self._body.priority, **self._limits
+            )
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     self._counted.add(0, output)
                     yield output
 
+    def _after_reasoning(self, prompt: TokenizedPrompt) -> SamplingParams:
+        """Return the parameters for a prompt, by which the model reasons or not before it writes what must match."""
+        params, structured = self._params, self._params.structured_outputs
+        if self._reasoning is None:
+            return params
+        self._reasons = begins_reasoning(self._reasoning, prompt.text or "")
+        if structured is None or is_closed(prompt.text or ""):
+            return params
+        self._reasons = True
+        return params.clone(structured_outputs=replace(structured, after=CLOSE))
+
     async def _prompt(self) -> TokenizedPrompt:
         body = self._body
+        messages, tools = self._tools.written([for_template(message) for message in body.messages])
         made = await self._model.apply_template(
-            [message.model_dump(exclude_unset=True) for message in body.messages],
+            messages,
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
+            tools=tools,
             variables=body.chat_template_kwargs,
         )
         return made.salted(body.cache_salt)
 
+    def _message(self, completion: CompletionOutput) -> AnswerMessage:
+        """Return what is new of a completion, or all of it, divided into reasoning, content and calls."""
+        if self._is_plain:
+            return AnswerMessage(content=completion.text)
+        reader = self._readers.get(completion.index)
+        if reader is None:
+            reasoning = None if self._reasoning is None else ReasoningParser(begins=self._reasons)
+            parser = self._tools.parser
+            reader = self._readers[completion.index] = _Reader(reasoning, None if parser is None else parser())
+        return reader.read(completion.text, ended=completion.finished)
+
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        reader = self._readers.get(completion.index)
+        called = reader is not None and reader.has_calls
+        return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
+
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
-        message = AnswerMessage(role="assistant", content=completion.text)
+        message = self._message(completion)
+        message.role = "assistant"
+        if not message.content:
+            message.content = None if message.tool_calls else ""
+        if message.tool_calls:
+            calls = [ToolCall(id=call.id, type=call.type, function=call.function) for call in message.tool_calls]
+            message.tool_calls = calls
         return self._filled(
             ChatChoice(index=completion.index, message=message, logprobs=None, finish_reason=None), completion
         )
 
     def _delta(self, completion: CompletionOutput) -> ChatDelta:
-        return self._filled(_delta(completion.index, AnswerMessage(content=completion.text)), completion)
+        return self._filled(_delta(completion.index, self._message(completion)), completion)
 
     def _filled(self, part: P, completion: CompletionOutput) -> P:
         """Return a choice or delta with what both have of a completion beside its text."""
-        part.finish_reason = completion.finish_reason
+        part.finish_reason = self._finish_reason(completion)
         if completion.stop_reason is not None:
             part.stop_reason = completion.stop_reason
         if completion.logprobs is not None:
@@ -156,6 +218,48 @@ class _Answer:
         if with_usage or self._options.continuous_usage_stats:
             chunk.usage = self._counted.usage()
         return chunk
+
+
+class _Reader:
+    """Reads one answer as it grows.
+
+    Attributes:
+        has_calls: there was a call.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning, self._tools = reasoning, tools
+        self.has_calls = False
+
+    def read(self, text: str, *, ended: bool) -> AnswerMessage:
+        """Return what a piece of the text brings; the fields that it does not bring are not set."""
+        reasoning, content, parts = "", text, list[CallPart]()
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.feed(text)
+            if ended:
+                rest = self._reasoning.finish()
+                reasoning, content = reasoning + rest[0], content + rest[1]
+        if self._tools is not None:
+            content, parts = self._tools.feed(content)
+            if ended:
+                last, more = self._tools.finish()
+                content, parts = content + last, parts + more
+        message = AnswerMessage()
+        if reasoning:
+            message.reasoning_content = message.reasoning = reasoning
+        if content:
+            message.content = content
+        if parts:
+            self.has_calls = True
+            message.tool_calls = [_call(part) for part in parts]
+        return message
+
+
+def _call(part: CallPart) -> ToolCall:
+    if part.name is None:
+        return ToolCall(index=part.index, function=CallFunction(arguments=part.arguments))
+    function = CallFunction(name=part.name, arguments=part.arguments)
+    return ToolCall(index=part.index, id=new_id("call"), type="function", function=function)
 
 
 def _delta(index: int, message: AnswerMessage) -> ChatDelta:

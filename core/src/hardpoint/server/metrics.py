@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,8 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from hardpoint.engine.core import EngineStats
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
-from hardpoint.interfaces.allocator import MemoryReport
 from hardpoint.interfaces.capabilities import SleepTier
+
+if TYPE_CHECKING:
+    from hardpoint.server.tracing import Tracing
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -24,9 +29,14 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class Metrics:
-    """The server's metrics, and those of each model by the label `model_name`."""
+    """The server's metrics, and those of each model by the label `model_name`.
 
-    def __init__(self) -> None:
+    Args:
+        tracing: gets what is counted of single requests, sleeps and wakes, too.
+    """
+
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        self.tracing = tracing
         self.registry = CollectorRegistry()
         self._engines = _Engines()
         self.registry.register(self._engines)
@@ -42,6 +52,7 @@ class Metrics:
         self.refused = counter("requests_refused", "Requests refused because too many were in progress")
         self.deaths = counter("engine_deaths", "Engines that died")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step of the prompt", _FIRST_TOKEN)
         self.inter_token = histogram("inter_token_latency_seconds", "Between two outputs of a stream", _INTER_TOKEN)
         self.whole = histogram("e2e_request_latency_seconds", "Arrival to end", _WHOLE)
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
@@ -80,10 +91,11 @@ class ModelMetrics:
     """What is counted of one model, with its label filled in once."""
 
     def __init__(self, metrics: Metrics, name: str) -> None:
-        self.name, self._metrics = name, metrics
+        self.name, self.tracing, self._metrics = name, metrics.tracing, metrics
         self.refused = metrics.refused.labels(name)
         self.deaths = metrics.deaths.labels(name)
         self.first_token = metrics.first_token.labels(name)
+        self.queue = metrics.queue.labels(name)
         self.inter_token = metrics.inter_token.labels(name)
         self.whole = metrics.whole.labels(name)
         self.prompt_tokens = metrics.prompt_tokens.labels(name)
@@ -92,7 +104,16 @@ class ModelMetrics:
     def request(self, prompt_tokens: int) -> RequestWatch:
         """Return what watches one request."""
         self.prompt_tokens.observe(prompt_tokens)
-        return RequestWatch(self)
+        return RequestWatch(self, prompt_tokens)
+
+    def embedded(self, prompt_tokens: int) -> None:
+        """Note an embedding."""
+        if self.tracing is not None:
+            self.tracing.note_generation(self.name, prompt_tokens, 0)
+
+    def operation(self, kind: str) -> AbstractContextManager[None]:
+        """Return the context of a sleep or wake, which `slept` or `woke` ends."""
+        return nullcontext() if self.tracing is None else self.tracing.operation(self.name, kind)
 
     def finished(self, reason: str) -> None:
         """Count a request that ended."""
@@ -111,20 +132,22 @@ class ModelMetrics:
 
     def slept(self, report: SleepReport) -> None:
         """Count a sleep."""
-        self._changed("sleep", report.seconds, report.memory)
+        self._changed("sleep", report)
         for participant, size in report.residual.items():
             self._metrics.residual.labels(self.name, participant).set(size)
 
     def woke(self, report: WakeReport) -> None:
         """Count a wake."""
-        self._changed("wake", report.seconds, report.memory)
+        self._changed("wake", report)
 
     def failed(self, operation: str, error: Exception) -> None:
         """Count a sleep or wake that raised."""
         self._metrics.change_failures.labels(self.name, operation, type(error).__name__).inc()
 
-    def _changed(self, operation: str, seconds: float, memory: MemoryReport | None) -> None:
-        metrics = self._metrics
+    def _changed(self, operation: str, report: SleepReport | WakeReport) -> None:
+        metrics, seconds, memory = self._metrics, report.seconds, report.memory
+        if self.tracing is not None:
+            self.tracing.note_report(report)
         metrics.changes.labels(self.name, operation).observe(seconds)
         if memory is None:
             return
@@ -137,15 +160,36 @@ class ModelMetrics:
 
 
 class RequestWatch:
-    """The times of one request."""
+    """The times of one request, which lasts as long as its context."""
 
-    __slots__ = ("_last", "_metrics", "_start", "_tokens")
+    __slots__ = ("_first", "_last", "_metrics", "_output", "_prompt_tokens", "_start", "_tokens")
 
-    def __init__(self, metrics: ModelMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: ModelMetrics, prompt_tokens: int) -> None:
+        self._metrics, self._prompt_tokens = metrics, prompt_tokens
         self._start = time.perf_counter()
+        self._first: float | None = None
         self._last: float | None = None
+        self._output: RequestOutput | None = None
         self._tokens = 0
+
+    def __enter__(self) -> RequestWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tracing, output = self._metrics.tracing, self._output
+        if tracing is None:
+            return
+        tracing.note_generation(
+            self._metrics.name,
+            self._prompt_tokens,
+            self._tokens,
+            [] if output is None else [one.finish_reason for one in output.outputs if one.finish_reason is not None],
+            None if output is None or output.metrics is None else output.metrics.queue_seconds,
+            self._first,
+            error if isinstance(error, Exception) else None,
+        )
 
     def output(self, output: RequestOutput) -> None:
         """Take the next output, of deltas or the only one."""
@@ -153,11 +197,16 @@ class RequestWatch:
         self._tokens += sum(len(one.token_ids) for one in output.outputs)
         if self._last is not None:
             metrics.inter_token.observe(now - self._last)
-        elif output.finished and output.metrics is not None and output.metrics.first_token_time is not None:
-            metrics.first_token.observe(output.metrics.first_token_time - self._start)
         else:
-            metrics.first_token.observe(now - self._start)
-        self._last = now
+            times = output.metrics
+            first = now
+            if output.finished and times is not None and times.first_token_time is not None:
+                first = times.first_token_time
+            self._first = first - self._start
+            metrics.first_token.observe(self._first)
+            if times is not None and times.queue_seconds is not None:
+                metrics.queue.observe(times.queue_seconds)
+        self._last, self._output = now, output
         if output.finished:
             metrics.whole.observe(now - self._start)
             metrics.output_tokens.observe(self._tokens)

@@ -265,12 +265,26 @@ async function follow(card, operation, canCancel) {
 }
 
 let isPolling = false;
+let hasMetrics = true;
+
+// Replicas' metrics are not gathered. Then the models are asked for once, since to ask on and on would keep a replica from ending.
+async function readMetrics() {
+  try {
+    return parseMetrics(await (await call("metrics")).text());
+  } catch (error) {
+    if (error.code !== "unknown_path") throw error;
+    hasMetrics = false;
+    $("activity-section").hidden = true;
+    document.querySelector(".legend").hidden = true;
+    return new Map();
+  }
+}
 
 async function poll() {
-  if (isPolling) return;
+  if (isPolling || (!hasMetrics && cards.size)) return;
   isPolling = true;
   try {
-    const metrics = parseMetrics(await (await call("metrics")).text());
+    const metrics = hasMetrics ? await readMetrics() : new Map();
     let models;
     if (isOperators) {
       const all = await json("models");
@@ -283,7 +297,7 @@ async function poll() {
       showChoices(models);
     }
     showModels(models, metrics);
-    showActivity(metrics);
+    if (hasMetrics) showActivity(metrics);
     $("connection").textContent = "Connected";
     $("connection").className = "";
   } catch (error) {
@@ -364,6 +378,24 @@ function newMessage(role, text) {
   return { root, body };
 }
 
+// What a model writes before its answer, open until that begins.
+function showReasoning(root, text, isOver) {
+  let details = root.querySelector("details");
+  if (!details) {
+    details = document.createElement("details");
+    details.open = true;
+    const summary = document.createElement("summary");
+    summary.textContent = "Reasoning";
+    details.append(summary, document.createElement("p"));
+    root.prepend(details);
+  }
+  details.lastElementChild.textContent = text;
+  if (isOver && !details.dataset.isOver) {
+    details.open = false;
+    details.dataset.isOver = true;
+  }
+}
+
 async function* serverEvents(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -397,12 +429,13 @@ async function answer(headers = {}) {
   const abort = new AbortController();
   answering = abort;
   showBusy(root, true);
-  let text = "", tokens = 0, reason = null, first = null, last = null, isDrawn = true, failure = null;
+  let text = "", reasoning = "", tokens = 0, reason = null, first = null, last = null, isDrawn = true, failure = null;
   const start = performance.now();
   const draw = () => {
     const log = $("log");
     const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
     isDrawn = true;
+    if (reasoning) showReasoning(root, reasoning, Boolean(text));
     showText(body, text);
     if (follows) log.scrollTop = log.scrollHeight;
   };
@@ -418,6 +451,7 @@ async function answer(headers = {}) {
         first ??= last;
       }
       text += choice?.delta.content ?? "";
+      reasoning += choice?.delta.reasoning_content ?? "";
       if (isDrawn) {
         isDrawn = false;
         requestAnimationFrame(draw);

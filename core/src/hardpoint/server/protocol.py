@@ -19,6 +19,10 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class _Lenient(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
 class _Answer(BaseModel):
     pass
 
@@ -113,13 +117,54 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = True
 
 
-class ChatMessage(BaseModel):
-    """One message of a conversation; what a model's template knows beside the declared fields is passed on to it."""
+class CalledFunction(_Lenient):
+    """A function that was called, with its arguments as JSON."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class Called(_Lenient):
+    """A call in a message of the model's that a client sends back."""
+
+    function: CalledFunction
+
+
+class ChatMessage(_Lenient):
+    """One message of a conversation; what a model's template knows beside the declared fields is passed on to it."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Called] | None = None
+
+
+class Function(_Request):
+    """A function that the model may call. Where a call must be, its arguments are held to the schema whatever `strict` says."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Request):
+    """Something that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(_Request):
+    """The name of a function."""
+
+    name: str
+
+
+class ChosenTool(_Request):
+    """The function that the model has to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class ChatRequest(Sampling):
@@ -132,6 +177,9 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
 
@@ -236,11 +284,34 @@ class ChatLogprobs(_Answer):
     content: list[TokenLogprob]
 
 
+class CallFunction(_Answer):
+    """The function of a call, with its arguments as JSON, or what is new of them."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call, or what is new of it: `index` is in the parts of a stream alone, `id`, `type` and name in the first part of each call."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CallFunction
+
+
 class AnswerMessage(_Answer):
-    """The model's message, or what is new of it."""
+    """The model's message, or what is new of it.
+
+    Attributes:
+        reasoning_content, reasoning: the same; clients know one or the other.
+    """
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Answer):

@@ -19,9 +19,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hardpoint import __version__
+from hardpoint.executor.ray_placement import Demand, rooms_of
 from hardpoint.executor.ray_session import RaySession, RaySettings, import_ray
 from hardpoint.interfaces.errors import ClusterError, ConfigError
-from hardpoint.server import errors
+from hardpoint.server import errors, page
 from hardpoint.server.app import OPEN_PATHS, public_app
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
@@ -85,6 +86,11 @@ class ReplicaOptions(Validated):
         return {"num_cpus": 0, "resources": {self.resource: self.amount}}
 
     @property
+    def at_first(self) -> int:
+        """Replicas that are started first."""
+        return self.replicas if self.min_replicas is None else max(self.min_replicas, 1)
+
+    @property
     def scaling(self) -> dict[str, Any]:
         """How many replicas there are, as Ray Serve's options."""
         if self.min_replicas in (None, self.replicas):
@@ -92,7 +98,7 @@ class ReplicaOptions(Validated):
         return {
             "autoscaling_config": {
                 "min_replicas": self.min_replicas,
-                "initial_replicas": max(self.min_replicas or 0, 1),
+                "initial_replicas": self.at_first,
                 "max_replicas": self.replicas,
                 "target_ongoing_requests": self.requests_per_replica,
                 "upscale_delay_s": min(self.end_after, 5.0),
@@ -222,6 +228,10 @@ class Forward:
                 _log.warning(
                     "a replica was lost before it answered; the request goes to another one (%d tries left)", left
                 )
+            except BaseException:
+                # The client left: its replica is not to go on.
+                answers.cancel()
+                raise
             # The one that was lost is not to be preferred.
             names = ()
             await asyncio.sleep(delay)
@@ -251,6 +261,7 @@ def front_app(forward: ASGIApp, settings: ServerSettings) -> ASGIApp:
             404, "replicas' metrics are not gathered; Ray has those of requests and replicas", "unknown_path"
         )
 
+    app.include_router(page.router("users"))
     app.router.routes.append(Route("/{path:path}", forward))
     return Gate(app, settings.api_keys, OPEN_PATHS, settings.max_body_bytes)
 
@@ -305,6 +316,8 @@ def application(
         ray_actor_options=options.actor_options,
         max_ongoing_requests=serving.max_requests,
         max_queued_requests=serving.max_requests,
+        # What keeps a model from loading is told at once.
+        max_constructor_retry_count=1,
         graceful_shutdown_timeout_s=serving.drain_seconds + 10,
         request_router_config={
             "request_router_class": "hardpoint.server.ray_router.PrefixRouter",
@@ -367,12 +380,14 @@ class Replicas:
         if settings.tls_certificate is not None:
             http |= {"ssl_certfile": settings.tls_certificate, "ssl_keyfile": settings.tls_key}
         try:
+            _warn_of_little_room(module, options)
             serve.start(proxy_location="HeadOnly", http_options=http)
             app = application(name, model, engine, serving, settings, options)
             serve.run(app, name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
+            found = _failure(serve.status()) or str(error)
             self.end()
-            raise ClusterError(f"the replicas of '{name}' do not start", found=str(error)) from error
+            raise ClusterError(f"the replicas of '{name}' do not start", found=found) from error
         except BaseException:
             self.end()
             raise
@@ -381,3 +396,25 @@ class Replicas:
         """Refuse what is new, serve what is in progress for a while, and end the replicas."""
         self._serve.shutdown()
         self._session.leave()
+
+
+def _failure(status: Any) -> str:
+    """Return the last line that Ray Serve knows of why replicas did not start: the error's own."""
+    application = status.applications.get(APPLICATION)
+    message = "" if application is None else application.deployments[REPLICAS].message
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "")
+
+
+def _warn_of_little_room(ray: Any, options: ReplicaOptions) -> None:
+    """Say when replicas will wait for machines: which Ray may be about to add, so that it is no error."""
+    demand = Demand(options.resource, options.amount, options.at_first, 1)
+    rooms = rooms_of(ray.nodes(), options.resource)
+    if not demand.fits(rooms.values()):
+        has = ", ".join(f"{room:g} on {name}" for name, room in rooms.items() if room) or "none on any machine"
+        _log.warning(
+            "%d replicas with %g %s each wait for machines: the cluster has %s",
+            options.at_first,
+            options.amount,
+            options.resource,
+            has,
+        )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.server.app import public_app
@@ -154,9 +155,10 @@ class HardpointServer:
         if self.settings.control_socket is not None:
             Path(self.settings.control_socket).unlink(missing_ok=True)
 
-    def _server(self, app: object) -> uvicorn.Server:
+    def _server(self, app: ASGIApp) -> uvicorn.Server:
+        tracing = self._metrics.tracing
         config = uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            app if tracing is None else tracing.around(app),
             http=Connection,
             log_config=None,
             access_log=False,

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.inputs import TokenizedPrompt
@@ -73,6 +73,8 @@ class ServingOptions(Validated):
         request_timeout: seconds that a request may take, where it does not say it itself; None for no limit.
         drain_seconds: that requests in progress have when the server ends.
         idle_sleep: seconds without a request after which the model sleeps at level 1; None never. Requests wake it then.
+        tool_call_parser: how the model writes calls; "auto" goes by its chat template.
+        reasoning_parser: how the model's reasoning is told from its answer; None leaves it there, "auto" goes by the chat template.
     """
 
     _called = "an option of serving"
@@ -84,6 +86,8 @@ class ServingOptions(Validated):
     request_timeout: Seconds | None = None
     drain_seconds: NonNegativeFloat = 60.0
     idle_sleep: Seconds | None = None
+    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
+    reasoning_parser: Literal["auto", "qwen3", "deepseek_r1"] | None = None
 
 
 class ServedModel:
@@ -229,6 +233,12 @@ class ServedModel:
             raise ApiError(503, f"the model '{self.name}' is {self._state}{why}", f"model_{self._state}", retry_after=5)
         return self._llm
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own, as text; None where it has none. Raises ApiError while there is no engine."""
+        template = getattr(self.llm.get_tokenizer(), "chat_template", None)
+        return template.get("default") if isinstance(template, Mapping) else template
+
     async def state(self) -> str:
         """Return where it stands: a `ModelState`, or else an `EngineState`."""
         try:
@@ -281,22 +291,23 @@ class ServedModel:
         """Yield the outputs of a request; errors as for `AsyncLLM.generate`."""
         timeout = self.options.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        watch = self.metrics.request(len(prompt.token_ids))
-        while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-            try:
-                async with aclosing(self.llm.generate(prompt, params, priority=priority, timeout=left)) as outputs:
-                    async for output in outputs:
-                        watch.output(output)
-                        yield output
-                return
-            except EngineAsleep as error:
-                await self._until_awake(error, when_asleep, left)
+        with self.metrics.request(len(prompt.token_ids)) as watch:
+            while True:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+                try:
+                    async with aclosing(self.llm.generate(prompt, params, priority=priority, timeout=left)) as outputs:
+                        async for output in outputs:
+                            watch.output(output)
+                            yield output
+                    return
+                except EngineAsleep as error:
+                    await self._until_awake(error, when_asleep, left)
 
     async def embed(
         self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
     ) -> EmbeddingRequestOutput:
         """Return an embedding; errors as for `AsyncLLM.embed`."""
+        self.metrics.embedded(len(prompt.token_ids))
         while True:
             try:
                 return await self.llm.embed(prompt, params)
@@ -345,27 +356,29 @@ class ServedModel:
 
     async def sleep(self, **arguments: Any) -> SleepReport:
         """Put the engine to sleep; see `LLM.sleep`."""
-        try:
-            report = await self.llm.sleep(**arguments)
-            self.device_bytes = max(self.device_bytes - report.freed, 0)
-            self.reason = "an operator asked for it"
-        finally:
-            # Requests may wait because it was on its way, also where that failed.
-            with suppress(HardpointError, ApiError):
-                await self._note_state()
-        self.metrics.slept(report)
+        with self.metrics.operation("sleep"):
+            try:
+                report = await self.llm.sleep(**arguments)
+                self.device_bytes = max(self.device_bytes - report.freed, 0)
+                self.reason = "an operator asked for it"
+            finally:
+                # Requests may wait because it was on its way, also where that failed.
+                with suppress(HardpointError, ApiError):
+                    await self._note_state()
+            self.metrics.slept(report)
         return report
 
     async def wake_up(self, tags: Any = None) -> WakeReport:
         """Wake the engine once its device has room; see `LLM.wake_up`."""
-        async with self.room(self):
-            report = await self.llm.wake_up(tags)
-            if report.changed:
-                self.awake_since = self.last_used = time.monotonic()
-            if report.memory is not None:
-                self.device_bytes = min(self.device_bytes + report.memory.unmapped, self.need)
-        await self._note_state()
-        self.metrics.woke(report)
+        with self.metrics.operation("wake"):
+            async with self.room(self):
+                report = await self.llm.wake_up(tags)
+                if report.changed:
+                    self.awake_since = self.last_used = time.monotonic()
+                if report.memory is not None:
+                    self.device_bytes = min(self.device_bytes + report.memory.unmapped, self.need)
+            await self._note_state()
+            self.metrics.woke(report)
         return report
 
     async def pause(self, mode: str = "keep", drain_timeout: float | None = None) -> SleepReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -53,25 +54,30 @@ def router(fleet: Fleet) -> APIRouter:
     return routes
 
 
-async def _embed(model: ServedModel, body: EmbeddingRequest, when_asleep: WhenAsleep | None) -> Embeddings:
-    given = body.input
-    inputs = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-    if not inputs:
-        raise ApiError(400, "input: an empty list", "invalid_value", param="input")
-    params = PoolingParams(normalize=body.normalize)
+async def vectors(
+    model: ServedModel, inputs: Sequence[str | list[int]], when_asleep: WhenAsleep | None, *, normalize: bool = True
+) -> tuple[list[FloatArray], int]:
+    """Return the embeddings of some inputs, and how many tokens all have; errors as for `ServedModel.embed`."""
+    params = PoolingParams(normalize=normalize)
     async with model.taken(len(inputs)):
-        prompts = [await model.tokenize(one, reserve=0) for one in inputs]  # type: ignore[arg-type]
+        prompts = [await model.tokenize(one, reserve=0) for one in inputs]
         try:
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(model.embed(prompt, params, when_asleep)) for prompt in prompts]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return [one.result().outputs.embedding for one in made], tokens
+
+
+async def _embed(model: ServedModel, body: EmbeddingRequest, when_asleep: WhenAsleep | None) -> Embeddings:
+    given = body.input
+    inputs = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    if not inputs:
+        raise ApiError(400, "input: an empty list", "invalid_value", param="input")
+    made, tokens = await vectors(model, inputs, when_asleep, normalize=body.normalize)  # type: ignore[arg-type]
     return Embeddings(
-        data=[
-            Embedding(index=index, embedding=_written(one.result().outputs.embedding, body.encoding_format))
-            for index, one in enumerate(made)
-        ],
+        data=[Embedding(index=index, embedding=_written(one, body.encoding_format)) for index, one in enumerate(made)],
         model=model.name,
         usage=Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens),
     )

@@ -1,0 +1,24 @@
+"""`python -m hardpoint.compat.vllm SCRIPT [ARGUMENTS]` runs a script in which `import vllm` means Hardpoint."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from hardpoint.compat.vllm import stand_in
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m hardpoint.compat.vllm SCRIPT [ARGUMENTS]")
+    stand_in()
+    script = sys.argv[1]
+    del sys.argv[0]
+    # As Python does it for a script.
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

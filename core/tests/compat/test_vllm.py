@@ -1,0 +1,126 @@
+"""vLLM's names over this engine, without the libraries that use them; `tests/trl` has these."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint.compat.vllm import LLM, SamplingParams
+from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams
+from hardpoint_conformance.tiny_model import Shape, tiny_model
+
+SETTINGS = {"backend": "cpu", "dtype": "float32", "num_device_blocks": 16, "skip_tokenizer_init": True}
+BY_TRL = {
+    "tensor_parallel_size": 1,
+    "max_num_seqs": None,
+    "model_impl": "vllm",
+    "distributed_executor_backend": "external_launcher",
+    "logprobs_mode": "processed_logprobs",
+    "quantization": None,
+    "trust_remote_code": False,
+}
+PROMPT = {"prompt_token_ids": [5, 9, 22, 7]}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(tiny_model(Shape()).path, enable_sleep_mode=True, **SETTINGS, **BY_TRL) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"model_impl": "transformers"}, "model_impl='transformers' is not supported"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode='raw_logits' is not supported"),
+        ({"quantization": "bitsandbytes"}, "quantization"),
+        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "ranks of one engine"),
+        ({"no_such_argument": 1}, "no_such_argument"),
+    ],
+)
+def test_what_this_engine_does_not_do_is_refused_by_name(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM("demo", **arguments)
+
+
+def test_log_probabilities_of_a_changed_distribution_are_refused_and_of_an_unchanged_one_given(llm: LLM) -> None:
+    with pytest.raises(InvalidSamplingParams, match=r"temperature=0\.5"):
+        llm.generate([PROMPT], SamplingParams(temperature=0.5, logprobs=0), use_tqdm=False)
+    with pytest.raises(InvalidSamplingParams, match="top_k=3"):
+        llm.generate([PROMPT], [SamplingParams(top_k=3, logprobs=0)], use_tqdm=False)
+    assert llm.generate([PROMPT], SamplingParams(temperature=0.5), use_tqdm=False)[0].outputs[0].logprobs is None
+    output = llm.generate([PROMPT], SamplingParams(logprobs=0, max_tokens=4), use_tqdm=False)[0].outputs[0]
+    assert output.logprobs is not None
+    assert [list(one) for one in output.logprobs] == [[token] for token in output.token_ids]
+
+
+def test_a_trainer_writes_weights_one_by_one_through_the_engine_while_the_cache_sleeps(llm: LLM) -> None:
+    def tokens() -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        return list(llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    before = tokens()
+    weights = dict(tiny_model(Shape()).weights)
+    load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    for name, tensor in weights.items():
+        assert load([(name, tensor.flip(0) if name == "model.norm.weight" else tensor)]) == {name}
+    llm.reset_prefix_cache()
+    llm.wake_up(tags=["kv_cache"])
+    assert tokens() != before
+    assert llm.collective_rpc("reload_weights") == [len(weights)]
+    assert tokens() == before
+
+
+def test_collective_rpc_calls_what_is_on_its_list_alone(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="cannot call 'shutdown'"):
+        llm.collective_rpc("shutdown")
+    with pytest.raises(InvalidRequest, match="no time limit"):
+        llm.collective_rpc("reset_prefix_cache", timeout=3)
+    assert llm.collective_rpc("reset_prefix_cache") == [None]
+    assert llm.llm_engine.model_config.max_model_len == Shape().max_len
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+
+
+def test_a_script_that_imports_vllm_runs_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent("""
+        import importlib.util, sys
+        from beside import NAME
+        assert importlib.util.find_spec("vllm") is not None
+        from vllm import LLM, RequestOutput, SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+        from vllm.utils.network_utils import get_ip
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        try:
+            get_ip()
+        except Exception as error:
+            print(error)
+        print(LLM.__module__, __name__, NAME, sys.argv[1:])
+        """)
+    )
+    done = _run("-m", "hardpoint.compat.vllm", str(script), "one", "--two")
+    assert done.returncode == 0, done.stderr
+    assert "a call of vLLM's get_ip" in done.stdout
+    assert done.stdout.splitlines()[-1] == "hardpoint.compat.vllm.llm __main__ beside ['one', '--two']"
+
+
+def test_vllm_that_was_imported_already_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hardpoint.compat.vllm import stand_in
+
+    monkeypatch.setitem(sys.modules, "vllm", torch)
+    with pytest.raises(ConfigError, match="imported already"):
+        stand_in()
