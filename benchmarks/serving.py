@@ -1,182 +1,332 @@
-"""The server beside the offline engine on a CPU: the same requests, and what HTTP and text cost.
+"""The server on a CPU, beside the offline engine and beside other servers: the same requests, in turns.
 
-    python benchmarks/serving.py [--rounds N] [--threads N] [--json FILE]
+    python benchmarks/serving.py [--parts offline,cost,vllm,llama,wake] [--rounds N] [--threads N] [--quick] [--json FILE]
 
-`hardpoint serve demo` and an offline engine of the same settings are loaded at once, each in processes of its own, and take turns at every
-single measurement; the median of the ratios of neighbours is held against the bar. The offline engine is stopped (SIGSTOP) while it waits;
-the server's sleeps in a read of its inbox. The client is this process, which reads sockets and does little else, on the same cores.
+`offline`: `hardpoint serve demo` and an offline engine of the same settings answer the same requests. `cost`: what HTTP and text cost the
+server's process, whose engine has a simulated device that computes nothing, in processor time a token at several depths. `vllm`, `llama`:
+the same requests go to `vllm serve` (200 streams at once) and to `llama-server` (16 at a time). `wake`: a request that wakes the demo
+model beside a cold start.
+
+Systems take turns at every measurement, in an order that is reversed in each round; one that waits is stopped (SIGSTOP); the median of
+the ratios of neighbours is held against the bar. The client is this process. Peers that are not installed are named (`make peers`), and
+the rest is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import os
 import random
-import re
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import report
-from revisions import ENVIRONMENT, MAX_MODEL_LEN, REQUESTS, Revision, short_lengths
+from child import ChildFailed, run_script
+from cpu_engine import PEERS, pin_to_cores, vllm_environment
+from revisions import REQUESTS, Revision, short_lengths
+from server_process import ServerProcess, llama_server, ours, vllm
 
-FIRST_TOKEN_BAR, THROUGHPUT_BAR, COST_BAR = 5.0, 0.95, 60.0
-"""ms beside the offline engine's, share of its rate, µs of processor time a token."""
+from hardpoint.bench.sending import Sent
+from hardpoint.bench.statistics import summary
+from hardpoint.bench.workload import Ask, Lengths, random_asks
+
+FIRST_TOKEN_BAR_MS, THROUGHPUT_BAR, COST_BAR_US = 5.0, 0.95, 60.0
+VLLM_STREAMS, VLLM_RATE_BAR, VLLM_FIRST_BAR, VLLM_GAP_BAR = 200, 1.3, 0.8, 1.0
+LLAMA_STREAMS, LLAMA_RATE_BAR = 16, 3.0
+WAKE_BAR = 1 / 20
+COST_DEPTHS = (1, 64, 200)
+COST_STEP_S = 0.02
+"""Of the simulated device: long enough that the server keeps up with 200 streams, and brings each token in an event of its own."""
+PARTS = ("offline", "cost", "vllm", "llama", "wake")
+SIMULATED = report.REPOSITORY / "core" / "tests" / "engine"
+TOKEN = "benchmark"
+"""Of the control interface."""
 
 
-class Server:
-    """`hardpoint serve demo`, and requests to it."""
+class Run:
+    """All samples of a run, by name, and what is held against the bars."""
 
-    def __init__(self, threads: int) -> None:
-        command = [shutil.which("hardpoint") or "hardpoint", "serve", "demo", "--port", "0"]
-        command += ["--threads", str(threads), "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(REQUESTS)]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-        self._draw = random.Random(20240901)
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if found := re.search(r"Serving at http://([\d.]+):(\d+)", line):
-                self._address = found[1], int(found[2])
-                break
-        else:
-            raise SystemExit("the server did not start")
-        # What it logs is read, or the pipe would fill.
-        self._drain = subprocess.Popen(["cat"], stdin=self._process.stderr, stdout=subprocess.DEVNULL)
+    def __init__(self, rounds: int, threads: int, peers: Path, quick: bool) -> None:
+        self.rounds, self.threads, self.peers, self.quick = rounds, threads, peers, quick
+        self.cpus = pin_to_cores(threads)
+        self.samples: dict[str, list[float]] = {}
+        self.verdicts: list[report.Verdict] = []
+        self.missing: dict[str, str] = {}
 
-    def prompt(self, length: int) -> list[int]:
-        return [self._draw.randrange(256, 49_000) for _ in range(length)]
+    def note(self, name: str, value: float) -> None:
+        self.samples.setdefault(name, []).append(value)
 
-    def processor_seconds(self) -> float:
-        """Processor time of the server's process, without its engine's."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def median(self, name: str) -> float:
+        return report.median(self.samples[name])
 
-    async def ask(self, prompt: list[int], count: int, stream: bool) -> tuple[float, int]:
-        """Send a request and read its answer; returns seconds to the first part of its body, and how many parts had text."""
-        body = json.dumps(
-            {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": stream}
-        ).encode()
-        start, first, parts = time.perf_counter(), 0.0, 0
-        reader, writer = await asyncio.open_connection(*self._address)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    def ratio(self, ours_name: str, other: str) -> float:
+        """Return the median of the ratios of neighbours."""
+        pairs = zip(self.samples[ours_name], self.samples[other], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    def judge(self, label: str, ours_name: str, other: str, bar: str, meets: Callable[[float], bool]) -> None:
+        """Hold the ratio of two samples against a bar."""
+        met, name = meets(self.ratio(ours_name, other)), other.split(":")[0]
+        verdict = report.Verdict(label, self.median(ours_name), self.median(other), name, bar, met)
+        self.verdicts.append(verdict)
+
+    def in_turn(self, systems: dict[str, Any], measure: Callable[[str, Any], None]) -> None:
+        """Let each system be measured in each round, alone."""
+        for number in range(self.rounds):
+            for name in list(systems) if number % 2 else reversed(list(systems)):
+                systems[name].go_on()
+                measure(name, systems[name])
+                systems[name].stop()
+
+
+def offline(run: Run) -> None:
+    """Our server beside our engine without one."""
+    engine, server = Revision([sys.executable], run.threads), ServerProcess(ours(run.threads, REQUESTS))
+    draw = random.Random(20240901)
+    lengths = short_lengths()
+
+    def prompt(length: int) -> list[int]:
+        return [draw.randrange(256, 49_000) for _ in range(length)]
+
+    def rate(stream: bool) -> float:
+        asks = [{"prompt": prompt(length), "max_tokens": count} for length, count in lengths]
+        return sum(count for _, count in lengths) / server.run(asks, stream=stream).seconds
+
+    try:
+        engine.wait_ready()
+        rate(stream=True)
+        for number in range(run.rounds):
+            for who in ("offline", "server") if number % 2 else ("server", "offline"):
+                if who == "offline":
+                    run.note("offline: rate", engine.measure("short"))
+                    run.note("offline: first token", engine.measure("first_token"))
+                    continue
+                server.go_on()
+                run.note("stream: rate", rate(stream=True))
+                run.note("whole: rate", rate(stream=False))
+                run.note("server: first token", server.seconds_of_one(prompt(512)) * 1e3)
+                server.stop()
+    finally:
+        engine.close()
+        server.close()
+    for kind in ("stream", "whole"):
+        label = f"{REQUESTS} short requests, {kind} (tok/s)"
+        run.judge(
+            label, f"{kind}: rate", "offline: rate", f"≥ {THROUGHPUT_BAR} ×", lambda ratio: ratio >= THROUGHPUT_BAR
         )
-        status = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in status.split(b"\r\n")[0]:
-            raise SystemExit(f"the server answered {status!r}")
-        while data := await reader.read(1 << 16):
-            first = first or time.perf_counter() - start
-            parts += data.count(b'"text":')
-        writer.close()
-        return first, parts
+    late = statistics.median(
+        a - b for a, b in zip(run.samples["server: first token"], run.samples["offline: first token"], strict=True)
+    )
+    run.verdicts.append(
+        report.Verdict(
+            f"first token of 512 (ms); {late:.1f} ms later",
+            run.median("server: first token"),
+            run.median("offline: first token"),
+            "offline",
+            f"≤ {FIRST_TOKEN_BAR_MS:g} ms later",
+            late <= FIRST_TOKEN_BAR_MS,
+        )
+    )
 
-    def rates(self, stream: bool) -> tuple[float, float]:
-        """Return tokens per second of the same requests as the offline engine's, and µs of processor time a token."""
-        lengths = short_lengths()
-        prompts = [self.prompt(length) for length, _ in lengths]
 
-        async def whole() -> None:
-            await asyncio.gather(*(self.ask(p, count, stream) for p, (_, count) in zip(prompts, lengths, strict=True)))
+def cost(run: Run) -> None:
+    """Processor time of the server's process for each token, by how many streams there are."""
+    sys.path.insert(0, str(SIMULATED))
+    import simulated_device
 
-        tokens = sum(count for _, count in lengths)
-        before, start = self.processor_seconds(), time.perf_counter()
-        asyncio.run(whole())
-        seconds = time.perf_counter() - start
-        return tokens / seconds, (self.processor_seconds() - before) / tokens * 1e6
+    with tempfile.TemporaryDirectory() as site:
+        simulated_device.install(Path(site))
+        settings = {"PYTHONPATH": site, "HARDPOINT_SIMULATED_STEP": str(COST_STEP_S)}
+        server = ServerProcess(ours(1, 256, "--backend", simulated_device.NAME, **settings))
+        tokens = 32 if run.quick else 200
+        try:
+            for _ in range(run.rounds):
+                for depth in COST_DEPTHS:
+                    asks: list[Ask] = [{"prompt": [300 + n] * 16, "max_tokens": tokens} for n in range(depth)]
+                    before = server.processor_seconds()
+                    server.run(asks)
+                    spent = server.processor_seconds() - before
+                    run.note(f"cost: {depth}", spent / (depth * tokens) * 1e6)
+        finally:
+            server.close()
+    for depth in COST_DEPTHS:
+        value = run.median(f"cost: {depth}")
+        # One stream pays for waking every thread for one token: it is shown, and the bar is for many.
+        bar, met = (None, None) if depth == 1 else (f"≤ {COST_BAR_US:g}", value <= COST_BAR_US)
+        run.verdicts.append(
+            report.Verdict(f"HTTP and text, {depth} streams (µs of processor time a token)", value, None, "", bar, met)
+        )
 
-    def first_token(self) -> float:
-        """Return ms until the only token of a prompt of 512 is here."""
-        return asyncio.run(self.ask(self.prompt(512), 1, True))[0] * 1e3
 
-    def close(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
-        self._drain.wait()
+def beside(
+    run: Run, other: ServerProcess, asks: Sequence[Ask], concurrency: int | None, take: Callable[[str, Sent], None]
+) -> None:
+    """Send the same requests to our server and to another, which is warm and stopped."""
+    with closing(ServerProcess(ours(run.threads, 256))) as server:
+        server.run(_some(asks))
+        server.stop()
+        servers = {one.system.name: one for one in (server, other)}
+        run.in_turn(servers, lambda name, one: take(name, one.run(asks, concurrency)))
+
+
+def _some(asks: Sequence[Ask]) -> Sequence[Ask]:
+    return asks[: max(len(asks) // 4, 1)]
+
+
+def _take(run: Run, streams: int) -> Callable[[str, Sent], None]:
+    def take(name: str, sent: Sent) -> None:
+        found = summary(sent, ())
+        run.note(f"{name}: rate of {streams}", found["output_tokens_per_second"])
+        run.note(f"{name}: first token of {streams}", found["ttft_seconds"]["p50"] * 1e3)
+        run.note(f"{name}: gap of {streams}", found["itl_seconds"]["p99"] * 1e3)
+
+    return take
+
+
+def _judge(run: Run, other: str, streams: int, rate: float, first: float | None, gap: float | None) -> None:
+    """Hold rate, median first token and 99th percentile of the gaps against bars; None for a mere comparison."""
+
+    def compared(label: str, key: str, factor: float | None, rising: bool) -> None:
+        mine, theirs = f"hardpoint: {key} of {streams}", f"{other}: {key} of {streams}"
+        if factor is None:
+            verdict = report.Verdict(label, run.median(mine), run.median(theirs), other, None, None)
+            run.verdicts.append(verdict)
+            return
+        sign, ratio = ("≥", 1) if rising else ("≤", -1)
+        run.judge(label, mine, theirs, f"{sign} {factor:g} ×", lambda found: (found - factor) * ratio >= 0)
+
+    compared(f"{streams} streams (tok/s)", "rate", rate, rising=True)
+    compared(f"{streams} streams, median first token (ms)", "first token", first, rising=False)
+    compared(f"{streams} streams, p99 between tokens (ms)", "gap", gap, rising=False)
+
+
+def beside_vllm(run: Run) -> None:
+    """200 streams at once, here and there. Compiled and eager vLLM are both tried, and the faster one is the peer."""
+    exported = run_script(sys.executable, PEERS / "export_demo.py", timeout_s=600)
+    streams = 24 if run.quick else VLLM_STREAMS
+    lengths = Lengths.parse("32:128"), Lengths.parse("8:16" if run.quick else "32:64")
+    asks = random_asks(np.random.default_rng(7), streams, *lengths, chat=False)
+    folder = run.peers / "vllm"
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = vllm_environment(folder, run.cpus, Path(scratch)) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        with ExitStack() as started:
+            trials = []
+            for eager in (False, True):
+                server = ServerProcess(vllm(folder, exported["hf"], settings, eager=eager))
+                started.callback(server.close)
+                server.run(_some(asks))
+                trials.append((server.run(_some(asks)).seconds, server))
+                server.stop()
+            peer = min(trials, key=lambda trial: trial[0])[1]
+            beside(run, peer, asks, None, _take(run, streams))
+    _judge(run, peer.system.name, streams, VLLM_RATE_BAR, VLLM_FIRST_BAR, VLLM_GAP_BAR)
+
+
+def beside_llama(run: Run) -> None:
+    """16 streams at a time, here and there."""
+    exported = run_script(sys.executable, PEERS / "export_demo.py", timeout_s=600)
+    lengths = Lengths.parse("32:128"), Lengths.parse("8:16" if run.quick else "48:96")
+    asks = random_asks(np.random.default_rng(8), LLAMA_STREAMS * (1 if run.quick else 2), *lengths, chat=False)
+    system = llama_server(run.peers / "llamaserver", exported["gguf"], run.threads, LLAMA_STREAMS, 512)
+    with closing(ServerProcess(system)) as peer:
+        peer.run(_some(asks))
+        peer.stop()
+        beside(run, peer, asks, LLAMA_STREAMS, _take(run, LLAMA_STREAMS))
+    _judge(run, system.name, LLAMA_STREAMS, LLAMA_RATE_BAR, None, None)
+
+
+def wake(run: Run) -> None:
+    """A request that wakes the model, whose weights lie in their source, beside a server that is started for it."""
+    system = ours(run.threads, REQUESTS, "--when-asleep", "wake", "--control-port", "0", HARDPOINT_CONTROL_TOKEN=TOKEN)
+    for _ in range(run.rounds):
+        server = ServerProcess(system)
+        try:
+            run.note("cold start", server.start_s * 1e3)
+            for _ in range(3):
+                _sleep(server)
+                run.note("wake: each", server.seconds_of_one() * 1e3)
+            run.note("wake on demand", statistics.median(run.samples["wake: each"][-3:]))
+        finally:
+            server.close()
+    run.judge(
+        "a request that wakes the model (ms)",
+        "wake on demand",
+        "cold start",
+        "≤ 1/20 ×",
+        lambda ratio: ratio <= WAKE_BAR,
+    )
+
+
+def _sleep(server: ServerProcess) -> None:
+    request = urllib.request.Request(
+        f"{server.control_url()}/models/demo/sleep",
+        b'{"level": 1, "tier": "source"}',
+        {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        if b'"succeeded"' not in answer.read():
+            raise ChildFailed("the model did not go to sleep")
+
+
+MEASURES = {"offline": offline, "cost": cost, "vllm": beside_vllm, "llama": beside_llama, "wake": wake}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, of those above")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--quick", action="store_true", help="few requests: shows that everything runs; the figures mean little"
+    )
+    parser.add_argument("--peers-dir", type=Path, default=report.REPOSITORY / ".peers", help="made by `make peers`")
     parser.add_argument("--json", type=Path, help="write results here")
     arguments = parser.parse_args()
-
-    offline, server = Revision([sys.executable], arguments.threads), Server(arguments.threads)
-    samples: dict[str, list[float]] = {}
-
-    def note(name: str, value: float) -> None:
-        samples.setdefault(name, []).append(value)
-
-    try:
-        offline.wait_ready()
-        server.rates(True), server.first_token()
-        for number in range(arguments.rounds):
-            for who in ("offline", "server") if number % 2 else ("server", "offline"):
-                if who == "offline":
-                    note("offline rate", offline.measure("short"))
-                    note("offline first token", offline.measure("first_token"))
-                    continue
-                for kind, stream in (("stream", True), ("whole", False)):
-                    rate, cost = server.rates(stream)
-                    note(f"server {kind}", rate)
-                    note(f"server {kind} cost", cost)
-                note("server first token", server.first_token())
-    finally:
-        offline.close()
-        server.close()
-
-    def pairs(name: str, other: str) -> list[tuple[float, float]]:
-        return list(zip(samples[name], samples[other], strict=True))
-
-    rows, verdicts = [], []
-    for label, value, bar, met in (
-        *(
-            (
-                f"{REQUESTS} short requests, {kind}: share of the offline rate",
-                share,
-                f"≥ {THROUGHPUT_BAR}",
-                share >= THROUGHPUT_BAR,
-            )
-            for kind in ("stream", "whole")
-            for share in [statistics.median(a / b for a, b in pairs(f"server {kind}", "offline rate"))]
-        ),
-        *(
-            (f"HTTP and text, {kind} (µs of processor time a token)", cost, f"≤ {COST_BAR:g}", cost <= COST_BAR)
-            for kind in ("stream", "whole")
-            for cost in [statistics.median(samples[f"server {kind} cost"])]
-        ),
-        *(
-            (
-                "first token of 512, beside the offline engine's (ms)",
-                late,
-                f"≤ {FIRST_TOKEN_BAR:g}",
-                late <= FIRST_TOKEN_BAR,
-            )
-            for late in [statistics.median(a - b for a, b in pairs("server first token", "offline first token"))]
-        ),
-    ):
-        rows.append([label, report.number(value), bar, "met" if met else "NOT MET"])
-        verdicts.append({"metric": label, "value": value, "bar": bar, "met": met})
-    print(report.table(["metric", "value", "bar", "verdict"], rows))
-    for name, values in samples.items():
-        print(f"{name}: {report.number(statistics.median(values))} (median of {len(values)})")
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
+    # Servers are in groups of their own, and are closed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    load, start = os.getloadavg()[0], time.monotonic()
+    if load > 0.5:
+        print(f"warning: the machine is busy (load {load:.1f}); results will be noisy", file=sys.stderr)
+    run = Run(arguments.rounds, arguments.threads, arguments.peers_dir.resolve(), arguments.quick)
+    for part in parts:
+        print(f"{part} ...", file=sys.stderr)
+        try:
+            MEASURES[part](run)
+        except ChildFailed as error:
+            run.missing[part] = str(error)
+    print(report.verdict_table(run.verdicts))
+    print("The ratio of a row is of medians; what is held against its bar is the median of the ratios of neighbours.")
+    for part, why in run.missing.items():
+        print(f"Not measured: {part}: {why}")
+    for name, values in run.samples.items():
+        print(f"{name}: {report.number(run.median(name))} (median of {len(values)})")
+    print(f"Load at the start: {load:.1f}; {time.monotonic() - start:.0f} s in all")
     print(f"Reproduce: {report.command()}")
     if arguments.json:
         document: dict[str, Any] = {
             "benchmark": "serving",
-            "command": "python benchmarks/serving.py",
-            "machine": report.machine(("hardpoint", "hardpoint-cpu", "torch", "fastapi", "uvicorn", "uvloop")),
-            "rounds": arguments.rounds,
-            "threads": arguments.threads,
-            "verdicts": verdicts,
-            "samples": samples,
+            "command": report.command(),
+            "machine": report.machine(
+                ("hardpoint", "hardpoint-cpu", "torch", "fastapi", "uvicorn", "uvloop", "aiohttp")
+            ),
+            "rounds": run.rounds,
+            "threads": run.threads,
+            "quick": run.quick,
+            "verdicts": [verdict.as_dict() for verdict in run.verdicts],
+            "not_measured": run.missing,
+            "samples": run.samples,
         }
         report.write_json(arguments.json, document)
 

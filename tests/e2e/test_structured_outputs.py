@@ -258,8 +258,10 @@ def test_what_no_token_can_go_on_ends_alone(random: LLM, expected: list[Any]) ->
     assert reasons == ["error", "error"]
 
 
-CHAIN = "start: a0\n" + "\n".join(f'a{i}: "s" a{i + 1}' for i in range(12_500)) + '\na12500: "x"'
-"""llguidance recurses once for each rule, and would overflow a usual stack."""
+REFERENCES = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3_900)}
+CHAIN = {"$ref": "#/$defs/a0", "$defs": {**REFERENCES, "a3900": {"type": "null"}}}
+"""llguidance recurses once for each reference, and would overflow a usual stack."""
+RULES = "start: a0\n" + "\n".join(f'a{i}: "s" a{i + 1}' for i in range(240))
 SELF = {"$defs": {"t": {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}}}}, "$ref": "#/$defs/t"}
 DEEP: Any = json.loads('{"items":' * 90 + "{}" + "}" * 90)
 
@@ -285,9 +287,11 @@ DEEP: Any = json.loads('{"items":' * 90 + "{}" + "}" * 90)
             {"json": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(9)]} for i in range(9)]}},
             "too large",
         ),
-        ({"grammar": CHAIN.replace("a12500:", "b:")}, "a12500"),
+        ({"grammar": RULES}, "a240"),
+        ({"grammar": RULES + "\n" * 10}, "250 lines"),
+        ({"json": {"$ref": "#/$defs/a0", "$defs": REFERENCES}}, "a3900"),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_what_cannot_be_is_refused_soon(random: LLM, asked: dict[str, Any], told: str) -> None:
     start = time.process_time()
@@ -299,7 +303,7 @@ def test_what_cannot_be_is_refused_soon(random: LLM, asked: dict[str, Any], told
 
 @pytest.mark.parametrize(
     "asked",
-    [{"json": SELF}, {"json": DEEP}, {"regex": "(a|aa)*b"}, {"regex": "(?:x{0,99999}y){0,9999}"}, {"grammar": CHAIN}],
+    [{"json": SELF}, {"json": DEEP}, {"regex": "(a|aa)*b"}, {"regex": "(?:x{0,99999}y){0,9999}"}, {"json": CHAIN}],
     ids=["recursive", "nested", "ambiguous", "counted", "chained"],
 )
 def test_what_only_looks_endless_is_served(random: LLM, asked: dict[str, Any]) -> None:

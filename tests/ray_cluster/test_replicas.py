@@ -205,6 +205,31 @@ def test_keys_are_asked_for_and_load_balancers_answered_by_the_front(four: Serve
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "unknown_field")
 
 
+def running_on(replica: str) -> float | None:
+    """Return how many requests a replica computes; None where another one answered."""
+    from ray import serve
+
+    from hardpoint.server.ray_app import APPLICATION, REPLICAS
+
+    handle = serve.get_deployment_handle(REPLICAS, app_name=APPLICATION).options(stream=True)
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "query_string": b"", "headers": []}
+    messages = [message for batch in handle.answer.remote((), scope, b"") for message in batch]
+    if (b"x-replica", replica.encode()) not in messages[0]["headers"]:
+        return None
+    page = b"".join(message.get("body", b"") for message in messages[1:]).decode()
+    (line,) = (line for line in page.splitlines() if line.startswith("hardpoint:num_requests_running{"))
+    return float(line.split()[-1])
+
+
+def test_a_request_ends_with_its_client(four: Served) -> None:
+    body = {"model": "demo", "prompt": text(50), "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with four.client.stream("POST", "/v1/completions", json=body) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        replica = answer.headers["x-replica"]
+    # Its tokens would take 18 seconds, in which the router would prefer the other replicas.
+    wait_until(lambda: running_on(replica) == 0, 9.0)
+
+
 def test_a_cluster_that_serves_already_is_refused(four: Served) -> None:
     with pytest.raises(ClusterError, match="Ray Serve runs on this cluster already"), serving({}, {}, replicas=1):
         pass

@@ -228,7 +228,7 @@ HOSTILE = """<img src=x onerror='window.broken=1'><script>window.broken=1</scrip
 def test_hostile_text_stays_text(server: Running, open_page: Callable[..., Page]) -> None:
     def answer(route: Route) -> None:
         chunk = {
-            "choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop"}],
+            "choices": [{"delta": {"content": HOSTILE, "reasoning_content": HOSTILE}, "finish_reason": "stop"}],
             "usage": {"completion_tokens": 3},
         }
         route.fulfill(body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
@@ -255,6 +255,9 @@ def test_hostile_text_stays_text(server: Running, open_page: Callable[..., Page]
         "</code></pre><b onclick=x>&lt;",
         "[x](javascript:alert(1))",
     ]
+    assert page.locator(".message.assistant details p").text_content() == HOSTILE
+    # It is folded away once the answer has begun.
+    expect(page.locator(".message.assistant details p")).to_be_hidden()
     assert page.locator("#bad, main img, main script, main a, main b").count() == 0
     assert page.evaluate("window.broken") is None
 

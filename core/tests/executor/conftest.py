@@ -71,6 +71,10 @@ def cluster(fake: ModuleType) -> Iterator[Any]:
         # The nodes' processes look there for the fake backend.
         patch.setenv("PYTHONPATH", str(Path(fake.__file__ or "").parent), prepend=os.pathsep)
         patch.delenv("RAY_ADDRESS", raising=False)
+        # Ray Serve looks less often than by default whether replicas are well, and is told more often how busy they are.
+        patch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+        for who in ("REPLICA", "HANDLE"):
+            patch.setenv(f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
         node = {"num_cpus": 2, "object_store_memory": OBJECT_STORE}
         nodes = Cluster(
             initialize_head=True,

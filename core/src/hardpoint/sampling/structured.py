@@ -14,6 +14,9 @@ from hardpoint.validation import Validated, shown
 MAX_GRAMMAR_BYTES = 1 << 18
 """Of a grammar as text; a larger one is refused unread."""
 
+MAX_RULES_BYTES, MAX_RULES_LINES = 1 << 16, 250
+"""Of `grammar`: llguidance tells an error in a rule once for each rule on the way to it, in a time that grows with their square."""
+
 _WHITESPACE = r"[ ]?|\n[ ]{0,64}"
 """Between the parts of JSON: no more than a line and its indentation. Models given more room may fill it for ever."""
 
@@ -28,7 +31,7 @@ class StructuredOutputsParams(Validated):
         json_object: the text is any JSON object.
         regex: a regular expression of the whole text, in Rust's syntax (Python's without look-around and back-references).
         choice: the texts of which it is one.
-        grammar: a context-free grammar in Lark's syntax, as llguidance has it, or in GBNF (`root ::= ...`).
+        grammar: a context-free grammar in Lark's syntax, as llguidance has it, or in GBNF (`root ::= ...`), of at most 250 lines.
         after: the text is free until this appears, and matches from there on, after one or two ends of line if there are any: "</think>"
             for a model that reasons first. The text cannot end without it.
 
@@ -92,6 +95,11 @@ class StructuredOutputsParams(Validated):
             text: str = made["lark_grammar"]
             return text
         assert self.grammar is not None
+        size, lines = len(self.grammar.encode()), self.grammar.count("\n") + 1
+        if size > MAX_RULES_BYTES or lines > MAX_RULES_LINES:
+            raise ValueError(
+                f"a grammar of {size} bytes in {lines} lines, of at most {MAX_RULES_BYTES} bytes in {MAX_RULES_LINES} lines"
+            )
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:

@@ -378,6 +378,24 @@ function newMessage(role, text) {
   return { root, body };
 }
 
+// What a model writes before its answer, open until that begins.
+function showReasoning(root, text, isOver) {
+  let details = root.querySelector("details");
+  if (!details) {
+    details = document.createElement("details");
+    details.open = true;
+    const summary = document.createElement("summary");
+    summary.textContent = "Reasoning";
+    details.append(summary, document.createElement("p"));
+    root.prepend(details);
+  }
+  details.lastElementChild.textContent = text;
+  if (isOver && !details.dataset.isOver) {
+    details.open = false;
+    details.dataset.isOver = true;
+  }
+}
+
 async function* serverEvents(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -411,12 +429,13 @@ async function answer(headers = {}) {
   const abort = new AbortController();
   answering = abort;
   showBusy(root, true);
-  let text = "", tokens = 0, reason = null, first = null, last = null, isDrawn = true, failure = null;
+  let text = "", reasoning = "", tokens = 0, reason = null, first = null, last = null, isDrawn = true, failure = null;
   const start = performance.now();
   const draw = () => {
     const log = $("log");
     const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
     isDrawn = true;
+    if (reasoning) showReasoning(root, reasoning, Boolean(text));
     showText(body, text);
     if (follows) log.scrollTop = log.scrollHeight;
   };
@@ -432,6 +451,7 @@ async function answer(headers = {}) {
         first ??= last;
       }
       text += choice?.delta.content ?? "";
+      reasoning += choice?.delta.reasoning_content ?? "";
       if (isDrawn) {
         isDrawn = false;
         requestAnimationFrame(draw);

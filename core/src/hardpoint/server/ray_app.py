@@ -228,6 +228,10 @@ class Forward:
                 _log.warning(
                     "a replica was lost before it answered; the request goes to another one (%d tries left)", left
                 )
+            except BaseException:
+                # The client left: its replica is not to go on.
+                answers.cancel()
+                raise
             # The one that was lost is not to be preferred.
             names = ()
             await asyncio.sleep(delay)
