@@ -99,8 +99,8 @@ class ServedModel:
 
     Attributes:
         room: gives the context in which the model takes memory of its device; it waits until there is enough.
-        need: bytes of the device that it takes while it is awake; 0 until it was loaded once.
-        device_bytes: that it has now.
+        need: bytes of the device that it takes while it is awake, by its driver's books; 0 until it was loaded once.
+        device_bytes: that it has now, by the same.
         awake_since, last_used: by `time.monotonic`.
         reason: why it was put to sleep last.
     """
@@ -150,7 +150,8 @@ class ServedModel:
         """Make an engine, once its device has room; raises what `LLM` raises."""
         async with self.room(self):
             self._llm = await AsyncLLM.create(self.model, **self.settings)
-            self.need = self.device_bytes = self._llm.info.weight_bytes + self._llm.info.kv_bytes
+            self._note_memory(await self._llm.sleep_status())
+            self.need = self.device_bytes
             self.awake_since = time.monotonic()
 
     async def close(self) -> None:
@@ -359,7 +360,6 @@ class ServedModel:
         with self.metrics.operation("sleep"):
             try:
                 report = await self.llm.sleep(**arguments)
-                self.device_bytes = max(self.device_bytes - report.freed, 0)
                 self.reason = "an operator asked for it"
             finally:
                 # Requests may wait because it was on its way, also where that failed.
@@ -375,9 +375,7 @@ class ServedModel:
                 report = await self.llm.wake_up(tags)
                 if report.changed:
                     self.awake_since = self.last_used = time.monotonic()
-                if report.memory is not None:
-                    self.device_bytes = min(self.device_bytes + report.memory.unmapped, self.need)
-            await self._note_state()
+                await self._note_state()
             self.metrics.woke(report)
         return report
 
@@ -395,8 +393,13 @@ class ServedModel:
     async def status(self) -> SleepStatus:
         """Return the engine's state in full."""
         status = await self.llm.sleep_status()
+        self._note_memory(status)
         self.metrics.state(status)
         return status
+
+    def _note_memory(self, status: SleepStatus) -> None:
+        if status.memory:
+            self.device_bytes = sum(one.mapped for one in status.memory.values())
 
     async def _note_state(self) -> None:
         if (await self.status()).state is EngineState.RUNNING:
