@@ -132,7 +132,13 @@ def _files(process: int) -> dict[str, str]:
     return found
 
 
-def _check_that_no_other_user_reaches_where_ranks_meet(llm: LLM) -> None:
+def _listening() -> set[str]:
+    """Return the sockets at which this process listens."""
+    lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines())
+    return {f"socket:[{line[9]}]" for line in lines if line[3] == "0A"} & set(_files(os.getpid()).values())
+
+
+def _check_that_no_other_user_reaches_where_ranks_meet(llm: LLM, listening_before: set[str]) -> None:
     """The store is a file without a name, and nobody serves it on a port."""
     stores = [
         file
@@ -141,8 +147,7 @@ def _check_that_no_other_user_reaches_where_ranks_meet(llm: LLM) -> None:
         if "hardpoint-rendezvous" in target
     ]
     assert len(stores) == 1 + llm.info.num_ranks
-    listening = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"}
-    assert not {f"socket:[{inode}]" for inode in listening} & set(_files(os.getpid()).values())
+    assert not _listening() - listening_before
     if os.geteuid() == 0:  # who may be somebody else
         tries = 'for file; do cat "$file" || echo refused; done'
         said = subprocess.run(
@@ -202,6 +207,7 @@ def _check_that_extremes_end_alone(llm: LLM, model: Model, oracle: Oracle) -> No
 def test_two_ranks_share_each_layer(
     make: Make, shallow: Model, oracle: Oracle, greedy: Any, nothing_left: Callable[[], list[str]]
 ) -> None:
+    listening_before = _listening()
     with make(tensor_parallel_size=2) as llm:
         assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
         assert len(_pids(llm)) == 2
@@ -218,7 +224,7 @@ def test_two_ranks_share_each_layer(
         assert llm.wake_up().state is EngineState.RUNNING
         _check_tokens(llm, oracle, greedy(TOKENS))
 
-        _check_that_no_other_user_reaches_where_ranks_meet(llm)
+        _check_that_no_other_user_reaches_where_ranks_meet(llm, listening_before)
         _check_that_one_rank_rolls_back_all(llm)
         _check_tokens(llm, oracle, greedy(TOKENS))
 

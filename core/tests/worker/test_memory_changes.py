@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import torch
 
 from core.tests.worker.test_ranks import model, run_step, started, step  # noqa: F401 - a fixture
 from hardpoint.executor import InProcessExecutor
@@ -38,7 +39,8 @@ def one() -> StepInput:
 
 @pytest.fixture
 def worker(model: str) -> Iterator[StandardWorker]:  # noqa: F811
-    with started(model) as worker:
+    # An interrupt where torch enters or leaves `no_grad` leaves it switched on. Clients hold interrupts back there; these tests do not.
+    with started(model) as worker, torch.set_grad_enabled(True):
         yield worker
 
 
