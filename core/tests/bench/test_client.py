@@ -68,6 +68,7 @@ def test_a_call_of_a_tool_is_a_part_too(endpoint: Endpoint) -> None:
     ("model", "kind", "said"),
     [
         ("refusing", "http_429", "too busy"),
+        ("closed", "broken_off", "disconnected"),
         ("cut", "broken_off", ""),
         ("unended", "broken_off", "[DONE]"),
         ("failing", "error_event", "a step failed"),
@@ -79,6 +80,13 @@ def test_failures_are_told_apart(endpoint: Endpoint, model: str, kind: str, said
     (answer,) = asked(endpoint, {"model": model, "prompt": "x", "max_tokens": 2}, timeout=0.3)
     assert answer.error == kind
     assert said in answer.detail
+
+
+def test_a_kept_connection_that_the_server_closes_costs_a_second_try(endpoint: Endpoint) -> None:
+    endpoint.bodies.clear()
+    (answer,) = asked(endpoint, {"model": "closing", "prompt": "x", "max_tokens": 2})
+    assert (answer.error, answer.output_tokens) == (None, 2)
+    assert len(endpoint.bodies) == 2
 
 
 def test_a_server_that_is_not_there(endpoint: Endpoint) -> None:

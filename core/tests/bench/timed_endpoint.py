@@ -29,6 +29,11 @@ class Endpoint:
         self.has_request.set()
         if body["model"] == "refusing":
             return web.json_response({"error": {"message": "too busy"}}, status=429)
+        if (body["model"] == "closing" and len(self.bodies) % 2) or body["model"] == "closed":
+            assert request.transport is not None
+            request.transport.close()
+        if body["model"] == "closing":
+            body["model"] = "steady"
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await getattr(self, body["model"])(body, response)

@@ -127,11 +127,11 @@ class Client:
         """Send one request, whose answer is a stream, and read it to its end; failures are in the answer."""
         answer = Answer(time.perf_counter())
         try:
-            async with self._session.post(self._url, data=body) as response:
-                if response.status == 200:
-                    await self._read(response, answer)
-                else:
-                    answer.error, answer.detail = f"http_{response.status}", _short(await response.read())
+            try:
+                await self._post(body, answer)
+            except aiohttp.ServerDisconnectedError:
+                # A kept connection that the server was closing just then: the request was not answered, and a new one may carry it.
+                await self._post(body, answer)
         except TimeoutError as error:
             answer.error, answer.detail = "timeout", str(error)
         except aiohttp.ClientConnectorError as error:
@@ -142,6 +142,13 @@ class Client:
             answer.error, answer.detail = "malformed_event", str(error)
         answer.ended = time.perf_counter()
         return answer
+
+    async def _post(self, body: bytes, answer: Answer) -> None:
+        async with self._session.post(self._url, data=body) as response:
+            if response.status == 200:
+                await self._read(response, answer)
+            else:
+                answer.error, answer.detail = f"http_{response.status}", _short(await response.read())
 
     @staticmethod
     async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
