@@ -151,18 +151,20 @@ def test_the_interpreter_ends_cleanly_over_a_simulated_driver(vendor: str, end: 
 def test_daemon_threads_may_ask_and_change_while_the_interpreter_ends(trial: int) -> None:
     """A race: before the engine handed out plain values, one in four of these ended with a signal.
 
-    A pool that the interpreter has closed on its way out refuses changes with an error of the contract, which a thread may still see.
+    A pool that the interpreter has closed on its way out refuses changes, which a thread may still be told; anything else it is told fails.
     """
     program = """
-    from contextlib import suppress
     pool = VirtualPool(driver_table())
     kept = [pool.allocate(1 << 16, tag) for tag in ("weights", "kv_cache")]
     asks = lambda: [pool.stats() for _ in range(10**6)]
     def changes():
-        with suppress(HardpointError):
+        try:
             for _ in range(10**6):
                 pool.sleep(SleepPlan())
                 pool.wake()
+        except MemoryFault as error:
+            if "the allocator is closed" not in str(error):
+                raise
     for work in (asks, asks, asks, changes):
         threading.Thread(target=work, daemon=True).start()
     time.sleep(0.03)

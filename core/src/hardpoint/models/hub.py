@@ -127,7 +127,6 @@ def _download(model: HubModel, info: ModelInfo, cache: str | None, weights: bool
         for name in wanted
         if not isinstance(try_to_load_from_cache(model.repo, name, cache_dir=cache, revision=info.sha), str)
     ]
-
     patterns = [glob.escape(name) for name in wanted]
     try:
         # By the revision's own name, under which the cache finds it without a network.

@@ -30,7 +30,6 @@ _log = logging.getLogger("hardpoint.server")
 
 _CLOSING_SECONDS = 2.0
 """In which connections close once all requests were answered; one with TLS waits for its client to agree, which an idle one does not."""
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,11 +215,6 @@ def _allow_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host can be reached from this machine alone."""
-    return host in _LOOPBACK
 
 
 def _check_tls(settings: ServerSettings) -> None:
