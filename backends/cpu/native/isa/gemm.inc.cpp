@@ -397,7 +397,8 @@ void run_bf16_item(const LinearItem& item) {
   const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
   const int count = item.tile_count;
   const int64_t blocks = ceil_div(item.row_end - item.row_begin, kBlockRows), panel_lines = stride * count / 64;
-  const char* prefetch = item.prefetch;
+  // One tile of rows is bound by the weights' bytes, which the processor's own prefetcher brings in order: ours would take its place.
+  const char* prefetch = item.row_end - item.row_begin > kTileRegisterRows ? item.prefetch : nullptr;
   const char* const prefetch_end = prefetch ? prefetch + panel_lines * 64 : nullptr;
 
   TileRegisters registers;
