@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hardpoint.interfaces.allocator import MemoryChange, MemoryReport, MemoryStats, SleepPlan
 from hardpoint.interfaces.attention import AttentionPlan
 from hardpoint.interfaces.backend import BackendDescriptor, Device
-from hardpoint.interfaces.batch import StepInput, StepOutput
+from hardpoint.interfaces.batch import Pooling, StepInput, StepOutput
 from hardpoint.interfaces.contract import Contract, contract_methods
 from hardpoint.interfaces.dtypes import DType
 
@@ -113,6 +113,9 @@ class ModelInfo:
         kv_group_windows: of each KV cache group, the keys that a query sees, its own included; 0 for all. The first is the largest. Blocks
             outside of a group's window are not read any more.
         steps_in_flight: how many steps may be submitted beyond the one that is collected next; 0 where `submit` computes.
+        whole_prompts: the layers see both sides of a token, so that a step has all tokens of a prompt; there is no KV cache.
+        pooling: how hidden states of a prompt become one, by the model's own files.
+        num_labels: of the head that classifies; 0 where there is none.
     """
 
     architecture: str
@@ -126,6 +129,13 @@ class ModelInfo:
     is_generative: bool = True
     kv_group_windows: tuple[int, ...] = (0,)
     steps_in_flight: int = 0
+    whole_prompts: bool = False
+    pooling: Pooling = Pooling.LAST
+    num_labels: int = 0
+
+    def step_tokens(self, budget: int) -> int:
+        """Return the most tokens of a step for a budget, which is raised where a step has whole prompts."""
+        return max(budget, self.max_model_len) if self.whole_prompts else budget
 
 
 @dataclass(frozen=True)

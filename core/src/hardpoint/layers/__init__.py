@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.layers.attention import Attention, Step
     from hardpoint.layers.context import ModelContext
-    from hardpoint.layers.embedding import LMHead, VocabEmbedding
+    from hardpoint.layers.embedding import LMHead, SmallEmbedding, VocabEmbedding
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
-    from hardpoint.layers.norm import HeadsNorm, RMSNorm
+    from hardpoint.layers.norm import HeadsNorm, LayerNorm, RMSNorm
     from hardpoint.layers.operators import TORCH_OPERATORS, TorchOperators
     from hardpoint.layers.parallel import ParallelRank, Ranks
     from hardpoint.layers.rope import Rope
@@ -34,6 +34,7 @@ __all__ = [
     "HeadsNorm",
     "LMHead",
     "Layer",
+    "LayerNorm",
     "Linear",
     "MixtureOfExperts",
     "ModelContext",
@@ -44,6 +45,7 @@ __all__ = [
     "Rope",
     "RotaryEmbedding",
     "RowLinear",
+    "SmallEmbedding",
     "Step",
     "StoredWeight",
     "TorchOperators",
@@ -62,6 +64,7 @@ _HOMES = {
     "GatedMLP": "hardpoint.layers.mlp",
     "LMHead": "hardpoint.layers.embedding",
     "Layer": "hardpoint.layers.weights",
+    "LayerNorm": "hardpoint.layers.norm",
     "Linear": "hardpoint.layers.linear",
     "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
@@ -73,6 +76,7 @@ _HOMES = {
     "Rope": "hardpoint.layers.rope",
     "RotaryEmbedding": "hardpoint.layers.rotary",
     "RowLinear": "hardpoint.layers.linear",
+    "SmallEmbedding": "hardpoint.layers.embedding",
     "Step": "hardpoint.layers.attention",
     "StoredWeight": "hardpoint.layers.weights",
     "TorchOperators": "hardpoint.layers.operators",

@@ -23,19 +23,33 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 _READERS = 4
+_PREFIXES = ("model.", "bert.", "roberta.")
+_OLD_NORMS = {"gamma": "weight", "beta": "bias"}
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
 
 def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-    """Return the checkpoint with the prefix `model.` where a bare model was saved without it, and stacked experts taken apart.
+    """Return the checkpoint with the names of the model's tensors, and stacked experts taken apart.
 
     Args:
         shapes: of the model's tensors.
     """
-    found = checkpoint.shapes()
-    if "model.embed_tokens.weight" not in found and "embed_tokens.weight" in found:
-        checkpoint = RenamedCheckpoint(checkpoint, "model.")
+    standard = {standard_name(name, shapes): name for name in checkpoint.shapes()}
+    if any(name != found for name, found in standard.items()):
+        checkpoint = RenamedCheckpoint(checkpoint, standard)
     return unstacked(checkpoint, shapes)
+
+
+def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the name that a model's tensor has in whole models; others are returned as they are.
+
+    Bare models are saved without what stands before their tensors' names, and old encoders call a norm's weight and bias gamma and beta.
+    """
+    stem, _, last = name.rpartition(".")
+    if stem.endswith("LayerNorm") and last in _OLD_NORMS:
+        name = f"{stem}.{_OLD_NORMS[last]}"
+    found = (prefixed for prefixed in (name, *(prefix + name for prefix in _PREFIXES)) if prefixed in shapes)
+    return next(found, name)
 
 
 def check_tensors(
@@ -46,9 +60,9 @@ def check_tensors(
     """Compare a checkpoint's tensors with those that a model is made of; raises CorruptWeights that lists the differences.
 
     Args:
-        optional: names that a checkpoint may have without need (a tied head).
+        optional: beginnings of names that a checkpoint may have without need (a tied head).
     """
-    passed_over = set(optional)
+    passed_over = tuple(optional)
     problems: list[str] = []
     missing = sorted(set(expected) - set(found))
     if missing:
@@ -56,7 +70,7 @@ def check_tensors(
     unexpected = sorted(
         name
         for name in set(found) - set(expected)
-        if name not in passed_over and not _IGNORED.search(name) and not is_scale(name)
+        if not _is_optional(name, passed_over) and not _IGNORED.search(name) and not is_scale(name)
     )
     if unexpected:
         problems.append(f"unexpected: {_listed(unexpected)}")
@@ -82,7 +96,7 @@ class ModelWeights:
     Attributes:
         stored: where each parameter comes from, by its name in the model, in the order of use.
         shapes: of every checkpoint tensor of the whole model.
-        optional: tensors that a checkpoint may have without need (a tied head).
+        optional: beginnings of names of tensors that a checkpoint may have without need (a tied head).
     """
 
     stored: Mapping[str, StoredWeight]
@@ -192,10 +206,10 @@ def update_weights(
     changed: dict[str, tuple[Tensor, int]] = {}
     try:
         for name, values in unstacked_pairs(given, weights.shapes):
-            known = name if name in weights.shapes else f"model.{name}"
+            known = standard_name(name, weights.shapes)
             shape = weights.shapes.get(known)
             if shape is None:
-                if name in weights.optional or _IGNORED.search(name) or scales.passes(name, values):
+                if _is_optional(name, weights.optional) or _IGNORED.search(name) or scales.passes(name, values):
                     continue
                 raise CorruptWeights("the model has no tensor of this name", found=name)
             if tuple(values.shape) != shape:
@@ -220,6 +234,11 @@ def update_weights(
         for parameter, (target, _) in changed.items():
             finish(parameter, target)
     return used
+
+
+def _is_optional(name: str, optional: tuple[str, ...]) -> bool:
+    """Whether a tensor is passed over; bare encoders are saved without the prefix that `optional` may have."""
+    return any((prefix + name).startswith(optional) for prefix in ("", *_PREFIXES))
 
 
 def _listed(names: Sequence[str], limit: int = 8) -> str:

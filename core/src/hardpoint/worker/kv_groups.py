@@ -19,12 +19,12 @@ def plan_groups(
 
     Args:
         request: of all layers.
-        divides: False for one group that keeps all keys.
+        divides: False for one group that keeps all keys. Layers without a cache are one group in any case.
     """
     plan = attention.plan(request)
     if isinstance(plan, Refusal):
         return plan
-    if not divides:
+    if not divides or request.bidirectional:
         return KVCacheGroup.whole(plan)
     found = group_layers(request.layers, request.max_context, plan.block_size)
     if len(found) == 1:
