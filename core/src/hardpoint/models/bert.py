@@ -98,7 +98,6 @@ class Bert(Encoder):
 
     prefix: ClassVar[str] = "bert"
     """What checkpoints call the encoder."""
-    ignored: ClassVar[tuple[str, ...]] = ("cls.", "bert.pooler.", "bert.embeddings.position_ids")
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)
@@ -119,6 +118,11 @@ class Bert(Encoder):
     def first_position(cls, config: ModelConfig) -> int:
         """Return the row of the position embeddings that a text begins with."""
         return 0
+
+    @classmethod
+    def unused(cls, config: ModelConfig) -> str:
+        # Heads of the training, and the pooler where nothing comes after it.
+        return rf"cls\.|lm_head\.|({cls.prefix}\.)?(pooler\.|embeddings\.position_ids$)"
 
     @classmethod
     def context_length(cls, config: ModelConfig, positions: int) -> int:
@@ -148,7 +152,6 @@ class Roberta(Bert):
     """RoBERTa: the rows of positions before the first are those of padding; a head has its dense layer itself."""
 
     prefix: ClassVar[str] = "roberta"
-    ignored: ClassVar[tuple[str, ...]] = ("lm_head.", "roberta.pooler.", "roberta.embeddings.position_ids")
 
     @classmethod
     def first_position(cls, config: ModelConfig) -> int:

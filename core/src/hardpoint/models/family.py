@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hardpoint.interfaces.batch import Pooling, PoolingTask
 from hardpoint.interfaces.errors import ModelError, WorkerError
-from hardpoint.layers import Attention, Layer, Linear, RotaryEmbedding, Step, StoredWeight
+from hardpoint.layers import AttentionOverCache, Layer, Linear, RotaryEmbedding, Step, StoredWeight
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
@@ -43,8 +43,6 @@ class Family(nn.Module):
     """What norms add to their stored weights."""
     pooling: ClassVar[Pooling] = Pooling.LAST
     """How hidden states of a text become one, where the model's files do not say it."""
-    ignored: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors that checkpoints have, and that nothing here computes with."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -71,6 +69,11 @@ class Family(nn.Module):
     def refusals(cls, config: ModelConfig) -> list[str]:
         """Return why a configuration of the family cannot be run, a sentence for each reason; empty where it can."""
         return config.refusals()
+
+    @classmethod
+    def unused(cls, config: ModelConfig) -> str:
+        """Return a regular expression for tensors that published checkpoints have beside the model's; empty where there are none."""
+        return ""
 
     @classmethod
     def context_length(cls, config: ModelConfig, positions: int) -> int:
@@ -117,7 +120,7 @@ class Family(nn.Module):
 
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """Return what each of the rank's layers asks of attention, in order."""
-        return tuple(module.shard for module in self.modules() if isinstance(module, Attention))
+        return tuple(module.shard for module in self.modules() if isinstance(module, AttentionOverCache))
 
     def stored_weights(self) -> dict[str, StoredWeight]:
         """Return where each parameter comes from, by its name in the model, in the order of use; tied ones once."""

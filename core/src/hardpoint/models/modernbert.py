@@ -112,7 +112,6 @@ class ModernBertEncoder(nn.Module):
 class ModernBert(Encoder):
     """ModernBERT. A head is a dense layer, an activation and a norm before the labels."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("head.", "decoder.")
     activation_names: ClassVar[tuple[str, ...]] = ("hidden_activation", "classifier_activation")
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
@@ -157,6 +156,10 @@ class ModernBert(Encoder):
         pooling = config.values["classifier_pooling"]
         unknown = [f"its head pools by {pooling}"] if pooling not in ("cls", "mean") else []
         return [*super().refusals(config), *(ropes.reasons if isinstance(ropes, Refusal) else ()), *biases, *unknown]
+
+    @classmethod
+    def unused(cls, config: ModelConfig) -> str:
+        return r"(head|decoder)\."
 
     @classmethod
     def pooling_of(cls, config: ModelConfig) -> Pooling:
