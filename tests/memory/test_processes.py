@@ -166,7 +166,7 @@ def test_daemon_threads_may_ask_and_change_while_the_interpreter_ends(trial: int
 
 
 def test_a_daemon_thread_waits_at_a_pool_that_the_interpreter_has_closed() -> None:
-    """The main thread, which ends the interpreter, is told so where an exit handler comes late; an error of others would only be printed."""
+    """The main thread, which ends the interpreter, is told so where an exit handler comes late; of others an error would be printed."""
     program = """
     pool = VirtualPool(driver_table())
     kept = pool.allocate(1 << 16, "weights")

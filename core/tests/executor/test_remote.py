@@ -359,7 +359,7 @@ def test_a_rank_that_fails_to_end_a_change_frees_those_that_wait_for_it(make: Ma
     """As communicators that are resumed do: their libraries wait for one another."""
     executor = make(order("commit", "fail", 1), order("commit", "hang", 0), ranks=2, limits={"behind": 0.5})
     start = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 failed: it raised DriverError: .*, and rank 0 waits for it"):
+    with pytest.raises(RankFailed, match=r"rank 1 failed: it raised DriverError: .*, and rank 0 waits for it"):
         executor.change(SleepPlan())
     assert time.monotonic() - start < REPORTED_WITHIN
     assert wait_until(all_gone(executor))
