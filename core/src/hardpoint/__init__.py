@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.engine.async_llm import AsyncLLM
     from hardpoint.engine.config import EngineConfig
+    from hardpoint.engine.inputs import TextPrompt, TokensPrompt
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.llm_engine import LLMEngine
     from hardpoint.engine.outputs import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         EmbeddingRequestOutput,
         RequestOutput,
     )
-    from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+    from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     __version__: str
 
@@ -37,8 +38,11 @@ __all__ = [
     "LLMEngine",
     "PoolingParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -55,8 +59,11 @@ _HOMES = {
     "LLMEngine": "hardpoint.engine.llm_engine",
     "PoolingParams": "hardpoint.sampling",
     "RequestOutput": "hardpoint.engine.outputs",
+    "RequestOutputKind": "hardpoint.sampling",
     "SamplingParams": "hardpoint.sampling",
     "StructuredOutputsParams": "hardpoint.sampling",
+    "TextPrompt": "hardpoint.engine.inputs",
+    "TokensPrompt": "hardpoint.engine.inputs",
 }
 
 
