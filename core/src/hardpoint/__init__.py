@@ -22,7 +22,13 @@ if TYPE_CHECKING:
         EmbeddingRequestOutput,
         RequestOutput,
     )
-    from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from hardpoint.sampling import (
+        BeamSearchParams,
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
     __version__: str
 
