@@ -24,7 +24,7 @@ from hardpoint.interfaces.errors import (
     MemoryBusy,
     RequestTimeout,
 )
-from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.metrics import ModelMetrics
 from hardpoint.validation import NonNegativeFloat, PositiveInt, Seconds, Validated
@@ -284,7 +284,7 @@ class ServedModel:
     async def generate(
         self,
         prompt: TokenizedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         timeout: float | None = None,
