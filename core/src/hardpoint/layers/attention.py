@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.layers.context import ModelContext
     from hardpoint.layers.rotary import RotaryEmbedding
+    from hardpoint.layers.states import StateStep
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Step:
         kv_cache: the whole cache, all layers.
         places: each layer's KV cache group and its number there.
         token_types: int64[T], to which of two texts each token belongs (0 or 1); None where all are 0.
+        states: for layers that keep recurrent states; None where no layer of the model does.
     """
 
     positions: Tensor
@@ -38,6 +40,7 @@ class Step:
     kv_cache: Tensor
     places: tuple[tuple[int, int], ...]
     token_types: Tensor | None = None
+    states: StateStep | None = None
 
 
 class AttentionOverCache(Layer):

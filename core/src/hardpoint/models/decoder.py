@@ -17,8 +17,18 @@ from torch import Tensor, nn
 
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.errors import WorkerError
-from hardpoint.layers import Linear, LMHead, RMSNorm, RotaryEmbedding, Step, VocabEmbedding
+from hardpoint.layers import (
+    LayerWithStates,
+    Linear,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    StateTensor,
+    Step,
+    VocabEmbedding,
+)
 from hardpoint.layers.parallel import ParallelRank, layers_of_stage
+from hardpoint.models.config import FULL, SLIDING
 from hardpoint.models.family import Family, label_head
 
 if TYPE_CHECKING:
@@ -48,6 +58,8 @@ class CausalLM(Family):
     """
 
     layer: ClassVar[MakesLayer]
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
+    """Types of layers that the family has."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)
@@ -64,7 +76,7 @@ class CausalLM(Family):
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:
         ropes = cls.ropes(config)
-        return [*config.refusals(), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
+        return [*config.refusals(cls.layer_kinds), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
 
     @classmethod
     def ropes(cls, config: ModelConfig) -> tuple[tuple[Any, ...], tuple[int, ...]] | Refusal:
@@ -97,7 +109,12 @@ class CausalLM(Family):
 
     def stages_obstacle(self, stages: int) -> str | None:
         layers = len(self.model.layers)
+        if stages > 1 and self.state_layers():
+            return "a model whose layers keep recurrent states runs in one stage only"
         return f"{layers} layers are fewer than {stages} stages" if stages > layers else None
+
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        return tuple(module.states for module in self.modules() if isinstance(module, LayerWithStates))
 
 
 class Decoder(nn.Module):

@@ -17,7 +17,7 @@ from hardpoint.layers import AttentionOverCache, Layer, Linear, RotaryEmbedding,
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
-    from hardpoint.layers import ModelContext
+    from hardpoint.layers import ModelContext, StateTensor
     from hardpoint.models.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,7 +68,7 @@ class Family(nn.Module):
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:
         """Return why a configuration of the family cannot be run, a sentence for each reason; empty where it can."""
-        return config.refusals()
+        return []
 
     @classmethod
     def unused(cls, config: ModelConfig) -> str:
@@ -121,6 +121,10 @@ class Family(nn.Module):
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """Return what each of the rank's layers asks of attention, in order."""
         return tuple(module.shard for module in self.modules() if isinstance(module, AttentionOverCache))
+
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        """Return what each layer with recurrent states keeps of a sequence on the rank, in order."""
+        return ()
 
     def stored_weights(self) -> dict[str, StoredWeight]:
         """Return where each parameter comes from, by its name in the model, in the order of use; tied ones once."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
     from hardpoint.interfaces.batch import PoolingTask
+    from hardpoint.layers.states import StateTensor
     from hardpoint.models.description import ModelDescription
     from hardpoint.models.family import Family
     from hardpoint.models.source import ModelSource
@@ -129,6 +130,7 @@ class ModularModel(FamilyModel, CapturableModel):
             model.fill_buffers()
         super().__init__(description, model, scales, seed)
         self._attention, self._places = attention, places
+        self._has_states = bool(model.state_layers())
         self._without_extents: frozenset[str] = frozenset()
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
@@ -168,8 +170,12 @@ class ModularModel(FamilyModel, CapturableModel):
         rows: Tensor,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        step = Step(positions, self._attention, metadata, kv_cache, self._places, token_types)
+        states = metadata[-1] if self._has_states else None
+        step = Step(positions, self._attention, metadata, kv_cache, self._places, token_types, states)
         return self._model(token_ids, step, rows)  # type: ignore[no-any-return]
+
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        return self._model.state_layers()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -105,8 +105,8 @@ class SchedulerConfig(SchedulerSettings):
 
     @classmethod
     def complete(cls, settings: SchedulerSettings, **measured: Any) -> Self:
-        """Return the settings with what the model and the device add; raises ConfigError where they contradict each other."""
-        return cls(**{f.name: getattr(settings, f.name) for f in fields(SchedulerSettings)}, **measured)
+        """Return the settings with what the model and the device add or override; raises ConfigError where they contradict each other."""
+        return cls(**{f.name: getattr(settings, f.name) for f in fields(SchedulerSettings)} | measured)
 
     @property
     def max_seq_tokens(self) -> int:
@@ -117,3 +117,8 @@ class SchedulerConfig(SchedulerSettings):
     def pool_tokens(self) -> int:
         """Most tokens of one sequence that the device pool holds, in all KV cache groups."""
         return self.num_device_blocks // len(self.group_windows) * self.block_size
+
+    def beam_tokens(self, num_beams: int) -> int:
+        """Most tokens of each beam of a search that the device pool holds, when the beams share nothing; at most `max_model_len`."""
+        blocks = self.num_device_blocks // (len(self.group_windows) * num_beams)
+        return min(self.max_model_len, blocks * self.block_size - self.num_lookahead_slots)

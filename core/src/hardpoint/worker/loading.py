@@ -20,6 +20,7 @@ from hardpoint.models import Ranks, attention_layers, load_model, open_model
 from hardpoint.worker.communicators import Communicators
 from hardpoint.worker.kv_groups import plan_groups
 from hardpoint.worker.ranks import join_ranks, place_of
+from hardpoint.worker.state_memory import slot_layout
 
 if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
@@ -122,6 +123,7 @@ def load_rank(
         whole_prompts=request.bidirectional,
         pooling=source.pooling,
         num_labels=model.num_labels,
+        state_bytes=slot_layout(model.state_layers())[1],
     )
     return LoadedModel(model, info, source, fingerprint, kv_groups, communicators)
 
