@@ -11,6 +11,9 @@ SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml back
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
 PROMPT ?= Give three facts about the moon.
 
+# A folder beside a source of the same name (native/isa, native/isa.cpp) is not a program to link.
+.SUFFIXES:
+
 # What is imported is compiled once, and not by each of hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -8,5 +8,6 @@ void bind_scheduler(pybind11::module_& m);
 void bind_step(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_disk(pybind11::module_& m);
+void bind_gguf(pybind11::module_& m);
 
 }  // namespace hardpoint

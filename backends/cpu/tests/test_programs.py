@@ -164,3 +164,20 @@ def test_a_packed_weight_is_no_larger_than_the_plain_one() -> None:
     shapes = experts(hidden_size=64, intermediate_size=48).weight_shapes()
     assert shapes == ((5, 96, 64), (5, 64, 48))
     assert _native.packed_bytes(96, 64, 0) == 96 * 64 * 4
+
+
+def test_experts_take_logits_in_float32_whatever_the_weights_are() -> None:
+    """A router's shares are not rounded to the weights' dtype on their way."""
+    torch.manual_seed(0)
+    request = ExpertsRequest(4, 2, 32, 16, Activation.SILU, DType.BFLOAT16, True)
+    program = CpuKernels(DEVICE).plan_experts(request)
+    assert isinstance(program, ExpertsProgram)
+    values = torch.randn(4 * 32, 32).bfloat16(), torch.randn(4 * 32, 16).bfloat16()
+    gate_up, down = (torch.zeros(shape, dtype=torch.bfloat16) for shape in program.weight_shapes())
+    program.write_gate_up(gate_up, 0, values[0])
+    program.write_down(down, 0, values[1])
+    x = torch.randn(1, 32).bfloat16()
+    # In bfloat16 both would be 4, and the shares equal.
+    exact = program.run(x, torch.tensor([[4.0, 4.01, -9.0, -9.0]]), gate_up, down)
+    rounded = program.run(x, torch.tensor([[4.0, 4.0, -9.0, -9.0]]).bfloat16(), gate_up, down)
+    assert not torch.equal(exact, rounded)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.engine.async_llm import AsyncLLM
     from hardpoint.engine.config import EngineConfig
+    from hardpoint.engine.inputs import TextPrompt, TokensPrompt
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.llm_engine import LLMEngine
     from hardpoint.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
-    from hardpoint.sampling import PoolingParams, SamplingParams, StructuredOutputsParams
+    from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     __version__: str
 
@@ -28,8 +29,11 @@ __all__ = [
     "LLMEngine",
     "PoolingParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -43,8 +47,11 @@ _HOMES = {
     "LLMEngine": "hardpoint.engine.llm_engine",
     "PoolingParams": "hardpoint.sampling",
     "RequestOutput": "hardpoint.engine.outputs",
+    "RequestOutputKind": "hardpoint.sampling",
     "SamplingParams": "hardpoint.sampling",
     "StructuredOutputsParams": "hardpoint.sampling",
+    "TextPrompt": "hardpoint.engine.inputs",
+    "TokensPrompt": "hardpoint.engine.inputs",
 }
 
 

@@ -1,4 +1,4 @@
-"""Native parts of the core. Use them through `hardpoint.scheduler`, `.executor` and `.memory`."""
+"""Native parts of the core. Use them through `hardpoint.scheduler`, `.executor`, `.memory` and `.weights`."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -15,6 +15,8 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 def write_crash_frames(file: int) -> bool: ...
+def gguf_block(type_id: int) -> tuple[int, int] | None: ...
+def expand_gguf(type_id: int, source: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None: ...
 
 class SequenceState(Enum):
     DORMANT = 0

@@ -63,6 +63,16 @@ def test_outputs_do_not_depend_on_how_many_steps_are_in_flight(make_llm: Make, s
     assert any(c.finish_reason == "stop" for o in found[0] for c in o.outputs)
 
 
+def test_parameters_that_change_after_a_request_was_added_change_nothing_of_it(make_llm: Make) -> None:
+    llm = make_llm(1)
+    params = SamplingParams(max_tokens=6, seed=5)
+    llm.engine.add_request("one", "x", params)
+    params.logprobs = 1
+    found = drain(llm.engine)["one"][-1]
+    assert results([found]) == results(llm.generate("x", SamplingParams(max_tokens=6, seed=5)))
+    assert found.outputs[0].logprobs is None
+
+
 def test_embeddings_and_generations_share_steps_in_flight(make_llm: Make) -> None:
     llm = make_llm(2, max_num_batched_tokens=64)
     llm.engine.add_request("text", "Once upon a time", SamplingParams(max_tokens=20, ignore_eos=True))

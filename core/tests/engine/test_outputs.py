@@ -33,8 +33,8 @@ def test_times_that_have_not_come_are_none() -> None:
 
 
 def test_a_completion_is_finished_when_it_has_a_reason() -> None:
-    assert not CompletionOutput(0, "a", [1]).finished
-    assert CompletionOutput(0, "a", [1], finish_reason="length").finished
+    assert not CompletionOutput(0, "a", [1]).finished()
+    assert CompletionOutput(0, "a", [1], finish_reason="length").finished()
 
 
 def test_results_cannot_be_changed_and_cross_processes() -> None:

@@ -16,6 +16,7 @@ import torch
 from tiny_models import Runner, assert_equals_transformers, open_and_load, tiny_config
 from transformers import AutoModelForCausalLM
 
+from hardpoint import _native
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import load_tokenizer, open_model
@@ -110,6 +111,31 @@ def test_every_block_format_is_dequantised_exactly(kind: str, dtype: DType, tmp_
     source, model, plan, attention = open_and_load(tmp_path / "model.gguf")
     assert source.dtype is dtype
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=3)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_native_expansion_equals_the_reference_librarys(kind: str) -> None:
+    """Random bytes, so that scales are also subnormal, infinite and no numbers."""
+    number = gguf.GGMLQuantizationType[kind]
+    block = _native.gguf_block(number)
+    assert block == gguf.GGML_QUANT_SIZES[number]
+    raw = np.random.default_rng(number).integers(0, 256, (32, 24 * block[1]), dtype=np.uint8)
+    out = np.empty((32, 24 * block[0]), dtype=np.float32)
+    _native.expand_gguf(number, raw, out)
+    with np.errstate(invalid="ignore"):
+        expected = gguf.dequantize(raw, number)
+    same = out.view(np.uint32) == expected.view(np.uint32)
+    assert np.isfinite(expected).mean() > 0.9
+    assert (same | (np.isnan(out) & np.isnan(expected))).all()
+
+
+def test_native_expansion_refuses_what_it_does_not_know_and_cut_blocks() -> None:
+    out = np.empty(32, dtype=np.float32)
+    assert _native.gguf_block(99) is None
+    with pytest.raises(ValueError, match="no format"):
+        _native.expand_gguf(99, np.zeros(20, dtype=np.uint8), out)
+    with pytest.raises(ValueError, match="whole blocks"):
+        _native.expand_gguf(gguf.GGMLQuantizationType.Q4_1, np.zeros(19, dtype=np.uint8), out)
 
 
 def test_a_folder_with_one_gguf_file_stands_for_it(tmp_path: Path) -> None:

@@ -43,6 +43,30 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 16,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "head_dim": 8,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": None,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+LATENT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -58,6 +82,8 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS_ROPE},
     ),
+    "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": LATENT_ROPE}),
+    "deepseek-v3": ("deepseek_v3", {**LATENT, "rope_parameters": LATENT_ROPE}),
     "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
@@ -75,6 +101,8 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "v_head_dim": 32}),
+    "deepseek-v3-in-halves": ("deepseek_v3", {**LATENT, "norm_topk_prob": False, "rope_interleave": False}),
     "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7}),
     "qwen2-moe-window": (
         "qwen2_moe",
@@ -93,7 +121,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Settings of families that change what is computed in a layer and nothing about how a model is loaded or divided."""
-MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss")) or "-moe" in name]
+MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss", "deepseek")) or "-moe" in name]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
     "gpt2-scaled-by-layer": (
@@ -140,6 +168,9 @@ def save_tiny(folder: Path, config: Any, seed: int = 0, **save_options: Any) -> 
         for parameter in model.parameters():
             # Far from the published initialisation, where every norm is 1 and every logit almost 0.
             parameter.add_(torch.randn_like(parameter) * 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.15)
     model.save_pretrained(folder, **save_options)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from types import MappingProxyType
@@ -197,3 +198,17 @@ def test_allowing_only_stop_tokens_contradicts_min_tokens() -> None:
     params.to_sequence_sampling(0, [1], 0, 0, [])
     with pytest.raises(InvalidSamplingParams, match="min_tokens=1"):
         params.to_sequence_sampling(0, [1], 0, 0, [2])
+
+
+def test_a_parameter_that_is_set_is_checked_and_a_refused_one_changes_nothing() -> None:
+    params = SamplingParams(stop="a", min_tokens=2)
+    params.max_tokens = 5
+    params.stop = "b"
+    params.logit_bias = None
+    assert params == SamplingParams(stop=["b"], min_tokens=2, max_tokens=5)
+    for name, value in {"max_tokens": 1, "temperature": -1, "top_k": "x", "max_token": 3}.items():
+        with pytest.raises(InvalidSamplingParams, match="max_tokens" if "max" in name else name):
+            setattr(params, name, value)
+    assert (
+        pickle.loads(pickle.dumps(params)) == copy.copy(params) == SamplingParams(stop="b", min_tokens=2, max_tokens=5)
+    )

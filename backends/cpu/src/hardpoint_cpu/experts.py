@@ -87,7 +87,7 @@ class CpuExperts(ExpertsProgram):
             logits.stride(0),
             tokens,
             asked.num_experts,
-            self._code,
+            DTYPE_CODES[logits.dtype],
             asked.top_k,
             asked.renormalise,
             chosen.data_ptr(),
@@ -134,7 +134,8 @@ class CpuExperts(ExpertsProgram):
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         inner = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
         whole = tensor.is_contiguous() or name in ("x", "logits")
-        good = tuple(tensor.shape) == shape and tensor.dtype is self._dtype and tensor.device.type == "cpu"
+        is_of_dtype = tensor.dtype is self._dtype or (name == "logits" and tensor.dtype is torch.float32)
+        good = tuple(tensor.shape) == shape and is_of_dtype and tensor.device.type == "cpu"
         if not (good and inner and whole):
             raise InvalidOperand(
                 f"{name} of the experts is {list(shape)} of {self._dtype} on the host, contiguous",

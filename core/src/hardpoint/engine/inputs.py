@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 from msgspec import Meta
 
@@ -27,7 +27,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps prefix caches apart)."""
+"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps prefix caches apart), such as
+`TextPrompt` and `TokensPrompt`."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text; `cache_salt` keeps prefix caches apart."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
 
 Message: TypeAlias = Mapping[str, Any]
 """One message of a conversation: `role` and `content`, a text or a list of parts `{"type": "text", "text": ...}`, and whatever

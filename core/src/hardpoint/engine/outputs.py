@@ -94,9 +94,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    @property
     def finished(self) -> bool:
-        """Whether the completion has ended."""
+        """Return whether the completion has ended."""
         return self.finish_reason is not None
 
 

@@ -112,8 +112,8 @@ class Request:
         eos_ids: frozenset[int],
         recipient: Recipient,
     ) -> None:
-        if detokenizer is None:
-            params = params.clone(detokenize=False)
+        # A copy, since the caller may change its own.
+        params = params.clone(detokenize=params.detokenize and detokenizer is not None)
         self.request_id = request_id
         self.key = key
         self.prompt = prompt

@@ -204,7 +204,7 @@ class ExpertsProgram(Contract, contract=True):
         so that a step can be captured.
 
         Args:
-            logits: the router's, [T, num_experts], in the request's dtype.
+            logits: the router's, [T, num_experts], in the request's dtype or in float32.
             gate_up, down: stored weights.
             gate_up_bias: [num_experts, 2 * intermediate_size].
             down_bias: [num_experts, hidden_size].

@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hardpoint.layers.attention import Attention, Step
+    from hardpoint.layers.attention import Attention, AttentionOverCache, Step
     from hardpoint.layers.context import ModelContext
     from hardpoint.layers.embedding import LMHead, VocabEmbedding
+    from hardpoint.layers.latent import LatentAttention, LatentShape
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
@@ -21,18 +22,23 @@ if TYPE_CHECKING:
     from hardpoint.layers.parallel import ParallelRank, Ranks
     from hardpoint.layers.rope import Rope
     from hardpoint.layers.rotary import RotaryEmbedding
+    from hardpoint.layers.routing import GroupedRouter, Routing
     from hardpoint.layers.weights import Layer, StoredWeight, WeightShard
 
 __all__ = [
     "TORCH_OPERATORS",
     "Attention",
+    "AttentionOverCache",
     "ColumnLinear",
     "Experts",
     "ExpertsShape",
     "GateUpLinear",
     "GatedMLP",
+    "GroupedRouter",
     "HeadsNorm",
     "LMHead",
+    "LatentAttention",
+    "LatentShape",
     "Layer",
     "Linear",
     "MixtureOfExperts",
@@ -43,6 +49,7 @@ __all__ = [
     "Ranks",
     "Rope",
     "RotaryEmbedding",
+    "Routing",
     "RowLinear",
     "Step",
     "StoredWeight",
@@ -55,12 +62,16 @@ __all__ = [
 _HOMES = {
     "TORCH_OPERATORS": "hardpoint.layers.operators",
     "Attention": "hardpoint.layers.attention",
+    "AttentionOverCache": "hardpoint.layers.attention",
     "ColumnLinear": "hardpoint.layers.linear",
     "Experts": "hardpoint.layers.moe",
     "ExpertsShape": "hardpoint.layers.moe",
     "GateUpLinear": "hardpoint.layers.linear",
     "GatedMLP": "hardpoint.layers.mlp",
+    "GroupedRouter": "hardpoint.layers.routing",
     "LMHead": "hardpoint.layers.embedding",
+    "LatentAttention": "hardpoint.layers.latent",
+    "LatentShape": "hardpoint.layers.latent",
     "Layer": "hardpoint.layers.weights",
     "Linear": "hardpoint.layers.linear",
     "MixtureOfExperts": "hardpoint.layers.moe",
@@ -72,6 +83,7 @@ _HOMES = {
     "Ranks": "hardpoint.layers.parallel",
     "Rope": "hardpoint.layers.rope",
     "RotaryEmbedding": "hardpoint.layers.rotary",
+    "Routing": "hardpoint.layers.routing",
     "RowLinear": "hardpoint.layers.linear",
     "Step": "hardpoint.layers.attention",
     "StoredWeight": "hardpoint.layers.weights",

@@ -38,15 +38,41 @@ class Step:
     places: tuple[tuple[int, int], ...]
 
 
-class Attention(Layer):
-    """Multi-head attention with grouped keys and values (arXiv:2305.13245), by whole KV heads divided among the ranks.
+class AttentionOverCache(Layer):
+    """A layer that attends over its part of the KV cache, by whole KV heads divided among the ranks.
 
     Attributes:
         layer: what the whole layer asks of the backend: heads, window, soft cap, sinks, scale.
         shard: what the rank's heads ask.
 
     Args:
-        index: number of the layer in the model.
+        index: number of the layer among those of the model that attend.
+    """
+
+    def __init__(self, index: int, layer: AttentionLayer, context: ModelContext) -> None:
+        super().__init__()
+        self.layer, self.shard = layer, shard_heads(layer, context)
+        self._index = index - context.first_layer
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, sinks: Tensor | None = None) -> Tensor:
+        """Write keys and values [T, kv_heads, head_dim] to the cache, and return the attention of queries [T, heads, head_dim]."""
+        group, index = step.places[self._index]
+        cache, metadata = step.kv_cache[index], step.metadata[group]
+        step.attention.write_kv(index, k, v, cache, metadata)
+        out = q.new_empty(q.shape)
+        step.attention.forward(index, q, k, v, cache, metadata, out, sinks=sinks)
+        return out
+
+    def tensor_obstacle(self, size: int) -> str | None:
+        """Return why the layer cannot be divided among `size` ranks, or None."""
+        return head_obstacle(self.layer, size)
+
+
+class Attention(AttentionOverCache):
+    """Multi-head attention with grouped keys and values (arXiv:2305.13245).
+
+    Args:
+        index: number of the layer among those of the model that attend.
         rotary: None for a layer that does not rotate.
         q_norm, k_norm: applied to each head [T, heads, head_dim] before rotary embedding.
         fused: the checkpoint has q, k and v as one tensor.
@@ -66,9 +92,7 @@ class Attention(Layer):
         k_norm: nn.Module | None = None,
         fused: bool = False,
     ) -> None:
-        super().__init__()
-        self.layer, self.shard = layer, shard_heads(layer, context)
-        self._index = index - context.first_layer
+        super().__init__(index, layer, context)
         queries, _ = head_spans(layer, context.rank)
         width = layer.num_heads * layer.head_dim
         self.qkv_proj = QKVLinear(hidden_size, layer, context, bias=qkv_bias, fused=fused)
@@ -92,13 +116,5 @@ class Attention(Layer):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             self.rotary(q, k, step.positions)
-        group, index = step.places[self._index]
-        cache, metadata = step.kv_cache[index], step.metadata[group]
-        step.attention.write_kv(index, k, v, cache, metadata)
-        out = x.new_empty((len(x), heads, dim))
-        step.attention.forward(index, q, k, v, cache, metadata, out, sinks=self.sinks)
+        out = self.attend(q, k, v, step, self.sinks)
         return self.o_proj(out.view(-1, heads * dim))  # type: ignore[no-any-return]
-
-    def tensor_obstacle(self, size: int) -> str | None:
-        """Return why the layer cannot be divided among `size` ranks, or None."""
-        return head_obstacle(self.layer, size)

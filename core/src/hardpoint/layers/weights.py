@@ -100,8 +100,8 @@ class StoredWeight:
 class Layer(nn.Module):
     """A module with weights, which are registered on the meta device together with where they come from.
 
-    Public attributes of plain types are the numbers that the layer computes with: two models whose layers have the same ones differ
-    in their weights alone (`models.description.computes_the_same`).
+    Public attributes of plain types, and dataclasses, are what the layer computes with: two models whose layers have the same ones
+    differ in their weights alone (`models.description.computes_the_same`).
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.errors import WorkerError
-from hardpoint.layers import Attention, Layer, LMHead, RMSNorm, RotaryEmbedding, Step, StoredWeight, VocabEmbedding
+from hardpoint.layers import (
+    AttentionOverCache,
+    Layer,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    Step,
+    StoredWeight,
+    VocabEmbedding,
+)
 from hardpoint.layers.parallel import ParallelRank, layers_of_stage
 
 if TYPE_CHECKING:
@@ -71,6 +80,11 @@ class CausalLM(nn.Module):
         return [*config.refusals(), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
 
     @classmethod
+    def unused(cls, config: ModelConfig) -> str:
+        """Return a regular expression for tensors that published checkpoints have beside the decoder's; empty where there are none."""
+        return ""
+
+    @classmethod
     def ropes(cls, config: ModelConfig) -> tuple[tuple[Any, ...], tuple[int, ...]] | Refusal:
         """Return the rotary tables and which of them each layer uses; see `ModelConfig.ropes`."""
         return config.ropes()
@@ -101,7 +115,7 @@ class CausalLM(nn.Module):
 
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """Return what each of the rank's layers asks of attention, in order."""
-        return tuple(module.shard for module in self.modules() if isinstance(module, Attention))
+        return tuple(module.shard for module in self.modules() if isinstance(module, AttentionOverCache))
 
     def stored_weights(self) -> dict[str, StoredWeight]:
         """Return where each parameter comes from, by its name in the model, in the order of use; tied ones once."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.attention import Refusal
-from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.errors import CapabilityRefused, ModelError
 from hardpoint.layers import ModelContext, ParallelRank, RotaryEmbedding
 from hardpoint.models.decoder import tensor_obstacles
@@ -18,6 +18,7 @@ from hardpoint.weights.loading import ModelWeights
 if TYPE_CHECKING:
     from torch import nn
 
+    from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.interfaces.dtypes import DType
     from hardpoint.models.config import ModelConfig
     from hardpoint.models.decoder import CausalLM
@@ -57,7 +58,9 @@ class ModelDescription:
 
     def weights_of(self, share: CausalLM) -> ModelWeights:
         """Return a share's parameters and the checkpoint tensors of the whole model."""
-        return ModelWeights(share.stored_weights(), self.checkpoint_shapes, self._optional)
+        return ModelWeights(
+            share.stored_weights(), self.checkpoint_shapes, self._optional, self._family.unused(self.config)
+        )
 
     @cached_property
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,14 +118,14 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         found[f"{path}:class"] = type(module).__name__
         for name, value in vars(module).items():
-            if not name.startswith("_") and name != "training" and isinstance(value, _PLAIN):
+            if not name.startswith("_") and name != "training" and (isinstance(value, _PLAIN) or is_dataclass(value)):
                 found[f"{path}.{name}"] = value
         if isinstance(module, RotaryEmbedding):
             found[f"{path}.rope"] = module.rope
     return found
 
 
-_PLAIN = (bool, int, float, str, type(None), Enum, tuple, AttentionLayer)
+_PLAIN = (bool, int, float, str, type(None), Enum, tuple)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -35,6 +35,8 @@ _FAMILIES = {
     "Qwen2Moe": _Entry("qwen2_moe", "qwen2_moe"),
     "Qwen3Moe": _Entry("qwen3_moe", "qwen3_moe"),
     "GptOss": _Entry("gpt_oss", "gpt_oss"),
+    "DeepseekV2": _Entry("deepseek", "deepseek_v2"),
+    "DeepseekV3": _Entry("deepseek", "deepseek_v3"),
     "Phi3": _Entry("phi3", "phi3"),
     "Olmo2": _Entry("olmo2", "olmo2"),
     "Granite": _Entry("granite", "granite"),

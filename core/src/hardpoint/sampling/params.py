@@ -66,9 +66,11 @@ class PoolingParams(Validated):
     normalize: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams(Validated):
-    """How the tokens of one request are sampled and returned; checked when it is made.
+    """How the tokens of one request are sampled and returned; checked when it is made, and when a parameter is set.
+
+    A request keeps the parameters as they were when it was added.
 
     The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids` and `structured_outputs`; `min_tokens`
     masks the stop tokens; `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of
@@ -161,6 +163,15 @@ class SamplingParams(Validated):
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))
         self._check_combinations()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a parameter; raises InvalidSamplingParams, and the object stays as it was."""
+        if not hasattr(self, _LAST):  # it is being made
+            object.__setattr__(self, name, value)
+            return
+        changed = self.clone(**{name: value})
+        for parameter in fields(self):
+            object.__setattr__(self, parameter.name, getattr(changed, parameter.name))
 
     def _check_combinations(self) -> None:
         if self.best_of is not None:
@@ -301,6 +312,9 @@ class SamplingParams(Validated):
             logits_processors=tuple(self.logits_processors or ()),
             grammar=grammar,
         )
+
+
+_LAST = fields(SamplingParams)[-1].name
 
 
 def _contradiction(problem: str, found: str, hint: str | None = None) -> NoReturn:

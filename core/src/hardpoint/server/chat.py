@@ -119,14 +119,14 @@ class _Answer:
         if index not in self._begun:
             self._begun.add(index)
             begin = written(self._chunk([_delta(index, AnswerMessage(role="assistant", content=""))]))
-        if completion.finished:
+        if completion.finished():
             self._ended.add(index)
         elif not completion.token_ids:
             return begin
         elif self._is_text_alone and self._is_plain:
             return begin + self._texts.written(index, completion.text)
         delta = self._delta(completion)
-        if self._is_text_alone and not (completion.finished or delta.delta.model_fields_set):
+        if self._is_text_alone and not (completion.finished() or delta.delta.model_fields_set):
             # What came may be the beginning of a mark.
             return begin
         return begin + written(self._chunk([delta]))
@@ -174,7 +174,7 @@ class _Answer:
             reasoning = None if self._reasoning is None else ReasoningParser(begins=self._reasons)
             parser = self._tools.parser
             reader = self._readers[completion.index] = _Reader(reasoning, None if parser is None else parser())
-        return reader.read(completion.text, ended=completion.finished)
+        return reader.read(completion.text, ended=completion.finished())
 
     def _finish_reason(self, completion: CompletionOutput) -> str | None:
         reader = self._readers.get(completion.index)

@@ -83,7 +83,7 @@ class _Answer:
 
     def _event(self, number: int, completion: CompletionOutput, output: RequestOutput) -> bytes:
         """Return the event of what is new of a completion."""
-        if self._is_text_alone and number in self._shown and not completion.finished:
+        if self._is_text_alone and number in self._shown and not completion.finished():
             return self._texts.written(number, completion.text)
         choice = self._choice(number, completion, output)
         return written(self._completion([choice], with_usage=self._options.continuous_usage_stats))
@@ -118,9 +118,9 @@ class _Answer:
         found = []
         for completion in output.outputs:
             number = index * self._params.n + completion.index
-            if number in self._ended or not (completion.token_ids or completion.finished):
+            if number in self._ended or not (completion.token_ids or completion.finished()):
                 continue
-            if completion.finished:
+            if completion.finished():
                 self._ended.add(number)
             found.append((number, completion))
         return found

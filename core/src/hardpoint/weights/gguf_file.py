@@ -2,7 +2,7 @@
 
 The layout is that of the GGUF specification, versions 2 and 3, little-endian (ggml, docs/gguf.md). The tables of 50 to 250
 thousand tokens and merges are most of the metadata, so they are read in one pass; block formats are
-dequantised by the `gguf` library.
+expanded by native code (core/native/gguf_expand.cpp), rarer ones by the `gguf` library.
 """
 
 from __future__ import annotations
@@ -138,6 +138,14 @@ def _dequantize(raw: Any, type_id: int) -> Any:
     if type_id in (_F32, _F16, _BF16):
         dtype = {_F32: np.float32, _F16: np.float16, _BF16: np.int16}[type_id]
         return raw.view(dtype)
+    from hardpoint import _native
+
+    block = _native.gguf_block(type_id)
+    if block is not None:
+        elements, size = block
+        out = np.empty((len(raw), raw.shape[1] // size * elements), dtype=np.float32)
+        _native.expand_gguf(type_id, np.ascontiguousarray(raw), out)
+        return out
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -26,6 +26,10 @@ _READERS = 4
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
 
+def _is_ignored(name: str, unused: str) -> bool:
+    return bool(_IGNORED.search(name) or (unused and re.match(unused, name)))
+
+
 def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
     """Return the checkpoint with the prefix `model.` where a bare model was saved without it, and stacked experts taken apart.
 
@@ -42,11 +46,13 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     found: Mapping[str, tuple[int, ...]],
     optional: Iterable[str] = (),
+    unused: str = "",
 ) -> None:
     """Compare a checkpoint's tensors with those that a model is made of; raises CorruptWeights that lists the differences.
 
     Args:
         optional: names that a checkpoint may have without need (a tied head).
+        unused: see `ModelWeights`.
     """
     passed_over = set(optional)
     problems: list[str] = []
@@ -56,7 +62,7 @@ def check_tensors(
     unexpected = sorted(
         name
         for name in set(found) - set(expected)
-        if name not in passed_over and not _IGNORED.search(name) and not is_scale(name)
+        if name not in passed_over and not _is_ignored(name, unused) and not is_scale(name)
     )
     if unexpected:
         problems.append(f"unexpected: {_listed(unexpected)}")
@@ -83,11 +89,13 @@ class ModelWeights:
         stored: where each parameter comes from, by its name in the model, in the order of use.
         shapes: of every checkpoint tensor of the whole model.
         optional: tensors that a checkpoint may have without need (a tied head).
+        unused: a regular expression for more of them, from the beginning of their names; empty for none.
     """
 
     stored: Mapping[str, StoredWeight]
     shapes: Mapping[str, tuple[int, ...]]
     optional: tuple[str, ...] = ()
+    unused: str = ""
 
     def names(self) -> frozenset[str]:
         """Return the tensors that the parameters have something of."""
@@ -127,7 +135,7 @@ def load_weights(
         begin: called once the checkpoint's tensors were compared with the model's, before the first is written.
     """
     checkpoint = with_standard_names(checkpoint, weights.shapes)
-    check_tensors(weights.shapes, checkpoint.shapes(), optional=weights.optional)
+    check_tensors(weights.shapes, checkpoint.shapes(), weights.optional, weights.unused)
     wanted = [name for name in weights.stored if only is None or name in only]
     done, total = 0, len(wanted)
     if begin is not None:
@@ -195,7 +203,7 @@ def update_weights(
             known = name if name in weights.shapes else f"model.{name}"
             shape = weights.shapes.get(known)
             if shape is None:
-                if name in weights.optional or _IGNORED.search(name) or scales.passes(name, values):
+                if name in weights.optional or _is_ignored(name, weights.unused) or scales.passes(name, values):
                     continue
                 raise CorruptWeights("the model has no tensor of this name", found=name)
             if tuple(values.shape) != shape:
