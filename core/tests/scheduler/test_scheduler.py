@@ -184,7 +184,7 @@ def test_a_decode_that_comes_back_from_the_host_counts_as_one() -> None:
         ({"recompute_seconds_per_token": 1.6e-4}, 1024),
         ({"recompute_seconds_per_token": 1e-3}, 256),
         ({"recompute_seconds_per_token": 1e-3, "max_num_batched_tokens": 200}, 200),
-        ({"recompute_seconds_per_token": 5.0}, 128),
+        ({"recompute_seconds_per_token": 5.0}, 256),
         ({"recompute_seconds_per_token": 1e-3, "enable_chunked_prefill": False}, 4096),
         ({"recompute_seconds_per_token": 1e-3, "mixed_prefill_tokens": 700}, 700),
         ({"mixed_prefill_tokens": 5000}, 4096),

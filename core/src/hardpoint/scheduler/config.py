@@ -11,10 +11,9 @@ from msgspec import Meta
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.validation import INT32_MAX, NonNegativeFloat, NonNegativeInt, PositiveInt, Validated
 
-
 _MIXED_STEP_SECONDS = 0.2
-_FEWEST_MIXED_TOKENS = 128
-"""Below this a device computes each token at more cost."""
+_FEWEST_MIXED_TOKENS = 256
+"""Below this a step's own costs, such as to read all weights, outweigh those of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
