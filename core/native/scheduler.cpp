@@ -134,6 +134,7 @@ const Plan* Scheduler::schedule() {
   swap_out.clear();
   swap_in.clear();
   copies.clear();
+  row_copies.clear();
   preempted.clear();
   planned_.clear();
   plan.swapped_out.clear();
@@ -151,6 +152,7 @@ const Plan* Scheduler::schedule() {
   plan.query_start[plan.counts.num_seqs] = plan.counts.num_tokens;
   // Where all others wait for their tokens, a sequence may be swapped out in a step that computes nothing.
   if (plan.counts.num_seqs == 0 && swap_out.empty()) return nullptr;
+  row_copies.swap(forked_rows_);
   ++num_in_flight_;
   return &plan;
 }
@@ -450,6 +452,7 @@ void Scheduler::recompute_all(bool swapped) {
     throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
   blocks_.reset_prefix_cache();
   blocked_ = nullptr;
+  forked_rows_.clear();
   for (Sequence* sequence : running_) {
     blocks_.free(sequence->table);
     free_row(*sequence);
@@ -602,6 +605,11 @@ void Scheduler::fork(Sequence& parent) {
       continue;
     }
     alloc_row(child);
+    // A child that had the row before, and ended at once, needs no copy any more.
+    forked_rows_.erase(std::remove_if(forked_rows_.begin(), forked_rows_.end(),
+                                      [&](const BlockPair& pair) { return pair.second == child.row; }),
+                       forked_rows_.end());
+    forked_rows_.emplace_back(parent.row, child.row);
     blocks_.fork(parent.table, child.table, parent.num_computed);
     child.num_computed = parent.num_computed;
     child.register_at = parent.register_at;

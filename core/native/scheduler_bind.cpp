@@ -95,7 +95,8 @@ py::object schedule(Scheduler& self) {
   const Plan* plan = self.schedule();
   if (plan == nullptr) return py::none();
   const StepCounts& step = plan->counts;
-  const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.preempted.empty());
+  const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.row_copies.empty() &&
+                       self.preempted.empty());
   return py::make_tuple(py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples), moves,
                         plan - self.plans().data());
 }
@@ -227,7 +228,7 @@ void bind_scheduler(py::module_& m) {
       .def("num_in_flight", &Scheduler::num_in_flight)
       .def("moves",
            [](const Scheduler& self) {
-             return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies),
+             return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies), pairs(self.row_copies),
                                    py::array_t<int64_t>(static_cast<py::ssize_t>(self.preempted.size()), self.preempted.data()));
            })
       .def("stats", &Scheduler::stats)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
@@ -14,6 +16,7 @@ from hardpoint.models import ModelSource, ParallelRank, RunnableModel, attention
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.description import ModelDescription
 from hardpoint.models.registry import family_of
+from hardpoint.worker.state_memory import StateMemory
 
 BLOCK = 4
 VOCAB = 128
@@ -84,6 +87,19 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": LATENT_ROPE}),
     "deepseek-v3": ("deepseek_v3", {**LATENT, "rope_parameters": LATENT_ROPE}),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": PARTIAL_ROPE,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+        },
+    ),
     "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
@@ -122,6 +138,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Settings of families that change what is computed in a layer and nothing about how a model is loaded or divided."""
 MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss", "deepseek")) or "-moe" in name]
+HYBRIDS = ["qwen3-next"]
+"""Families whose layers keep recurrent states."""
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
     "gpt2-scaled-by-layer": (
@@ -212,6 +230,11 @@ class Runner:
     def __init__(self, model: RunnableModel, plan: AttentionPlan, attention: AttentionBackend) -> None:
         self._model, self.plan, self.attention = model, plan, attention
         dtype = plan.kv_cache.dtype.to_torch()
+        self._states = None
+        if model.state_layers():
+            self._states = StateMemory(model.state_layers(), 16, allocator=PlainAllocator(), upload=torch.as_tensor)
+            for table in (table for layer in self._states._tables for table in layer):
+                table.fill_(float("nan"))
         self._cache = torch.full(plan.kv_cache.shape(64), float("nan"), dtype=dtype)
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
@@ -230,9 +253,12 @@ class Runner:
             [self._tables[sequence] for sequence, _ in work],
             self.plan.block_size,
         )
-        metadata = self.attention.prepare(self.plan, batch)
+        metadata: tuple[Any, ...] = (self.attention.prepare(self.plan, batch),)
+        if self._states is not None:
+            slots = np.array([sequence for sequence, _ in work], np.int32)
+            metadata = (*metadata, self._states.prepare(replace(batch, rows=slots)))
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        result = self._model.run(token_ids, positions, (metadata,), self._cache, last_rows(batch))
+        result = self._model.run(token_ids, positions, metadata, self._cache, last_rows(batch))
         if output != "hidden":
             result = getattr(self._model, output)(result)
         for sequence, tokens in work:

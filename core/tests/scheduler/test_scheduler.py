@@ -382,6 +382,31 @@ def test_forks_share_the_prompt_and_have_consecutive_ids() -> None:
     assert s.block_stats.device_used == 4
 
 
+def test_rows_of_forks_are_copied_from_their_parents_in_the_next_step_and_in_no_other() -> None:
+    s = scheduler()
+    s.add_request([1, 2, 3], n=3, max_tokens=4)
+    first = step(s)
+    assert first.row_copies.shape == (0, 2)
+    second = step(s)
+    parent, *forks = second.rows.tolist()
+    assert parent == first.rows[0]
+    assert second.row_copies.tolist() == [[parent, fork] for fork in forks]
+    assert step(s).row_copies.shape == (0, 2)
+
+
+def test_a_row_that_a_fork_gave_back_is_copied_to_for_its_next_owner_alone() -> None:
+    s = scheduler(max_num_seqs=4)
+    one, other = s.add_request([1, 2], n=2, max_tokens=8), s.add_request([3, 4], n=2, max_tokens=8)
+    batch = s.schedule()
+    assert batch is not None
+    parents = dict(zip(batch.seq_ids.tolist(), batch.rows.tolist(), strict=True))
+    update(s, batch)
+    s.finish(one + 1)
+    copies = step(s).row_copies.tolist()
+    assert [source for source, _ in copies][-1] == parents[other]
+    assert len({destination for _, destination in copies}) == len(copies)
+
+
 def test_rows_of_forks_are_kept_free_from_admission_on() -> None:
     s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     forked = s.add_request(list(range(6)), n=3, max_tokens=2)

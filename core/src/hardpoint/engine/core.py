@@ -306,6 +306,11 @@ class EngineCore:
         num_blocks = min(map(self._num_device_blocks, profiles, models))
         block_bytes = sum(one.attention.kv_cache.block_bytes for one in models)
         num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks)
+        overridden: dict[str, Any] = {}
+        if model.state_bytes:
+            # What a state follows from is lost with it: such sequences are computed from their first token.
+            num_host, overridden["enable_prefix_caching"] = 0, False
+            _log.info("%s keeps recurrent states: prefixes are not cached, and nothing is swapped", model.architecture)
         call("initialize_kv", num_blocks, num_host)
         call("warm_up")
         config = self.config
@@ -321,6 +326,7 @@ class EngineCore:
                 vocab_size=model.vocab_size,
                 swap_seconds_per_block=max(profile.seconds_per_swapped_block for profile in profiles),
                 recompute_seconds_per_token=max(profile.seconds_per_token for profile in profiles),
+                **overridden,
             )
         )
         self.info = EngineInfo(
@@ -336,7 +342,7 @@ class EngineCore:
             num_device_blocks=num_blocks,
             num_host_blocks=num_host,
             weight_bytes=sum(one.weight_bytes for one in models),
-            kv_bytes=num_blocks * block_bytes,
+            kv_bytes=num_blocks * block_bytes + config.max_num_seqs * sum(one.state_bytes for one in models),
             load_seconds=time.perf_counter() - start,
             accelerator=resolved.descriptor.accelerator,
             notice=resolved.notice,

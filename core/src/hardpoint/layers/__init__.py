@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.layers.attention import Attention, AttentionOverCache, Step
     from hardpoint.layers.context import ModelContext
+    from hardpoint.layers.convolution import CausalConvolution
     from hardpoint.layers.embedding import LMHead, VocabEmbedding
     from hardpoint.layers.latent import LatentAttention, LatentShape
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from hardpoint.layers.rope import Rope
     from hardpoint.layers.rotary import RotaryEmbedding
     from hardpoint.layers.routing import GroupedRouter, Routing
+    from hardpoint.layers.states import LayerWithStates, StateTensor
     from hardpoint.layers.weights import Layer, StoredWeight, WeightShard
 
 __all__ = [
     "TORCH_OPERATORS",
     "Attention",
     "AttentionOverCache",
+    "CausalConvolution",
     "ColumnLinear",
     "Experts",
     "ExpertsShape",
@@ -40,6 +43,7 @@ __all__ = [
     "LatentAttention",
     "LatentShape",
     "Layer",
+    "LayerWithStates",
     "Linear",
     "MixtureOfExperts",
     "ModelContext",
@@ -51,6 +55,7 @@ __all__ = [
     "RotaryEmbedding",
     "Routing",
     "RowLinear",
+    "StateTensor",
     "Step",
     "StoredWeight",
     "TorchOperators",
@@ -63,6 +68,7 @@ _HOMES = {
     "TORCH_OPERATORS": "hardpoint.layers.operators",
     "Attention": "hardpoint.layers.attention",
     "AttentionOverCache": "hardpoint.layers.attention",
+    "CausalConvolution": "hardpoint.layers.convolution",
     "ColumnLinear": "hardpoint.layers.linear",
     "Experts": "hardpoint.layers.moe",
     "ExpertsShape": "hardpoint.layers.moe",
@@ -73,6 +79,7 @@ _HOMES = {
     "LatentAttention": "hardpoint.layers.latent",
     "LatentShape": "hardpoint.layers.latent",
     "Layer": "hardpoint.layers.weights",
+    "LayerWithStates": "hardpoint.layers.states",
     "Linear": "hardpoint.layers.linear",
     "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
@@ -85,6 +92,7 @@ _HOMES = {
     "RotaryEmbedding": "hardpoint.layers.rotary",
     "Routing": "hardpoint.layers.routing",
     "RowLinear": "hardpoint.layers.linear",
+    "StateTensor": "hardpoint.layers.states",
     "Step": "hardpoint.layers.attention",
     "StoredWeight": "hardpoint.layers.weights",
     "TorchOperators": "hardpoint.layers.operators",

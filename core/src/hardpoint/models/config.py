@@ -7,7 +7,7 @@ those of transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -263,12 +263,12 @@ class ModelConfig:
         if "num_hidden_layers" in self.values:
             assert self.num_layers
 
-    def refusals(self) -> list[str]:
-        """Return what no family of the core runs."""
+    def refusals(self, kinds: Set[str]) -> list[str]:
+        """Return what no family of the core runs, and what one with these types of layers does not."""
         reasons = []
         if self._activation_name not in _ACTIVATIONS:
             reasons.append(f"its activation is {self._activation_name}")
-        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        unknown = sorted(set(self.layer_types) - kinds)
         if unknown:
             reasons.append(f"it has layers of the type {', '.join(unknown)}")
         return reasons

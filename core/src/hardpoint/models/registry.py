@@ -34,6 +34,7 @@ _FAMILIES = {
     "Mixtral": _Entry("mixtral", "mixtral"),
     "Qwen2Moe": _Entry("qwen2_moe", "qwen2_moe"),
     "Qwen3Moe": _Entry("qwen3_moe", "qwen3_moe"),
+    "Qwen3Next": _Entry("qwen3_next", "qwen3_next"),
     "GptOss": _Entry("gpt_oss", "gpt_oss"),
     "DeepseekV2": _Entry("deepseek", "deepseek_v2"),
     "DeepseekV3": _Entry("deepseek", "deepseek_v3"),

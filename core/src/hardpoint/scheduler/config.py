@@ -119,8 +119,8 @@ class SchedulerConfig(SchedulerSettings):
 
     @classmethod
     def complete(cls, settings: SchedulerSettings, **measured: Any) -> Self:
-        """Return the settings with what the model and the device add; raises ConfigError where they contradict each other."""
-        return cls(**{f.name: getattr(settings, f.name) for f in fields(SchedulerSettings)}, **measured)
+        """Return the settings with what the model and the device add or override; raises ConfigError where they contradict each other."""
+        return cls(**{f.name: getattr(settings, f.name) for f in fields(SchedulerSettings)} | measured)
 
     @property
     def mixed_prefill_budget(self) -> int:

@@ -48,7 +48,7 @@ _NO_PAIRS = np.empty((0, 2), np.int32)
 _NO_IDS = np.empty(0, np.int64)
 
 Finished: TypeAlias = list[tuple[int, FinishReason]]
-_Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int64Array]
+_Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int64Array]
 
 
 class Scheduler:
@@ -365,8 +365,15 @@ class _PlanBatches:
             self._sizes = sizes
         if moves is None:
             return self._without_moves
-        swap_out, swap_in, copies, preempted = moves
-        return replace(self._without_moves, swap_out=swap_out, swap_in=swap_in, copies=copies, preempted=preempted)
+        swap_out, swap_in, copies, row_copies, preempted = moves
+        return replace(
+            self._without_moves,
+            swap_out=swap_out,
+            swap_in=swap_in,
+            copies=copies,
+            row_copies=row_copies,
+            preempted=preempted,
+        )
 
     def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int) -> StepBatch:
         tokens, seqs, samples = slice(num_tokens), slice(num_seqs), slice(num_samples)
@@ -393,6 +400,7 @@ class _PlanBatches:
             sample_state_rows[samples],
             sample_positions[samples],
             tuple([KVGroupSlots(slots[tokens], table) for slots, table in self._groups]) if self._groups else (),
+            _NO_PAIRS,
         )
 
 
