@@ -144,3 +144,8 @@ class SchedulerConfig(SchedulerSettings):
     def pool_tokens(self) -> int:
         """Most tokens of one sequence that the device pool holds, in all KV cache groups."""
         return self.num_device_blocks // len(self.group_windows) * self.block_size
+
+    def beam_tokens(self, num_beams: int) -> int:
+        """Most tokens of each beam of a search that the device pool holds, when the beams share nothing; at most `max_model_len`."""
+        blocks = self.num_device_blocks // (len(self.group_windows) * num_beams)
+        return min(self.max_model_len, blocks * self.block_size - self.num_lookahead_slots)
