@@ -151,8 +151,8 @@ def test_a_prompt_that_cannot_be_served_ends_with_1_and_says_why(hp: Any, llms: 
 
 def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
     engine = "--backend acme --require-accelerator --dtype float16 --max-model-len 64 --block-size 32 --num-blocks 9"
-    more = "--download-dir models --threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99 --mixed-prefill-tokens 33"
-    ranks = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
+    more = "--download-dir models --threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
+    ranks = "--mixed-prefill-tokens 33 --tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
     sampling = "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop x --stop y --max-tokens 3"
     hp(
         "generate",
