@@ -133,7 +133,7 @@ class SchedulerConfig(SchedulerSettings):
         if not self.enable_chunked_prefill or not self.recompute_seconds_per_token:
             return self.max_num_batched_tokens
         fitting = max(_MIXED_STEP_SECONDS / self.recompute_seconds_per_token, _FEWEST_MIXED_TOKENS)
-        return min(2 ** round(math.log2(min(fitting, self.max_num_batched_tokens))), self.max_num_batched_tokens)
+        return min(1 << round(math.log2(min(fitting, self.max_num_batched_tokens))), self.max_num_batched_tokens)
 
     @property
     def max_seq_tokens(self) -> int:
