@@ -98,9 +98,10 @@ def test_what_a_family_refuses_is_said_where_transformers_code_cannot_run_it_eit
 
 
 def test_published_configurations_are_understood_by_the_names_that_they_use(tmp_path: Path) -> None:
-    """Before transformers 5, Granite's layers were "mamba" and "attention", and LFM2 said which of its layers attend."""
+    """Before transformers 5, Granite's layers were "mamba" and "attention", LFM2 said which of its layers attend, and Nemotron
+    H had a letter for each layer."""
     saved = {}
-    for name in ("granite-hybrid", "lfm2"):
+    for name in ("granite-hybrid", "lfm2", "nemotron-h"):
         kind, options = LEAN[name]
         save_tiny(tmp_path / name, tiny_config(kind, **options))
         saved[name] = open_and_load(tmp_path / name)
@@ -109,6 +110,9 @@ def test_published_configurations_are_understood_by_the_names_that_they_use(tmp_
             config["full_attn_idxs"], config["block_ff_dim"] = [1], config.pop("intermediate_size")
             config["tie_embedding"] = config.pop("tie_word_embeddings")
             del config["layer_types"]
+        elif name == "nemotron-h":
+            del config["layers_block_type"]
+            config |= {"hybrid_override_pattern": "M-*M", "num_hidden_layers": 4}
         else:
             config["layer_types"] = ["mamba", "attention", "mamba"]
         (tmp_path / name / "config.json").write_text(json.dumps(config))

@@ -140,6 +140,16 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 3,
+        },
+    ),
     "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
@@ -198,7 +208,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Settings of families that change what is computed in a layer and nothing about how a model is loaded or divided."""
 MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss", "deepseek")) or "-moe" in name]
-HYBRIDS = ["qwen3-next", "granite-hybrid", "falcon-h1", "lfm2"]
+HYBRIDS = ["qwen3-next", "granite-hybrid", "falcon-h1", "lfm2", "nemotron-h"]
 """Families whose layers keep recurrent states."""
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),

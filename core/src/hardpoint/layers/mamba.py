@@ -33,6 +33,7 @@ class MambaShape:
         state_size: elements of a state for each element of a head.
         kernel: tokens that the convolution sees.
         conv_bias, bias, output_bias: of the convolution, and of the projections into and out of the mixer.
+        least_time: least time step.
         eps: of the norm before the output, over a group's heads; None for no norm.
         norm_first: it is before the gate and not after it.
         factors: of what the projection gives: gate, input, directions in, directions out, time steps.
@@ -46,6 +47,7 @@ class MambaShape:
     conv_bias: bool = True
     bias: bool = False
     output_bias: bool = False
+    least_time: float = 0.0
     eps: float | None = None
     norm_first: bool = False
     factors: tuple[float, ...] = (1.0,) * 5
@@ -106,7 +108,7 @@ class Mamba2(LayerWithStates):
         inputs, b, c = torch.split(joined, self._widths[1:-1], dim=-1)
         inputs = inputs.reshape(tokens, heads, shape.head_dim)
         b, c = (self._by_head(each) for each in (b, c))
-        times = functional.softplus(times.float() + self.dt_bias)
+        times = functional.softplus(times.float() + self.dt_bias).clamp_min(shape.least_time)
         a = -self.A_log.exp()
         one, scan = partial(state_step, a=a), partial(state_scan, a=a)
         out = over_sequences(step, one, scan, state, (inputs, times, b, c)) + self.D[:, None] * inputs

@@ -123,7 +123,9 @@ class ModelConfig:
     @cached_property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        count = self.integer("num_hidden_layers")
+        # Configurations that name the kind of each layer may leave their number to that.
+        kinds = self.values.get("layers_block_type")
+        count = self.integer("num_hidden_layers", len(kinds) if isinstance(kinds, list) else None)
         if count > _MAX_LAYERS:
             raise self._unusable("num_hidden_layers", count, f"at most {_MAX_LAYERS}")
         return count

@@ -44,6 +44,7 @@ _FAMILIES = {
     "GraniteMoeHybrid": _Entry("granite_hybrid", "granitemoehybrid"),
     "FalconH1": _Entry("falcon_h1", "falcon_h1"),
     "Lfm2": _Entry("lfm2", "lfm2"),
+    "NemotronH": _Entry("nemotron_h", "nemotron_h"),
     "Gemma": _Entry("gemma", "gemma"),
     "Gemma2": _Entry("gemma2", "gemma2"),
     "Gemma3": _Entry("gemma3", "gemma3_text", "Gemma3TextModel"),
