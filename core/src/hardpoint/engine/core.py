@@ -325,6 +325,7 @@ class EngineCore:
             overridden |= {
                 "enable_chunked_prefill": False,
                 "long_prefill_token_threshold": None,
+                "mixed_prefill_tokens": None,
                 "max_num_batched_tokens": model.step_tokens(config.max_num_batched_tokens),
             }
         self.scheduler = Scheduler(

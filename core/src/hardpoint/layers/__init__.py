@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hardpoint.layers.embedding import LMHead, SmallEmbedding, VocabEmbedding
     from hardpoint.layers.latent import LatentAttention, LatentShape
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
+    from hardpoint.layers.mamba import Mamba2, MambaShape
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
     from hardpoint.layers.norm import HeadsNorm, LayerNorm, RMSNorm
@@ -46,6 +47,8 @@ __all__ = [
     "LayerNorm",
     "LayerWithStates",
     "Linear",
+    "Mamba2",
+    "MambaShape",
     "MixtureOfExperts",
     "ModelContext",
     "ParallelRank",
@@ -84,6 +87,8 @@ _HOMES = {
     "LayerNorm": "hardpoint.layers.norm",
     "LayerWithStates": "hardpoint.layers.states",
     "Linear": "hardpoint.layers.linear",
+    "Mamba2": "hardpoint.layers.mamba",
+    "MambaShape": "hardpoint.layers.mamba",
     "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
     "ParallelRank": "hardpoint.layers.parallel",

@@ -39,6 +39,8 @@ class Family(nn.Module):
     (`LlamaForSequenceClassification`, `BertForTokenClassification`).
     """
 
+    published: ClassVar[Mapping[str, str]] = {}
+    """What published checkpoints have in place of parts of the modules' names."""
     norm_offset: ClassVar[float] = 0.0
     """What norms add to their stored weights."""
     pooling: ClassVar[Pooling] = Pooling.LAST
@@ -143,9 +145,11 @@ class Family(nn.Module):
             parent = path.rpartition(".")[0]
 
             def named(name: str, path: str = path, parent: str = parent) -> str:
-                if "." not in name:
-                    return f"{path}.{name}"
-                return f"{parent}.{name}" if parent else name
+                owner = parent if "." in name else path
+                found = f"{owner}.{name}" if owner else name
+                for ours, theirs in self.published.items():
+                    found = found.replace(ours, theirs)
+                return found
 
             for name, stored in module.stored_weights().items():
                 yield f"{path}.{name}", stored.renamed(named)
