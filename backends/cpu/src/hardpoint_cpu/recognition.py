@@ -145,7 +145,7 @@ def _unknown(model: nn.Module) -> Iterator[str]:
         for path in equation:
             owner, _, leaf = path.rpartition(".")
             if owner in ("", "self_attn") and leaf.endswith("norm"):
-                norm = getattr(layer.get_submodule(owner), leaf)
+                norm = getattr(layer.get_submodule(owner), leaf, None)
                 if norm is not None or not owner:
                     parts.append((leaf, norm, RMSNorm))
         parts += [("attention", layer.self_attn, Attention), ("feed-forward", layer.mlp, GatedMLP)]

@@ -110,11 +110,14 @@ class KVCacheGroup:
         layers: numbers of the group's layers in the model, rising.
         plan: of these layers alone.
         window: keys that a query sees, its own included; 0 for all. No layer of the group has a larger one.
+        chunk: positions of a chunk, whose keys alone its queries see; 0 for all. Then the window is as large, and the plan's steps have a
+            sequence for each chunk.
     """
 
     layers: tuple[int, ...]
     plan: AttentionPlan
     window: int = 0
+    chunk: int = 0
 
     @classmethod
     def whole(cls, plan: AttentionPlan) -> tuple[KVCacheGroup, ...]:

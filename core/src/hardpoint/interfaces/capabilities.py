@@ -92,6 +92,8 @@ class AttentionLayer:
         scale: factor of the query-key product.
         sliding_window: number of visible keys including the query's own position; None for all. Where `causal` is False it counts to
             each side: the keys at less than so many positions from the query are seen.
+        chunk: a query sees the keys of its own chunk of so many positions, from its first one on; None for all. No backend is asked
+            for it: the core gives each chunk to the backend as a sequence of its own (`KVCacheGroup.chunk`).
         soft_cap: `cap * tanh(logit / cap)` replaces each logit; None for off.
         sinks: the layer has one learned extra logit per head in the softmax denominator.
         alibi: `slope * (key position - query position)` is added to each logit.
@@ -111,6 +113,7 @@ class AttentionLayer:
     alibi: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
+    chunk: int | None = None
     causal: bool = True
 
     @property
@@ -212,6 +215,8 @@ class AttentionCapabilities:
                 reasons.append(f"{group} query heads per KV head are not supported (supported: {self.group_sizes})")
             if layer.sliding_window is not None and layer.sliding_window < 1:
                 reasons.append(f"sliding window of {layer.sliding_window} keys is not positive")
+            if layer.chunk is not None:
+                reasons.append(f"keys in chunks of {layer.chunk} positions are not passed to a backend")
             if min(layer.k_scale, layer.v_scale) <= 0:
                 reasons.append(f"scales of the cache {layer.k_scale} and {layer.v_scale} are not positive")
             if AttentionFeature.FP8_KV_SCALES in layer.features and request.kv_dtype is request.dtype:

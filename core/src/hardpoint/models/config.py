@@ -29,7 +29,7 @@ _ACTIVATIONS = {
 _MAX_INTEGER = 1 << 31
 _MAX_LAYERS = 1024
 """Beyond any model's; a configuration that asks for more would take time and memory for each layer before a tensor is missed."""
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class _Entry(NamedTuple):
 
 _FAMILIES = {
     "Llama": _Entry("llama", "llama"),
+    "Llama4": _Entry("llama4", "llama4_text", "Llama4TextModel"),
     "Mistral": _Entry("llama", "mistral"),
     "Qwen2": _Entry("qwen2", "qwen2"),
     "Qwen3": _Entry("qwen3", "qwen3"),

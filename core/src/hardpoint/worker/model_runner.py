@@ -26,6 +26,7 @@ from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import SampledTokens, Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
+from hardpoint.worker.kv_groups import in_chunks
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
 
@@ -177,7 +178,7 @@ class ModelRunner:
     def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
         """Return the step's metadata of each KV cache group, and of the states where the model has any."""
         of_groups = tuple(
-            self._attention.prepare(group.plan, step)
+            self._attention.prepare(group.plan, in_chunks(step, group.chunk, group.plan.block_size))
             for group, step in zip(self._groups, batch.by_group(), strict=True)
         )
         states = self._kv.states
