@@ -19,16 +19,18 @@ class _Entry(NamedTuple):
         module: of this package.
         model_type: what configurations call it.
         bare: architecture of the family's bare model; empty for `<class>Model`.
+        whole: architecture of models that have the family's beside parts for pictures; empty where there are none.
     """
 
     module: str
     model_type: str
     bare: str = ""
+    whole: str = ""
 
 
 _FAMILIES = {
     "Llama": _Entry("llama", "llama"),
-    "Llama4": _Entry("llama4", "llama4_text", "Llama4TextModel"),
+    "Llama4": _Entry("llama4", "llama4_text", "Llama4TextModel", "Llama4ForConditionalGeneration"),
     "Mistral": _Entry("llama", "mistral"),
     "Qwen2": _Entry("qwen2", "qwen2"),
     "Qwen3": _Entry("qwen3", "qwen3"),
@@ -73,6 +75,11 @@ def is_known(architecture: str) -> bool:
 def architecture_of(model_type: object) -> str | None:
     """Return the architecture of a configuration that names none, None where its type is no family's."""
     return next((f"{name}ForCausalLM" for name, entry in _FAMILIES.items() if entry.model_type == model_type), None)
+
+
+def language_part(architecture: str) -> str | None:
+    """Return the architecture of the language model of one that has more, where a family runs it; None for any other."""
+    return next((f"{name}ForCausalLM" for name, entry in _FAMILIES.items() if entry.whole == architecture), None)
 
 
 def _name(architecture: str) -> str | None:

@@ -364,6 +364,31 @@ class RenamedCheckpoint(Checkpoint):
         return self._inner.dtype()
 
 
+class LanguageCheckpoint(Checkpoint):
+    """The language model's part of a checkpoint that has others beside it, under the names that it has by itself."""
+
+    prefix = "language_model."
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self._inner = inner
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        given = self._inner.shapes()
+        return {name.removeprefix(self.prefix): given[name] for name in given if name.startswith(self.prefix)}
+
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        return self._inner.rows(self.prefix + name, begin, end)
+
+    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        return self._inner.expert_rows(self.prefix + name, expert, begin, end)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        return self._inner.stored(self.prefix + name)
+
+    def dtype(self) -> DType | None:
+        return self._inner.dtype()
+
+
 def _listed(names: Sequence[str], limit: int = 8) -> str:
     more = "" if len(names) <= limit else f" and {len(names) - limit} more"
     return ", ".join(names[:limit]) + more

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.errors import CorruptWeights
-from hardpoint.weights.checkpoint import Checkpoint, RenamedCheckpoint
+from hardpoint.weights.checkpoint import Checkpoint, LanguageCheckpoint, RenamedCheckpoint
 from hardpoint.weights.kv_scales import is_scale
 from hardpoint.weights.stacked_experts import unstacked, unstacked_pairs
 
@@ -31,11 +31,14 @@ def _is_ignored(name: str, unused: str) -> bool:
 
 
 def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-    """Return the checkpoint with the prefix `model.` where a bare model was saved without it, and stacked experts taken apart.
+    """Return the checkpoint of the language model alone, with the prefix `model.` where a bare model was saved without it, and stacked
+    experts taken apart.
 
     Args:
         shapes: of the model's tensors.
     """
+    if "language_model.model.embed_tokens.weight" in checkpoint.shapes():
+        checkpoint = LanguageCheckpoint(checkpoint)
     found = checkpoint.shapes()
     if "model.embed_tokens.weight" not in found and "embed_tokens.weight" in found:
         checkpoint = RenamedCheckpoint(checkpoint, "model.")
