@@ -63,6 +63,7 @@ class AttentionFeature(enum.Enum):
     CHUNKED_PREFILL = "chunked_prefill"
     MIXED_BATCH = "mixed_batch"
     FP8_KV_SCALES = "fp8_kv_scales"
+    BIDIRECTIONAL = "bidirectional"
 
 
 class GraphLevel(enum.IntEnum):
@@ -89,7 +90,8 @@ class AttentionLayer:
         num_kv_heads: key and value heads on this rank; divides num_heads.
         head_dim: elements of one head.
         scale: factor of the query-key product.
-        sliding_window: number of visible keys including the query's own position; None for all.
+        sliding_window: number of visible keys including the query's own position; None for all. Where `causal` is False it counts to
+            each side: the keys at less than so many positions from the query are seen.
         chunk: a query sees the keys of its own chunk of so many positions, from its first one on; None for all. No backend is asked
             for it: the core gives each chunk to the backend as a sequence of its own (`KVCacheGroup.chunk`).
         soft_cap: `cap * tanh(logit / cap)` replaces each logit; None for off.
@@ -97,6 +99,8 @@ class AttentionLayer:
         alibi: `slope * (key position - query position)` is added to each logit.
         k_scale, v_scale: a cache of a narrower dtype holds keys divided by k_scale and values by v_scale, and attention is that of
             what it holds times these; positive.
+        causal: False for a layer whose queries see the keys on both sides (an encoder's). Its steps have whole sequences, whose keys and
+            values are those of the step: there is no KV cache.
     """
 
     num_heads: int
@@ -110,6 +114,7 @@ class AttentionLayer:
     k_scale: float = 1.0
     v_scale: float = 1.0
     chunk: int | None = None
+    causal: bool = True
 
     @property
     def features(self) -> frozenset[AttentionFeature]:
@@ -120,6 +125,7 @@ class AttentionLayer:
             AttentionFeature.SINKS: self.sinks,
             AttentionFeature.ALIBI: self.alibi,
             AttentionFeature.FP8_KV_SCALES: (self.k_scale, self.v_scale) != (1.0, 1.0),
+            AttentionFeature.BIDIRECTIONAL: not self.causal,
         }
         return frozenset(feature for feature, on in needed.items() if on)
 
@@ -145,6 +151,16 @@ class AttentionRequest:
     max_context: int
     features: frozenset[AttentionFeature] = frozenset()
     kv_group: int = 0
+
+    @property
+    def bidirectional(self) -> bool:
+        """The layers see both sides of a query, in whole sequences and without a cache; a plan has such layers alone or none of them."""
+        return any(not layer.causal for layer in self.layers)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers that the KV cache has."""
+        return 0 if self.bidirectional else len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -207,9 +223,25 @@ class AttentionCapabilities:
                 reasons.append(f"fp8_kv_scales are for a cache of a narrower dtype than {request.dtype}")
         if len({(layer.num_kv_heads, layer.head_dim) for layer in request.layers}) > 1:
             reasons.append("layers differ in KV heads or head dimension, so they cannot share one KV cache")
+        if request.bidirectional:
+            reasons += _bidirectional_reasons(request)
         missing = sorted(feature.value for feature in needed - self.features)
         reasons.extend(f"{feature} is not supported" for feature in missing)
         return tuple(dict.fromkeys(reasons))
+
+
+def _bidirectional_reasons(request: AttentionRequest) -> list[str]:
+    """Return what no backend does for layers that see both sides."""
+    reasons = []
+    if any(layer.causal for layer in request.layers):
+        reasons.append(
+            "causal layers keep their keys, and bidirectional ones do not, so they cannot be planned together"
+        )
+    if any(layer.alibi for layer in request.layers):
+        reasons.append("alibi of bidirectional layers is not defined")
+    if request.kv_dtype is not request.dtype:
+        reasons.append(f"bidirectional layers have no KV cache, which could be {request.kv_dtype}")
+    return reasons
 
 
 class SleepTier(enum.Enum):

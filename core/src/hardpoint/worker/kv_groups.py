@@ -31,12 +31,14 @@ def plan_groups(
 
     Args:
         request: of all layers.
-        divides: False for one group that keeps all keys.
+        divides: False for one group that keeps all keys. Layers without a cache are one group in any case.
     """
     asked, request = request, replace(request, layers=tuple(replace(layer, chunk=None) for layer in request.layers))
     plan = attention.plan(request)
     if isinstance(plan, Refusal):
         return plan
+    if request.bidirectional:
+        return KVCacheGroup.whole(plan)
     found = group_layers(asked.layers, request.max_context, plan.block_size)
     chunks = {group.chunk for group in found}
     obstacle = _obstacle(chunks, plan.block_size, divides)
