@@ -15,6 +15,7 @@ import torch
 from hardpoint import LLM, PoolingParams
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.interfaces.errors import (
+    CapabilityRefused,
     CorruptWeights,
     InvalidRequest,
     ModelError,
@@ -156,6 +157,28 @@ def test_a_pair_of_texts_has_types_of_tokens(tmp_path: Path, make_engine: MakeEn
     for output, given in zip(outputs, (types, types * 0, types), strict=True):
         expected = whole(model, tokens, token_type_ids=given).logits[0].numpy()
         np.testing.assert_allclose(output.outputs.embedding, expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel_size": 2}, {"engine_process": True}], ids=["two-ranks", "another-process"]
+)
+def test_an_encoder_in_other_processes(tmp_path: Path, make_engine: MakeEngine, settings: dict[str, Any]) -> None:
+    model, tokens = save(tmp_path, *HEADS["bert"]), prompts([9])[0]
+    with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None, **settings) as llm:
+        outputs = llm.embed([TokenizedPrompt(None, tokens, second_text=4), tokens], PoolingParams(task="classify"))
+    for output, second in zip(outputs, (4, 9), strict=True):
+        types = torch.tensor([[0] * second + [1] * (9 - second)])
+        expected = whole(model, tokens, token_type_ids=types).logits[0].numpy()
+        np.testing.assert_allclose(output.outputs.embedding, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_an_encoder_is_not_divided_into_stages(tmp_path: Path, make_engine: MakeEngine) -> None:
+    save(tmp_path, *ENCODERS["bert"])
+    with (
+        pytest.raises(CapabilityRefused, match=r"an encoder is one stage.*pipeline_parallel_size can be 1$"),
+        make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None, pipeline_parallel_size=2),
+    ):
+        pass
 
 
 def write(file: Path, content: Any) -> None:
