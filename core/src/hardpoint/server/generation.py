@@ -195,7 +195,7 @@ async def respond(request: Request, answer: Answer, stream: bool | None) -> Resp
     """Return the response to a request; its work ends when the client leaves."""
     if stream:
         return await event_stream(request, answer.events())
-    done = await until_gone(request, answer.whole())
+    done = await until_gone(request.receive, answer.whole())
     return Response(done.model_dump_json(exclude_unset=True), media_type="application/json")
 
 

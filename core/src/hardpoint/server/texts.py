@@ -36,7 +36,7 @@ def router(fleet: Fleet) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         limits = request_limits(request)
         work = _embed(fleet.get(body.model), body, limits.get("when_asleep"))
-        found = await until_gone(request, work)
+        found = await until_gone(request.receive, work)
         return Response(found.model_dump_json(), media_type="application/json")
 
     @routes.post("/tokenize", response_model=Tokens)
