@@ -695,6 +695,19 @@ bool Scheduler::beams_sampled(int64_t handle) const {
   return !beams.empty() && std::all_of(beams.begin(), beams.end(), [](const Sequence* beam) { return beam->is_sampled; });
 }
 
+// The copies of a plan are done at once, so a row may be read and written; one that waits to be copied is read where its copy comes from.
+void Scheduler::reassign_rows(const std::vector<Sequence*>& beams, const std::vector<int32_t>& parents) {
+  std::vector<int32_t> sources;
+  for (const Sequence* beam : beams) {
+    const auto pending = std::find_if(forked_rows_.begin(), forked_rows_.end(),
+                                      [&](const BlockPair& pair) { return pair.second == beam->row; });
+    sources.push_back(pending == forked_rows_.end() ? beam->row : pending->first);
+    if (pending != forked_rows_.end()) forked_rows_.erase(pending);
+  }
+  for (size_t i = 0; i < beams.size(); ++i)
+    if (sources[parents[i]] != beams[i]->row) forked_rows_.emplace_back(sources[parents[i]], beams[i]->row);
+}
+
 void Scheduler::advance_beams(int64_t handle, const std::vector<int32_t>& parents, const std::vector<int32_t>& tokens) {
   const std::vector<Sequence*> beams = beams_of(handle);
   const size_t count = beams.size();
@@ -707,6 +720,7 @@ void Scheduler::advance_beams(int64_t handle, const std::vector<int32_t>& parent
     std::vector<kv::BlockTable*> tables;
     for (Sequence* beam : beams) tables.push_back(&beam->table);
     blocks_.reassign(tables, parents, beams.front()->num_computed);
+    reassign_rows(beams, parents);
   }
   std::vector<std::vector<int32_t>> before;
   for (const Sequence* beam : beams) before.emplace_back(beam->tokens, beam->tokens + beam->num_tokens);

@@ -249,6 +249,7 @@ class Scheduler {
   Readiness prepare_beams(size_t first);
   bool reserve_blocks_for_beams(const Sequence& first);
   std::vector<Sequence*> beams_of(int64_t handle) const;
+  void reassign_rows(const std::vector<Sequence*>& beams, const std::vector<int32_t>& parents);
   int32_t chunk_of(const Sequence& sequence) const;
   AllocStatus admit(Sequence& sequence, bool is_reserved = false);
   void admit_beams(const Sequence& first);
