@@ -131,7 +131,7 @@ const Plan* Scheduler::schedule() {
   plan.counts = StepCounts{};
   budget_ = config_.max_num_batched_tokens;
   may_admit_ = true;
-  has_prefills_ = false;
+  has_prefills_ = has_decodes_ = false;
   swap_out.clear();
   swap_in.clear();
   copies.clear();
@@ -142,6 +142,8 @@ const Plan* Scheduler::schedule() {
 
   schedule_decodes();
   budget_ -= plan.counts.num_seqs;
+  // A long step is a long gap between two tokens of each sequence that decodes.
+  if (has_decodes_) budget_ = std::min(budget_, config_.mixed_prefill_tokens);
   if (has_prefills_) schedule_prefills();
   if (may_admit_ && !swapped_.empty()) schedule_swapped();
   if (may_admit_ && swapped_.empty() && !waiting_.empty()) schedule_waiting();
@@ -165,7 +167,10 @@ void Scheduler::schedule_decodes() {
       has_prefills_ = true;
       continue;
     }
-    if (sequence.waits_for_token()) continue;
+    if (sequence.waits_for_token()) {
+      has_decodes_ = true;
+      continue;
+    }
     if (sequence.num_computed >= sequence.bookkeeping_at) {
       const Readiness readiness = sequence.is_beam ? prepare_beams(i) : prepare_decode(sequence);
       if (readiness == Readiness::preempted) break;
@@ -174,6 +179,7 @@ void Scheduler::schedule_decodes() {
     emit_decode(sequence, row++);
   }
   plan_->counts.num_seqs = row;
+  has_decodes_ |= row > 0;
 }
 
 Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
@@ -292,7 +298,7 @@ void Scheduler::schedule_swapped() {
     if (sequence.decoding) {
       locate(sequence, sequence.num_computed);
       emit_decode(sequence, plan_->counts.num_seqs++);
-      --budget_;
+      budget_ = std::min(budget_ - 1, config_.mixed_prefill_tokens);
     } else {
       const int32_t length = chunk_of(sequence);
       planned_.push_back({&sequence, length});

@@ -51,6 +51,7 @@ struct SchedulerConfig {
   int32_t max_model_len = 2048;
   bool enable_chunked_prefill = true;
   int32_t long_prefill_token_threshold = 0;  // longest chunk of one prompt in a step; 0: no limit but the budget
+  int32_t mixed_prefill_tokens = 2048;       // most prompt tokens of a step for which a decoding sequence waits
   int32_t num_lookahead_slots = 0;
   int32_t steps_in_flight = 0;  // steps that may be planned beyond the oldest one that was not booked
   PreemptionMode preemption_mode = PreemptionMode::automatic;
@@ -310,6 +311,7 @@ class Scheduler {
   Plan* plan_ = nullptr;  // the one that is being made
   bool may_admit_ = true;  // nothing was preempted in this step
   bool has_prefills_ = false;
+  bool has_decodes_ = false;  // in this step, or waiting for the token of one in flight
   std::vector<BlockPair> forked_rows_;  // row_copies of the next plan
   bool has_ended_ = false;  // running_ holds sequences that are no longer running
   int32_t budget_ = 0;

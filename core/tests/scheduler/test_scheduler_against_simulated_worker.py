@@ -227,6 +227,8 @@ class Driver:
         assert (lengths > 0).all()
         if config.long_prefill_token_threshold:
             assert (lengths <= config.long_prefill_token_threshold).all()
+        if batch.num_decodes:
+            assert batch.num_tokens - batch.num_decodes <= config.mixed_prefill_budget
         assert not (len(batch.swap_out) and len(batch.swap_in))
         assert not set(batch.preempted.tolist()) & set(batch.seq_ids.tolist())
         expected_samples: list[tuple[int, int]] = []
@@ -363,6 +365,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])) if chunked else 0,
+        mixed_prefill_tokens=draw(st.sampled_from([None, 1, 4])) if chunked else None,
         watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         swap_seconds_per_block=1.0,
@@ -573,6 +576,7 @@ TIGHT = {"num_device_blocks": 12, "max_num_seqs": 6}
         variant(block_size=16),
         variant(max_num_seqs=3, max_num_batched_tokens=3),
         variant(long_prefill_token_threshold=2),
+        variant(mixed_prefill_tokens=3, steps_in_flight=1),
         variant(enable_chunked_prefill=False),
         variant(scheduling_policy="priority"),
         variant(num_lookahead_slots=5),

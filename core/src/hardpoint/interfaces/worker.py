@@ -140,7 +140,8 @@ class MemoryProfile:
         peak, current: most memory in use during the largest step, and in use after it.
         utilization: the share of `total` that the engine may use: as asked, or the worker's default.
         kv_limit: most bytes for the KV cache when nothing was asked; None for no such limit.
-        seconds_per_token: of prefill, measured; for the choice between swap and recompute.
+        seconds_per_token: of prefill, measured; for the choice between swap and recompute, and for how much of a prompt shares a step
+            with decodes.
         seconds_per_swapped_block: measured; 0 when unknown.
         graphs: what captured steps will hold, which `warm_up` captures once the KV cache is there; estimated, 0 without graphs.
     """

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hardpoint.layers.embedding import LMHead, VocabEmbedding
     from hardpoint.layers.latent import LatentAttention, LatentShape
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
+    from hardpoint.layers.mamba import Mamba2, MambaShape
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
     from hardpoint.layers.norm import HeadsNorm, RMSNorm
@@ -45,6 +46,8 @@ __all__ = [
     "Layer",
     "LayerWithStates",
     "Linear",
+    "Mamba2",
+    "MambaShape",
     "MixtureOfExperts",
     "ModelContext",
     "ParallelRank",
@@ -81,6 +84,8 @@ _HOMES = {
     "Layer": "hardpoint.layers.weights",
     "LayerWithStates": "hardpoint.layers.states",
     "Linear": "hardpoint.layers.linear",
+    "Mamba2": "hardpoint.layers.mamba",
+    "MambaShape": "hardpoint.layers.mamba",
     "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
     "ParallelRank": "hardpoint.layers.parallel",

@@ -62,6 +62,8 @@ class CausalLM(nn.Module):
     layer: ClassVar[MakesLayer]
     layer_kinds: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
     """Types of layers that the family has."""
+    published: ClassVar[Mapping[str, str]] = {}
+    """What published checkpoints have in place of parts of the modules' names."""
     norm_offset: ClassVar[float] = 0.0
     """What norms add to their stored weights."""
 
@@ -143,7 +145,10 @@ class CausalLM(nn.Module):
             parent = path.rpartition(".")[0]
 
             def named(name: str, path: str = path, parent: str = parent) -> str:
-                return f"{parent}.{name}" if "." in name else f"{path}.{name}"
+                found = f"{parent}.{name}" if "." in name else f"{path}.{name}"
+                for ours, theirs in self.published.items():
+                    found = found.replace(ours, theirs)
+                return found
 
             for name, stored in module.stored_weights().items():
                 yield f"{path}.{name}", stored.renamed(named)
