@@ -20,7 +20,7 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.models import panics_as_errors, write_chat
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
-from hardpoint.validation import INT32_MAX, Int64, Validated, shown
+from hardpoint.validation import INT32_MAX, Int64, NonNegativeInt, Validated, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +83,8 @@ class TokenizedPrompt(Validated):
     text: str | None
     token_ids: list[Int64]
     cache_salt: str | None = None
+    second_text: NonNegativeInt = 0
+    """Place of the token with which the second of two texts begins, for models that tell them apart; 0 for one text."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -94,7 +96,11 @@ class TokenizedPrompt(Validated):
         if num_tokens is None:
             return self
         count = most if num_tokens == -1 else num_tokens
-        return self if len(self.token_ids) <= count else replace(self, token_ids=self.token_ids[-count:])
+        dropped = len(self.token_ids) - count
+        if dropped <= 0:
+            return self
+        second = max(self.second_text - dropped, 0)
+        return replace(self, token_ids=self.token_ids[dropped:], second_text=second)
 
     def salted(self, cache_salt: str | None) -> TokenizedPrompt:
         """Return the prompt with its prefix cache kept apart by `cache_salt`; None shares it with all others that have none."""
@@ -151,6 +157,21 @@ class PromptProcessor:
         except Exception as error:  # nothing narrower is raised for a vocabulary without what it falls back on
             raise InvalidRequest("the model's tokenizer cannot read this text", found=str(error)) from error
         return ids
+
+    def pair(self, text: str, second: str) -> TokenizedPrompt:
+        """Return two texts as one prompt, with the tokens that the model's publisher puts between them; errors as for a call."""
+        for one in (text, second):
+            _check_unicode("the prompt", one)
+        tokenizer = self._need_tokenizer()
+        try:
+            with panics_as_errors():
+                encoded = tokenizer(text, second, return_token_type_ids=True)
+        except Exception as error:  # as in `encode`
+            raise InvalidRequest("the model's tokenizer cannot read these texts", found=str(error)) from error
+        types: list[int] = encoded["token_type_ids"]
+        token_ids: list[int] = encoded["input_ids"]
+        self._check(token_ids, reserve=0)
+        return TokenizedPrompt(None, token_ids, second_text=types.index(1) if 1 in types else 0)
 
     def chat(
         self,

@@ -95,7 +95,7 @@ class GraniteHybridLayer(nn.Module):
                 ExpertsShape(count, chosen, hidden, inner, config.activation), context
             )
         self.shared_mlp = GatedMLP(
-            hidden, config.integer("shared_intermediate_size"), config.activation, context, fused=True
+            hidden, config.integer("shared_intermediate_size"), config.activation, context, names=("gate_up_proj",)
         )
 
     def forward(self, stream: Tensor, branch: Tensor | None, step: Step) -> Tensor:
