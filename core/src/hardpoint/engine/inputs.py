@@ -130,6 +130,7 @@ class PromptProcessor:
             if token_ids is None:
                 assert text is not None
                 token_ids = self.encode(text)
+            self.check_ids(token_ids)  # Not all of them are integers of 64 bits.
             prompt = TokenizedPrompt(text, token_ids, salt)
         return self._checked(prompt, reserve, truncate)
 
