@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps prefix caches apart), such as
-`TextPrompt` and `TokensPrompt`."""
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt"
+"""A text, token ids, what `PromptProcessor` made of them, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps
+prefix caches apart), such as `TextPrompt` and `TokensPrompt`."""
 
 
 class TextPrompt(TypedDict):
@@ -321,10 +321,14 @@ def check_checkpoint(model: object) -> None:
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a mapping, or token ids (not prompts of them) are one prompt."""
-    if isinstance(prompts, (str, bytes, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping, TokenizedPrompt)):
         return [prompts]
     many = _as_list(prompts, "prompts must be a text, token ids, a mapping, or several of these")
-    return many if not many or isinstance(many[0], (str, Mapping)) or hasattr(type(many[0]), "__len__") else [many]
+    return (
+        many
+        if not many or isinstance(many[0], (str, Mapping, TokenizedPrompt)) or hasattr(type(many[0]), "__len__")
+        else [many]
+    )
 
 
 def as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:

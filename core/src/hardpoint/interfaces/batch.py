@@ -78,8 +78,8 @@ class StepBatch:
         sample_positions: int32[S], how many tokens each sample's sequence has produced before this one.
         more_groups: slots and block tables of the model's KV cache groups after the first, whose are `slot_mapping` and `block_table`
             (`ModelInfo.kv_group_windows`). All groups share one pool of blocks.
-        row_copies: int32[k, 2], (source, destination) rows of `block_table`, of sequences that were forked: a worker that keeps recurrent
-            states by rows reads all the sources before it writes a destination, before the forward.
+        row_copies: int32[k, 2], (source, destination) rows of `block_table`, of sequences that were forked, or became another beam: a
+            worker that keeps recurrent states by rows reads all the sources before it writes a destination, before the forward.
     """
 
     token_ids: Int64Array

@@ -29,6 +29,8 @@ _ACTIVATIONS = {
 _MAX_INTEGER = 1 << 31
 _MAX_LAYERS = 1024
 """Beyond any model's; a configuration that asks for more would take time and memory for each layer before a tensor is missed."""
+_MAX_EXPERTS = 1 << 14
+"""Beyond any model's; each has tensors of its own, which are listed before one is missed."""
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
@@ -82,6 +84,8 @@ class ModelConfig:
 
     def experts_per_token(self, num_experts: int, default: int | None = None) -> int:
         """Return how many of a layer's experts each token goes through."""
+        if num_experts > _MAX_EXPERTS:
+            raise self._unusable("the number of experts", num_experts, f"at most {_MAX_EXPERTS}")
         count = self.integer("num_experts_per_tok", default)
         if count > num_experts:
             raise self._unusable("num_experts_per_tok", count, f"at most the number of experts, {num_experts}")

@@ -87,7 +87,9 @@ class ModelDescription:
         if reasons:
             sizes = ", ".join(map(str, self.tensor_sizes()))
             layers = self.config.num_layers
-            hint = f"tensor_parallel_size can be {sizes}; pipeline_parallel_size can be 1 to {layers}"
+            most = max(stages for stages in range(1, layers + 1) if self.whole.stages_obstacle(stages) is None)
+            stages = "1" if most == 1 else f"1 to {most}"
+            hint = f"tensor_parallel_size can be {sizes}; pipeline_parallel_size can be {stages}"
             raise cannot_divide(where, rank, reasons, hint)
 
     def computes_the_same(self, other: ModelDescription) -> bool:

@@ -182,6 +182,7 @@ def mamba_refusals(config: ModelConfig, width: int | None = None) -> list[str]:
         reasons.append(f"a mixer of {width} elements does not divide into {shape.num_heads} heads of whole groups")
     limits = config.values.get("time_step_limit")
     # JSON has no infinity: transformers writes it as an object.
-    if limits is not None and list(limits) not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+    none = (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
+    if limits not in none:
         reasons.append(f"its time steps are limited to {limits}")
     return reasons

@@ -179,6 +179,10 @@ class Llama4(CausalLM):
         return completed
 
     @classmethod
+    def unused(cls, config: ModelConfig) -> str:
+        return r"(vision_model|multi_modal_projector)\."
+
+    @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:
         reasons = super().refusals(config)
         chosen = config.integer("num_experts_per_tok")

