@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -164,6 +164,12 @@ class _EventStream(StreamingResponse):
         """Send it."""
         with suppress(ClientLeft):
             await until_gone(receive, self.stream_response(send))
+
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"description": "With stream=true, the parts of the answer"}}}}
+}
+"""What the OpenAPI document says of routes that can stream their answers, beside the answer as one."""
 
 
 async def event_stream(request: Request, events: AsyncIterator[bytes]) -> StreamingResponse:
