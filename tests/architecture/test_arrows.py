@@ -33,7 +33,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "validation", "engine", "executor", "sampling", "weights"}),
-    "compat": frozenset({FACADE, "interfaces", "engine", "sampling"}),
+    "compat": frozenset({FACADE, "interfaces", "validation", "engine", "models", "sampling"}),
     "bench": frozenset({"interfaces", "validation"}),
     "cli": frozenset(
         {FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}
