@@ -128,7 +128,7 @@ void linear(const LinearCall& call) { linear(call, RowProducer{}); }
 void linear(const LinearCall& call, const RowProducer& producer) {
   if (call.m == 0) return;
   ThreadPool& pool = ThreadPool::global();
-  const LinearKernels& kernels = HP_DISPATCH(linear_kernels);
+  const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
   const PackedWeight& weight = call.weight;
   const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, 1);
   if (call.workspace.bytes < needed)

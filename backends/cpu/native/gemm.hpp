@@ -8,7 +8,9 @@
 // whose even tiles are gate columns and whose odd tiles are up columns.
 //
 // Every output element is one fp32 accumulator that takes its k terms in ascending order with the same instructions, whatever
-// the number of rows, threads or columns: a row's result does not depend on the batch it is computed in, bit for bit.
+// the number of rows, threads or columns: a row's result does not depend on the batch it is computed in, bit for bit. It does depend
+// on the instruction set. At the level `amx` BF16 weights are multiplied by tiles, which take 32 terms at a time (amx.hpp): the sums
+// differ from those of avx512bf16, so even one row alone is multiplied by tiles.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -120,4 +122,4 @@ struct LinearKernels {
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA(const LinearKernels& linear_kernels())
+HP_DECLARE_PER_ISA_AND_AMX(const LinearKernels& linear_kernels())

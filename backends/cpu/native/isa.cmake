@@ -22,6 +22,11 @@ if(HARDPOINT_SANITIZE)
   set(HP_OPTIMISE "")
 endif()
 
+# Families that gain by AMX; at that level the others run their kernels for avx512bf16 (isa.hpp).
+set(HP_AMX_FAMILIES gemm)
+include(CheckCXXCompilerFlag)
+check_cxx_compiler_flag("-mamx-tile -mamx-bf16" HP_COMPILER_HAS_AMX)
+
 function(hp_isa_unit family)
   hp_isa_object(${family} baseline 4 ${HP_OPTIMISE} -ffp-contract=fast)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT HARDPOINT_PORTABLE)
@@ -31,6 +36,13 @@ function(hp_isa_unit family)
     hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512
       ${HP_AVX512_QUIET})
     target_compile_definitions(_native PRIVATE HP_HAVE_X86_ISAS=1)
+    if(HP_COMPILER_HAS_AMX)
+      target_compile_definitions(_native PRIVATE HP_HAVE_AMX=1)
+      if(family IN_LIST HP_AMX_FAMILIES)
+        hp_isa_object(${family} amx 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16
+          -mprefer-vector-width=512 ${HP_AVX512_QUIET})
+      endif()
+    endif()
   endif()
 endfunction()
 

@@ -4,12 +4,35 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#ifdef HP_HAVE_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace hp {
 namespace {
 
-constexpr Isa kAll[] = {Isa::Baseline, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16};
+constexpr Isa kAll[] = {Isa::Baseline, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx};
 constexpr int kUnset = -1;
 std::atomic<int> g_active{kUnset};
+
+// Linux gives the tile registers, 8 KiB more of state for each thread that uses them, to processes that ask (since 5.16). The answer
+// is for all threads and the children to come.
+bool amx_permitted() {
+#if defined(HP_HAVE_AMX) && defined(__linux__)
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool permitted = [] {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (~edx & (kAmxBf16 | kAmxTile))) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return permitted;
+#else
+  return false;
+#endif
+}
 
 bool supported(Isa isa) {
   if (isa == Isa::Baseline) return true;
@@ -22,7 +45,8 @@ bool supported(Isa isa) {
                       __builtin_cpu_supports("avx512vl");
   if (isa == Isa::Avx2) return avx2;
   if (isa == Isa::Avx512) return avx512;
-  return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  return isa == Isa::Amx ? bf16 && amx_permitted() : bf16;
 #else
   return false;
 #endif
@@ -48,6 +72,7 @@ Isa parse(const std::string& name, const char* source) {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
+    case Isa::Amx: return "amx";
     case Isa::Avx512Bf16: return "avx512bf16";
     case Isa::Avx512: return "avx512";
     case Isa::Avx2: return "avx2";

@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads
     whole = linear(x, tiles, n, torch.empty(150, n))
     for threads in (1, 2, 3):
         _native.set_num_threads(threads)
-        for rows in (1, 4, 11, 25, 60, 150):
+        for rows in (1, 4, 11, 16, 25, 33, 60, 150):
             part = linear(x[-rows:], tiles, n, torch.empty(rows, n))
             assert torch.equal(part, whole[-rows:]), f"{rows} rows, {threads} threads"
 
@@ -137,6 +137,18 @@ def test_output_in_the_models_dtype_is_the_rounded_float32_output_and_keeps_to_i
     out = linear(x, tiles, n, buffer[:, :n])
     assert torch.equal(out, wide.to(dtype))
     assert (buffer[:, n:] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [10, 32, 74])
+def test_what_lies_beside_the_rows_reaches_no_result(k: int, dtype: torch.dtype) -> None:
+    n = 40
+    tiles = pack(random(n, k, dtype=dtype))
+    buffer = torch.full((60, k + 32), float("nan"), dtype=dtype)
+    for rows in (1, 18, 50):
+        x = buffer[:rows, :k]
+        x[:] = random(rows, k, dtype=dtype, seed=rows)
+        assert torch.equal(linear(x, tiles, n, torch.empty(rows, n)), linear(x.clone(), tiles, n, torch.empty(rows, n)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,7 +10,7 @@ import pytest
 
 from hardpoint_cpu import _native
 
-LEVELS = ["baseline", "avx2", "avx512", "avx512bf16"]
+LEVELS = ["baseline", "avx2", "avx512", "avx512bf16", "amx"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +46,27 @@ def test_environment_forces_a_level_or_fails(level):
         assert "does not have; available: baseline" in result.stderr
 
 
+@pytest.mark.skipif("amx" not in _native.available_isas(), reason="needs a processor and a system with AMX")
+def test_without_the_systems_permission_for_tile_registers_the_level_below_amx_is_the_best():
+    """Linux refuses it to a process with a thread whose alternate signal stack is too small for the registers."""
+    code = (
+        "import ctypes\n"
+        "class Stack(ctypes.Structure):\n"
+        "    _fields_ = [('sp', ctypes.c_void_p), ('flags', ctypes.c_int), ('size', ctypes.c_size_t)]\n"
+        "memory = ctypes.create_string_buffer(8192)\n"
+        "stack = Stack(ctypes.addressof(memory), 0, len(memory))\n"
+        "assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0\n"
+        "from hardpoint_cpu import _native\n"
+        "print(_native.isa())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "avx512bf16", result.stderr
+
+
 def test_unknown_level_is_refused():
     result = choose("sse9")
     assert result.returncode != 0
-    assert "unknown instruction set 'sse9'; known: baseline, avx2, avx512, avx512bf16" in result.stderr
+    assert "unknown instruction set 'sse9'; known: baseline, avx2, avx512, avx512bf16, amx" in result.stderr
     with pytest.raises(ValueError, match="sse9"):
         _native.set_isa("sse9")
     assert _native.isa() in _native.available_isas()

@@ -4,6 +4,9 @@
 #include "activations.hpp"
 #include "gemm.hpp"
 #include "simd.hpp"
+#if defined(__AMX_BF16__)
+#include "amx.hpp"
+#endif
 
 namespace hp::HP_ISA {
 namespace {
@@ -311,10 +314,131 @@ void run_item_as(const LinearItem& item) {
   }
 }
 
+#if defined(__AMX_BF16__)
+constexpr int kStepTerms = 32;  // of k, that one tile multiplication consumes
+constexpr int kStepBytes = kStepTerms * kTileColumns * 2;
+constexpr int kBlockRows = 2 * kTileRegisterRows;
+
+// One step of a block of 16 * RT rows at x and NT tiles of columns at w. Registers 0 to 3 hold the sums, [RT][NT], 4 and 5 rows of x,
+// 5 (where it is free) to 7 weights.
+template <int RT, int NT>
+HP_INLINE void tile_step(const char* x, int64_t x_stride, const char* const* w, int64_t offset) {
+  static_assert(RT * NT <= 4 && (RT == 1 || NT <= 2));
+  _tile_loadd(4, x, x_stride);
+  _tile_loadd(6, w[0] + offset, kTileRegisterBytes);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (NT > 1) {
+    _tile_loadd(7, w[1] + offset, kTileRegisterBytes);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if constexpr (RT == 2) {
+    _tile_loadd(5, x + kTileRegisterRows * x_stride, x_stride);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (NT > 1) _tile_dpbf16ps(3, 5, 7);
+  } else {
+    if constexpr (NT > 2) {
+      _tile_loadd(5, w[2] + offset, kTileRegisterBytes);
+      _tile_dpbf16ps(2, 4, 5);
+    }
+    if constexpr (NT > 3) {
+      _tile_loadd(6, w[3] + offset, kTileRegisterBytes);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+  }
+}
+
+// c: [rows, kGroupColumns]. x: rows of `terms` elements. `prefetch_lines` cache lines are prefetched per step from `prefetch` on.
+template <int RT, int NT>
+void tile_kernel(const char* x, int64_t x_stride, int rows, int64_t terms, const char* tiles, int64_t tile_stride, const char* prefetch,
+                 int prefetch_lines, float* c) {
+  const char* w[NT];
+  for (int t = 0; t < NT; ++t) w[t] = tiles + t * tile_stride;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const int64_t steps = terms / kStepTerms, rest = terms % kStepTerms;
+  for (int64_t i = 0; i < steps; ++i) {
+    for (int p = 0; p < prefetch_lines; ++p, prefetch += 64) __builtin_prefetch(prefetch, 0, 2);
+    tile_step<RT, NT>(x + i * kTileRegisterBytes, x_stride, w, i * kStepBytes);
+  }
+  if (rest) {
+    // The last step's terms with zeros after them.
+    alignas(64) char last_x[RT * kTileRegisterRows][kTileRegisterBytes] = {};
+    alignas(64) char last_w[NT][kStepBytes] = {};
+    for (int r = 0; r < rows; ++r)
+      std::memcpy(last_x[r], x + r * x_stride + steps * kTileRegisterBytes, static_cast<size_t>(rest) * 2);
+    for (int t = 0; t < NT; ++t) {
+      std::memcpy(last_w[t], w[t] + steps * kStepBytes, static_cast<size_t>(rest) * kTileColumns * 2);
+      w[t] = last_w[t];
+    }
+    TileRegisters::settle_memory();
+    tile_step<RT, NT>(last_x[0], kTileRegisterBytes, w, 0);
+  }
+  constexpr int64_t kStride = kGroupColumns * 4;
+  _tile_stored(0, c, kStride);
+  if constexpr (NT > 1) _tile_stored(1, c + kTileColumns, kStride);
+  if constexpr (RT == 2) {
+    _tile_stored(2, c + kTileRegisterRows * kGroupColumns, kStride);
+    if constexpr (NT > 1) _tile_stored(3, c + kTileRegisterRows * kGroupColumns + kTileColumns, kStride);
+  } else {
+    if constexpr (NT > 2) _tile_stored(2, c + 2 * kTileColumns, kStride);
+    if constexpr (NT > 3) _tile_stored(3, c + 3 * kTileColumns, kStride);
+  }
+}
+
+using TileKernel = void (*)(const char*, int64_t, int, int64_t, const char*, int64_t, const char*, int, float*);
+
+void run_bf16_item(const LinearItem& item) {
+  static constexpr TileKernel kOneTileOfRows[] = {tile_kernel<1, 1>, tile_kernel<1, 2>, tile_kernel<1, 3>, tile_kernel<1, 4>};
+  static constexpr TileKernel kTwoTilesOfRows[] = {tile_kernel<2, 1>, tile_kernel<2, 2>};
+  const PackedWeight& weight = item.call->weight;
+  const int64_t terms = k_padded(weight.k, weight.dtype), stride = tile_bytes(weight.k, weight.dtype), x_stride = item.x_stride * 2;
+  const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
+  const int count = item.tile_count;
+  const int64_t blocks = ceil_div(item.row_end - item.row_begin, kBlockRows), panel_lines = stride * count / 64;
+  const char* prefetch = item.prefetch;
+  const char* const prefetch_end = prefetch ? prefetch + panel_lines * 64 : nullptr;
+
+  TileRegisters registers;
+  registers.shape(5, 3, kTileRegisterRows);
+  int shaped_rows = 0;
+  alignas(64) float c[kBlockRows * kGroupColumns];
+  for (int64_t begin = item.row_begin; begin < item.row_end; begin += kBlockRows) {
+    const int rows = static_cast<int>(item.row_end - begin < kBlockRows ? item.row_end - begin : kBlockRows);
+    const bool two = rows > kTileRegisterRows;
+    if (rows != shaped_rows) {
+      registers.shape(0, two ? 2 : 5, two ? kTileRegisterRows : rows);
+      if (two) {
+        registers.shape(2, 2, rows - kTileRegisterRows);
+        registers.shape(4, 1, kTileRegisterRows);
+        registers.shape(5, 1, rows - kTileRegisterRows);
+      } else {
+        registers.shape(5, 1, kTileRegisterRows);
+      }
+      registers.load();
+      shaped_rows = rows;
+    }
+    const char* x = static_cast<const char*>(item.x) + begin * x_stride;
+    const int width = two ? 2 : kGroupTiles;
+    const int lines = static_cast<int>(ceil_div(panel_lines, blocks * ceil_div(count, width) * ceil_div(terms, kStepTerms)));
+    for (int t = 0; t < count; t += width) {
+      const int n = count - t < width ? count - t : width;
+      const TileKernel kernel = two ? kTwoTilesOfRows[n - 1] : kOneTileOfRows[n - 1];
+      kernel(x, x_stride, rows, terms, tiles + t * stride, stride, prefetch, prefetch < prefetch_end ? lines : 0, c + t * kTileColumns);
+      if (prefetch) prefetch += lines * (terms / kStepTerms) * 64;
+    }
+    finish(item, begin, rows, c);
+  }
+}
+#else
+void run_bf16_item(const LinearItem& item) { run_item_as<Bf16Format>(item); }
+#endif
+
 void run_item(const LinearItem& item) {
   switch (item.call->weight.dtype) {
     case DType::F32: return run_item_as<F32Format>(item);
-    case DType::BF16: return run_item_as<Bf16Format>(item);
+    case DType::BF16: return run_bf16_item(item);
     case DType::F16: return run_item_as<F16Format>(item);
   }
 }

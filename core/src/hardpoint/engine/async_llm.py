@@ -37,7 +37,7 @@ from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_convers
 from hardpoint.engine.loops import ThreadLoop
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.process_loop import ProcessLoop
-from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
+from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
 from hardpoint.engine.sleep import (
     EngineState,
     SleepParticipant,
@@ -48,7 +48,7 @@ from hardpoint.engine.sleep import (
     WakeReport,
 )
 from hardpoint.interfaces.errors import EngineDead, RequestTimeout
-from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,13 +166,15 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt | TokenizedPrompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield its outputs as they come, as `params.output_kind` says; the last one is finished.
+
+        With `BeamSearchParams` it is a beam search, whose only output has the best texts, best first.
 
         A caller that leaves early, or whose task is cancelled, aborts the request. One that does not read holds nobody up: what it has not
         taken becomes one output, of all deltas together, or the latest of others.
@@ -190,10 +192,13 @@ class AsyncLLM:
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.to_thread(self._maker.grammar, params)
         arrived = _Mailbox(asyncio.get_running_loop())
-        request, command = self._maker.generation(
-            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail), grammar
-        )
-        arrived.joins = request.params.output_kind is RequestOutputKind.DELTA
+        recipient, name = Recipient(arrived.put, arrived.fail), self._name(request_id)
+        request: AnyRequest
+        if isinstance(params, BeamSearchParams):
+            request, command = self._maker.beam_search(name, prompt, params, priority, recipient)
+        else:
+            request, command = self._maker.generation(name, prompt, params, priority, recipient, grammar)
+            arrived.joins = params.output_kind is RequestOutputKind.DELTA
         timer = None
         if timeout is not None:
             late = RequestTimeout(
@@ -350,7 +355,7 @@ class AsyncLLM:
 
     async def _outputs(
         self,
-        request: Request | EmbeddingRequest,
+        request: AnyRequest,
         command: Generate | Embed,
         arrived: _Mailbox,
     ) -> AsyncGenerator[Output, None]:

@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from hardpoint.engine.commands import Embed, Generate, Pause
+from hardpoint.engine.commands import BeamSearch, Embed, Generate, Pause
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.loops import Loop
-from hardpoint.engine.request import EmbeddingRequest, Recipient, Request
+from hardpoint.engine.request import BeamRequest, EmbeddingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
 from hardpoint.models import ModelSource, TokenizerBackend, load_tokenizer, open_model
-from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.random import stream_key
 
@@ -149,6 +149,47 @@ class RequestMaker:
         )
         request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
         return request, command
+
+    def beam_search(
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: BeamSearchParams,
+        priority: int,
+        recipient: Recipient,
+    ) -> tuple[BeamRequest, Generate]:
+        """Return a beam search and the command that queues it; raises InvalidRequest."""
+        RequestArguments(request_id, priority)
+        check_params(params, BeamSearchParams)
+        if not self._model.is_generative:
+            raise InvalidRequest("the model has no language-model head", hint="Use embed")
+        tokens = self.process(prompt)
+        width, candidates = params.beam_width, params.num_candidates(self._eos_ids)
+        if width > self._config.max_num_seqs:
+            raise InvalidSamplingParams(
+                f"{width} beams are asked for",
+                found=f"the engine runs at most {self._config.max_num_seqs} sequences at a time",
+                hint="Lower beam_width, or raise max_num_seqs",
+            )
+        if candidates > self._model.vocab_size:
+            raise InvalidSamplingParams(
+                f"{width} beams need {candidates} candidates each",
+                found=f"a vocabulary of {self._model.vocab_size} tokens",
+                hint="Lower beam_width",
+            )
+        eos_ids = () if params.ignore_eos else tuple(sorted(self._eos_ids))
+        one = SamplingParams(temperature=params.temperature, logprobs=candidates, ignore_eos=True)
+        seed = unseeded(self._config.seed, next(self._numbers))
+        command = Generate(
+            key=next(self._keys),
+            prompt_token_ids=tokens.token_ids,
+            sampling=tuple(one.to_sequence_sampling(-1, (), fork, seed, ()) for fork in range(width)),
+            max_tokens=params.max_tokens,
+            priority=priority,
+            salt=tokens.cache_salt or "",
+            beams=BeamSearch(width, params.length_penalty, eos_ids),
+        )
+        return BeamRequest(request_id, command.key, tokens, params, self._detokenizer, recipient), command
 
     def embedding(
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None, recipient: Recipient

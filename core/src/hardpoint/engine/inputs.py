@@ -19,7 +19,7 @@ from hardpoint.interfaces.errors import (
     TokenOutOfRange,
 )
 from hardpoint.models import panics_as_errors, write_chat
-from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 from hardpoint.validation import INT32_MAX, Int64, Validated, shown
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class RequestArguments(Validated):
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
 
 
-def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams]) -> None:
+def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams] | type[BeamSearchParams]) -> None:
     """Raise InvalidRequest unless `params` is of the kind that a request needs."""
     if not isinstance(params, kind):
         raise InvalidRequest(f"the request's parameters must be {kind.__name__}", found=shown(params))

@@ -7,18 +7,19 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineInfo
-from hardpoint.engine.inputs import Message, Prompt, as_conversations, as_prompts, pair_with_params
+from hardpoint.engine.inputs import Message, Prompt, as_conversations, as_prompts, check_params, pair_with_params
 from hardpoint.engine.llm_engine import EngineStats, LLMEngine
-from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import Recipient
 from hardpoint.engine.sleep import SleepParticipant, SleepReport, SleepStatus, WakeReport
-from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +106,25 @@ class LLM:
             for conversation in conversations
         ]
         return self._generate(tokenized, params, use_tqdm, None)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Return, for each prompt, the `beam_width` best texts that go on from it, best first; errors as for `generate`."""
+        many = as_prompts(prompts)
+        check_params(params, BeamSearchParams)
+        # As vLLM has it, the end-of-text token is among the tokens here.
+        params = replace(params, include_stop_str_in_output=True)
+        tokenized = [self.engine.process(prompt) for prompt in many]
+
+        def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
+            return self.engine.submit_beam_search(request_id, tokenized[index], params, recipient)
+
+        return [self._beams_of(output) for output in self._run(len(tokenized), submit, use_tqdm)]
 
     def embed(
         self,
@@ -220,6 +240,21 @@ class LLM:
             self.engine.abort_request(ids)
             raise
         return [done[request_id] for request_id in ids]
+
+    def _beams_of(self, output: RequestOutput) -> BeamSearchOutput:
+        sequences = []
+        for found in output.outputs:
+            # A finished search has them all.
+            assert found.logprobs is not None
+            assert found.cumulative_logprob is not None
+            assert found.finish_reason is not None
+            tokens = [*output.prompt_token_ids, *found.token_ids]
+            text = "" if self.engine.tokenizer is None else self.engine.decode(tokens)
+            one = BeamSearchSequence(
+                tokens, found.logprobs, found.cumulative_logprob, text, found.finish_reason, found.stop_reason
+            )
+            sequences.append(one)
+        return BeamSearchOutput(sequences)
 
     def _next_id(self) -> str:
         return f"offline-{next(self._request_ids)}"

@@ -122,6 +122,34 @@ class RequestOutput:
     prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One of the texts that `LLM.beam_search` found.
+
+    Attributes:
+        tokens: of the prompt and what follows it, the end-of-text token included.
+        logprobs: of each token after the prompt, with the other candidates at its position.
+        cum_logprob: sum over the tokens after the prompt.
+        text: of all tokens.
+        finish_reason: "stop" where an end-of-text token ended it, else "length".
+        stop_reason: that token.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[PositionLogprobs]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The result of a beam search for one prompt: `beam_width` texts, best first."""
+
+    sequences: Sequence[BeamSearchSequence]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingOutput:
     """An embedding: float32[hidden_size]."""

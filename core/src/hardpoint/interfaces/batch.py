@@ -27,6 +27,12 @@ def _no_rows() -> Int32Array:
     return numpy.empty(0, numpy.int32)
 
 
+def _no_pairs() -> Int32Array:
+    import numpy
+
+    return numpy.empty((0, 2), numpy.int32)
+
+
 @dataclass(slots=True)
 class KVGroupSlots:
     """Where one KV cache group after the first has a step's keys and values; see `StepBatch.slot_mapping` and `.block_table`."""
@@ -72,6 +78,8 @@ class StepBatch:
         sample_positions: int32[S], how many tokens each sample's sequence has produced before this one.
         more_groups: slots and block tables of the model's KV cache groups after the first, whose are `slot_mapping` and `block_table`
             (`ModelInfo.kv_group_windows`). All groups share one pool of blocks.
+        row_copies: int32[k, 2], (source, destination) rows of `block_table`, of sequences that were forked: a worker that keeps recurrent
+            states by rows reads all the sources before it writes a destination, before the forward.
     """
 
     token_ids: Int64Array
@@ -93,6 +101,7 @@ class StepBatch:
     sample_state_rows: Int32Array = field(default_factory=_no_rows)
     sample_positions: Int32Array = field(default_factory=_no_rows)
     more_groups: tuple[KVGroupSlots, ...] = ()
+    row_copies: Int32Array = field(default_factory=_no_pairs)
 
     def by_group(self) -> tuple[StepBatch, ...]:
         """Return the step as each KV cache group sees it: with the group's own slots and block table."""

@@ -113,6 +113,8 @@ class ModelInfo:
         kv_group_windows: of each KV cache group, the keys that a query sees, its own included; 0 for all. The first is the largest. Blocks
             outside of a group's window are not read any more.
         steps_in_flight: how many steps may be submitted beyond the one that is collected next; 0 where `submit` computes.
+        state_bytes: what a sequence's recurrent states take on the rank, in the slot of its row of the block table; 0 for a model without.
+            Of such a model nothing is found in a prefix cache and nothing is swapped: a sequence is computed from its first token.
     """
 
     architecture: str
@@ -126,6 +128,7 @@ class ModelInfo:
     is_generative: bool = True
     kv_group_windows: tuple[int, ...] = (0,)
     steps_in_flight: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class MemoryProfile:
         peak, current: most memory in use during the largest step, and in use after it.
         utilization: the share of `total` that the engine may use: as asked, or the worker's default.
         kv_limit: most bytes for the KV cache when nothing was asked; None for no such limit.
-        seconds_per_token: of prefill, measured; for the choice between swap and recompute.
+        seconds_per_token: of prefill, measured; for the choice between swap and recompute, and for how much of a prompt shares a step
+            with decodes.
         seconds_per_swapped_block: measured; 0 when unknown.
         graphs: what captured steps will hold, which `warm_up` captures once the KV cache is there; estimated, 0 without graphs.
     """

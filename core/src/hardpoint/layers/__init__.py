@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.layers.attention import Attention, AttentionOverCache, Step
     from hardpoint.layers.context import ModelContext
+    from hardpoint.layers.convolution import CausalConvolution
     from hardpoint.layers.embedding import LMHead, VocabEmbedding
     from hardpoint.layers.latent import LatentAttention, LatentShape
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
+    from hardpoint.layers.mamba import Mamba2, MambaShape
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
     from hardpoint.layers.norm import HeadsNorm, RMSNorm
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
     from hardpoint.layers.rope import Rope
     from hardpoint.layers.rotary import RotaryEmbedding
     from hardpoint.layers.routing import GroupedRouter, Routing
+    from hardpoint.layers.states import LayerWithStates, StateTensor
     from hardpoint.layers.weights import Layer, StoredWeight, WeightShard
 
 __all__ = [
     "TORCH_OPERATORS",
     "Attention",
     "AttentionOverCache",
+    "CausalConvolution",
     "ColumnLinear",
     "Experts",
     "ExpertsShape",
@@ -40,7 +44,10 @@ __all__ = [
     "LatentAttention",
     "LatentShape",
     "Layer",
+    "LayerWithStates",
     "Linear",
+    "Mamba2",
+    "MambaShape",
     "MixtureOfExperts",
     "ModelContext",
     "ParallelRank",
@@ -51,6 +58,7 @@ __all__ = [
     "RotaryEmbedding",
     "Routing",
     "RowLinear",
+    "StateTensor",
     "Step",
     "StoredWeight",
     "TorchOperators",
@@ -63,6 +71,7 @@ _HOMES = {
     "TORCH_OPERATORS": "hardpoint.layers.operators",
     "Attention": "hardpoint.layers.attention",
     "AttentionOverCache": "hardpoint.layers.attention",
+    "CausalConvolution": "hardpoint.layers.convolution",
     "ColumnLinear": "hardpoint.layers.linear",
     "Experts": "hardpoint.layers.moe",
     "ExpertsShape": "hardpoint.layers.moe",
@@ -73,7 +82,10 @@ _HOMES = {
     "LatentAttention": "hardpoint.layers.latent",
     "LatentShape": "hardpoint.layers.latent",
     "Layer": "hardpoint.layers.weights",
+    "LayerWithStates": "hardpoint.layers.states",
     "Linear": "hardpoint.layers.linear",
+    "Mamba2": "hardpoint.layers.mamba",
+    "MambaShape": "hardpoint.layers.mamba",
     "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
     "ParallelRank": "hardpoint.layers.parallel",
@@ -85,6 +97,7 @@ _HOMES = {
     "RotaryEmbedding": "hardpoint.layers.rotary",
     "Routing": "hardpoint.layers.routing",
     "RowLinear": "hardpoint.layers.linear",
+    "StateTensor": "hardpoint.layers.states",
     "Step": "hardpoint.layers.attention",
     "StoredWeight": "hardpoint.layers.weights",
     "TorchOperators": "hardpoint.layers.operators",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.layers.context import ModelContext
     from hardpoint.layers.rotary import RotaryEmbedding
+    from hardpoint.layers.states import StateStep
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Step:
         metadata: what its `prepare` returned for each KV cache group of the step.
         kv_cache: the whole cache, all layers.
         places: each layer's KV cache group and its number there.
+        states: for layers that keep recurrent states; None where no layer of the model does.
     """
 
     positions: Tensor
@@ -36,6 +38,7 @@ class Step:
     metadata: tuple[Any, ...]
     kv_cache: Tensor
     places: tuple[tuple[int, int], ...]
+    states: StateStep | None = None
 
 
 class AttentionOverCache(Layer):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.layers.states import StateTensor
     from hardpoint.models.source import ModelSource
 
 
@@ -31,7 +32,8 @@ class RunnableModel(ABC):
         Args:
             token_ids: int64[T].
             positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for each KV cache group of the step.
+            metadata: what the attention backend's `prepare` returned for each KV cache group of the step, and last, for a model with
+                `state_layers`, what is known of the sequences' states.
             kv_cache: the whole cache, all layers; the step's slots are written.
             rows: int32[rows], indices of tokens in the step.
 
@@ -39,6 +41,10 @@ class RunnableModel(ABC):
             [rows, hidden_size] in the model's dtype, on the model's device; no rows on a pipeline's stages before the last. Valid
             until the next step, which may use the same memory.
         """
+
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        """Return what each layer that keeps recurrent states keeps of a sequence; empty for a model of attention alone."""
+        return ()
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ those of transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ _ACTIVATIONS = {
 _MAX_INTEGER = 1 << 31
 _MAX_LAYERS = 1024
 """Beyond any model's; a configuration that asks for more would take time and memory for each layer before a tensor is missed."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class ModelConfig:
     @cached_property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        count = self.integer("num_hidden_layers")
+        # Configurations that name the kind of each layer may leave their number to that.
+        kinds = self.values.get("layers_block_type")
+        count = self.integer("num_hidden_layers", len(kinds) if isinstance(kinds, list) else None)
         if count > _MAX_LAYERS:
             raise self._unusable("num_hidden_layers", count, f"at most {_MAX_LAYERS}")
         return count
@@ -244,13 +246,9 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise ModelError for the first number that every family needs and that cannot be."""
-        sizes = (
-            self.vocab_size,
-            self.hidden_size,
-            self.intermediate_size,
-            self.num_layers,
-            self.max_position_embeddings,
-        )
+        # LFM2 has another name for its feed-forward's.
+        inner = self.integer("intermediate_size" if self.values.get("block_ff_dim") is None else "block_ff_dim")
+        sizes = (self.vocab_size, self.hidden_size, inner, self.num_layers, self.max_position_embeddings)
         assert all((*sizes, self.num_heads, self.num_kv_heads, self.head_dim, self.norm_eps))
         assert len(self.layer_types) == self.num_layers
 
@@ -263,12 +261,12 @@ class ModelConfig:
         if "num_hidden_layers" in self.values:
             assert self.num_layers
 
-    def refusals(self) -> list[str]:
-        """Return what no family of the core runs."""
+    def refusals(self, kinds: Set[str]) -> list[str]:
+        """Return what no family of the core runs, and what one with these types of layers does not."""
         reasons = []
         if self._activation_name not in _ACTIVATIONS:
             reasons.append(f"its activation is {self._activation_name}")
-        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        unknown = sorted(set(self.layer_types) - kinds)
         if unknown:
             reasons.append(f"it has layers of the type {', '.join(unknown)}")
         return reasons

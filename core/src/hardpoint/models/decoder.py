@@ -20,14 +20,17 @@ from hardpoint.interfaces.errors import WorkerError
 from hardpoint.layers import (
     AttentionOverCache,
     Layer,
+    LayerWithStates,
     LMHead,
     RMSNorm,
     RotaryEmbedding,
+    StateTensor,
     Step,
     StoredWeight,
     VocabEmbedding,
 )
 from hardpoint.layers.parallel import ParallelRank, layers_of_stage
+from hardpoint.models.config import FULL, SLIDING
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
@@ -57,6 +60,10 @@ class CausalLM(nn.Module):
     """
 
     layer: ClassVar[MakesLayer]
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
+    """Types of layers that the family has."""
+    published: ClassVar[Mapping[str, str]] = {}
+    """What published checkpoints have in place of parts of the modules' names."""
     norm_offset: ClassVar[float] = 0.0
     """What norms add to their stored weights."""
 
@@ -77,7 +84,7 @@ class CausalLM(nn.Module):
     def refusals(cls, config: ModelConfig) -> list[str]:
         """Return why a configuration of the family cannot be run, a sentence for each reason; empty where it can."""
         ropes = cls.ropes(config)
-        return [*config.refusals(), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
+        return [*config.refusals(cls.layer_kinds), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
 
     @classmethod
     def unused(cls, config: ModelConfig) -> str:
@@ -117,6 +124,10 @@ class CausalLM(nn.Module):
         """Return what each of the rank's layers asks of attention, in order."""
         return tuple(module.shard for module in self.modules() if isinstance(module, AttentionOverCache))
 
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        """Return what each layer with recurrent states keeps of a sequence on the rank, in order."""
+        return tuple(module.states for module in self.modules() if isinstance(module, LayerWithStates))
+
     def stored_weights(self) -> dict[str, StoredWeight]:
         """Return where each parameter comes from, by its name in the model, in the order of use; tied ones once."""
         return dict(self._stored_weights())
@@ -134,7 +145,10 @@ class CausalLM(nn.Module):
             parent = path.rpartition(".")[0]
 
             def named(name: str, path: str = path, parent: str = parent) -> str:
-                return f"{parent}.{name}" if "." in name else f"{path}.{name}"
+                found = f"{parent}.{name}" if "." in name else f"{path}.{name}"
+                for ours, theirs in self.published.items():
+                    found = found.replace(ours, theirs)
+                return found
 
             for name, stored in module.stored_weights().items():
                 yield f"{path}.{name}", stored.renamed(named)
@@ -205,6 +219,8 @@ def tensor_obstacles(model: CausalLM, rank: ParallelRank) -> tuple[str, ...]:
         reason = None if obstacle is None else obstacle(rank.tensor_size)
         if reason is not None:
             reasons.append(reason)
+    if rank.stages > 1 and model.state_layers():
+        reasons.append("a model whose layers keep recurrent states runs in one stage only")
     if rank.stages > len(model.model.layers):
         reasons.append(f"{len(model.model.layers)} layers are fewer than {rank.stages} stages")
     return tuple(dict.fromkeys(reasons))

@@ -23,6 +23,7 @@ from hardpoint.weights.sources import WeightReloader, extents
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
+    from hardpoint.layers.states import StateTensor
     from hardpoint.models.decoder import CausalLM
     from hardpoint.models.description import ModelDescription
     from hardpoint.models.source import ModelSource
@@ -124,6 +125,7 @@ class ModularModel(FamilyModel, CapturableModel):
             model.fill_buffers()
         super().__init__(description, model, scales, seed)
         self._attention, self._places = attention, places
+        self._has_states = bool(model.state_layers())
         self._without_extents: frozenset[str] = frozenset()
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
@@ -157,7 +159,12 @@ class ModularModel(FamilyModel, CapturableModel):
     def run(
         self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
     ) -> Tensor:
-        return self._model(token_ids, Step(positions, self._attention, metadata, kv_cache, self._places), rows)  # type: ignore[no-any-return]
+        states = metadata[-1] if self._has_states else None
+        step = Step(positions, self._attention, metadata, kv_cache, self._places, states)
+        return self._model(token_ids, step, rows)  # type: ignore[no-any-return]
+
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        return self._model.state_layers()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

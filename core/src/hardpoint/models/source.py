@@ -210,7 +210,17 @@ class ModelSource:
             )
         from hardpoint.models.fallback import attention_layers
 
-        return attention_layers(self)
+        try:
+            return attention_layers(self)
+        except UnsupportedArchitecture as error:
+            if not is_known(self.architecture):
+                raise
+            reasons = "; ".join(described.reasons)
+            raise UnsupportedArchitecture(
+                f"{self.architecture} cannot be run",
+                found=f"the core's own family refuses it ({reasons}), and transformers' code does not run here ({error.found})",
+                hint="Use a configuration as it is published for this architecture",
+            ) from error
 
     @cached_property
     def kv_scales(self) -> Scales | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Annotated, Any, NoReturn, Self
@@ -64,6 +64,37 @@ class PoolingParams(Validated):
 
     pooling: Pooling | None = None
     normalize: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams(Validated):
+    """How a beam search goes: the rules are vLLM's, see `hardpoint.engine.beam_search`.
+
+    Attributes:
+        beam_width: beams that go on side by side, and texts that are returned.
+        max_tokens: most tokens of each.
+        ignore_eos: an end-of-text token is a token like others.
+        temperature: as in `SamplingParams`; it has no effect on log probabilities of the model's own distribution, which are compared.
+        length_penalty: power of the length by which cumulative log probabilities are divided; above 0 favours longer texts.
+        include_stop_str_in_output: leave the end-of-text token in tokens and text.
+
+    Raises:
+        InvalidSamplingParams: a value does not fit.
+    """
+
+    _error = InvalidSamplingParams
+    _called = "a parameter of beam search"
+
+    beam_width: PositiveInt
+    max_tokens: PositiveInt
+    ignore_eos: bool = False
+    temperature: NonNegativeFloat = 0.0
+    length_penalty: Annotated[float, Meta(ge=-100, le=100)] = 1.0
+    include_stop_str_in_output: bool = False
+
+    def num_candidates(self, eos_ids: Collection[int]) -> int:
+        """Return how many tokens of each beam are candidates: enough that `beam_width` of them do not end the text."""
+        return self.beam_width + max(self.beam_width, 0 if self.ignore_eos else len(eos_ids))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,7 +15,16 @@ from hardpoint.sampling import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.events import TextEvents, written
 from hardpoint.server.fleet import Fleet
-from hardpoint.server.generation import Counted, request_limits, respond, sampling_params, stream_options, top_logprobs
+from hardpoint.server.generation import (
+    Counted,
+    beam_search_params,
+    request_limits,
+    respond,
+    sampling_params,
+    stream_options,
+    top_logprobs,
+    with_logprobs,
+)
 from hardpoint.server.protocol import (
     AnswerMessage,
     CallFunction,
@@ -63,6 +72,7 @@ class _Answer:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = model.llm.get_default_sampling_params()
         self._params = sampling_params(body, defaults, max_tokens=most, logprobs=_wanted_logprobs(body))
+        self._beams = beam_search_params(body, model.llm.info.max_model_len if most is None else most)
         template, options = model.chat_template, model.options
         named = options.reasoning_parser
         self._reasoning = parser_of(template) if named == "auto" else named
@@ -135,10 +145,12 @@ class _Answer:
         async with self._model.taken():
             prompt = await self._prompt()
             stream = self._model.generate(
-                prompt, self._after_reasoning(prompt), priority=self._body.priority, **self._limits
+                prompt, self._beams or self._after_reasoning(prompt), priority=self._body.priority, **self._limits
             )
             async with aclosing(stream) as outputs:
                 async for output in outputs:
+                    if self._beams is not None:
+                        output = with_logprobs(output, self._params.logprobs)
                     self._counted.add(0, output)
                     yield output
 

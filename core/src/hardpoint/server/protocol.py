@@ -87,6 +87,8 @@ class Sampling(_Request):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool | None = None

@@ -20,6 +20,7 @@ from hardpoint.models import Ranks, attention_layers, load_model, open_model
 from hardpoint.worker.communicators import Communicators
 from hardpoint.worker.kv_groups import plan_groups
 from hardpoint.worker.ranks import join_ranks, place_of
+from hardpoint.worker.state_memory import slot_layout
 
 if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
@@ -119,6 +120,7 @@ def load_rank(
         kv_group_windows=tuple(group.window for group in kv_groups),
         # The ranks that embed a token are not all told which one the driver sampled before the engine tells them.
         steps_in_flight=steps_in_flight if place.is_alone else 0,
+        state_bytes=slot_layout(model.state_layers())[1],
     )
     return LoadedModel(model, info, source, fingerprint, kv_groups, communicators)
 

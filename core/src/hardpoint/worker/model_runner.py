@@ -166,11 +166,13 @@ class ModelRunner:
             return self._model.run(token_ids, positions, metadata, cache, upload(rows))
 
     def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
-        """Return the step's metadata of each KV cache group."""
-        return tuple(
+        """Return the step's metadata of each KV cache group, and of the states where the model has any."""
+        of_groups = tuple(
             self._attention.prepare(group.plan, step)
             for group, step in zip(self._groups, batch.by_group(), strict=True)
         )
+        states = self._kv.states
+        return of_groups if states is None else (*of_groups, states.prepare(batch))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
