@@ -213,8 +213,8 @@ class Scheduler {
   int32_t max_blocks_per_seq = 0;
   // Moves of the step that was planned last.
   std::vector<BlockPair> swap_out, swap_in, copies;
-  // Rows of forks since the plan before, from their parents' rows: what a worker keeps by rows is copied, as it was when the parent's
-  // prompt was computed.
+  // Rows of sequences that were forked, or became another beam, since the plan before, from their parents' rows: what a worker keeps by
+  // rows is copied, all at once, as it is after the steps before this one. A destination stands once.
   std::vector<BlockPair> row_copies;
   std::vector<int64_t> preempted;
 
@@ -279,6 +279,7 @@ class Scheduler {
   void accept(Sequence& sequence, int32_t token);
   void append(Sequence& sequence, int32_t token);
   void fork(Sequence& parent);
+  void copy_rows(std::vector<BlockPair> copied);
   FinishReason stop_reason(const Sequence& sequence, int32_t token) const;
   void end(Sequence& sequence, FinishReason reason);
   void report(Sequence& sequence, FinishReason reason);
@@ -311,7 +312,7 @@ class Scheduler {
   bool may_admit_ = true;  // nothing was preempted in this step
   bool has_prefills_ = false;
   bool has_decodes_ = false;  // in this step, or waiting for the token of one in flight
-  std::vector<BlockPair> forked_rows_;  // row_copies of the next plan
+  std::vector<BlockPair> next_row_copies_;  // row_copies of the next plan
   bool has_ended_ = false;  // running_ holds sequences that are no longer running
   int32_t budget_ = 0;
   std::vector<Chunk> planned_;  // prefill chunks of this step, emitted after the decodes

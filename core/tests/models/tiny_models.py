@@ -160,6 +160,12 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         GRANITE,
     ),
 }
+LLAMA4 = {
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid-rotated": (
         "granitemoehybrid",

@@ -61,8 +61,10 @@ Held = tuple[tuple[int, int], int]
 class SimulatedWorker:
     """Keys and values as ids of token histories: equal ids mean equal salt and tokens up to that position."""
 
-    def __init__(self, block_size: int, windows: tuple[int, ...]) -> None:
-        self.block_size, self.windows = block_size, windows
+    def __init__(self, block_size: int, windows: tuple[int, ...], *, keeps_states: bool) -> None:
+        self.block_size, self.windows, self.keeps_states = block_size, windows, keeps_states
+        # Recurrent states by rows, each the id of the history that led to it.
+        self.states: dict[int, int] = {}
         self.device: dict[int, Held] = {}
         self.host: dict[int, Held] = {}
         self.generation = 0
@@ -90,12 +92,17 @@ class SimulatedWorker:
         self._move(self.device, self.host, batch.swap_out)
         self._move(self.host, self.device, batch.swap_in)
         self._move(self.device, self.device, batch.copies)
+        assert len(set(batch.row_copies[:, 1].tolist())) == len(batch.row_copies), "a row has two sources"
+        self.states |= {to: self.states[of] for of, to in batch.row_copies.tolist() if of in self.states}
         written: set[int] = set()
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
             ids = self.histories(expected.device_history, expected.salt)
             span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
-            positions = batch.positions[span].tolist()
+            positions, row = batch.positions[span].tolist(), int(batch.rows[r])
+            if self.keeps_states and positions[0]:
+                assert self.states[row] == ids[positions[0] - 1], f"sequence {seq_id} goes on from another's state"
+            self.states[row] = ids[positions[-1]]
             assert positions == list(range(positions[0], positions[0] + len(positions)))
             assert int(batch.context_lens[r]) == positions[-1] + 1
             known = expected.history[positions[0] : positions[-1] + 1]
@@ -143,7 +150,9 @@ class Driver:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.worker = SimulatedWorker(config.block_size, config.group_windows)
+        # Of a model with states nothing is found in a cache, and nothing swapped.
+        keeps_states = not (config.enable_prefix_caching or config.num_host_blocks)
+        self.worker = SimulatedWorker(config.block_size, config.group_windows, keeps_states=keeps_states)
         self.sequences: dict[int, Expected] = {}
         self.groups: dict[int, int] = {}
         self.forked: set[int] = set()
@@ -619,9 +628,13 @@ def test_a_tiny_pool_forces_preemption_of_the_wanted_kind(mode: Any, host: int, 
     assert getattr(driver.scheduler.stats, counter) > 3
 
 
+@pytest.mark.parametrize("keeps_states", [False, True])
 @pytest.mark.parametrize("steps_in_flight", [0, 2])
-def test_beams_in_a_tiny_pool_are_preempted_together_and_go_on(steps_in_flight: int) -> None:
-    driver = Driver(variant(**TIGHT, steps_in_flight=steps_in_flight, preemption_mode="swap", num_host_blocks=100))
+def test_beams_in_a_tiny_pool_are_preempted_together_and_go_on(steps_in_flight: int, keeps_states: bool) -> None:
+    more: dict[str, Any] = {"preemption_mode": "swap", "num_host_blocks": 100}
+    if keeps_states:
+        more = {"enable_prefix_caching": False}
+    driver = Driver(variant(**TIGHT, steps_in_flight=steps_in_flight, **more))
     for number in range(6):
         driver.add([1, 2, number % 5, 4], n=2 + number % 2, max_tokens=12, beams=True)
         driver.add([number % 5] * 5, n=2, max_tokens=14)

@@ -15,7 +15,7 @@ from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, T
 from hardpoint.engine.loops import Loop
 from hardpoint.engine.request import BeamRequest, EmbeddingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
-from hardpoint.interfaces.batch import Pooling
+from hardpoint.interfaces.batch import PoolingTask
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
 from hardpoint.models import ModelSource, TokenizerBackend, load_tokenizer, open_model
@@ -52,7 +52,8 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         tokenizer = background.submit(_load_tokenizer, config, source)
         loop = make_loop(config)
         try:
-            return loop, RequestMaker(config, loop.model, tokenizer.result(), frozenset(source.eos_token_ids), params)
+            eos_ids, normalize = frozenset(source.eos_token_ids), source.pooling_files.normalize
+            return loop, RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, normalize)
         except BaseException:
             loop.shutdown()
             raise
@@ -64,6 +65,7 @@ class RequestMaker:
     Args:
         eos_ids: the model's end-of-text tokens.
         default_sampling_params: for callers that give none.
+        normalize: embeddings of callers that do not say it.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class RequestMaker:
         tokenizer: PreTrainedTokenizerBase | None,
         eos_ids: frozenset[int],
         default_sampling_params: SamplingParams,
+        normalize: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.default_sampling_params = default_sampling_params
+        self._normalize = normalize
         self.process = PromptProcessor(tokenizer, model.vocab_size, model.max_model_len)
         self._config, self._model, self._eos_ids = config, model, eos_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -192,14 +196,29 @@ class RequestMaker:
         return BeamRequest(request_id, command.key, tokens, params, self._detokenizer, recipient), command
 
     def embedding(
-        self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None, recipient: Recipient
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: PoolingParams | None,
+        recipient: Recipient,
     ) -> tuple[EmbeddingRequest, Embed]:
-        """Return an embedding request and the command that queues it; raises InvalidRequest."""
+        """Return a request whose hidden states are pooled, and the command that queues it; raises InvalidRequest."""
         RequestArguments(request_id)
         params = PoolingParams() if params is None else params
         check_params(params, PoolingParams)
+        model = self._model
+        if params.task is PoolingTask.CLASSIFY and not model.num_labels:
+            raise InvalidRequest(
+                "the model has no head that classifies",
+                found=f"the architecture {model.architecture}",
+                hint="Use embed, or a model with such a head (a ...ForSequenceClassification)",
+            )
         tokens = self.process(prompt, reserve=0)
-        command = Embed(next(self._keys), tokens.token_ids, params.pooling or Pooling.LAST)
+        command = Embed(
+            next(self._keys), tokens.token_ids, params.pooling or model.pooling, params.task, tokens.second_text
+        )
+        if params.normalize is None:
+            params = replace(params, normalize=self._normalize)
         return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -20,15 +20,15 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.models import panics_as_errors, write_chat
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
-from hardpoint.validation import INT32_MAX, Int64, Validated, shown
+from hardpoint.validation import INT32_MAX, Int64, NonNegativeInt, Validated, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps prefix caches apart), such as
-`TextPrompt` and `TokensPrompt`."""
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt"
+"""A text, token ids, what `PromptProcessor` made of them, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps
+prefix caches apart), such as `TextPrompt` and `TokensPrompt`."""
 
 
 class TextPrompt(TypedDict):
@@ -87,6 +87,8 @@ class TokenizedPrompt(Validated):
     text: str | None
     token_ids: list[Int64]
     cache_salt: str | None = None
+    second_text: NonNegativeInt = 0
+    """Place of the token with which the second of two texts begins, for models that tell them apart; 0 for one text."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -137,6 +139,21 @@ class PromptProcessor:
         except Exception as error:  # nothing narrower is raised for a vocabulary without what it falls back on
             raise InvalidRequest("the model's tokenizer cannot read this text", found=str(error)) from error
         return ids
+
+    def pair(self, text: str, second: str) -> TokenizedPrompt:
+        """Return two texts as one prompt, with the tokens that the model's publisher puts between them; errors as for a call."""
+        for one in (text, second):
+            _check_unicode("the prompt", one)
+        tokenizer = self._need_tokenizer()
+        try:
+            with panics_as_errors():
+                encoded = tokenizer(text, second, return_token_type_ids=True)
+        except Exception as error:  # as in `encode`
+            raise InvalidRequest("the model's tokenizer cannot read these texts", found=str(error)) from error
+        types: list[int] = encoded["token_type_ids"]
+        token_ids: list[int] = encoded["input_ids"]
+        self._check(token_ids, reserve=0)
+        return TokenizedPrompt(None, token_ids, second_text=types.index(1) if 1 in types else 0)
 
     def chat(
         self,
@@ -286,10 +303,14 @@ def check_checkpoint(model: object) -> None:
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a mapping, or token ids (not prompts of them) are one prompt."""
-    if isinstance(prompts, (str, bytes, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping, TokenizedPrompt)):
         return [prompts]
     many = _as_list(prompts, "prompts must be a text, token ids, a mapping, or several of these")
-    return many if not many or isinstance(many[0], (str, Mapping)) or hasattr(type(many[0]), "__len__") else [many]
+    return (
+        many
+        if not many or isinstance(many[0], (str, Mapping, TokenizedPrompt)) or hasattr(type(many[0]), "__len__")
+        else [many]
+    )
 
 
 def as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:

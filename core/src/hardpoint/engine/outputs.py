@@ -152,7 +152,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingOutput:
-    """An embedding: float32[hidden_size]."""
+    """What was made of a prompt: float32[width], with the pooling ALL float32[tokens, width]; see `StepOutput.embeddings`."""
 
     embedding: FloatArray
 

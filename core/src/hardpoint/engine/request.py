@@ -22,7 +22,7 @@ from hardpoint.engine.outputs import (
     best_completions,
     position_logprobs,
 )
-from hardpoint.interfaces.batch import PromptLogprobs, TokenLogprobs
+from hardpoint.interfaces.batch import PoolingTask, PromptLogprobs, TokenLogprobs
 from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -84,8 +84,8 @@ class EmbeddingRequest:
         reason = "stop"
         if vector is None:
             vector, reason = np.empty(0, np.float32), "abort"
-        elif self.params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        elif self.params.normalize and self.params.task is PoolingTask.EMBED:
+            vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
         return EmbeddingRequestOutput(
             request_id=self.request_id,
             outputs=EmbeddingOutput(embedding=vector),

@@ -35,6 +35,7 @@ from hardpoint.interfaces.attention import (
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
 from hardpoint.interfaces.batch import (
     Pooling,
+    PoolingTask,
     PromptLogprobs,
     PromptScoring,
     SequencePooling,
@@ -133,6 +134,7 @@ __all__ = [
     "Platform",
     "Policy",
     "Pooling",
+    "PoolingTask",
     "ProbeResult",
     "PromptLogprobs",
     "PromptScoring",

@@ -78,8 +78,8 @@ class StepBatch:
         sample_positions: int32[S], how many tokens each sample's sequence has produced before this one.
         more_groups: slots and block tables of the model's KV cache groups after the first, whose are `slot_mapping` and `block_table`
             (`ModelInfo.kv_group_windows`). All groups share one pool of blocks.
-        row_copies: int32[k, 2], (source, destination) rows of `block_table`, of sequences that were forked: a worker that keeps recurrent
-            states by rows reads all the sources before it writes a destination, before the forward.
+        row_copies: int32[k, 2], (source, destination) rows of `block_table`, of sequences that were forked, or became another beam: a
+            worker that keeps recurrent states by rows reads all the sources before it writes a destination, before the forward.
     """
 
     token_ids: Int64Array
@@ -137,11 +137,19 @@ def in_groups(batch: StepBatch, num_groups: int, block_size: int) -> StepBatch:
 
 
 class Pooling(StrEnum):
-    """How an embedding is made of the hidden states of a prompt."""
+    """Which of a prompt's hidden states are taken: the last, their mean, the first, or each."""
 
     LAST = "last"
     MEAN = "mean"
     CLS = "cls"
+    ALL = "all"
+
+
+class PoolingTask(StrEnum):
+    """What is made of the pooled hidden states of a prompt: nothing more, or the logits of the model's labels."""
+
+    EMBED = "embed"
+    CLASSIFY = "classify"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +207,16 @@ class SequenceSampling:
 
 @dataclass(frozen=True, slots=True)
 class SequencePooling:
-    """An embedding request's sequence: how its hidden states are pooled, once `prompt_len` tokens are computed."""
+    """A pooled request's sequence: how its hidden states are pooled, once `prompt_len` tokens are computed.
+
+    Attributes:
+        second_text: position of the token with which the second of two texts begins, for models that tell them apart; 0 for one text.
+    """
 
     pooling: Pooling
     prompt_len: int
+    task: PoolingTask = PoolingTask.EMBED
+    second_text: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +242,7 @@ class StepInput:
         batch: the scheduler's arrays.
         new_sequences: sampling of sequences that are sampled for the first time in this step.
         finished_seq_ids: sequences whose state the worker forgets.
-        pooling: the sequences of this step that belong to embedding requests, by id; they are not sampled.
+        pooling: the sequences of this step that belong to pooled requests, by id; they are not sampled.
         scoring: by sequence id, whose prompts' log probabilities are wanted.
     """
 
@@ -276,7 +290,8 @@ class StepOutput:
     Attributes:
         token_ids: int64[S], one for each of the batch's samples, in order; -1 for a sample that has none.
         logprobs: by index in 0..S, for the samples whose sequence asked for them.
-        embeddings: by sequence id, float32[hidden_size], for pooled sequences whose prompt ended in this step.
+        embeddings: by sequence id, for pooled sequences whose prompt ended in this step: float32[width], with the pooling ALL
+            float32[tokens, width]. The width is hidden_size, or for the task CLASSIFY the number of labels.
         failed: by index in 0..S, why a sample has no token. Its sequence ends with an error; the others go on.
         prompt_logprobs: by sequence id, what `StepInput.scoring` asks for.
     """

@@ -95,7 +95,7 @@ class GraniteHybridLayer(nn.Module):
                 ExpertsShape(count, chosen, hidden, inner, config.activation), context
             )
         self.shared_mlp = GatedMLP(
-            hidden, config.integer("shared_intermediate_size"), config.activation, context, fused=True
+            hidden, config.integer("shared_intermediate_size"), config.activation, context, names=("gate_up_proj",)
         )
 
     def forward(self, stream: Tensor, branch: Tensor | None, step: Step) -> Tensor:
@@ -182,6 +182,7 @@ def mamba_refusals(config: ModelConfig, width: int | None = None) -> list[str]:
         reasons.append(f"a mixer of {width} elements does not divide into {shape.num_heads} heads of whole groups")
     limits = config.values.get("time_step_limit")
     # JSON has no infinity: transformers writes it as an object.
-    if limits is not None and list(limits) not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+    none = (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
+    if limits not in none:
         reasons.append(f"its time steps are limited to {limits}")
     return reasons

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn, Self
 
 from msgspec import Meta
 
-from hardpoint.interfaces.batch import Pooling, SequenceSampling
+from hardpoint.interfaces.batch import Pooling, PoolingTask, SequenceSampling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
 from hardpoint.sampling.structured import StructuredOutputsParams
@@ -49,11 +49,12 @@ class RequestOutputKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams(Validated):
-    """How an embedding is made.
+    """What is made of a prompt's hidden states.
 
     Attributes:
-        pooling: of the hidden states; None for the model's own way.
-        normalize: scale the embedding to length 1.
+        pooling: which of them are taken; None for the model's own way.
+        normalize: scale embeddings to length 1; None for the model's own way, which is to do so unless its files leave it out.
+        task: "embed" for embeddings, "classify" for the logits of the labels of a model with such a head.
 
     Raises:
         InvalidRequest: a value does not fit.
@@ -63,7 +64,8 @@ class PoolingParams(Validated):
     _called = "a pooling parameter"
 
     pooling: Pooling | None = None
-    normalize: bool = True
+    normalize: bool | None = None
+    task: PoolingTask = PoolingTask.EMBED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

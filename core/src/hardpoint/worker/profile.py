@@ -68,7 +68,7 @@ def largest_step(
 
     info, longest = loaded.info, _TIMED_TOKENS if loaded.model.scratch_bytes else sys.maxsize
     batch = dummy_batch(
-        num_tokens=min(config.max_num_batched_tokens, longest),
+        num_tokens=min(info.step_tokens(config.max_num_batched_tokens), longest),
         max_len=min(info.max_model_len, longest),
         block_size=loaded.plan.block_size,
         max_seqs=config.max_num_seqs,
