@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from hardpoint import (
+    BeamSearchParams,
     CompletionOutput,
     EmbeddingRequestOutput,
     PoolingParams,
@@ -43,6 +44,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "Counter",
     "EmbeddingOutput",

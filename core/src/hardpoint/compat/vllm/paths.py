@@ -12,7 +12,7 @@ from typing import Any
 
 HOME = "hardpoint.compat.vllm"
 
-_PARAMS = ("SamplingParams", "RequestOutputKind", "StructuredOutputsParams", "GuidedDecodingParams")
+_PARAMS = ("BeamSearchParams", "SamplingParams", "RequestOutputKind", "StructuredOutputsParams", "GuidedDecodingParams")
 _PROMPTS = ("PromptType", "TextPrompt", "TokensPrompt")
 _ENGINE_ARGS = ("AsyncEngineArgs", "EngineArgs")
 _ASYNC = ("AsyncLLM", "AsyncLLMEngine")
