@@ -411,7 +411,9 @@ class EngineCore:
             salt=command.salt,
             skip_prefix_cache=command.prompt_logprobs is not None,
             # A function or a grammar is given the tokens before, so that they have to be here.
-            plan_ahead=not any(one.logits_processors or one.grammar is not None for one in command.sampling),
+            plan_ahead=not any(
+                one.logits_processors or one.bad_words or one.grammar is not None for one in command.sampling
+            ),
             beams=command.beams is not None,
         )
         if command.beams is not None:

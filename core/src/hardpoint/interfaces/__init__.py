@@ -34,6 +34,7 @@ from hardpoint.interfaces.attention import (
 )
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
 from hardpoint.interfaces.batch import (
+    LogprobsMode,
     Pooling,
     PoolingTask,
     PromptLogprobs,
@@ -123,6 +124,7 @@ __all__ = [
     "LinearProgram",
     "LinearRequest",
     "LiveRanges",
+    "LogprobsMode",
     "MemoryCapabilities",
     "MemoryChange",
     "MemoryInfo",

@@ -152,6 +152,19 @@ class PoolingTask(StrEnum):
     CLASSIFY = "classify"
 
 
+class LogprobsMode(StrEnum):
+    """What is returned of the tokens that were possible at a position.
+
+    RAW values are of the logits as the model computed them, PROCESSED ones of those that the token was drawn from, after all processors,
+    temperature and truncation. LOGPROBS are log probabilities, LOGITS the logits themselves; minus infinity where a token was not possible.
+    """
+
+    RAW_LOGPROBS = "raw_logprobs"
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGPROBS = "processed_logprobs"
+    PROCESSED_LOGITS = "processed_logits"
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceSampling:
     """How one sequence is sampled; sent to the worker once, with the step in which its first token is sampled.
@@ -167,6 +180,8 @@ class SequenceSampling:
             logits, float32[vocab_size] on the device, which they return changed. They never leave the process.
         grammar: that the sequence's text follows, as llguidance reads it: only tokens that go on with it may be sampled, and those of
             `stop_token_ids` where it may end. The next step of such a sequence is submitted when its token was collected.
+        bad_words: token ids that must not follow one another: the last one of each is masked where the sequence has the others.
+        logprobs_mode: what `logprobs` are.
         state_row: the sequence's row of the worker's state table, see `StepBatch.state_rows`; it may have been an ended sequence's before.
     """
 
@@ -188,6 +203,8 @@ class SequenceSampling:
     state_row: int = -1
     logits_processors: tuple[LogitsProcessor, ...] = ()
     grammar: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
     @property
     def is_pure_greedy(self) -> bool:
@@ -202,6 +219,7 @@ class SequenceSampling:
             and self.logprobs is None
             and not self.logits_processors
             and self.grammar is None
+            and not self.bad_words
         )
 
 
@@ -255,7 +273,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position, of the model's own distribution (before temperature, penalties and masks).
+    """Log probabilities at one position, of the model's own distribution unless `SequenceSampling.logprobs_mode` says otherwise.
 
     Attributes:
         token_ids: the sampled token first, then the best ones in falling order.

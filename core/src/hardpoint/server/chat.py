@@ -174,6 +174,7 @@ class _Answer:
             continue_final_message=body.continue_final_message,
             tools=tools,
             variables=body.chat_template_kwargs,
+            truncate=body.truncate_prompt_tokens,
         )
         return made.salted(body.cache_salt)
 

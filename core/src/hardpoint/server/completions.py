@@ -116,7 +116,10 @@ class _Answer:
         return [given] if isinstance(given[0], int) else given
 
     async def _tokenized(self, prompt: str | list[int]) -> TokenizedPrompt:
-        made = await self._model.tokenize(prompt, add_special_tokens=self._body.add_special_tokens)
+        body = self._body
+        made = await self._model.tokenize(
+            prompt, add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens
+        )
         return made.salted(self._body.cache_salt)
 
     def _new(self, index: int, output: RequestOutput) -> list[tuple[int, CompletionOutput]]:

@@ -124,7 +124,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _ASKS_NOTHING: tuple[Any, ...] = (False, 0, 0.0, "", {}, [], (), set())
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
-    "logprobs_mode": ("raw_logprobs",),
     "model_impl": ("auto", "vllm"),
     "runner": ("auto", "generate", "pooling"),
     "task": ("auto", "generate", "embed", "embedding"),

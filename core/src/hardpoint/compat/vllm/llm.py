@@ -13,25 +13,7 @@ from hardpoint.compat.vllm.engine_args import arguments_of
 from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank
 from hardpoint.compat.vllm.requests import check_options
 from hardpoint.engine.inputs import Message, Prompt
-from hardpoint.interfaces.errors import ConfigError, InvalidSamplingParams
-
-_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
-_NEUTRAL: Mapping[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "structured_outputs": None,
-    "logits_processors": (),
-}
-"""Sampling parameters with which a token is drawn from the model's own distribution."""
+from hardpoint.interfaces.errors import ConfigError
 
 
 class LLM(hardpoint.LLM):
@@ -41,8 +23,6 @@ class LLM(hardpoint.LLM):
 
     - `distributed_executor_backend="external_launcher"`: the process that a launcher started is the engine's only rank.
     - `chat_template`: of `chat` where a call gives none; a text or the path of a file.
-    - `logprobs_mode`: "raw_logprobs" is what this engine returns; "processed_logprobs" is accepted as long as a request's parameters
-      leave the distribution as it is, so that both are the same.
     - what tunes vLLM's kernels is accepted and said to have no effect; what asks for features that are not here is refused by name.
 
     Raises:
@@ -51,7 +31,6 @@ class LLM(hardpoint.LLM):
 
     def __init__(self, model: str, **arguments: Any) -> None:
         given = {name: value for name, value in arguments.items() if value is not None}
-        self._logprobs_mode = choose("logprobs_mode", given.pop("logprobs_mode", _RAW), (_RAW, _PROCESSED))
         self._chat_template = _template(given.pop("chat_template", None))
         super().__init__(model, **engine_settings(given))
 
@@ -78,9 +57,8 @@ class LLM(hardpoint.LLM):
         priority: Any = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts; see `hardpoint.LLM.generate`. Raises InvalidSamplingParams for log probabilities that are not there."""
+        """Complete prompts; see `hardpoint.LLM.generate`."""
         check_options(options)
-        self._check_logprobs(sampling_params)
         return super().generate(prompts, sampling_params, use_tqdm=bool(use_tqdm), priority=priority)
 
     def chat(
@@ -91,18 +69,25 @@ class LLM(hardpoint.LLM):
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Any = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations; see `hardpoint.LLM.chat`."""
         choose("chat_template_content_format", chat_template_content_format, ("auto", "string"))
         check_options(options)
-        self._check_logprobs(sampling_params)
         return super().chat(
             messages,
             sampling_params,
             use_tqdm=bool(use_tqdm),
             chat_template=chat_template or self._chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            priority=priority,
         )
 
     def collective_rpc(
@@ -115,12 +100,6 @@ class LLM(hardpoint.LLM):
         """Call one of a closed list of methods, and return its result as of one rank; see `call_on_rank`."""
         return call_on_rank(self.engine, method, timeout, args, kwargs)
 
-    def _check_logprobs(self, params: Any) -> None:
-        if self._logprobs_mode == _PROCESSED:
-            params = self.get_default_sampling_params() if params is None else params
-            for one in [params] if isinstance(params, hardpoint.SamplingParams) else params:
-                _check_processed(one)
-
 
 def _template(given: str | Path | None) -> str | None:
     """Return a chat template that was given as a text or by its file; raises ConfigError."""
@@ -130,15 +109,3 @@ def _template(given: str | Path | None) -> str | None:
         return Path(given).read_text("utf-8")
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError("chat_template is neither a template nor the path of one", found=str(error)) from error
-
-
-def _check_processed(params: hardpoint.SamplingParams) -> None:
-    """Raise InvalidSamplingParams for log probabilities of a distribution that the parameters change."""
-    changed = [name for name, neutral in _NEUTRAL.items() if getattr(params, name) != neutral]
-    if params.logprobs is not None and changed:
-        raise InvalidSamplingParams(
-            "log probabilities are of the model's own distribution, and not of the one that is sampled from",
-            found=f"logprobs_mode='{_PROCESSED}' with "
-            + ", ".join(f"{name}={getattr(params, name)!r}" for name in changed),
-            hint="Leave these parameters as they are by default, or ask for no log probabilities",
-        )

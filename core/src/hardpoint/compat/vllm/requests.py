@@ -14,7 +14,6 @@ NO_ADAPTERS = "Merge the adapter into the model's weights (peft: merge_and_unloa
 
 _SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
-    "flat_logprobs": (False,),
     "length_penalty": (1.0,),
     "logprob_token_ids": (),
     "output_text_buffer_length": (0,),
