@@ -25,6 +25,7 @@ from hardpoint.server.generation import (
     top_logprobs,
     with_logprobs,
 )
+from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import (
     AnswerMessage,
     CallFunction,
@@ -55,7 +56,7 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", response_model=ChatCompletion)
+    @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
 

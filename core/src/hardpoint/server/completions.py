@@ -23,6 +23,7 @@ from hardpoint.server.generation import (
     top_logprobs,
     with_logprobs,
 )
+from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import (
     Completion,
     CompletionChoice,
@@ -38,7 +39,7 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
-    @routes.post("/v1/completions", response_model=Completion)
+    @routes.post("/v1/completions", response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
 
