@@ -43,7 +43,7 @@ _QUIET = frozenset(
 _TUNING = frozenset(
     {
         *("all2all_backend", "async_scheduling", "attention_backend", "attention_config", "compilation_config"),
-        *("cuda_graph_sizes", "cudagraph_capture_sizes", "disable_cascade_attn", "disable_custom_all_reduce"),
+        *("cudagraph_capture_sizes", "disable_cascade_attn", "disable_custom_all_reduce"),
         *("disable_async_output_proc", "enable_flashinfer_autotune", "guided_decoding_backend", "kernel_config"),
         *("linear_backend", "max_cudagraph_capture_size", "max_parallel_loading_workers", "max_seq_len_to_capture"),
         *("model_loader_extra_config", "moe_backend", "multi_step_stream_outputs", "num_scheduler_steps", "numa_bind"),
