@@ -131,7 +131,7 @@ const Plan* Scheduler::schedule() {
   plan.counts = StepCounts{};
   budget_ = config_.max_num_batched_tokens;
   may_admit_ = true;
-  has_prefills_ = false;
+  has_prefills_ = has_decodes_ = false;
   swap_out.clear();
   swap_in.clear();
   copies.clear();
@@ -142,6 +142,8 @@ const Plan* Scheduler::schedule() {
 
   schedule_decodes();
   budget_ -= plan.counts.num_seqs;
+  // A long step is a long gap between two tokens of each sequence that decodes.
+  if (has_decodes_) budget_ = std::min(budget_, config_.mixed_prefill_tokens);
   if (has_prefills_) schedule_prefills();
   if (may_admit_ && !swapped_.empty()) schedule_swapped();
   if (may_admit_ && swapped_.empty() && !waiting_.empty()) schedule_waiting();
@@ -151,7 +153,7 @@ const Plan* Scheduler::schedule() {
   plan.query_start[plan.counts.num_seqs] = plan.counts.num_tokens;
   // Where all others wait for their tokens, a sequence may be swapped out in a step that computes nothing.
   if (plan.counts.num_seqs == 0 && swap_out.empty()) return nullptr;
-  row_copies.swap(forked_rows_);
+  row_copies.swap(next_row_copies_);
   ++num_in_flight_;
   return &plan;
 }
@@ -165,7 +167,10 @@ void Scheduler::schedule_decodes() {
       has_prefills_ = true;
       continue;
     }
-    if (sequence.waits_for_token()) continue;
+    if (sequence.waits_for_token()) {
+      has_decodes_ = true;
+      continue;
+    }
     if (sequence.num_computed >= sequence.bookkeeping_at) {
       const Readiness readiness = sequence.is_beam ? prepare_beams(i) : prepare_decode(sequence);
       if (readiness == Readiness::preempted) break;
@@ -174,6 +179,7 @@ void Scheduler::schedule_decodes() {
     emit_decode(sequence, row++);
   }
   plan_->counts.num_seqs = row;
+  has_decodes_ |= row > 0;
 }
 
 Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
@@ -292,7 +298,7 @@ void Scheduler::schedule_swapped() {
     if (sequence.decoding) {
       locate(sequence, sequence.num_computed);
       emit_decode(sequence, plan_->counts.num_seqs++);
-      --budget_;
+      budget_ = std::min(budget_ - 1, config_.mixed_prefill_tokens);
     } else {
       const int32_t length = chunk_of(sequence);
       planned_.push_back({&sequence, length});
@@ -503,7 +509,7 @@ void Scheduler::recompute_all(bool swapped) {
     throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
   blocks_.reset_prefix_cache();
   blocked_ = nullptr;
-  forked_rows_.clear();
+  next_row_copies_.clear();
   for (Sequence* sequence : running_) {
     blocks_.free(sequence->table);
     free_row(*sequence);
@@ -664,11 +670,7 @@ void Scheduler::fork(Sequence& parent) {
       continue;
     }
     alloc_row(child);
-    // A child that had the row before, and ended at once, needs no copy any more.
-    forked_rows_.erase(std::remove_if(forked_rows_.begin(), forked_rows_.end(),
-                                      [&](const BlockPair& pair) { return pair.second == child.row; }),
-                       forked_rows_.end());
-    forked_rows_.emplace_back(parent.row, child.row);
+    copy_rows({{parent.row, child.row}});
     blocks_.fork(parent.table, child.table, parent.num_computed);
     child.num_computed = parent.num_computed;
     child.register_at = parent.register_at;
@@ -695,6 +697,22 @@ bool Scheduler::beams_sampled(int64_t handle) const {
   return !beams.empty() && std::all_of(beams.begin(), beams.end(), [](const Sequence* beam) { return beam->is_sampled; });
 }
 
+// All copies of a plan are of what the rows held before: what a pending copy would have written is taken from where that takes it.
+void Scheduler::copy_rows(std::vector<BlockPair> copied) {
+  for (BlockPair& pair : copied)
+    for (const BlockPair& pending : next_row_copies_)
+      if (pending.second == pair.first) {
+        pair.first = pending.first;
+        break;
+      }
+  for (const BlockPair& pair : copied) {
+    // The row's owner before, which ended or became another beam, needs no copy any more.
+    const auto is_overwritten = [&](const BlockPair& pending) { return pending.second == pair.second; };
+    next_row_copies_.erase(std::remove_if(next_row_copies_.begin(), next_row_copies_.end(), is_overwritten), next_row_copies_.end());
+    if (pair.first != pair.second) next_row_copies_.push_back(pair);
+  }
+}
+
 void Scheduler::advance_beams(int64_t handle, const std::vector<int32_t>& parents, const std::vector<int32_t>& tokens) {
   const std::vector<Sequence*> beams = beams_of(handle);
   const size_t count = beams.size();
@@ -707,6 +725,10 @@ void Scheduler::advance_beams(int64_t handle, const std::vector<int32_t>& parent
     std::vector<kv::BlockTable*> tables;
     for (Sequence* beam : beams) tables.push_back(&beam->table);
     blocks_.reassign(tables, parents, beams.front()->num_computed);
+    std::vector<BlockPair> rows;
+    for (size_t i = 0; i < count; ++i)
+      if (static_cast<size_t>(parents[i]) != i) rows.emplace_back(beams[parents[i]]->row, beams[i]->row);
+    copy_rows(std::move(rows));
   }
   std::vector<std::vector<int32_t>> before;
   for (const Sequence* beam : beams) before.emplace_back(beam->tokens, beam->tokens + beam->num_tokens);

@@ -51,6 +51,7 @@ struct SchedulerConfig {
   int32_t max_model_len = 2048;
   bool enable_chunked_prefill = true;
   int32_t long_prefill_token_threshold = 0;  // longest chunk of one prompt in a step; 0: no limit but the budget
+  int32_t mixed_prefill_tokens = 2048;       // most prompt tokens of a step for which a decoding sequence waits
   int32_t num_lookahead_slots = 0;
   int32_t steps_in_flight = 0;  // steps that may be planned beyond the oldest one that was not booked
   PreemptionMode preemption_mode = PreemptionMode::automatic;
@@ -212,8 +213,8 @@ class Scheduler {
   int32_t max_blocks_per_seq = 0;
   // Moves of the step that was planned last.
   std::vector<BlockPair> swap_out, swap_in, copies;
-  // Rows of forks since the plan before, from their parents' rows: what a worker keeps by rows is copied, as it was when the parent's
-  // prompt was computed.
+  // Rows of sequences that were forked, or became another beam, since the plan before, from their parents' rows: what a worker keeps by
+  // rows is copied, all at once, as it is after the steps before this one. A destination stands once.
   std::vector<BlockPair> row_copies;
   std::vector<int64_t> preempted;
 
@@ -278,6 +279,7 @@ class Scheduler {
   void accept(Sequence& sequence, int32_t token);
   void append(Sequence& sequence, int32_t token);
   void fork(Sequence& parent);
+  void copy_rows(std::vector<BlockPair> copied);
   FinishReason stop_reason(const Sequence& sequence, int32_t token) const;
   void end(Sequence& sequence, FinishReason reason);
   void report(Sequence& sequence, FinishReason reason);
@@ -309,7 +311,8 @@ class Scheduler {
   Plan* plan_ = nullptr;  // the one that is being made
   bool may_admit_ = true;  // nothing was preempted in this step
   bool has_prefills_ = false;
-  std::vector<BlockPair> forked_rows_;  // row_copies of the next plan
+  bool has_decodes_ = false;  // in this step, or waiting for the token of one in flight
+  std::vector<BlockPair> next_row_copies_;  // row_copies of the next plan
   bool has_ended_ = false;  // running_ holds sequences that are no longer running
   int32_t budget_ = 0;
   std::vector<Chunk> planned_;  // prefill chunks of this step, emitted after the decodes

@@ -46,6 +46,7 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "max_model_len", config.max_model_len);
   take(settings, "enable_chunked_prefill", config.enable_chunked_prefill);
   take(settings, "long_prefill_token_threshold", config.long_prefill_token_threshold);
+  take(settings, "mixed_prefill_budget", config.mixed_prefill_tokens);
   take(settings, "num_lookahead_slots", config.num_lookahead_slots);
   take(settings, "steps_in_flight", config.steps_in_flight);
   take(settings, "swap_seconds_per_block", config.swap_seconds_per_block);

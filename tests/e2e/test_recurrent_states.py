@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint import LLM, LLMEngine, SamplingParams
+from hardpoint import LLM, BeamSearchParams, LLMEngine, SamplingParams
 from hardpoint.engine.config import EngineConfig
 from hardpoint.interfaces.errors import CapabilityRefused
 
@@ -102,6 +102,23 @@ def test_tokens_are_transformers(
     with LLM(model, **_SETTINGS | settings) as llm:
         assert _generated(llm, n=forks) == [[tokens] * forks for tokens in expected]
         assert llm.stats().prefix_hits == 0
+
+
+def test_beams_have_the_states_of_what_they_are_made_of(model_and_tokens: tuple[str, list[list[int]]]) -> None:
+    """A beam's log probabilities, one step after the other, are those of its tokens as one prompt."""
+    model, _ = model_and_tokens
+    with LLM(model, **_SETTINGS) as llm:
+        prompts: Any = [{"prompt_token_ids": tokens} for tokens in _prompts()[2:5]]
+        found = llm.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True))
+        for prompt, output in zip(prompts, found, strict=True):
+            length = len(prompt["prompt_token_ids"])
+            beams: Any = [{"prompt_token_ids": list(one.tokens)} for one in output.sequences]
+            scored = llm.generate(beams, SamplingParams(max_tokens=1, prompt_logprobs=0))
+            for beam, given, one in zip(output.sequences, beams, scored, strict=True):
+                assert one.prompt_logprobs is not None
+                values = zip(given["prompt_token_ids"], one.prompt_logprobs, strict=True)
+                total = sum(position[token].logprob for token, position in list(values)[length:])
+                assert beam.cum_logprob == pytest.approx(total, abs=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
 from torch.nn import functional
 
+from hardpoint.interfaces.errors import UnsupportedArchitecture
 from hardpoint.layers.convolution import causal_convolution
 from hardpoint.layers.delta import delta_scan, delta_step
 from hardpoint.layers.selective import state_scan, state_step
@@ -84,3 +88,36 @@ def test_the_states_of_a_slot_do_not_overlap() -> None:
     assert offsets == [[0, 64], [320]]
     assert size == 384
     assert slot_layout([]) == ([], 0)
+
+
+def test_what_a_family_refuses_is_said_where_transformers_code_cannot_run_it_either(tmp_path: Path) -> None:
+    kind, options = LEAN["granite-hybrid"]
+    save_tiny(tmp_path, tiny_config(kind, **options, time_step_limit=(0.01, 0.5)))
+    with pytest.raises(UnsupportedArchitecture, match=r"time steps are limited to \[0.01, 0.5\].*recurrent state"):
+        open_and_load(tmp_path)
+
+
+def test_published_configurations_are_understood_by_the_names_that_they_use(tmp_path: Path) -> None:
+    """Before transformers 5, Granite's layers were "mamba" and "attention", LFM2 said which of its layers attend, and Nemotron
+    H had a letter for each layer."""
+    saved = {}
+    for name in ("granite-hybrid", "lfm2", "nemotron-h"):
+        kind, options = LEAN[name]
+        save_tiny(tmp_path / name, tiny_config(kind, **options))
+        saved[name] = open_and_load(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        if name == "lfm2":
+            config["full_attn_idxs"], config["block_ff_dim"] = [1], config.pop("intermediate_size")
+            config["tie_embedding"] = config.pop("tie_word_embeddings")
+            del config["layer_types"]
+        elif name == "nemotron-h":
+            del config["layers_block_type"]
+            config |= {"hybrid_override_pattern": "M-*M", "num_hidden_layers": 4}
+        else:
+            config["layer_types"] = ["mamba", "attention", "mamba"]
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        logits = [
+            Runner(model, plan, attention).step([(0, [3, 9, 27])])
+            for _, model, plan, attention in (saved[name], open_and_load(tmp_path / name))
+        ]
+        assert torch.equal(*logits)

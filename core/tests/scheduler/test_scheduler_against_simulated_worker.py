@@ -61,8 +61,10 @@ Held = tuple[tuple[int, int], int]
 class SimulatedWorker:
     """Keys and values as ids of token histories: equal ids mean equal salt and tokens up to that position."""
 
-    def __init__(self, block_size: int, windows: tuple[int, ...]) -> None:
-        self.block_size, self.windows = block_size, windows
+    def __init__(self, block_size: int, windows: tuple[int, ...], *, keeps_states: bool) -> None:
+        self.block_size, self.windows, self.keeps_states = block_size, windows, keeps_states
+        # Recurrent states by rows, each the id of the history that led to it.
+        self.states: dict[int, int] = {}
         self.device: dict[int, Held] = {}
         self.host: dict[int, Held] = {}
         self.generation = 0
@@ -90,12 +92,17 @@ class SimulatedWorker:
         self._move(self.device, self.host, batch.swap_out)
         self._move(self.host, self.device, batch.swap_in)
         self._move(self.device, self.device, batch.copies)
+        assert len(set(batch.row_copies[:, 1].tolist())) == len(batch.row_copies), "a row has two sources"
+        self.states |= {to: self.states[of] for of, to in batch.row_copies.tolist() if of in self.states}
         written: set[int] = set()
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
             ids = self.histories(expected.device_history, expected.salt)
             span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
-            positions = batch.positions[span].tolist()
+            positions, row = batch.positions[span].tolist(), int(batch.rows[r])
+            if self.keeps_states and positions[0]:
+                assert self.states[row] == ids[positions[0] - 1], f"sequence {seq_id} goes on from another's state"
+            self.states[row] = ids[positions[-1]]
             assert positions == list(range(positions[0], positions[0] + len(positions)))
             assert int(batch.context_lens[r]) == positions[-1] + 1
             known = expected.history[positions[0] : positions[-1] + 1]
@@ -143,7 +150,9 @@ class Driver:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.worker = SimulatedWorker(config.block_size, config.group_windows)
+        # Of a model with states nothing is found in a cache, and nothing swapped.
+        keeps_states = not (config.enable_prefix_caching or config.num_host_blocks)
+        self.worker = SimulatedWorker(config.block_size, config.group_windows, keeps_states=keeps_states)
         self.sequences: dict[int, Expected] = {}
         self.groups: dict[int, int] = {}
         self.forked: set[int] = set()
@@ -227,6 +236,8 @@ class Driver:
         assert (lengths > 0).all()
         if config.long_prefill_token_threshold:
             assert (lengths <= config.long_prefill_token_threshold).all()
+        if batch.num_decodes:
+            assert batch.num_tokens - batch.num_decodes <= config.mixed_prefill_budget
         assert not (len(batch.swap_out) and len(batch.swap_in))
         assert not set(batch.preempted.tolist()) & set(batch.seq_ids.tolist())
         expected_samples: list[tuple[int, int]] = []
@@ -363,6 +374,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])) if chunked else 0,
+        mixed_prefill_tokens=draw(st.sampled_from([None, 1, 4])) if chunked else None,
         watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         swap_seconds_per_block=1.0,
@@ -573,6 +585,7 @@ TIGHT = {"num_device_blocks": 12, "max_num_seqs": 6}
         variant(block_size=16),
         variant(max_num_seqs=3, max_num_batched_tokens=3),
         variant(long_prefill_token_threshold=2),
+        variant(mixed_prefill_tokens=3, steps_in_flight=1),
         variant(enable_chunked_prefill=False),
         variant(scheduling_policy="priority"),
         variant(num_lookahead_slots=5),
@@ -615,9 +628,13 @@ def test_a_tiny_pool_forces_preemption_of_the_wanted_kind(mode: Any, host: int, 
     assert getattr(driver.scheduler.stats, counter) > 3
 
 
+@pytest.mark.parametrize("keeps_states", [False, True])
 @pytest.mark.parametrize("steps_in_flight", [0, 2])
-def test_beams_in_a_tiny_pool_are_preempted_together_and_go_on(steps_in_flight: int) -> None:
-    driver = Driver(variant(**TIGHT, steps_in_flight=steps_in_flight, preemption_mode="swap", num_host_blocks=100))
+def test_beams_in_a_tiny_pool_are_preempted_together_and_go_on(steps_in_flight: int, keeps_states: bool) -> None:
+    more: dict[str, Any] = {"preemption_mode": "swap", "num_host_blocks": 100}
+    if keeps_states:
+        more = {"enable_prefix_caching": False}
+    driver = Driver(variant(**TIGHT, steps_in_flight=steps_in_flight, **more))
     for number in range(6):
         driver.add([1, 2, number % 5, 4], n=2 + number % 2, max_tokens=12, beams=True)
         driver.add([number % 5] * 5, n=2, max_tokens=14)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -34,7 +34,7 @@ from hardpoint.engine.core import EngineInfo, EngineStats
 from hardpoint.engine.front import pause_command, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations
 from hardpoint.engine.loops import ThreadLoop
-from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.outputs import CompletionLogprobs, EmbeddingRequestOutput, FlatLogprobs, RequestOutput
 from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
 from hardpoint.engine.sleep import (
@@ -105,11 +105,21 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
             later,
             text=earlier.text + later.text,
             token_ids=[*earlier.token_ids, *later.token_ids],
-            logprobs=None if later.logprobs is None else [*(earlier.logprobs or ()), *later.logprobs],
+            logprobs=_joined_logprobs(earlier.logprobs, later.logprobs),
         )
         for earlier, later in zip(first.outputs, second.outputs, strict=True)
     ]
     return replace(second, outputs=completions)
+
+
+def _joined_logprobs(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    if first is None or second is None:
+        return second
+    if isinstance(first, FlatLogprobs) and isinstance(second, FlatLogprobs):
+        joined = first[:]
+        joined.extend(second)
+        return joined
+    return [*first, *second]
 
 
 class AsyncLLM:
@@ -214,9 +224,20 @@ class AsyncLLM:
         priority: int = 0,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation, as the model's chat template writes it; otherwise as `generate`."""
-        prompt = self.process_chat(messages, chat_template, add_generation_prompt)
+        """Answer a conversation, as the model's chat template writes it: arguments as for `LLM.chat`, otherwise as `generate`."""
+        prompt = self.process_chat(
+            messages,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=chat_template_kwargs,
+            truncate=None if params is None else params.truncate_prompt_tokens,
+        )
         return self.generate(prompt, params, request_id, priority=priority)
 
     async def embed(
@@ -280,13 +301,19 @@ class AsyncLLM:
         """Forget all cached prompt beginnings."""
         await self._call(ResetPrefixCache())
 
-    def process(self, prompt: Prompt, *, reserve: int = 1) -> TokenizedPrompt:
-        """Return a prompt's checked token ids; `reserve` tokens of the context stay free for output. Safe to call from any thread."""
-        return self._maker.process(prompt, reserve=reserve)
+    def process(self, prompt: Prompt, *, reserve: int = 1, truncate: int | None = None) -> TokenizedPrompt:
+        """Return a prompt's checked token ids; `reserve` tokens of the context stay free for output. Safe to call from any thread.
 
-    def process_text(self, text: str, *, add_special_tokens: bool = True, reserve: int = 1) -> TokenizedPrompt:
-        """Return a text's checked token ids, with or without those that the model's publisher adds."""
-        return self._maker.process.text(text, add_special_tokens=add_special_tokens, reserve=reserve)
+        Args:
+            truncate: see `SamplingParams.truncate_prompt_tokens`.
+        """
+        return self._maker.process(prompt, reserve=reserve, truncate=truncate)
+
+    def process_text(
+        self, text: str, *, add_special_tokens: bool = True, reserve: int = 1, truncate: int | None = None
+    ) -> TokenizedPrompt:
+        """Return a text's checked token ids, with or without those that the model's publisher adds; otherwise as `process`."""
+        return self._maker.process.text(text, add_special_tokens=add_special_tokens, reserve=reserve, truncate=truncate)
 
     def process_chat(
         self,

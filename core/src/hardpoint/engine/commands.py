@@ -17,6 +17,7 @@ from hardpoint.interfaces.batch import (
     Int32Array,
     Int64Array,
     Pooling,
+    PoolingTask,
     PromptLogprobs,
     SequenceSampling,
     TokenLogprobs,
@@ -68,11 +69,13 @@ class Generate(_Message, frozen=True):
 
 
 class Embed(_Message, frozen=True):
-    """Queue an embedding request."""
+    """Queue a request whose hidden states are pooled; see `SequencePooling`."""
 
     key: int
     prompt_token_ids: Sequence[int]
     pooling: Pooling = Pooling.LAST
+    task: PoolingTask = PoolingTask.EMBED
+    second_text: int = 0
 
 
 class Abort(_Message, frozen=True):

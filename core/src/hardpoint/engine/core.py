@@ -312,7 +312,7 @@ class EngineCore:
         spec = model.attention.kv_cache
         num_blocks = min(map(self._num_device_blocks, profiles, models))
         block_bytes = sum(one.attention.kv_cache.block_bytes for one in models)
-        num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks)
+        num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks) if block_bytes else 0
         overridden: dict[str, Any] = {}
         if model.state_bytes:
             # What a state follows from is lost with it: such sequences are computed from their first token.
@@ -321,6 +321,13 @@ class EngineCore:
         call("initialize_kv", num_blocks, num_host)
         call("warm_up")
         config = self.config
+        if model.whole_prompts:
+            overridden |= {
+                "enable_chunked_prefill": False,
+                "long_prefill_token_threshold": None,
+                "mixed_prefill_tokens": None,
+                "max_num_batched_tokens": model.step_tokens(config.max_num_batched_tokens),
+            }
         self.scheduler = Scheduler(
             SchedulerConfig.complete(
                 config,
@@ -365,6 +372,9 @@ class EngineCore:
             return self.config.num_device_blocks
         num_groups = len(model.kv_group_windows)
         needed = num_groups * -(-model.max_model_len // spec.block_size)
+        if spec.block_bytes == 0:
+            # Blocks without bytes number the tokens of sequences, none of which waits for them.
+            return needed * self.config.max_num_seqs
         num_blocks = profile.kv_bytes // spec.block_bytes
         if num_blocks < needed:
             fits = max(num_blocks, 0) // num_groups * spec.block_size
@@ -401,7 +411,9 @@ class EngineCore:
             salt=command.salt,
             skip_prefix_cache=command.prompt_logprobs is not None,
             # A function or a grammar is given the tokens before, so that they have to be here.
-            plan_ahead=not any(one.logits_processors or one.grammar is not None for one in command.sampling),
+            plan_ahead=not any(
+                one.logits_processors or one.bad_words or one.grammar is not None for one in command.sampling
+            ),
             beams=command.beams is not None,
         )
         if command.beams is not None:
@@ -423,7 +435,9 @@ class EngineCore:
     def _embed(self, command: Embed) -> None:
         self._check_admission()
         handle = self.scheduler.add_request(command.prompt_token_ids, pooling=True, skip_prefix_cache=True)
-        self._pooling[handle] = SequencePooling(command.pooling, len(command.prompt_token_ids))
+        self._pooling[handle] = SequencePooling(
+            command.pooling, len(command.prompt_token_ids), command.task, command.second_text
+        )
         self._note_added(command.key, handle, 1)
 
     def _check_admission(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -86,7 +86,10 @@ class LLM:
         """
         many = as_prompts(prompts)
         params = pair_with_params(len(many), sampling_params, self.engine.default_sampling_params)
-        tokenized = [self.engine.process(prompt) for prompt in many]
+        tokenized = [
+            self.engine.process(prompt, truncate=one.truncate_prompt_tokens)
+            for prompt, one in zip(many, params, strict=True)
+        ]
         return self._generate(tokenized, params, use_tqdm, priority)
 
     def chat(
@@ -97,15 +100,36 @@ class LLM:
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, as the model's chat template writes them."""
+        """Answer one conversation or several, as the model's chat template writes them; errors as for `generate`.
+
+        Args:
+            messages: mappings with `role` and `content`, a text or parts `{"type": "text", "text": ...}`, and what else the template knows.
+            chat_template: instead of the model's own.
+            add_generation_prompt: end with the beginning of the model's answer.
+            continue_final_message: end within the last message, which the model goes on with; only with add_generation_prompt=False.
+            tools: functions that the model may call, as OpenAI describes them.
+            chat_template_kwargs: further variables of the template.
+        """
         conversations = as_conversations(messages)
         params = pair_with_params(len(conversations), sampling_params, self.engine.default_sampling_params)
         tokenized = [
-            self.engine.process_chat(conversation, chat_template, add_generation_prompt)
-            for conversation in conversations
+            self.engine.process_chat(
+                conversation,
+                chat_template,
+                add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=chat_template_kwargs,
+                truncate=one.truncate_prompt_tokens,
+            )
+            for conversation, one in zip(conversations, params, strict=True)
         ]
-        return self._generate(tokenized, params, use_tqdm, None)
+        return self._generate(tokenized, params, use_tqdm, priority)
 
     def beam_search(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.engine.commands import (
     Abort,
@@ -175,10 +175,14 @@ class LLMEngine:
         return self._maker.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def process_chat(
-        self, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True, **how: Any
     ) -> TokenizedPrompt:
-        """Return a conversation as the model's chat template writes it; raises InvalidRequest."""
-        return self.process.chat(messages, template, add_generation_prompt)
+        """Return a conversation as the model's chat template writes it; raises InvalidRequest.
+
+        Args:
+            how: see `PromptProcessor.chat`.
+        """
+        return self.process.chat(messages, template, add_generation_prompt, **how)
 
     def step(self) -> list[RequestOutput | EmbeddingRequestOutput]:
         """Compute one step and return the outputs of requests that have something new.

@@ -16,13 +16,14 @@ from hardpoint.engine.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    FlatLogprobs,
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
     best_completions,
     position_logprobs,
 )
-from hardpoint.interfaces.batch import PromptLogprobs, TokenLogprobs
+from hardpoint.interfaces.batch import PoolingTask, PromptLogprobs, TokenLogprobs
 from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
@@ -39,7 +40,7 @@ class Completion:
     index: int
     stream: TextStream
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | FlatLogprobs = field(default_factory=list)
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -84,8 +85,8 @@ class EmbeddingRequest:
         reason = "stop"
         if vector is None:
             vector, reason = np.empty(0, np.float32), "abort"
-        elif self.params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        elif self.params.normalize and self.params.task is PoolingTask.EMBED:
+            vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
         return EmbeddingRequestOutput(
             request_id=self.request_id,
             outputs=EmbeddingOutput(embedding=vector),
@@ -181,14 +182,22 @@ class Request:
         self.recipient = recipient
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
         self.num_cached_tokens = 0
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self._prompt_logprobs: list[PositionLogprobs | None] | FlatLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = FlatLogprobs() if params.flat_logprobs else [None]
+            if isinstance(self._prompt_logprobs, FlatLogprobs):
+                self._prompt_logprobs.add(None)
         self._detokenizer = detokenizer
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
         self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
         self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self.completions = [
-            Completion(index, TextStream(detokenizer, prompt.token_ids, params))
+            Completion(
+                index,
+                TextStream(detokenizer, prompt.token_ids, params),
+                logprobs=FlatLogprobs() if params.flat_logprobs else [],
+            )
             for index in range(params.num_sequences)
         ]
         self._unfinished = len(self.completions)
@@ -214,7 +223,7 @@ class Request:
         assert self._prompt_logprobs is not None
         for token_ids, values, rank in zip(entries.token_ids, entries.logprobs, entries.ranks.tolist(), strict=True):
             texts = [self._text_of(token_id) for token_id in token_ids.tolist()]
-            self._prompt_logprobs.append(position_logprobs(TokenLogprobs(token_ids, values, rank), texts))
+            _add_logprobs(self._prompt_logprobs, TokenLogprobs(token_ids, values, rank), texts)
 
     def append(self, completion: Completion, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
         """Take a followed sequence's next token; returns True when its text has reached a stop text.
@@ -283,12 +292,23 @@ class Request:
     def _append_logprobs(self, completion: Completion, entry: TokenLogprobs) -> None:
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(entry.logprobs[0])
         if self.params.logprobs is not None:
-            completion.logprobs.append(position_logprobs(entry, [self._text_of(t) for t in entry.token_ids.tolist()]))
+            _add_logprobs(completion.logprobs, entry, [self._text_of(t) for t in entry.token_ids.tolist()])
 
     def _text_of(self, token_id: int) -> str | None:
         if self._detokenizer is None or not self.params.detokenize:
             return None
         return self._detokenizer.token_text(token_id)
+
+
+def _add_logprobs(
+    kept: list[PositionLogprobs] | list[PositionLogprobs | None] | FlatLogprobs,
+    entry: TokenLogprobs,
+    texts: Sequence[str | None],
+) -> None:
+    if isinstance(kept, FlatLogprobs):
+        kept.add(entry, texts)
+    else:
+        kept.append(position_logprobs(entry, texts))
 
 
 AnyRequest: TypeAlias = Request | EmbeddingRequest | BeamRequest

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from hardpoint.layers.attention import Attention, AttentionOverCache, Step
     from hardpoint.layers.context import ModelContext
     from hardpoint.layers.convolution import CausalConvolution
-    from hardpoint.layers.embedding import LMHead, VocabEmbedding
+    from hardpoint.layers.embedding import LMHead, SmallEmbedding, VocabEmbedding
     from hardpoint.layers.latent import LatentAttention, LatentShape
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
+    from hardpoint.layers.mamba import Mamba2, MambaShape
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
-    from hardpoint.layers.norm import HeadsNorm, RMSNorm
+    from hardpoint.layers.norm import HeadsNorm, LayerNorm, RMSNorm
     from hardpoint.layers.operators import TORCH_OPERATORS, TorchOperators
     from hardpoint.layers.parallel import ParallelRank, Ranks
     from hardpoint.layers.rope import Rope
@@ -43,8 +44,11 @@ __all__ = [
     "LatentAttention",
     "LatentShape",
     "Layer",
+    "LayerNorm",
     "LayerWithStates",
     "Linear",
+    "Mamba2",
+    "MambaShape",
     "MixtureOfExperts",
     "ModelContext",
     "ParallelRank",
@@ -55,6 +59,7 @@ __all__ = [
     "RotaryEmbedding",
     "Routing",
     "RowLinear",
+    "SmallEmbedding",
     "StateTensor",
     "Step",
     "StoredWeight",
@@ -79,8 +84,11 @@ _HOMES = {
     "LatentAttention": "hardpoint.layers.latent",
     "LatentShape": "hardpoint.layers.latent",
     "Layer": "hardpoint.layers.weights",
+    "LayerNorm": "hardpoint.layers.norm",
     "LayerWithStates": "hardpoint.layers.states",
     "Linear": "hardpoint.layers.linear",
+    "Mamba2": "hardpoint.layers.mamba",
+    "MambaShape": "hardpoint.layers.mamba",
     "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
     "ParallelRank": "hardpoint.layers.parallel",
@@ -92,6 +100,7 @@ _HOMES = {
     "RotaryEmbedding": "hardpoint.layers.rotary",
     "Routing": "hardpoint.layers.routing",
     "RowLinear": "hardpoint.layers.linear",
+    "SmallEmbedding": "hardpoint.layers.embedding",
     "StateTensor": "hardpoint.layers.states",
     "Step": "hardpoint.layers.attention",
     "StoredWeight": "hardpoint.layers.weights",

@@ -28,7 +28,7 @@ from hardpoint.layers.delta import delta_scan, delta_step
 from hardpoint.layers.parallel import even_span, head_spans, length, scaled, shifted
 from hardpoint.layers.states import over_sequences
 from hardpoint.layers.weights import take_rows
-from hardpoint.models.config import FULL
+from hardpoint.models.config import FULL, LINEAR
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.qwen2_moe import experts_shape, has_experts
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.layers import ModelContext, Rope, RotaryEmbedding, Step
     from hardpoint.models.config import ModelConfig
-
-LINEAR = "linear_attention"
 
 
 class GatedAttention(AttentionOverCache):

@@ -25,6 +25,7 @@ from hardpoint.server.generation import (
     top_logprobs,
     with_logprobs,
 )
+from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import (
     AnswerMessage,
     CallFunction,
@@ -55,7 +56,7 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", response_model=ChatCompletion)
+    @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
 
@@ -174,6 +175,7 @@ class _Answer:
             continue_final_message=body.continue_final_message,
             tools=tools,
             variables=body.chat_template_kwargs,
+            truncate=body.truncate_prompt_tokens,
         )
         return made.salted(body.cache_salt)
 

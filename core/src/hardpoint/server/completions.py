@@ -23,6 +23,7 @@ from hardpoint.server.generation import (
     top_logprobs,
     with_logprobs,
 )
+from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import (
     Completion,
     CompletionChoice,
@@ -38,7 +39,7 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
-    @routes.post("/v1/completions", response_model=Completion)
+    @routes.post("/v1/completions", response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
 
@@ -116,7 +117,10 @@ class _Answer:
         return [given] if isinstance(given[0], int) else given
 
     async def _tokenized(self, prompt: str | list[int]) -> TokenizedPrompt:
-        made = await self._model.tokenize(prompt, add_special_tokens=self._body.add_special_tokens)
+        body = self._body
+        made = await self._model.tokenize(
+            prompt, add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens
+        )
         return made.salted(self._body.cache_salt)
 
     def _new(self, index: int, output: RequestOutput) -> list[tuple[int, CompletionOutput]]:

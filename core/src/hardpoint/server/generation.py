@@ -41,10 +41,14 @@ _SAME = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
 )
 _OF_BEAMS = ("n", "temperature", "ignore_eos", "include_stop_str_in_output")
 # These leave a beam search as it is.
 _NEUTRAL_FOR_BEAMS = ("seed", "top_p", "top_k", "min_p", "skip_special_tokens", "spaces_between_special_tokens")
+_LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON does not have."""
 TIMEOUT_HEADER, ASLEEP_HEADER = "X-Request-Timeout", "X-When-Asleep"
 
 
@@ -175,7 +179,7 @@ class Counted:
 def top_logprobs(position: PositionLogprobs) -> list[TopLogprob]:
     """Return one position's log probabilities, the sampled token first."""
     return [
-        TopLogprob(token=text, logprob=one.logprob, bytes=list(text.encode()))
+        TopLogprob(token=text, logprob=max(one.logprob, _LEAST_LOGPROB), bytes=list(text.encode()))
         for token_id, one in position.items()
         for text in [one.decoded_token if one.decoded_token is not None else f"token_id:{token_id}"]
     ]

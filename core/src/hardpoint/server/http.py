@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -150,6 +150,12 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"description": "With stream=true, the parts of the answer"}}}}
+}
+"""What the OpenAPI document says of routes that can stream their answers, beside the answer as one."""
 
 
 async def event_stream(request: Request, events: AsyncIterator[bytes]) -> StreamingResponse:

@@ -249,13 +249,20 @@ class ServedModel:
             return self._state or ModelState.RESTARTING
 
     async def tokenize(
-        self, prompt: str | list[int], *, add_special_tokens: bool = True, reserve: int = 1
+        self,
+        prompt: str | list[int],
+        *,
+        add_special_tokens: bool = True,
+        reserve: int = 1,
+        truncate: int | None = None,
     ) -> TokenizedPrompt:
         """Return a text or token ids as a prompt that leaves `reserve` tokens of the context free; raises InvalidRequest."""
         llm = self.llm
         if not isinstance(prompt, str):
-            return llm.process(prompt, reserve=reserve)
-        make = partial(llm.process_text, prompt, add_special_tokens=add_special_tokens, reserve=reserve)
+            return llm.process(prompt, reserve=reserve, truncate=truncate)
+        make = partial(
+            llm.process_text, prompt, add_special_tokens=add_special_tokens, reserve=reserve, truncate=truncate
+        )
         return await self._in_thread_if(len(prompt) > _LONG_TEXT, make)
 
     async def apply_template(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> TokenizedPrompt:

@@ -120,6 +120,10 @@ class KVMemory:
         return best * self._spec.block_bytes / sample.nbytes
 
     def _empty(self, num_blocks: int) -> Tensor:
+        if self._spec.num_layers == 0:
+            return torch.empty(
+                self._spec.shape(num_blocks), dtype=self._spec.dtype.to_torch(), device=self._torch_device
+            )
         return self._allocator.empty(self._spec.shape(num_blocks), self._spec.dtype, KV_CACHE, Policy.DISCARD)
 
     def _swap_space(self, num_blocks: int) -> Tensor:
@@ -151,7 +155,7 @@ def live_ranges(blocks: Sequence[int], spec: KVCacheSpec, num_blocks: int) -> li
 
     A block has one piece for each layer and each axis value before the block axis (keys and values, in the usual layout).
     """
-    if len(blocks) == 0:
+    if len(blocks) == 0 or spec.num_layers == 0:
         return []
     shape = spec.shape(num_blocks)
     axis = spec.axes.index("block") + 1

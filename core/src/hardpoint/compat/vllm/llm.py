@@ -7,32 +7,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import hardpoint
-from hardpoint import RequestOutput, SamplingParams
-from hardpoint.engine.inputs import Prompt
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams
+from hardpoint.interfaces.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
 _IMPLEMENTATIONS = ("auto", "vllm")
 _CALLS = ("reload_weights", "reset_prefix_cache", "declare_weights_valid")
-_NEUTRAL: Mapping[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "structured_outputs": None,
-    "logits_processors": (),
-}
-"""Sampling parameters with which a token is drawn from the model's own distribution."""
 
 
 class LLM(hardpoint.LLM):
@@ -42,8 +23,6 @@ class LLM(hardpoint.LLM):
 
     - `distributed_executor_backend="external_launcher"`: the process that a launcher started is the engine's only rank.
     - `model_impl`: "auto" or "vllm", which both mean this engine's own choice.
-    - `logprobs_mode`: "raw_logprobs" is what this engine returns; "processed_logprobs" is accepted as long as a request's parameters
-      leave the distribution as it is, so that both are the same.
 
     Raises:
         ConfigError: another argument, or another value of these.
@@ -52,7 +31,6 @@ class LLM(hardpoint.LLM):
     def __init__(self, model: str, **arguments: Any) -> None:
         given = {name: value for name, value in arguments.items() if value is not None}
         _choose("model_impl", given.pop("model_impl", "auto"), _IMPLEMENTATIONS)
-        self._logprobs_mode = _choose("logprobs_mode", given.pop("logprobs_mode", _RAW), (_RAW, _PROCESSED))
         if given.get("distributed_executor_backend") == "external_launcher":
             if given.get("tensor_parallel_size", 1) != 1 or given.get("pipeline_parallel_size", 1) != 1:
                 raise ConfigError(
@@ -72,19 +50,6 @@ class LLM(hardpoint.LLM):
             model_config=SimpleNamespace(max_model_len=self.info.max_model_len),
             model_executor=SimpleNamespace(driver_worker=worker),
         )
-
-    def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
-    ) -> list[RequestOutput]:
-        """Complete prompts; see `hardpoint.LLM.generate`. Raises InvalidSamplingParams for log probabilities that are not there."""
-        if self._logprobs_mode == _PROCESSED:
-            params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-            for one in [params] if isinstance(params, SamplingParams) else params:
-                _check_processed(one)
-        return super().generate(prompts, sampling_params, **options)
 
     def collective_rpc(
         self,
@@ -122,15 +87,3 @@ def _choose(name: str, value: Any, known: Sequence[str]) -> str:
     if value not in known:
         raise ConfigError(f"{name}={value!r} is not supported", hint=f"Use one of: {', '.join(known)}")
     return str(value)
-
-
-def _check_processed(params: SamplingParams) -> None:
-    """Raise InvalidSamplingParams for log probabilities of a distribution that the parameters change."""
-    changed = [name for name, neutral in _NEUTRAL.items() if getattr(params, name) != neutral]
-    if params.logprobs is not None and changed:
-        raise InvalidSamplingParams(
-            "log probabilities are of the model's own distribution, and not of the one that is sampled from",
-            found=f"logprobs_mode='{_PROCESSED}' with "
-            + ", ".join(f"{name}={getattr(params, name)!r}" for name in changed),
-            hint="Leave these parameters as they are by default, or ask for no log probabilities",
-        )
