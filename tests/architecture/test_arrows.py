@@ -26,7 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "sampling": frozenset({"interfaces", "validation", "_native"}),
     "quantization": frozenset({"interfaces"}),
     "layers": frozenset({"interfaces", "quantization"}),
-    "weights": frozenset({"interfaces", "layers"}),
+    "weights": frozenset({"interfaces", "layers", "_native"}),
     "models": frozenset({"interfaces", "validation", "layers", "quantization", "weights"}),
     "worker": frozenset({"interfaces", "memory", "layers", "models", "sampling"}),
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
