@@ -110,12 +110,17 @@ def test_a_script_that_imports_vllm_runs_unchanged(tmp_path: Path) -> None:
             get_ip()
         except Exception as error:
             print(error)
+        if __name__ == "__main__":
+            import subprocess
+            child = "from vllm import LLM; print('child', LLM.__module__)"
+            subprocess.run([sys.executable, "-c", child], check=True)
         print(LLM.__module__, __name__, NAME, sys.argv[1:])
         """)
     )
     done = _run("-m", "hardpoint.compat.vllm", str(script), "one", "--two")
     assert done.returncode == 0, done.stderr
     assert "a call of vLLM's get_ip" in done.stdout
+    assert "child hardpoint.compat.vllm.llm" in done.stdout
     assert done.stdout.splitlines()[-1] == "hardpoint.compat.vllm.llm __main__ beside ['one', '--two']"
 
 

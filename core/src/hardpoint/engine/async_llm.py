@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -125,14 +126,15 @@ def _joined_logprobs(first: CompletionLogprobs | None, second: CompletionLogprob
 class AsyncLLM:
     """A model on a backend for one asyncio event loop; settings and errors as for `LLM`.
 
-    The engine runs in a thread of its own, or with `engine_process` in a process; text is made in the event loop's thread. Made within
-    a running event loop, used in that one alone, and ended with `close`. `create` lets the event loop run while the model loads.
+    The engine runs in a thread of its own, or with `engine_process` in a process; text is made in the event loop's thread. Used in one
+    event loop alone: the one that runs when it is made, else when it is first used. Ended with `close`. `create` lets the event loop run
+    while the model loads.
 
     Attributes:
         died: has a result once the engine cannot go on; not where it was closed.
 
     Args:
-        event_loop: in which it is used, where it is made in another thread; None for the running one.
+        event_loop: in which it is used, where it is made in another thread; None for the running one, or the first to run.
 
     Example:
         >>> async for output in llm.generate("The capital of France is", SamplingParams(output_kind=RequestOutputKind.DELTA)):
@@ -140,8 +142,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, *, event_loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> None:
-        self._event_loop = event_loop or asyncio.get_running_loop()
-        self.died: asyncio.Future[EngineDead] = self._event_loop.create_future()
+        self.died: asyncio.Future[EngineDead]
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        with suppress(RuntimeError):  # none is running yet
+            self._join(event_loop or asyncio.get_running_loop())
         self._requests = RequestTable()
         self._ids = itertools.count()
         self._closed = False
@@ -149,6 +153,10 @@ class AsyncLLM:
         kind = ProcessLoop if config.engine_process else ThreadLoop
         self._loop, self._maker = start_engine(config, lambda one: kind(one, self._deliver))
         self.info: EngineInfo = self._loop.info
+
+    def _join(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._event_loop = event_loop
+        self.died = event_loop.create_future()
 
     @property
     def pid(self) -> int | None:
@@ -193,7 +201,7 @@ class AsyncLLM:
         grammar = None
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.to_thread(self._maker.grammar, params)
-        arrived = _Mailbox(self._event_loop)
+        arrived = _Mailbox(asyncio.get_running_loop())
         recipient, name = Recipient(arrived.put, arrived.fail), self._name(request_id)
         request: AnyRequest
         if isinstance(params, BeamSearchParams):
@@ -206,7 +214,7 @@ class AsyncLLM:
             late = RequestTimeout(
                 f"the request was not done within {timeout:.3g} s", hint="Ask for less, or allow more time"
             )
-            timer = self._event_loop.call_later(timeout, arrived.fail, late)
+            timer = asyncio.get_running_loop().call_later(timeout, arrived.fail, late)
         try:
             async for output in self._outputs(request, command, arrived):
                 assert isinstance(output, RequestOutput)
@@ -244,7 +252,7 @@ class AsyncLLM:
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
         """Return the embedding of a prompt; errors as for `generate`."""
-        arrived = _Mailbox(self._event_loop)
+        arrived = _Mailbox(asyncio.get_running_loop())
         recipient = Recipient(arrived.put, arrived.fail)
         request, command = self._maker.embedding(self._name(request_id), prompt, params, recipient)
         found = [output async for output in self._outputs(request, command, arrived)]
@@ -339,8 +347,8 @@ class AsyncLLM:
         return self._maker.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
-        return self._maker.default_sampling_params
+        """Return a copy of what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
+        return self._maker.default_sampling_params.clone()
 
     async def stats(self) -> EngineStats:
         """Return the counters."""
@@ -358,6 +366,11 @@ class AsyncLLM:
         while len(self._requests):
             await asyncio.sleep(0.005)
         await asyncio.to_thread(self._loop.shutdown)
+
+    def shutdown(self) -> None:
+        """End the engine after its present step; whoever still reads a request gets EngineDead. Idempotent."""
+        self._closed = True
+        self._loop.shutdown()
 
     async def __aenter__(self) -> Self:
         return self
@@ -388,6 +401,8 @@ class AsyncLLM:
                 self._tell(Abort((request.key,)))
 
     async def _call(self, command: Command) -> Reply:
+        if self._event_loop is None:
+            self._join(asyncio.get_running_loop())
         return await asyncio.wrap_future(self._loop.submit(command))
 
     def _tell(self, command: Command) -> None:
@@ -397,7 +412,7 @@ class AsyncLLM:
             return
 
     def _deliver(self, events: list[Event]) -> None:
-        if not self._event_loop.is_closed():
+        if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, events)
 
     def _apply(self, events: list[Event]) -> None:

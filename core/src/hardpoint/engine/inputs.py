@@ -50,6 +50,10 @@ Message: TypeAlias = Mapping[str, Any]
 else the model's chat template knows."""
 
 
+_MEDIA = frozenset({"mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids"})
+"""Keys of vLLM's prompts that say something of pictures, sounds and films."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PromptKeys(Validated):
     """A prompt given as a mapping."""
@@ -236,6 +240,13 @@ class PromptProcessor:
             return prompt, None, None
         if not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
+        if any(prompt.get(key) for key in _MEDIA):
+            raise InvalidRequest(
+                "prompts are text: pictures, sounds and films are not supported",
+                found=f"keys {sorted(prompt)}",
+                hint="Give 'prompt' or 'prompt_token_ids' alone",
+            )
+        prompt = {key: value for key, value in prompt.items() if key not in _MEDIA}
         keys = _PromptKeys.parse(prompt)
         if (keys.prompt is None) == (keys.prompt_token_ids is None):
             raise InvalidRequest(

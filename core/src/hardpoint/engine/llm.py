@@ -58,8 +58,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
-        return self.engine.default_sampling_params
+        """Return a copy of what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
+        return self.engine.default_sampling_params.clone()
 
     def generate(
         self,
