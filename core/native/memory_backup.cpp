@@ -24,7 +24,8 @@ Range overlap(const Range& piece, const Range& range) {
 
 }  // namespace
 
-SourceFile::SourceFile(const std::string& path) : path_(path), file_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+// Not blocking: a pipe would be waited for until somebody writes to it. It has no bytes, so no source fits.
+SourceFile::SourceFile(const std::string& path) : path_(path), file_(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
   struct stat status {};
   if (file_ < 0 || fstat(file_, &status) != 0) {
     const std::string reason = std::strerror(errno);

@@ -2,8 +2,11 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <mutex>
 #include <string_view>
@@ -62,7 +65,13 @@ void remember(const std::shared_ptr<Pool>& pool) {
   pools.push_back(pool);
 }
 
+// Whether the interpreter has closed the pools on its way out.
+std::atomic<bool> interpreter_ends{false};
+std::atomic<pthread_t> ending_thread;
+
 void abandon_all() {
+  ending_thread = pthread_self();
+  interpreter_ends = true;
   std::lock_guard lock(living().mutex);
   for (const auto& pool : living().pools) {
     if (const auto alive = pool.lock()) alive->abandon();
@@ -91,7 +100,16 @@ const char* error_name(Fault kind) {
 
 py::object optional_text(const std::string& text) { return text.empty() ? py::object(py::none()) : py::str(text); }
 
+// Waits for the end of the process where the interpreter has closed the pool that a daemon thread used: nobody would see its error but a user
+// on the standard error. Its frames of native code have been left by now, and with them every lock.
+void wait_where_interpreter_ends(const MemoryFault& fault) {
+  if (fault.kind() != Fault::kClosed || !interpreter_ends || pthread_equal(ending_thread, pthread_self())) return;
+  const py::gil_scoped_release released;
+  for (;;) pause();
+}
+
 void raise(const MemoryFault& fault) {
+  wait_where_interpreter_ends(fault);
   const py::object type = py::module_::import("hardpoint.interfaces.errors").attr(error_name(fault.kind()));
   py::object error;
   if (fault.kind() == Fault::kDriverCall) {

@@ -513,7 +513,8 @@ void DiskFile::verify_header() const {
   directory_->check_owner();
   if (!committed_) throw std::logic_error("the backup " + path_ + " is not committed");
   const DiskCalls& calls = directory_->calls;
-  const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW;
+  // Where a pipe has the backup's name, opening it would wait for somebody who writes.
+  const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
   const FileDescriptor file(
       retry_interrupted([&] { return calls.open(calls.context, path_.c_str(), flags, mode_t{0}); }));
   if (!file.valid() && errno == ENOENT) throw CorruptFile(path_, "it was removed");

@@ -92,7 +92,8 @@ int64_t Scheduler::add_request(Request request) {
     sequence->arrival = request.arrival;
     sequence->skip_prefix_cache = request.skip_prefix_cache;
     sequence->pooling = request.pooling;
-    sequence->plan_ahead = request.plan_ahead;
+    sequence->plan_ahead = request.plan_ahead && !request.beams;
+    sequence->is_beam = request.beams;
     sequence->state = SequenceState::dormant;
     set_stop_ids(*sequence, request.stop_token_ids);
     sequence->table.root = blocks_.cache().acquire_root(request.salt);
@@ -130,16 +131,19 @@ const Plan* Scheduler::schedule() {
   plan.counts = StepCounts{};
   budget_ = config_.max_num_batched_tokens;
   may_admit_ = true;
-  has_prefills_ = false;
+  has_prefills_ = has_decodes_ = false;
   swap_out.clear();
   swap_in.clear();
   copies.clear();
+  row_copies.clear();
   preempted.clear();
   planned_.clear();
   plan.swapped_out.clear();
 
   schedule_decodes();
   budget_ -= plan.counts.num_seqs;
+  // A long step is a long gap between two tokens of each sequence that decodes.
+  if (has_decodes_) budget_ = std::min(budget_, config_.mixed_prefill_tokens);
   if (has_prefills_) schedule_prefills();
   if (may_admit_ && !swapped_.empty()) schedule_swapped();
   if (may_admit_ && swapped_.empty() && !waiting_.empty()) schedule_waiting();
@@ -149,6 +153,7 @@ const Plan* Scheduler::schedule() {
   plan.query_start[plan.counts.num_seqs] = plan.counts.num_tokens;
   // Where all others wait for their tokens, a sequence may be swapped out in a step that computes nothing.
   if (plan.counts.num_seqs == 0 && swap_out.empty()) return nullptr;
+  row_copies.swap(next_row_copies_);
   ++num_in_flight_;
   return &plan;
 }
@@ -162,15 +167,19 @@ void Scheduler::schedule_decodes() {
       has_prefills_ = true;
       continue;
     }
-    if (sequence.waits_for_token()) continue;
+    if (sequence.waits_for_token()) {
+      has_decodes_ = true;
+      continue;
+    }
     if (sequence.num_computed >= sequence.bookkeeping_at) {
-      const Readiness readiness = prepare_decode(sequence);
+      const Readiness readiness = sequence.is_beam ? prepare_beams(i) : prepare_decode(sequence);
       if (readiness == Readiness::preempted) break;
       if (readiness == Readiness::complete) continue;
     }
     emit_decode(sequence, row++);
   }
   plan_->counts.num_seqs = row;
+  has_decodes_ |= row > 0;
 }
 
 Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
@@ -185,6 +194,31 @@ Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
   blocks_.grow(sequence.table, position, total, copies);
   locate(sequence, position);
   return Readiness::ready;
+}
+
+// Makes room for the next token of a beam and of those after it, before any of them is planned. They are neighbours in running_.
+Scheduler::Readiness Scheduler::prepare_beams(size_t first) {
+  const int64_t handle = running_[first]->handle;
+  while (true) {
+    int64_t needed = 0;
+    std::set<BlockId> tails;
+    for (size_t i = first; i < running_.size() && running_[i]->handle == handle; ++i) {
+      const Sequence& beam = *running_[i];
+      // One that is sampled, or computed again, has what it needs for now.
+      if (!beam.decoding || beam.waits_for_token()) continue;
+      const int64_t position = beam.num_computed;
+      const int32_t growth = blocks_.growth(beam.table, position, blocks_.blocks_for(slots_wanted(position + 1)));
+      // Of those that share a block the last one keeps it.
+      const bool keeps = blocks_.shares_block(beam.table, position) &&
+                         tails.insert(beam.table.blocks[position / config_.blocks.block_size]).second;
+      needed += growth - (keeps ? blocks_.num_groups() : 0);
+    }
+    if (needed <= blocks_.num_free_device()) break;
+    const bool is_own = running_.back()->handle == handle;
+    preempt(*running_.back());
+    if (is_own) return Readiness::preempted;
+  }
+  return prepare_decode(*running_[first]);
 }
 
 int64_t Scheduler::slots_wanted(int64_t num_tokens) const {
@@ -242,6 +276,7 @@ void Scheduler::schedule_prefills() {
     if (sequence->decoding) continue;
     const int32_t length = chunk_of(*sequence);
     if (length == 0) continue;  // the end of a pooled prompt is in flight
+    if (!config_.enable_chunked_prefill && length < sequence->remaining()) continue;
     planned_.push_back({sequence, length});
     budget_ -= length;
   }
@@ -263,7 +298,7 @@ void Scheduler::schedule_swapped() {
     if (sequence.decoding) {
       locate(sequence, sequence.num_computed);
       emit_decode(sequence, plan_->counts.num_seqs++);
-      --budget_;
+      budget_ = std::min(budget_ - 1, config_.mixed_prefill_tokens);
     } else {
       const int32_t length = chunk_of(sequence);
       planned_.push_back({&sequence, length});
@@ -278,18 +313,47 @@ void Scheduler::schedule_waiting() {
     if (sequence.in_flight > 0) return;
     if (num_free_rows_ < 1 + sequence.pending_forks) return;
     if (&sequence == blocked_ && blocks_.num_free_device() <= blocked_free_ && ++blocked_steps_ < kStepsBetweenTrials) return;
-    if (admit(sequence) != AllocStatus::ok) return;
+    const bool are_beams = sequence.is_beam && sequence.pending_forks == 0;
+    if (are_beams && !reserve_blocks_for_beams(sequence)) return;
+    if (admit(sequence, are_beams) != AllocStatus::ok) return;
     dequeue(sequence);
     note_passed_over(sequence);
     start_running(sequence);
     const int32_t length = chunk_of(sequence);
     planned_.push_back({&sequence, length});
     budget_ -= length;
+    if (are_beams) admit_beams(sequence);
   }
 }
 
-// Blocks for all known tokens are taken at admission, so a prefill that has begun does not wait for blocks midway.
-AllocStatus Scheduler::admit(Sequence& sequence) {
+// Whether all sequences of a beam search, of which the first is at the head of the queue, can be admitted at once.
+bool Scheduler::reserve_blocks_for_beams(const Sequence& first) {
+  const std::vector<Sequence*> beams = beams_of(first.handle);
+  int64_t needed = 0;
+  for (const Sequence* beam : beams) {
+    if (beam->in_flight > 0) return false;
+    needed += static_cast<int64_t>(blocks_.num_groups()) * blocks_.blocks_for(slots_wanted(beam->num_tokens));
+  }
+  return num_free_rows_ >= static_cast<int32_t>(beams.size()) && blocks_.can_take(needed) == AllocStatus::ok;
+}
+
+// The first one was admitted; the others take their blocks now, and are computed as the budget allows.
+void Scheduler::admit_beams(const Sequence& first) {
+  for (Sequence* beam : beams_of(first.handle)) {
+    if (beam == &first) continue;
+    dequeue(*beam);
+    admit(*beam, true);
+    start_running(*beam);
+    const int32_t length = chunk_of(*beam);
+    if (length == 0 || (!config_.enable_chunked_prefill && length < beam->remaining())) continue;
+    planned_.push_back({beam, length});
+    budget_ -= length;
+  }
+}
+
+// Blocks for all known tokens are taken at admission, so a prefill that has begun does not wait for blocks midway. `is_reserved`: there
+// are enough.
+AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
   const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
   alloc_row(sequence);
   blocks_.open(sequence.table, sequence.table.root);
@@ -299,7 +363,7 @@ AllocStatus Scheduler::admit(Sequence& sequence) {
   const int32_t num_cached = match.num_blocks * config_.blocks.block_size;
   const AllocStatus status = blocks_.can_allocate(match, total);
   const bool fits_budget = config_.enable_chunked_prefill || sequence.num_tokens - num_cached <= budget_;
-  if (status != AllocStatus::ok || !fits_budget) {
+  if (!is_reserved && (status != AllocStatus::ok || !fits_budget)) {
     if (status != AllocStatus::ok) {
       blocked_ = &sequence;
       blocked_free_ = blocks_.num_free_device();
@@ -415,6 +479,7 @@ void Scheduler::take_state_row(Sequence& sequence) {
 
 void Scheduler::preempt(Sequence& sequence) {
   running_.pop_back();
+  if (sequence.is_beam && !running_.empty() && running_.back()->handle == sequence.handle) preempt(*running_.back());
   may_admit_ = false;
   preempted.push_back(sequence.id);
   if (++sequence.num_preemptions >= config_.starvation_limit) sequence.boosted = true;
@@ -435,7 +500,7 @@ void Scheduler::preempt(Sequence& sequence) {
 
 void Scheduler::restart(Sequence& sequence) {
   sequence.num_computed = 0;
-  sequence.decoding = false;
+  sequence.decoding = sequence.is_sampled = false;
   enqueue(sequence);
 }
 
@@ -444,6 +509,7 @@ void Scheduler::recompute_all(bool swapped) {
     throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
   blocks_.reset_prefix_cache();
   blocked_ = nullptr;
+  next_row_copies_.clear();
   for (Sequence* sequence : running_) {
     blocks_.free(sequence->table);
     free_row(*sequence);
@@ -476,7 +542,7 @@ std::vector<BlockId> Scheduler::live_blocks(bool running) const {
 }
 
 bool Scheduler::swap_is_better(const Sequence& sequence) const {
-  if (config_.preemption_mode == PreemptionMode::recompute || sequence.num_computed == 0) return false;
+  if (config_.preemption_mode == PreemptionMode::recompute || sequence.num_computed == 0 || sequence.is_beam) return false;
   const int32_t keep = blocks_.blocks_for(sequence.num_computed);
   if (blocks_.can_swap_out(sequence.table, keep) != AllocStatus::ok) return false;
   if (config_.preemption_mode == PreemptionMode::swap) return true;
@@ -556,13 +622,21 @@ void Scheduler::accept(Sequence& sequence, int32_t token) {
     report(sequence, FinishReason::error);
     return;
   }
-  if (sequence.num_tokens == sequence.capacity)
-    reserve_tokens(sequence, std::min<int64_t>(sequence.max_total, 2 * static_cast<int64_t>(sequence.capacity)));
-  sequence.tokens[sequence.num_tokens++] = token;
+  if (sequence.is_beam) {
+    sequence.is_sampled = true;
+    return;
+  }
+  append(sequence, token);
   const FinishReason reason = stop_reason(sequence, token);
   if (reason == FinishReason::none) return;
   end(sequence, reason);
   report(sequence, reason);
+}
+
+void Scheduler::append(Sequence& sequence, int32_t token) {
+  if (sequence.num_tokens == sequence.capacity)
+    reserve_tokens(sequence, std::min<int64_t>(sequence.max_total, 2 * static_cast<int64_t>(sequence.capacity)));
+  sequence.tokens[sequence.num_tokens++] = token;
 }
 
 FinishReason Scheduler::stop_reason(const Sequence& sequence, int32_t token) const {
@@ -596,6 +670,7 @@ void Scheduler::fork(Sequence& parent) {
       continue;
     }
     alloc_row(child);
+    copy_rows({{parent.row, child.row}});
     blocks_.fork(parent.table, child.table, parent.num_computed);
     child.num_computed = parent.num_computed;
     child.register_at = parent.register_at;
@@ -604,6 +679,69 @@ void Scheduler::fork(Sequence& parent) {
     start_running(child);
   }
   parent.bookkeeping_at = 0;
+}
+
+std::vector<Sequence*> Scheduler::beams_of(int64_t handle) const {
+  std::vector<Sequence*> beams;
+  const auto forks = forks_of_.find(handle);
+  const int32_t n = forks == forks_of_.end() ? 1 : forks->second.n;
+  for (int32_t i = 0; i < n; ++i) {
+    Sequence* beam = find_unfinished(handle + i);
+    if (beam != nullptr && beam->is_beam) beams.push_back(beam);
+  }
+  return beams;
+}
+
+bool Scheduler::beams_sampled(int64_t handle) const {
+  const std::vector<Sequence*> beams = beams_of(handle);
+  return !beams.empty() && std::all_of(beams.begin(), beams.end(), [](const Sequence* beam) { return beam->is_sampled; });
+}
+
+// All copies of a plan are of what the rows held before: what a pending copy would have written is taken from where that takes it.
+void Scheduler::copy_rows(std::vector<BlockPair> copied) {
+  for (BlockPair& pair : copied)
+    for (const BlockPair& pending : next_row_copies_)
+      if (pending.second == pair.first) {
+        pair.first = pending.first;
+        break;
+      }
+  for (const BlockPair& pair : copied) {
+    // The row's owner before, which ended or became another beam, needs no copy any more.
+    const auto is_overwritten = [&](const BlockPair& pending) { return pending.second == pair.second; };
+    next_row_copies_.erase(std::remove_if(next_row_copies_.begin(), next_row_copies_.end(), is_overwritten), next_row_copies_.end());
+    if (pair.first != pair.second) next_row_copies_.push_back(pair);
+  }
+}
+
+void Scheduler::advance_beams(int64_t handle, const std::vector<int32_t>& parents, const std::vector<int32_t>& tokens) {
+  const std::vector<Sequence*> beams = beams_of(handle);
+  const size_t count = beams.size();
+  bool is_valid = beams_sampled(handle) && parents.size() == count && tokens.size() == count;
+  for (const int32_t parent : parents) is_valid = is_valid && parent >= 0 && static_cast<size_t>(parent) < count;
+  for (const Sequence* beam : beams) is_valid = is_valid && beam->num_tokens < beam->max_total;
+  if (!is_valid) throw std::invalid_argument("the beams were not all sampled, or do not have a parent and a token each");
+  // They run all, or wait all: only then they have blocks.
+  if (beams.front()->state == SequenceState::running) {
+    std::vector<kv::BlockTable*> tables;
+    for (Sequence* beam : beams) tables.push_back(&beam->table);
+    blocks_.reassign(tables, parents, beams.front()->num_computed);
+    std::vector<BlockPair> rows;
+    for (size_t i = 0; i < count; ++i)
+      if (static_cast<size_t>(parents[i]) != i) rows.emplace_back(beams[parents[i]]->row, beams[i]->row);
+    copy_rows(std::move(rows));
+  }
+  std::vector<std::vector<int32_t>> before;
+  for (const Sequence* beam : beams) before.emplace_back(beam->tokens, beam->tokens + beam->num_tokens);
+  std::vector<int32_t> register_at;
+  for (const Sequence* beam : beams) register_at.push_back(beam->register_at);
+  for (size_t i = 0; i < count; ++i) {
+    Sequence& beam = *beams[i];
+    std::copy(before[parents[i]].begin(), before[parents[i]].end(), beam.tokens);
+    append(beam, tokens[i]);
+    beam.register_at = register_at[parents[i]];
+    beam.bookkeeping_at = 0;
+    beam.is_sampled = false;
+  }
 }
 
 // Takes a sequence out of the queue or pool that has it, and its blocks and rows from it. It stays in running_ until sweep_running().
@@ -629,7 +767,7 @@ void Scheduler::end(Sequence& sequence, FinishReason reason) {
   sequence.pending_forks = 0;
   sequence.state = SequenceState::finished;
   sequence.finish_reason = reason;
-  sequence.decoding = false;
+  sequence.decoding = sequence.is_sampled = false;
 }
 
 void Scheduler::report(Sequence& sequence, FinishReason reason) {
@@ -746,6 +884,10 @@ std::string Scheduler::check() const {
       return "a sequence that does not run has device blocks";
     }
     host_tables.push_back(&sequence->host_blocks);
+    for (const Sequence* beam : sequence->is_beam ? beams_of(sequence->handle) : std::vector<Sequence*>{})
+      if (sequence->state != SequenceState::finished && beam->state != sequence->state &&
+          beam->state != SequenceState::dormant && sequence->state != SequenceState::dormant)
+        return "beams of one search run and wait at the same time";
     if (sequence->num_tokens > sequence->max_total && sequence->max_total > sequence->prompt_len)
       return "a sequence is longer than its limit";
   }

@@ -14,6 +14,10 @@
 // plan. What ends a sequence by its value is seen when it is booked; what later steps computed for it is dropped. Blocks and rows
 // are free at once, even those that steps in flight use: the worker runs steps in the order of their plans, so a later step
 // writes to them only after earlier ones are done. A preempted sequence waits until no step in flight has it.
+//
+// Beams. The sequences of a beam search go on together: what is sampled for one is not appended to it, and it is planned again when
+// advance_beams() has said, for all of them, which one each continues and with which token. They are admitted and preempted together, so
+// that none waits for another one's blocks, and are computed again after a preemption, never swapped.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -47,6 +51,7 @@ struct SchedulerConfig {
   int32_t max_model_len = 2048;
   bool enable_chunked_prefill = true;
   int32_t long_prefill_token_threshold = 0;  // longest chunk of one prompt in a step; 0: no limit but the budget
+  int32_t mixed_prefill_tokens = 2048;       // most prompt tokens of a step for which a decoding sequence waits
   int32_t num_lookahead_slots = 0;
   int32_t steps_in_flight = 0;  // steps that may be planned beyond the oldest one that was not booked
   PreemptionMode preemption_mode = PreemptionMode::automatic;
@@ -68,6 +73,7 @@ struct Request {
   bool skip_prefix_cache = false;
   bool pooling = false;
   bool plan_ahead = true;  // false: each step is planned only when the token before is booked
+  bool beams = false;      // the n sequences are those of a beam search
 };
 
 enum class SequenceState : uint8_t {
@@ -99,7 +105,9 @@ struct alignas(kCacheLine) Sequence {
   SequenceState state = SequenceState::finished;
   bool decoding = false;  // all tokens but the last, sampled one are computed; that one may be in flight
   bool plan_ahead = true;
-  uint8_t in_flight = 0;  // steps that compute it or swap it out, and are not booked
+  bool is_beam = false;
+  bool is_sampled = false;  // a beam whose next token waits for the others'
+  uint8_t in_flight = 0;    // steps that compute it or swap it out, and are not booked
 
   int32_t min_total = 0;
   int32_t stop_ids[4] = {-1, -1, -1, -1};
@@ -123,7 +131,7 @@ struct alignas(kCacheLine) Sequence {
   Rank rank() const { return {!boosted, priority, arrival, id}; }
   int32_t remaining() const { return num_tokens - num_computed; }
   // It is not planned before its sampled token is known: forks share its blocks from then on.
-  bool waits_for_token() const { return in_flight != 0 && (!plan_ahead || pending_forks > 0); }
+  bool waits_for_token() const { return is_sampled || (in_flight != 0 && (!plan_ahead || pending_forks > 0)); }
 };
 
 struct StepCounts {
@@ -170,6 +178,12 @@ class Scheduler {
   // those swapped out in it are recomputed.
   const Finished& fail_step();
 
+  // All sequences of a beam search were sampled since the last advance_beams().
+  bool beams_sampled(int64_t handle) const;
+  // The i-th sequence becomes that of index parents[i] with one more token. std::invalid_argument, with nothing changed, unless
+  // beams_sampled() and there is a parent and a token for each.
+  void advance_beams(int64_t handle, const std::vector<int32_t>& parents, const std::vector<int32_t>& tokens);
+
   // Ends all sequences of the requests. Unknown or finished ones are left as they are.
   void abort(const std::vector<int64_t>& handles);
   // Ends one sequence; false when it is not alive.
@@ -199,6 +213,9 @@ class Scheduler {
   int32_t max_blocks_per_seq = 0;
   // Moves of the step that was planned last.
   std::vector<BlockPair> swap_out, swap_in, copies;
+  // Rows of sequences that were forked, or became another beam, since the plan before, from their parents' rows: what a worker keeps by
+  // rows is copied, all at once, as it is after the steps before this one. A destination stands once.
+  std::vector<BlockPair> row_copies;
   std::vector<int64_t> preempted;
 
  private:
@@ -230,8 +247,12 @@ class Scheduler {
   void schedule_waiting();
   enum class Readiness { ready, complete, preempted };
   Readiness prepare_decode(Sequence& sequence);
+  Readiness prepare_beams(size_t first);
+  bool reserve_blocks_for_beams(const Sequence& first);
+  std::vector<Sequence*> beams_of(int64_t handle) const;
   int32_t chunk_of(const Sequence& sequence) const;
-  AllocStatus admit(Sequence& sequence);
+  AllocStatus admit(Sequence& sequence, bool is_reserved = false);
+  void admit_beams(const Sequence& first);
   void emit_decode(Sequence& sequence, int32_t row);
   void complete_decodes();
   void emit_chunk(Sequence& sequence, int32_t length);
@@ -256,7 +277,9 @@ class Scheduler {
   Plan& take_oldest();
   void computed(Sequence& sequence, int32_t num_computed);
   void accept(Sequence& sequence, int32_t token);
+  void append(Sequence& sequence, int32_t token);
   void fork(Sequence& parent);
+  void copy_rows(std::vector<BlockPair> copied);
   FinishReason stop_reason(const Sequence& sequence, int32_t token) const;
   void end(Sequence& sequence, FinishReason reason);
   void report(Sequence& sequence, FinishReason reason);
@@ -288,6 +311,8 @@ class Scheduler {
   Plan* plan_ = nullptr;  // the one that is being made
   bool may_admit_ = true;  // nothing was preempted in this step
   bool has_prefills_ = false;
+  bool has_decodes_ = false;  // in this step, or waiting for the token of one in flight
+  std::vector<BlockPair> next_row_copies_;  // row_copies of the next plan
   bool has_ended_ = false;  // running_ holds sequences that are no longer running
   int32_t budget_ = 0;
   std::vector<Chunk> planned_;  // prefill chunks of this step, emitted after the decodes

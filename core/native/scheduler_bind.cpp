@@ -46,6 +46,7 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "max_model_len", config.max_model_len);
   take(settings, "enable_chunked_prefill", config.enable_chunked_prefill);
   take(settings, "long_prefill_token_threshold", config.long_prefill_token_threshold);
+  take(settings, "mixed_prefill_budget", config.mixed_prefill_tokens);
   take(settings, "num_lookahead_slots", config.num_lookahead_slots);
   take(settings, "steps_in_flight", config.steps_in_flight);
   take(settings, "swap_seconds_per_block", config.swap_seconds_per_block);
@@ -94,7 +95,8 @@ py::object schedule(Scheduler& self) {
   const Plan* plan = self.schedule();
   if (plan == nullptr) return py::none();
   const StepCounts& step = plan->counts;
-  const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.preempted.empty());
+  const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.row_copies.empty() &&
+                       self.preempted.empty());
   return py::make_tuple(py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples), moves,
                         plan - self.plans().data());
 }
@@ -172,7 +174,7 @@ void bind_scheduler(py::module_& m) {
       .def("add_request",
            [](Scheduler& self, py::object prompt, int64_t token_limit, int32_t n, int64_t max_tokens, int64_t min_tokens,
               std::vector<int32_t> stop_token_ids, int32_t priority, int64_t arrival, std::string salt,
-              bool skip_prefix_cache, bool pooling, bool plan_ahead) {
+              bool skip_prefix_cache, bool pooling, bool plan_ahead, bool beams) {
              Request request;
              request.prompt = token_ids_from(prompt, token_limit, std::min(max_tokens, scheduler::kReservedOutput));
              request.n = n;
@@ -185,6 +187,7 @@ void bind_scheduler(py::module_& m) {
              request.skip_prefix_cache = skip_prefix_cache;
              request.pooling = pooling;
              request.plan_ahead = plan_ahead;
+             request.beams = beams;
              return self.add_request(std::move(request));
            })
       .def("schedule", &schedule)
@@ -193,6 +196,8 @@ void bind_scheduler(py::module_& m) {
              return finished_or_none(self.update(sampled.data(), sampled.size()));
            })
       .def("fail_step", [](Scheduler& self) { return finished_or_none(self.fail_step()); })
+      .def("beams_sampled", &Scheduler::beams_sampled)
+      .def("advance_beams", &Scheduler::advance_beams)
       .def("abort", &Scheduler::abort)
       .def("finish", [](Scheduler& self, int64_t id, int reason) { return self.finish(id, static_cast<FinishReason>(reason)); })
       .def("recompute_all", &Scheduler::recompute_all, py::arg("swapped"))
@@ -226,7 +231,7 @@ void bind_scheduler(py::module_& m) {
       .def("num_in_flight", &Scheduler::num_in_flight)
       .def("moves",
            [](const Scheduler& self) {
-             return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies),
+             return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies), pairs(self.row_copies),
                                    py::array_t<int64_t>(static_cast<py::ssize_t>(self.preempted.size()), self.preempted.data()));
            })
       .def("stats", &Scheduler::stats)

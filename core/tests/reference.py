@@ -71,7 +71,7 @@ class ReferenceAttention(AttentionBackend):
         block_size = request.block_size or self._block_size
         return AttentionPlan(
             request,
-            KVCacheSpec(len(request.layers), block_size, layer.num_kv_heads, layer.head_dim, request.kv_dtype),
+            KVCacheSpec(request.num_cached_layers, block_size, layer.num_kv_heads, layer.head_dim, request.kv_dtype),
         )
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> _Metadata:
@@ -109,6 +109,10 @@ class ReferenceAttention(AttentionBackend):
     ) -> None:
         shape: AttentionLayer = metadata.plan.request.layers[layer]
         for first, last, context, table in metadata.sequences:
+            if not shape.causal:
+                own = (x[first:last].float() for x in (q, k, v))
+                out[first:last] = attend(*own, shape, sinks=sinks).to(out.dtype)
+                continue
             keys, values = (
                 part[table].transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)[:context].float() * scale
                 for part, scale in zip(kv_cache, _scales(metadata.plan, layer), strict=True)
@@ -140,7 +144,7 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention of the last `len(q)` positions over all keys of one sequence.
+    """Return attention of the last `len(q)` positions over all keys of one sequence.
 
     Args:
         q: [num_tokens, num_heads, head_dim].
@@ -156,9 +160,9 @@ def attend(
     if layer.alibi:
         assert alibi_slopes is not None
         logits = logits + alibi_slopes[:, None, None] * distance
-    hidden = distance > 0
+    hidden = (distance > 0) & layer.causal
     if layer.sliding_window is not None:
-        hidden |= distance <= -layer.sliding_window
+        hidden |= distance.abs() >= layer.sliding_window
     logits = logits.masked_fill(hidden, float("-inf"))
     if layer.sinks:
         assert sinks is not None

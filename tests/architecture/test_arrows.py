@@ -26,14 +26,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "sampling": frozenset({"interfaces", "validation", "_native"}),
     "quantization": frozenset({"interfaces"}),
     "layers": frozenset({"interfaces", "quantization"}),
-    "weights": frozenset({"interfaces", "layers"}),
+    "weights": frozenset({"interfaces", "layers", "_native"}),
     "models": frozenset({"interfaces", "validation", "layers", "quantization", "weights"}),
     "worker": frozenset({"interfaces", "memory", "layers", "models", "sampling"}),
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},
     "server": frozenset({FACADE, "interfaces", "validation", "engine", "executor", "sampling", "weights"}),
-    "compat": frozenset({FACADE, "interfaces", "engine", "sampling"}),
+    "compat": frozenset({FACADE, "interfaces", "validation", "engine", "models", "sampling"}),
     "bench": frozenset({"interfaces", "validation"}),
     "cli": frozenset(
         {FACADE, "interfaces", "validation", "engine", "plugins", "sampling", "models", "server", "bench"}

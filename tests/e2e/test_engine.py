@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +351,37 @@ def test_two_engines_live_side_by_side(llm: LLM, make_shallow: Any) -> None:
         assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
         assert other.generate(TOKENS, params)[0].outputs[0].token_ids == expected.outputs[0].token_ids
     assert "Paris" in llm.generate("The capital of France is", params)[0].outputs[0].text
+
+
+MADE_AND_ENDED = """
+import ctypes, gc, resource, sys
+from pathlib import Path
+from hardpoint import LLM, SamplingParams
+
+params = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
+
+def use():
+    with LLM(sys.argv[1], backend="cpu", skip_tokenizer_init=True, num_device_blocks=64) as llm:
+        llm.generate([[1, 2, 3]] * 4, params)
+        llm.sleep(level=1)
+        llm.wake_up()
+        llm.generate([[1, 2, 3]] * 4, params)
+
+for number in range(12):
+    use()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    print(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
+"""
+
+
+def test_engines_made_and_shut_down_one_after_the_other_leave_no_memory(shallow: Any) -> None:
+    """In a process of its own, with one arena of the C library, so that what is resident is exact to some 100 KiB."""
+    command = [sys.executable, "-c", MADE_AND_ENDED, str(shallow.path)]
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    resident = [int(line) for line in ended.stdout.split()]
+    assert max(resident[5:]) - resident[4] < 3 << 20, resident
 
 
 def test_each_completion_without_a_token_ends_alone(llm: LLM) -> None:

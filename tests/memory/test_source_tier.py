@@ -192,6 +192,13 @@ def test_a_callback_is_a_source_for_the_tier(pool: TrackedPool) -> None:
     assert pool.sleep(SleepPlan()).preserved == len(data)
 
 
+def test_a_pipe_is_no_source_and_not_waited_for(pool: TrackedPool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    address = pool.allocate(pool.unit)
+    with pytest.raises(InvalidAllocation, match="does not fit"):
+        pool.declare_source(address, pool.unit, [FileExtent(0, pool.unit, str(tmp_path / "pipe"), 0)])
+
+
 def test_other_tiers_do_not_need_the_source(pool: TrackedPool, checkpoint: Path, tmp_path: Path) -> None:
     size = 2 * pool.unit
     address = loaded(pool, checkpoint, size)

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, BeamSearchParams, SamplingParams
 from tests.server.conftest import ENGINE, KEY, Running
 
 PROMPT = "The capital of France is"
@@ -37,6 +37,34 @@ def test_completions_are_the_engines(client: openai.OpenAI, llm: LLM) -> None:
     assert answer.usage.completion_tokens == 24
     by_ids = client.completions.create(model="demo", prompt=list(expected[0].prompt_token_ids), **GREEDY)
     assert by_ids.choices[0].text == expected[0].outputs[0].text
+
+
+def test_beam_search_is_the_engines(client: openai.OpenAI, llm: LLM) -> None:
+    asked: Any = {
+        "model": "demo",
+        "max_tokens": 6,
+        "n": 2,
+        "extra_body": {"use_beam_search": True, "length_penalty": 0.5},
+    }
+    params = BeamSearchParams(beam_width=2, max_tokens=6, length_penalty=0.5)
+    prompts = [PROMPT, "Water boils at"]
+    expected = [one for output in llm.beam_search(prompts, params) for one in output.sequences]
+    answer = client.completions.create(prompt=prompts, logprobs=1, **asked)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    texts = [prompts[choice.index // 2] + choice.text for choice in answer.choices]
+    assert texts == [one.text.removesuffix("<|im_end|>") for one in expected]
+    for choice, one in zip(answer.choices, expected, strict=True):
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        if choice.finish_reason == "stop":
+            continue
+        assert sum(choice.logprobs.token_logprobs) == pytest.approx(one.cum_logprob, abs=1e-3)  # type: ignore[arg-type]
+    streamed = list(client.completions.create(prompt=PROMPT, stream=True, **asked))
+    assert [event.choices[0].text for event in streamed] == [choice.text for choice in answer.choices[:2]]
+    chat = client.chat.completions.create(messages=MESSAGES, **asked)
+    assert len({choice.message.content for choice in chat.choices}) == 2
+    with pytest.raises(openai.BadRequestError, match="stop: not with use_beam_search"):
+        client.completions.create(prompt=PROMPT, stop=["x"], **asked)
 
 
 def test_chat_is_the_engines(client: openai.OpenAI, llm: LLM) -> None:

@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.interfaces.errors import DriverError
 from hardpoint.server import connections
 from hardpoint.server.run import HardpointServer, ServerSettings, serve
 from tests.server.conftest import KEY, Running
@@ -165,6 +166,39 @@ def test_an_idle_model_sleeps_and_a_request_wakes_it(start: Any) -> None:
         assert answer.usage.completion_tokens == 100
         until(sleeps)
         assert server.users.get("/ready").status_code == 200
+
+
+def test_changes_that_nobody_asked_for_are_counted_where_they_fail(
+    slow_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleep of an idle model, or of one that makes room for another, and the wake for a request."""
+    model = slow_server.model()
+
+    def failures() -> dict[str, float]:
+        lines = slow_server.operators.get("/metrics").text.splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if line.startswith("hardpoint:sleep_failures_total")]
+        return {name: float(value) for name, value in found if 'error="DriverError"' in name}
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise DriverError("unmap", 5, "stuck")
+
+    before = failures()
+    with monkeypatch.context() as patch:
+        patch.setattr(model.llm, "sleep", fails)
+        patch.setattr(model, "device_bytes", 1)
+        with pytest.raises(DriverError):
+            slow_server.call(model.make_way("idle"))
+    assert slow_server.operators.post("/sleep", params={"level": "0"}).status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(model.llm, "wake_up", fails)
+        body = {"prompt": "x", "max_tokens": 2}
+        refused = slow_server.users.post("/v1/completions", json=body, headers={"X-When-Asleep": "wake"})
+        assert refused.status_code >= 500
+    slow_server.operators.post("/wake_up")
+    now = failures()
+    new = {name: now[name] - before.get(name, 0) for name in now}
+    label = 'hardpoint:sleep_failures_total{error="DriverError",model_name="demo",operation='
+    assert new == {f'{label}"sleep"}}': 1, f'{label}"wake"}}': 1}
 
 
 def test_an_engine_that_dies_is_started_again(start_slow: Any) -> None:

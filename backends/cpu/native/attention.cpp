@@ -86,6 +86,12 @@ void check_batch(const AttentionBatch& batch) {
     if (context < queries)
       throw std::invalid_argument("sequence " + text(s) + " has " + text(queries) + " query tokens but a context length of " +
                                   text(context) + "; the context includes them");
+    if (batch.bidirectional) {
+      if (context != queries)
+        throw std::invalid_argument("sequence " + text(s) + " has " + text(queries) + " of its " + text(context) +
+                                    " tokens in the step; attention to both sides needs all of them");
+      continue;
+    }
     if (batch.rows[s] < 0 || batch.rows[s] >= batch.table_rows)
       throw std::out_of_range("sequence " + text(s) + " uses row " + text(batch.rows[s]) + " of a block table with " +
                               text(batch.table_rows) + " rows");
@@ -94,6 +100,7 @@ void check_batch(const AttentionBatch& batch) {
                               text(batch.table_stride) + " blocks of " + text(batch.block_size) +
                               " tokens that its block table row holds");
   }
+  if (batch.bidirectional) return;
   const int64_t slots = batch.num_blocks * batch.block_size;
   for (int t = 0; t < batch.num_tokens; ++t) {
     if (batch.slot_mapping[t] < -1 || batch.slot_mapping[t] >= slots)
@@ -124,6 +131,13 @@ AttentionPlan plan_attention(const AttentionBatch& batch, const AttentionLayer& 
     const int queries = batch.query_start[s + 1] - batch.query_start[s], offset = batch.context_lens[s] - queries;
     for (int begin = 0; begin < queries; begin += tile_tokens) {
       const int end = std::min(queries, begin + tile_tokens), tokens = end - begin;
+      if (batch.bidirectional) {
+        // One item whatever its size: whole sequences give the threads enough of them.
+        const int64_t reach = layer.window > 0 ? layer.window - 1 : queries;
+        plan.prefills.push_back({s, begin, end, static_cast<int32_t>(std::max<int64_t>(0, begin - reach)),
+                                 static_cast<int32_t>(std::min<int64_t>(queries, end + reach)), -1});
+        continue;
+      }
       const int key_end = offset + end;
       const int key_begin = layer.window > 0 ? std::max(0, offset + begin - layer.window + 1) : 0;
       check_blocks(batch, s, key_begin, key_end);

@@ -2,7 +2,8 @@
 //
 // Key and value caches of one layer: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
 // Query i of a sequence with context length n and query length m stands at position n - m + i and sees the keys at positions
-// p <= its own; with window w > 0 only the last w of them, itself included.
+// p <= its own; with window w > 0 only the last w of them, itself included. In a bidirectional batch it sees the keys on both
+// sides of it, with a window those at less than w positions from its own.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -33,12 +34,17 @@ struct AttentionBatch {
   int64_t table_stride = 0;
   const int32_t* rows = nullptr;          // [num_seqs] row of each sequence in block_table
   const int32_t* slot_mapping = nullptr;  // [num_tokens] block * block_size + offset; -1 = do not write
+  // Sequences are whole, queries see both sides, and keys are the step's own: there is no cache, and none of its numbers are used.
+  bool bidirectional = false;
 };
 
+// Keys and values of a layer: its cache, or for a bidirectional batch those of the step, [num_tokens, num_kv_heads, head_dim] with
+// strides from token to token in elements.
 struct KvLayer {
   void* k;
   void* v;
   DType dtype;
+  int64_t k_stride = 0, v_stride = 0;
 };
 
 // Few query rows leave the threads idle, so their context is split at multiples of this many keys. Fixed positions, rather than

@@ -91,7 +91,8 @@ void bind_attention(py::module_& m) {
 
   py::class_<PreparedBatch>(m, "PreparedBatch", "One step's batch and its split into work. The arrays must outlive it.")
       .def(py::init([](int num_seqs, int num_tokens, int block_size, int64_t num_blocks, Address query_start, Address context_lens,
-                       Address block_table, int64_t table_rows, int64_t table_stride, Address rows, Address slot_mapping) {
+                       Address block_table, int64_t table_rows, int64_t table_stride, Address rows, Address slot_mapping,
+                       bool bidirectional) {
              AttentionBatch batch;
              batch.num_seqs = num_seqs;
              batch.num_tokens = num_tokens;
@@ -104,11 +105,12 @@ void bind_attention(py::module_& m) {
              batch.table_stride = table_stride;
              batch.rows = at<const int32_t>(rows);
              batch.slot_mapping = at<const int32_t>(slot_mapping);
+             batch.bidirectional = bidirectional;
              return PreparedBatch(batch);
            }),
            py::arg("num_seqs"), py::arg("num_tokens"), py::arg("block_size"), py::arg("num_blocks"), py::arg("query_start"),
            py::arg("context_lens"), py::arg("block_table"), py::arg("table_rows"), py::arg("table_stride"), py::arg("rows"),
-           py::arg("slot_mapping"));
+           py::arg("slot_mapping"), py::arg("bidirectional"));
 
   m.def(
       "write_kv",
@@ -122,16 +124,16 @@ void bind_attention(py::module_& m) {
   m.def(
       "attention",
       [](PreparedBatch& prepared, const AttentionLayer& layer, Address q, int64_t q_stride, int dtype, Address k_cache,
-         Address v_cache, Address out, int64_t out_stride, Address sinks, Address alibi) {
+         Address v_cache, Address out, int64_t out_stride, Address sinks, Address alibi, int64_t k_stride, int64_t v_stride) {
         AttentionLayer with_tensors = layer;
         with_tensors.sinks = at<const float>(sinks);
         with_tensors.alibi = at<const float>(alibi);
-        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype)};
+        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype), k_stride, v_stride};
         const AttentionPlan& plan = prepared.plan_for(layer);
         const hardpoint::ReleasedGil unlocked;
         attention(plan, prepared.batch(), with_tensors, at<const void>(q), q_stride, kv.dtype, kv, at<void>(out), out_stride);
       },
-      "Attention of the step's queries over their contexts.");
+      "Attention of the step's queries over their contexts; a bidirectional batch gives the step's keys and values for the cache's.");
   m.def(
       "copy_blocks",
       [](Address from, int64_t from_blocks, Address to, int64_t to_blocks, int64_t pools, int64_t block_bytes, Address pairs,

@@ -111,6 +111,8 @@ class Case:
     def steps(self, claims: Capabilities) -> list[list[Span]]:
         """Return one step of each kind that is claimed: prompts, decodes, chunks with context, and a mixture."""
         features = claims.attention.features
+        if not self.layer.causal:
+            return [self.whole()]
         found = [self.whole(), self.last()]
         if AttentionFeature.CHUNKED_PREFILL in features:
             found.append([Span(seq, n // 3, n) for seq, n in enumerate(self.lengths) if n > 2])
@@ -144,9 +146,11 @@ def layer(
     soft_cap: float | None = None,
     sinks: bool = False,
     alibi: bool = False,
+    causal: bool = True,
 ) -> AttentionLayer:
     """Return a layer; its scale is 1/sqrt(head_dim) unless given."""
-    return AttentionLayer(heads, kv_heads, head_dim, scale or head_dim**-0.5, window, soft_cap, sinks, alibi)
+    scale = scale or head_dim**-0.5
+    return AttentionLayer(heads, kv_heads, head_dim, scale, window, soft_cap, sinks, alibi, causal=causal)
 
 
 def plain_layer(claims: Capabilities, **features: Any) -> AttentionLayer:
@@ -376,6 +380,8 @@ class AttentionBench:
     def image(self, held: Sequence[int]) -> Tensor:
         """Return a cache on the host that holds the first `held[s]` tokens of each sequence s, and other numbers elsewhere."""
         shape, dtype = self.spec.shape(self.placement.num_blocks), self.spec.dtype.to_torch()
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=dtype)
         # Whole numbers from -8 to 7: every type of a cache holds them.
         leftovers = np.frombuffer(self._rng.bytes(math.prod(shape)), np.int8) >> 4
         image = torch.from_numpy(leftovers.reshape(shape)).to(dtype, copy=True)
@@ -484,7 +490,7 @@ class AttentionBench:
             step.q[layer],
             step.k[layer],
             step.v[layer],
-            self.cache[layer],
+            self.cache[layer] if case.layer.causal else self.cache,
             metadata,
             step.out[layer],
             sinks,
@@ -494,8 +500,9 @@ class AttentionBench:
     def execute(self, step: Step) -> None:
         """Run a step in all layers."""
         metadata = self.attention.prepare(self.plan, step.batch)
-        for index in range(len(self.cases)):
-            self.write(step, metadata, index)
+        for index, case in enumerate(self.cases):
+            if case.layer.causal:
+                self.write(step, metadata, index)
             self.forward(step, metadata, index)
 
     def outputs(self, step: Step, layer: int = 0) -> list[Tensor]:

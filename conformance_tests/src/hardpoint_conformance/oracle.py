@@ -103,9 +103,10 @@ def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | Non
 
 
 def visible(layer: AttentionLayer, distance: Tensor) -> Tensor:
-    """Return which keys are seen, by key position minus query position: none ahead, and of a window's only its number of keys."""
-    seen = distance <= 0
-    return seen if layer.sliding_window is None else seen & (distance > -layer.sliding_window)
+    """Return which keys are seen, by key position minus query position: none ahead, unless the layer sees both sides; of a window's only
+    its number of keys, which counts to each side."""
+    seen = (distance <= 0) | (not layer.causal)
+    return seen if layer.sliding_window is None else seen & (distance.abs() < layer.sliding_window)
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:

@@ -15,14 +15,29 @@ if TYPE_CHECKING:
     from hardpoint.engine.inputs import TextPrompt, TokensPrompt
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.llm_engine import LLMEngine
-    from hardpoint.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
-    from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from hardpoint.engine.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+    )
+    from hardpoint.sampling import (
+        BeamSearchParams,
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
     __version__: str
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
@@ -41,6 +56,9 @@ __all__ = [
 _HOMES = {
     "LLM": "hardpoint.engine.llm",
     "AsyncLLM": "hardpoint.engine.async_llm",
+    "BeamSearchOutput": "hardpoint.engine.outputs",
+    "BeamSearchParams": "hardpoint.sampling",
+    "BeamSearchSequence": "hardpoint.engine.outputs",
     "CompletionOutput": "hardpoint.engine.outputs",
     "EmbeddingRequestOutput": "hardpoint.engine.outputs",
     "EngineConfig": "hardpoint.engine.config",

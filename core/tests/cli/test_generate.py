@@ -152,7 +152,7 @@ def test_a_prompt_that_cannot_be_served_ends_with_1_and_says_why(hp: Any, llms: 
 def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
     engine = "--backend acme --require-accelerator --dtype float16 --max-model-len 64 --block-size 32 --num-blocks 9"
     more = "--download-dir models --threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
-    ranks = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
+    ranks = "--mixed-prefill-tokens 33 --tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
     sampling = "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop x --stop y --max-tokens 3"
     hp(
         "generate",
@@ -181,6 +181,7 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 99,
+        "mixed_prefill_tokens": 33,
         "memory_utilization": None,
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,

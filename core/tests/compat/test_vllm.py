@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from hardpoint.compat.vllm import LLM, SamplingParams
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams
+from hardpoint.interfaces.errors import ConfigError, InvalidRequest
 from hardpoint_conformance.tiny_model import Shape, tiny_model
 
 SETTINGS = {"backend": "cpu", "dtype": "float32", "num_device_blocks": 16, "skip_tokenizer_init": True}
@@ -39,7 +40,7 @@ def llm() -> Iterator[LLM]:
     ("arguments", "said"),
     [
         ({"model_impl": "transformers"}, "model_impl='transformers' is not supported"),
-        ({"logprobs_mode": "raw_logits"}, "logprobs_mode='raw_logits' is not supported"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode"),
         ({"quantization": "bitsandbytes"}, "quantization"),
         ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "ranks of one engine"),
         ({"no_such_argument": 1}, "no_such_argument"),
@@ -50,15 +51,15 @@ def test_what_this_engine_does_not_do_is_refused_by_name(arguments: dict[str, An
         LLM("demo", **arguments)
 
 
-def test_log_probabilities_of_a_changed_distribution_are_refused_and_of_an_unchanged_one_given(llm: LLM) -> None:
-    with pytest.raises(InvalidSamplingParams, match=r"temperature=0\.5"):
-        llm.generate([PROMPT], SamplingParams(temperature=0.5, logprobs=0), use_tqdm=False)
-    with pytest.raises(InvalidSamplingParams, match="top_k=3"):
-        llm.generate([PROMPT], [SamplingParams(top_k=3, logprobs=0)], use_tqdm=False)
-    assert llm.generate([PROMPT], SamplingParams(temperature=0.5), use_tqdm=False)[0].outputs[0].logprobs is None
-    output = llm.generate([PROMPT], SamplingParams(logprobs=0, max_tokens=4), use_tqdm=False)[0].outputs[0]
+def test_processed_log_probabilities_are_those_of_the_distribution_that_is_sampled_from(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.5, top_k=2, logprobs=3, max_tokens=4, seed=1)
+    output = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0]
     assert output.logprobs is not None
-    assert [list(one) for one in output.logprobs] == [[token] for token in output.token_ids]
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert next(iter(entry)) == token
+        possible = [one.logprob for one in entry.values() if math.isfinite(one.logprob)]
+        assert len(possible) == 2
+        assert sum(map(math.exp, possible)) == pytest.approx(1, abs=1e-4)
 
 
 def test_a_trainer_writes_weights_one_by_one_through_the_engine_while_the_cache_sleeps(llm: LLM) -> None:
@@ -109,12 +110,17 @@ def test_a_script_that_imports_vllm_runs_unchanged(tmp_path: Path) -> None:
             get_ip()
         except Exception as error:
             print(error)
+        if __name__ == "__main__":
+            import subprocess
+            child = "from vllm import LLM; print('child', LLM.__module__)"
+            subprocess.run([sys.executable, "-c", child], check=True)
         print(LLM.__module__, __name__, NAME, sys.argv[1:])
         """)
     )
     done = _run("-m", "hardpoint.compat.vllm", str(script), "one", "--two")
     assert done.returncode == 0, done.stderr
     assert "a call of vLLM's get_ip" in done.stdout
+    assert "child hardpoint.compat.vllm.llm" in done.stdout
     assert done.stdout.splitlines()[-1] == "hardpoint.compat.vllm.llm __main__ beside ['one', '--two']"
 
 

@@ -355,6 +355,16 @@ def test_ranks_that_do_not_fail_alike_are_ended(others: tuple[Any, ...], make: M
         executor.call("status")
 
 
+def test_a_rank_that_fails_to_end_a_change_frees_those_that_wait_for_it(make: Make) -> None:
+    """As communicators that are resumed do: their libraries wait for one another."""
+    executor = make(order("commit", "fail", 1), order("commit", "hang", 0), ranks=2, limits={"behind": 0.5})
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 failed: it raised DriverError: .*, and rank 0 waits for it"):
+        executor.change(SleepPlan())
+    assert time.monotonic() - start < REPORTED_WITHIN
+    assert wait_until(all_gone(executor))
+
+
 # Death
 
 

@@ -391,6 +391,14 @@ def test_an_exchanged_file_is_found(store: DiskStore) -> None:
         file.verify_header()
 
 
+def test_a_pipe_in_place_of_a_file_is_found_and_not_waited_for(store: DiskStore) -> None:
+    file = backup(store, pages(4 * PAGE))
+    os.unlink(file.path)
+    os.mkfifo(file.path)
+    with pytest.raises(CorruptFile, match="another file has its name"):
+        file.verify_header()
+
+
 def test_exchanged_contents_are_found(store: DiskStore) -> None:
     file, other = backup(store, pages(4 * PAGE, 1)), backup(store, pages(4 * PAGE, 2))
     overwrite(file.path, 0, Path(other.path).read_bytes())

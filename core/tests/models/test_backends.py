@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import (
     FALLBACK,
+    HYBRIDS,
     LEAN,
     MIXTURES,
     Runner,
@@ -25,7 +26,7 @@ from hardpoint.models import RunnableModel
 pytestmark = pytest.mark.skipif(find_spec("hardpoint_cpu") is None, reason="the CPU backend is not installed")
 
 
-NOT_FUSED = ("olmo2", "granite")
+NOT_FUSED = ("olmo2", "granite", "deepseek-v2", "deepseek-v3", *HYBRIDS)
 """Families whose equation the CPU's native decoder does not have."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import LEAN, LLAMA4
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import HardpointError, ModelError
@@ -115,6 +116,44 @@ def test_every_value_of_a_configuration(config: dict[str, Any], tmp_path: Path) 
                 str(error).encode()
                 refused += 1
     assert refused > 60
+
+
+OWN_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LfmOfBefore": ("Lfm2ForCausalLM", {**LEAN["lfm2"][1], "full_attn_idxs": [1], "block_ff_dim": 80}),
+    "Qwen3Next": ("Qwen3NextForCausalLM", LEAN["qwen3-next"][1]),
+    "GraniteHybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {**LEAN["granite-hybrid"][1], "mamba_n_heads": 8, "time_step_limit": [0.0, math.inf]},
+    ),
+    "FalconH1": ("FalconH1ForCausalLM", LEAN["falcon-h1"][1]),
+    "NemotronH": ("NemotronHForCausalLM", {**LEAN["nemotron-h"][1], "num_hidden_layers": 4}),
+    "NemotronOfBefore": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-", "n_groups": 1}),
+    "DeepseekV3": ("DeepseekV3ForCausalLM", {**LEAN["deepseek-v3"][1], "num_nextn_predict_layers": 1}),
+    "DeepseekV2": ("DeepseekV2ForCausalLM", LEAN["deepseek-v2"][1]),
+    "Llama4": ("Llama4ForCausalLM", LLAMA4),
+}
+"""Configurations with names of their own: architecture, and what it adds to the usual shape."""
+
+
+@pytest.mark.parametrize("name", OWN_SIZES)
+def test_every_value_that_a_family_has_for_itself(name: str, tmp_path: Path) -> None:
+    architecture, own = OWN_SIZES[name]
+    config: dict[str, Any] = {**LLAMA, "num_hidden_layers": 3, "architectures": [architecture], **own}
+    if name == "LfmOfBefore":
+        del config["layer_types"]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    describe(tmp_path)
+    refused = 0
+    for key in own:
+        for value in HOSTILE:
+            file.write_text(json.dumps(config | {key: value}))
+            try:
+                describe(tmp_path)
+            except HardpointError as error:
+                str(error).encode()
+                refused += 1
+    assert refused > 20
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

@@ -341,8 +341,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_layer": 2, "n_head": 4}, "interface|positions"),
     "bert": ({"architectures": ["BertLMHeadModel"]}, "not causal|interface"),
     "mamba": ({}, "recurrent|Conv1d|positions"),
-    "llama4_text": ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention|cannot be run"),
-    "falcon_h1": ({"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8}, "recurrent|Conv1d"),
+    "llama": ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention|cannot be run"),
+    "bamba": ({"mamba_n_heads": 6, "mamba_d_head": 16, "attn_layer_indices": [1]}, "recurrent|Conv1d"),
     "deepseek_v3": (
         {
             "q_lora_rank": 16,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from reference import PlainAllocator, ReferenceAttention, last_rows, step_batch
 
@@ -14,6 +16,7 @@ from hardpoint.models import ModelSource, ParallelRank, RunnableModel, attention
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.description import ModelDescription
 from hardpoint.models.registry import family_of
+from hardpoint.worker.state_memory import StateMemory
 
 BLOCK = 4
 VOCAB = 128
@@ -43,6 +46,23 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 16,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.7,
+    "tie_word_embeddings": True,
+}
+MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 8}
+MULTIPLIERS = {
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+}
 LATENT = {
     "head_dim": 8,
     "kv_lora_rank": 20,
@@ -84,6 +104,52 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": LATENT_ROPE}),
     "deepseek-v3": ("deepseek_v3", {**LATENT, "rope_parameters": LATENT_ROPE}),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": PARTIAL_ROPE,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+        },
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            **MAMBA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 5,
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            **MAMBA,
+            **MULTIPLIERS,
+            "mamba_n_groups": 3,
+            "mamba_d_ssm": 72,
+            "mamba_rms_norm": True,
+            "mlp_multipliers": [0.6, 1.4],
+            "ssm_multipliers": [0.8, 1.2, 0.9, 1.1, 0.7],
+        },
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 3,
+        },
+    ),
     "phi3": ("phi3", {"head_dim": 8, "rope_parameters": PARTIAL_ROPE}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 24, **SOFT_CAPS}),
@@ -91,16 +157,42 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
     "granite": (
         "granite",
-        {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.7,
-            "tie_word_embeddings": True,
-        },
+        GRANITE,
     ),
 }
+LLAMA4 = {
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite-hybrid-rotated": (
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            **MAMBA,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon-h1-plain-gate": ("falcon_h1", {**MAMBA, "mamba_d_ssm": None, "tie_word_embeddings": True}),
+    "falcon-h1-gate-first": (
+        "falcon_h1",
+        {**MAMBA, "mamba_d_ssm": 72, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "lfm2-biases": (
+        "lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "conv"],
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "v_head_dim": 32}),
     "deepseek-v3-in-halves": ("deepseek_v3", {**LATENT, "norm_topk_prob": False, "rope_interleave": False}),
     "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7}),
@@ -122,6 +214,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Settings of families that change what is computed in a layer and nothing about how a model is loaded or divided."""
 MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss", "deepseek")) or "-moe" in name]
+HYBRIDS = ["qwen3-next", "granite-hybrid", "falcon-h1", "lfm2", "nemotron-h"]
+"""Families whose layers keep recurrent states."""
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
     "gpt2-scaled-by-layer": (
@@ -212,6 +306,11 @@ class Runner:
     def __init__(self, model: RunnableModel, plan: AttentionPlan, attention: AttentionBackend) -> None:
         self._model, self.plan, self.attention = model, plan, attention
         dtype = plan.kv_cache.dtype.to_torch()
+        self._states = None
+        if model.state_layers():
+            self._states = StateMemory(model.state_layers(), 16, allocator=PlainAllocator(), upload=torch.as_tensor)
+            for table in (table for layer in self._states._tables for table in layer):
+                table.fill_(float("nan"))
         self._cache = torch.full(plan.kv_cache.shape(64), float("nan"), dtype=dtype)
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
@@ -230,9 +329,12 @@ class Runner:
             [self._tables[sequence] for sequence, _ in work],
             self.plan.block_size,
         )
-        metadata = self.attention.prepare(self.plan, batch)
+        metadata: tuple[Any, ...] = (self.attention.prepare(self.plan, batch),)
+        if self._states is not None:
+            slots = np.array([sequence for sequence, _ in work], np.int32)
+            metadata = (*metadata, self._states.prepare(replace(batch, rows=slots)))
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        result = self._model.run(token_ids, positions, (metadata,), self._cache, last_rows(batch))
+        result = self._model.run(token_ids, positions, metadata, self._cache, last_rows(batch))
         if output != "hidden":
             result = getattr(self._model, output)(result)
         for sequence, tokens in work:

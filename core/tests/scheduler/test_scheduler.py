@@ -139,6 +139,62 @@ def test_a_threshold_lets_prompts_share_a_step() -> None:
     assert np.diff(step(s).query_start).tolist() == [5, 5, 5]
 
 
+def test_prompts_take_a_limited_part_of_the_steps_that_decodes_wait_for() -> None:
+    s = scheduler(mixed_prefill_tokens=6)
+    first = s.add_request([1, 2, 3], max_tokens=20)
+    step(s)
+    for length in (10, 7):
+        s.add_request(list(range(length)), max_tokens=20, skip_prefix_cache=True)
+    assert [np.diff(step(s).query_start).tolist() for _ in range(3)] == [[1, 6], [1, 4, 2], [1, 1, 5]]
+    assert step(s).num_decodes == 3
+    s.abort([first, first + 1, first + 2])
+    s.add_request(list(range(31)), skip_prefix_cache=True)
+    assert np.diff(step(s).query_start).tolist() == [31], "nobody waits for this step"
+
+
+def test_a_decode_that_waits_for_its_token_counts_as_one() -> None:
+    s = scheduler(mixed_prefill_tokens=6, steps_in_flight=1)
+    s.add_request([1, 2, 3], plan_ahead=False)
+    first = s.schedule()
+    s.add_request(list(range(20)), skip_prefix_cache=True)
+    beside = s.schedule()
+    assert first is not None
+    assert beside is not None
+    assert (beside.num_decodes, beside.num_tokens) == (0, 6)
+
+
+def test_a_decode_that_comes_back_from_the_host_counts_as_one() -> None:
+    s = scheduler(mixed_prefill_tokens=6, num_device_blocks=8, num_host_blocks=8, preemption_mode="swap")
+    first = s.add_request([1] * 15, max_tokens=4, skip_prefix_cache=True)
+    second = s.add_request([2] * 16, max_tokens=20, skip_prefix_cache=True)
+    while s.state(second) is not SequenceState.SWAPPED:
+        step(s)
+    s.abort([first])
+    s.add_request([3] * 10, skip_prefix_cache=True)
+    back = step(s)
+    assert back.seq_ids.tolist() == [second, second + 1]
+    assert np.diff(back.query_start).tolist() == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 4096),
+        ({"recompute_seconds_per_token": 1e-5}, 4096),
+        ({"recompute_seconds_per_token": 1.6e-4}, 1024),
+        ({"recompute_seconds_per_token": 1e-3}, 256),
+        ({"recompute_seconds_per_token": 1e-3, "max_num_batched_tokens": 200}, 200),
+        ({"recompute_seconds_per_token": 5.0}, 256),
+        ({"recompute_seconds_per_token": 1e-3, "enable_chunked_prefill": False}, 4096),
+        ({"recompute_seconds_per_token": 1e-3, "mixed_prefill_tokens": 700}, 700),
+        ({"mixed_prefill_tokens": 5000}, 4096),
+    ],
+)
+def test_the_part_of_prompts_follows_from_the_measured_speed(settings: dict[str, Any], expected: int) -> None:
+    defaults = {"block_size": 16, "num_device_blocks": 8, "max_num_seqs": 8, "max_num_batched_tokens": 4096}
+    assert SchedulerConfig(**defaults | settings).mixed_prefill_budget == expected
+
+
 def test_without_chunked_prefill_prompts_are_computed_whole() -> None:
     s = scheduler(enable_chunked_prefill=False, max_num_batched_tokens=64)
     s.add_request([1] * 40)
@@ -324,6 +380,31 @@ def test_forks_share_the_prompt_and_have_consecutive_ids() -> None:
     update(s, decode, [11, 21, 31])
     assert s.output_token_ids(handle + 1).tolist() == [20, 21]
     assert s.block_stats.device_used == 4
+
+
+def test_rows_of_forks_are_copied_from_their_parents_in_the_next_step_and_in_no_other() -> None:
+    s = scheduler()
+    s.add_request([1, 2, 3], n=3, max_tokens=4)
+    first = step(s)
+    assert first.row_copies.shape == (0, 2)
+    second = step(s)
+    parent, *forks = second.rows.tolist()
+    assert parent == first.rows[0]
+    assert second.row_copies.tolist() == [[parent, fork] for fork in forks]
+    assert step(s).row_copies.shape == (0, 2)
+
+
+def test_a_row_that_a_fork_gave_back_is_copied_to_for_its_next_owner_alone() -> None:
+    s = scheduler(max_num_seqs=4)
+    one, other = s.add_request([1, 2], n=2, max_tokens=8), s.add_request([3, 4], n=2, max_tokens=8)
+    batch = s.schedule()
+    assert batch is not None
+    parents = dict(zip(batch.seq_ids.tolist(), batch.rows.tolist(), strict=True))
+    update(s, batch)
+    s.finish(one + 1)
+    copies = step(s).row_copies.tolist()
+    assert [source for source, _ in copies][-1] == parents[other]
+    assert len({destination for _, destination in copies}) == len(copies)
 
 
 def test_rows_of_forks_are_kept_free_from_admission_on() -> None:
@@ -846,6 +927,8 @@ def test_prompts_of_the_wrong_type_are_type_errors(prompt: Any) -> None:
         {"num_lookahead_slots": -1},
         {"enable_chunked_prefill": False},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 8},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "mixed_prefill_tokens": 8},
+        {"mixed_prefill_tokens": 0},
     ],
 )
 def test_contradictory_settings_are_refused(options: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ class Expected:
     generation: int
     pooling: bool
     plan_ahead: bool = True
+    beams_of: int | None = None
     output: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     sampled: list[int] = field(default_factory=list)
@@ -60,8 +61,10 @@ Held = tuple[tuple[int, int], int]
 class SimulatedWorker:
     """Keys and values as ids of token histories: equal ids mean equal salt and tokens up to that position."""
 
-    def __init__(self, block_size: int, windows: tuple[int, ...]) -> None:
-        self.block_size, self.windows = block_size, windows
+    def __init__(self, block_size: int, windows: tuple[int, ...], *, keeps_states: bool) -> None:
+        self.block_size, self.windows, self.keeps_states = block_size, windows, keeps_states
+        # Recurrent states by rows, each the id of the history that led to it.
+        self.states: dict[int, int] = {}
         self.device: dict[int, Held] = {}
         self.host: dict[int, Held] = {}
         self.generation = 0
@@ -89,12 +92,17 @@ class SimulatedWorker:
         self._move(self.device, self.host, batch.swap_out)
         self._move(self.host, self.device, batch.swap_in)
         self._move(self.device, self.device, batch.copies)
+        assert len(set(batch.row_copies[:, 1].tolist())) == len(batch.row_copies), "a row has two sources"
+        self.states |= {to: self.states[of] for of, to in batch.row_copies.tolist() if of in self.states}
         written: set[int] = set()
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
             ids = self.histories(expected.device_history, expected.salt)
             span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
-            positions = batch.positions[span].tolist()
+            positions, row = batch.positions[span].tolist(), int(batch.rows[r])
+            if self.keeps_states and positions[0]:
+                assert self.states[row] == ids[positions[0] - 1], f"sequence {seq_id} goes on from another's state"
+            self.states[row] = ids[positions[-1]]
             assert positions == list(range(positions[0], positions[0] + len(positions)))
             assert int(batch.context_lens[r]) == positions[-1] + 1
             known = expected.history[positions[0] : positions[-1] + 1]
@@ -142,7 +150,9 @@ class Driver:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.worker = SimulatedWorker(config.block_size, config.group_windows)
+        # Of a model with states nothing is found in a cache, and nothing swapped.
+        keeps_states = not (config.enable_prefix_caching or config.num_host_blocks)
+        self.worker = SimulatedWorker(config.block_size, config.group_windows, keeps_states=keeps_states)
         self.sequences: dict[int, Expected] = {}
         self.groups: dict[int, int] = {}
         self.forked: set[int] = set()
@@ -152,6 +162,11 @@ class Driver:
         self.max_seqs_seen = 0
 
     def add(self, prompt: list[int], **options: Any) -> int:
+        if options.get("beams"):
+            options["max_tokens"] = min(
+                options["max_tokens"] or 20, self.config.beam_tokens(options["n"]) - len(prompt)
+            )
+            options |= {"min_tokens": 0, "stop_token_ids": ()}
         handle = self.scheduler.add_request(prompt, **options)
         n = options.get("n", 1)
         self.groups[handle] = n
@@ -165,7 +180,8 @@ class Driver:
                 salt=options.get("salt", ""),
                 generation=self.worker.generation,
                 pooling=options.get("pooling", False),
-                plan_ahead=options.get("plan_ahead", True),
+                plan_ahead=options.get("plan_ahead", True) and not options.get("beams", False),
+                beams_of=handle if options.get("beams") else None,
             )
         return handle
 
@@ -199,6 +215,8 @@ class Driver:
             tokens.append(self.sample(seq_id))
             sequence = self.sequences[seq_id]
             assert position == len(sequence.sampled)
+            if sequence.beams_of is not None:
+                continue
             sequence.sampled.append(tokens[-1])
             self.worker.last_tokens[row] = tokens[-1]
         others = ("block_table", "num_decodes", "more_groups")
@@ -218,6 +236,8 @@ class Driver:
         assert (lengths > 0).all()
         if config.long_prefill_token_threshold:
             assert (lengths <= config.long_prefill_token_threshold).all()
+        if batch.num_decodes:
+            assert batch.num_tokens - batch.num_decodes <= config.mixed_prefill_budget
         assert not (len(batch.swap_out) and len(batch.swap_in))
         assert not set(batch.preempted.tolist()) & set(batch.seq_ids.tolist())
         expected_samples: list[tuple[int, int]] = []
@@ -260,6 +280,8 @@ class Driver:
             if sequence.reason is not None:
                 continue
             self.forked.update(h for h, n in self.groups.items() if h <= seq_id < h + n)
+            if sequence.beams_of is not None:
+                continue
             sequence.output.append(token)
             if token in sequence.stop_ids and len(sequence.output) >= sequence.min_tokens:
                 sequence.reason = FinishReason.STOP
@@ -268,6 +290,22 @@ class Driver:
             if sequence.reason is not None:
                 expected[seq_id] = sequence.reason
         assert dict(self.scheduler.update(np.array(tokens, np.int64))) == expected
+        for handle in dict.fromkeys(self.sequences[seq_id].beams_of for seq_id in batch.sample_seq_ids.tolist()):
+            if handle is not None and self.scheduler.beams_sampled(handle):
+                self.advance_beams(handle)
+
+    def advance_beams(self, handle: int) -> None:
+        """Let a search whose beams were all sampled go on, or end it where they are as long as they may be."""
+        beams = [self.sequences[handle + i] for i in range(self.groups[handle])]
+        if len(beams[0].output) + 1 >= beams[0].max_tokens:
+            self.abort(handle)
+            return
+        before = [list(beam.output) for beam in beams]
+        parents = [(sum(output) + 3 * i + len(output)) % len(beams) for i, output in enumerate(before)]
+        tokens = [(7 * sum(before[parent]) + i) % VOCABULARY for i, parent in enumerate(parents)]
+        self.scheduler.advance_beams(handle, parents, tokens)
+        for beam, parent, token in zip(beams, parents, tokens, strict=True):
+            beam.output, beam.sampled = [*before[parent], token], [*before[parent], token]
 
     def step(self) -> bool:
         """Plan as many steps as may be in flight, and book the oldest."""
@@ -290,6 +328,9 @@ class Driver:
         assert dict(self.scheduler.fail_step()) == dict.fromkeys(affected, FinishReason.ERROR)
         for seq_id in affected:
             self.sequences[seq_id].reason = FinishReason.ERROR
+        # A search goes on with all of its beams or ends.
+        for handle in {self.sequences[seq_id].beams_of for seq_id in affected} - {None}:
+            self.abort(handle)
 
     def abort(self, handle: int) -> None:
         self.scheduler.abort([handle])
@@ -333,6 +374,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])) if chunked else 0,
+        mixed_prefill_tokens=draw(st.sampled_from([None, 1, 4])) if chunked else None,
         watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         swap_seconds_per_block=1.0,
@@ -364,6 +406,7 @@ def request_options(draw: st.DrawFn) -> dict[str, Any]:
         "salt": draw(st.sampled_from(["", "", "a"])),
         "skip_prefix_cache": draw(st.sampled_from([False, False, True])),
         "plan_ahead": draw(st.sampled_from([True, True, False])),
+        "beams": draw(st.sampled_from([False, False, True])),
     }
 
 
@@ -386,7 +429,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver
         config = self.driver.config
         options["n"] = min(options["n"], config.max_num_seqs)
-        self.driver.add(prompt[: config.max_seq_tokens - 1], **options)
+        limit = config.beam_tokens(options["n"]) if options["beams"] else config.max_seq_tokens
+        if limit < 2:
+            options["beams"], limit = False, config.max_seq_tokens
+        self.driver.add(prompt[: limit - 1], **options)
 
     @rule(prompt=PROMPTS)
     def add_pooling(self, prompt: list[int]) -> None:
@@ -420,11 +466,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver
         self.driver.abort(data.draw(st.sampled_from(sorted(self.driver.groups))))
 
-    @precondition(lambda self: self.driver is not None and any(s.output for s in self.driver.sequences.values()))
+    def may_finish(self) -> list[int]:
+        sequences = self.driver.sequences if self.driver is not None else {}
+        return [i for i, s in sequences.items() if s.output and s.beams_of is None]
+
+    @precondition(may_finish)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         assert self.driver
-        seq_id = data.draw(st.sampled_from([i for i, s in self.driver.sequences.items() if s.output]))
+        seq_id = data.draw(st.sampled_from(self.may_finish()))
         sequence = self.driver.sequences[seq_id]
         assert self.driver.scheduler.finish(seq_id) is (sequence.reason is None)
         sequence.reason = sequence.reason or FinishReason.STOP
@@ -535,6 +585,7 @@ TIGHT = {"num_device_blocks": 12, "max_num_seqs": 6}
         variant(block_size=16),
         variant(max_num_seqs=3, max_num_batched_tokens=3),
         variant(long_prefill_token_threshold=2),
+        variant(mixed_prefill_tokens=3, steps_in_flight=1),
         variant(enable_chunked_prefill=False),
         variant(scheduling_policy="priority"),
         variant(num_lookahead_slots=5),
@@ -575,6 +626,21 @@ def test_tokens_do_not_depend_on_the_settings(config: SchedulerConfig, seed: int
 def test_a_tiny_pool_forces_preemption_of_the_wanted_kind(mode: Any, host: int, counter: str) -> None:
     driver = random_load(Driver(variant(**TIGHT, preemption_mode=mode, num_host_blocks=host)), seed=1)
     assert getattr(driver.scheduler.stats, counter) > 3
+
+
+@pytest.mark.parametrize("keeps_states", [False, True])
+@pytest.mark.parametrize("steps_in_flight", [0, 2])
+def test_beams_in_a_tiny_pool_are_preempted_together_and_go_on(steps_in_flight: int, keeps_states: bool) -> None:
+    more: dict[str, Any] = {"preemption_mode": "swap", "num_host_blocks": 100}
+    if keeps_states:
+        more = {"enable_prefix_caching": False}
+    driver = Driver(variant(**TIGHT, steps_in_flight=steps_in_flight, **more))
+    for number in range(6):
+        driver.add([1, 2, number % 5, 4], n=2 + number % 2, max_tokens=12, beams=True)
+        driver.add([number % 5] * 5, n=2, max_tokens=14)
+    driver.run_to_the_end()
+    assert driver.scheduler.stats.preemptions_by_recompute >= 2
+    assert {len(s.output) for s in driver.sequences.values() if s.beams_of is not None} == {11}
 
 
 @given(seed=st.integers(0, 1 << 30), config=configs())

@@ -49,7 +49,12 @@ def test_an_embedding_does_not_depend_on_chunking(pooling: Pooling) -> None:
     assert whole is not None
     assert in_chunks is not None
     np.testing.assert_allclose(in_chunks, whole, rtol=1e-6)
-    expected = {Pooling.LAST: hidden[-1], Pooling.CLS: hidden[0], Pooling.MEAN: hidden.mean(0)}[pooling]
+    expected = {
+        Pooling.LAST: hidden[-1:],
+        Pooling.CLS: hidden[:1],
+        Pooling.MEAN: hidden.mean(0, keepdim=True),
+        Pooling.ALL: hidden,
+    }[pooling]
     np.testing.assert_allclose(whole, expected.numpy(), rtol=1e-5)
 
 
@@ -72,4 +77,4 @@ def test_a_removed_sequence_leaves_nothing_behind() -> None:
     pooler.remove([1, 5])
     embedding = pooler.add(1, Pooling.MEAN, torch.ones(2, 3), ends=True)
     assert embedding is not None
-    np.testing.assert_array_equal(embedding, np.ones(3, np.float32))
+    np.testing.assert_array_equal(embedding, np.ones((1, 3), np.float32))

@@ -50,35 +50,40 @@ struct Arena {
   }
 };
 
-// Where one sequence's keys and values lie.
+// Where one sequence's keys and values lie: in blocks, or without them row after row.
 template <class E>
 struct Cache {
   using T = typename E::type;
   const T* k;
   const T* v;
-  const int32_t* blocks;
+  const int32_t* blocks;  // null where there are none
   int block_size;
   int64_t block_stride, head_offset;
   int head_dim;
+  int64_t k_stride, v_stride;  // of rows without blocks
 
   HP_INLINE_MEMBER int64_t offset(int key) const {
     const int block = key / block_size;
     return blocks[block] * block_stride + head_offset + static_cast<int64_t>(key - block * block_size) * head_dim;
   }
+  HP_INLINE_MEMBER const T* key_row(int key) const { return k + (blocks ? offset(key) : key * k_stride); }
+  HP_INLINE_MEMBER const T* value_row(int key) const { return v + (blocks ? offset(key) : key * v_stride); }
 };
 
 template <class E>
 HP_INLINE Cache<E> cache_of(const AttentionCall& call, int seq, int kv_head) {
   const AttentionBatch& b = *call.batch;
   const AttentionLayer& layer = *call.layer;
+  const auto* k = static_cast<const typename E::type*>(call.kv->k);
+  const auto* v = static_cast<const typename E::type*>(call.kv->v);
+  if (b.bidirectional) {
+    const int64_t first = b.query_start[seq], head = static_cast<int64_t>(kv_head) * layer.head_dim;
+    const int64_t k_stride = call.kv->k_stride, v_stride = call.kv->v_stride;
+    return {k + first * k_stride + head, v + first * v_stride + head, nullptr, 0, 0, 0, layer.head_dim, k_stride, v_stride};
+  }
   const int64_t head_stride = static_cast<int64_t>(b.block_size) * layer.head_dim;
-  return {static_cast<const typename E::type*>(call.kv->k),
-          static_cast<const typename E::type*>(call.kv->v),
-          b.block_table + b.rows[seq] * b.table_stride,
-          b.block_size,
-          head_stride * layer.num_kv_heads,
-          head_stride * kv_head,
-          layer.head_dim};
+  return {k, v, b.block_table + b.rows[seq] * b.table_stride, b.block_size, head_stride * layer.num_kv_heads, head_stride * kv_head,
+          layer.head_dim, 0, 0};
 }
 
 // Base-2 logits of kLanes keys from raw dot products. `distance` is key position minus query position.
@@ -669,7 +674,7 @@ void pack_keys(const Cache<E>& cache, int tile, int first, int last, typename O:
     const typename E::type* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       const int key = tile + t + i;
-      rows[i] = key >= first && key < last ? cache.k + cache.offset(key) : nullptr;
+      rows[i] = key >= first && key < last ? cache.key_row(key) : nullptr;
     }
     for (int s = 0; s < steps; s += kLanes) {
       vf m[kLanes];
@@ -692,7 +697,7 @@ bool pack_values(const Cache<E>& cache, int tile, int first, int last, int padde
       std::memset(to, 0, static_cast<size_t>(padded_dim) * 4);
       continue;
     }
-    const typename E::type* from = cache.v + cache.offset(key);
+    const typename E::type* from = cache.value_row(key);
     for (int d = 0; d < padded_dim; d += kLanes) {
       const int n = cache.head_dim - d;
       const vf x = n >= kLanes ? load(E{}, from + d) : n > 0 ? load_first(E{}, from + d, n) : vf{};
@@ -713,7 +718,7 @@ bool pack_values(const Cache<E>& cache, int tile, int first, int last, int padde
     const uint16_t* rows[2];
     for (int i = 0; i < 2; ++i) {
       const int key = tile + t + i;
-      rows[i] = key >= first && key < last ? cache.v + cache.offset(key) : nullptr;
+      rows[i] = key >= first && key < last ? cache.value_row(key) : nullptr;
     }
     uint32_t* to = packed + static_cast<int64_t>(t / 2) * padded_dim;
     if (!rows[0] && !rows[1]) {
@@ -799,6 +804,8 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
   const int first_position = batch.context_lens[item.seq] - query_len + item.q_begin;
   const int rows = (item.q_end - item.q_begin) * group;
   const int window = layer.window > 0 ? layer.window : INT32_MAX / 2;
+  // The first key that is not seen, counted from the query.
+  const int ahead = batch.bidirectional ? window : 1;
   const Cache<E> cache = cache_of<E>(call, item.seq, kv_head);
   PrefillScratch<E> s;
   PrefillScratch<E>::lay_out(s, memory, rows, dim);
@@ -824,11 +831,11 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
       const int low_position = first_position + strip / group;
       const int high_position = first_position + (strip + strip_rows - 1) / group;
       // Columns that some row of the strip sees, and whether every row sees all of them.
-      const int low = max_int(first_key, low_position - window + 1), high = min_int(last_key, high_position + 1);
+      const int low = max_int(first_key, low_position - window + 1), high = min_int(last_key, high_position + ahead);
       if (low >= high) continue;
       const int low_column = (low - tile) / kLanes * kLanes, vectors = (high - tile - low_column + kLanes - 1) / kLanes;
       const bool masked = low - tile != low_column || (high - tile) % kLanes != 0 || high_position - window + 1 > low ||
-                          low_position + 1 < high;
+                          low_position + ahead < high;
 
       multiply<O>(strip_rows, reinterpret_cast<const typename O::Left*>(s.q + static_cast<int64_t>(strip) * q_stride),
                   q_stride / O::kDepth, s.k + low_column, kPrefillKeys, dim / O::kDepth, s.scores, kPrefillKeys, vectors, false);
@@ -843,7 +850,7 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
           const vi key = lane + (tile + low_column + j * kLanes);
           vf x = logits(load(scores + j * kLanes), __builtin_convertvector(key - position, vf));
           if (masked) {
-            const vi visible = (key <= position) & (key > position - window) & (key >= first_key) & (key < last_key);
+            const vi visible = (key < position + ahead) & (key > position - window) & (key >= first_key) & (key < last_key);
             x = select(visible, x, splat(kMinusInf));
           }
           store(scores + j * kLanes, x);
@@ -879,7 +886,7 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
         // Weight zero does not hide a value that is not finite: take the visible keys only.
         for (int r = 0; r < strip_rows; ++r) {
           const int position = first_position + (strip + r) / group;
-          const int from = max_int(first_key, position - window + 1), to = min_int(last_key, position + 1);
+          const int from = max_int(first_key, position - window + 1), to = min_int(last_key, position + ahead);
           for (int key = from; key < to; ++key) {
             const float weight = weight_at(O{}, s.p + r * (kPrefillKeys / O::kDepth), key - tile - low_column);
             for (int d = 0; d < dim; ++d)

@@ -71,6 +71,7 @@ class CpuStep:
                     table_stride=table.shape[1],
                     rows=arrays["rows"].ctypes.data,
                     slot_mapping=arrays["slot_mapping"].ctypes.data,
+                    bidirectional=self.plan.request.bidirectional,
                 )
             self._prepared[num_blocks] = found
         return found
@@ -94,7 +95,7 @@ class CpuAttention(AttentionBackend):
             return Refusal(reasons)
         first = request.layers[0]
         spec = KVCacheSpec(
-            num_layers=len(request.layers),
+            num_layers=request.num_cached_layers,
             block_size=request.block_size or claims.default_block_size,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
@@ -152,29 +153,38 @@ class CpuAttention(AttentionBackend):
     ) -> None:
         """Compute attention of the step's queries over their sequences' caches into `out`.
 
-        All keys and values are read from the cache. Rows of tokens that belong to no sequence (padding) are left as they are.
+        All keys and values are read from the cache, where the layer has one. Rows of tokens that belong to no sequence (padding) are left
+        as they are.
         """
-        spec, numbers = metadata.plan.kv_cache, metadata.plan.request.layers[layer]
-        keys, values = _cache_addresses(kv_cache, spec)
+        request, numbers = metadata.plan.request, metadata.plan.request.layers[layer]
         shape = (metadata.num_tokens, numbers.num_heads, numbers.head_dim)
-        _check_rows("q", q, shape, kv_cache.dtype)
-        _check_rows("out", out, shape, kv_cache.dtype)
+        if request.bidirectional:
+            dtype, num_blocks, strides = request.dtype.to_torch(), 0, (k.stride(0), v.stride(0))
+            for name, rows in (("k", k), ("v", v)):
+                _check_rows(name, rows, (metadata.num_tokens, numbers.num_kv_heads, numbers.head_dim), dtype)
+            keys, values = k.data_ptr(), v.data_ptr()
+        else:
+            dtype, num_blocks, strides = kv_cache.dtype, kv_cache.shape[1], (0, 0)
+            keys, values = _cache_addresses(kv_cache, metadata.plan.kv_cache)
+        _check_rows("q", q, shape, dtype)
+        _check_rows("out", out, shape, dtype)
         sinks_address = _per_head("sinks", sinks, numbers.sinks, numbers)
         alibi_address = _per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers)
-        prepared = metadata.prepared(kv_cache.shape[1])
+        prepared = metadata.prepared(num_blocks)
         with _native_errors("cannot compute attention of the batch"):
             _native.attention(
                 prepared,
                 metadata.layers[layer],
                 q.data_ptr(),
                 q.stride(0),
-                _DTYPE_CODES[kv_cache.dtype],
+                _DTYPE_CODES[dtype],
                 keys,
                 values,
                 out.data_ptr(),
                 out.stride(0),
                 sinks_address,
                 alibi_address,
+                *strides,
             )
 
     def copy_blocks(self, kv_cache: Tensor, pairs: Int32Array) -> None:

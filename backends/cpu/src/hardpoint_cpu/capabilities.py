@@ -37,6 +37,7 @@ def capabilities(device: Device) -> Capabilities:
                     AttentionFeature.ALIBI,
                     AttentionFeature.CHUNKED_PREFILL,
                     AttentionFeature.MIXED_BATCH,
+                    AttentionFeature.BIDIRECTIONAL,
                 }
             ),
             determinism=Determinism.BATCH_INVARIANT,

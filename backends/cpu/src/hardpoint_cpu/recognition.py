@@ -133,6 +133,10 @@ def _unknown(model: nn.Module) -> Iterator[str]:
         parts.append(("head", model.lm_head, LMHead))
         if model.lm_head.divisor != 1.0:
             yield "its logits are divided"
+    if model.score is not None:
+        yield "it has a head that classifies"
+    if model.dense_modules:
+        yield "it has dense layers after the pooling"
     for layer in model.model.layers.values():
         equation = _EQUATIONS.get(type(layer).forward)
         if equation is None:
@@ -141,7 +145,7 @@ def _unknown(model: nn.Module) -> Iterator[str]:
         for path in equation:
             owner, _, leaf = path.rpartition(".")
             if owner in ("", "self_attn") and leaf.endswith("norm"):
-                norm = getattr(layer.get_submodule(owner), leaf)
+                norm = getattr(layer.get_submodule(owner), leaf, None)
                 if norm is not None or not owner:
                     parts.append((leaf, norm, RMSNorm))
         parts += [("attention", layer.self_attn, Attention), ("feed-forward", layer.mlp, GatedMLP)]
@@ -159,6 +163,8 @@ def _unknown_of_attention(attention: object) -> Iterator[str]:
         return
     if attention.rotary is None:
         yield "some of its layers have no rotary embedding"
+    if not attention.layer.causal:
+        yield "its attention is not causal"
     if attention.layer.sinks or attention.layer.alibi:
         yield "attention sinks and ALiBi are not supported"
     dim = attention.layer.head_dim

@@ -137,9 +137,69 @@ def window_ignored(base: Any) -> Methods:
 def causal_mask_missing(base: Any) -> Methods:
     class Kernel(PlainAttention):
         def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
-            return distance > -(layer.sliding_window or 1 << 40)
+            return distance > -(layer.sliding_window or 1 << 40) if layer.causal else super().visible(distance, layer)
 
     return plain(Kernel)
+
+
+@fault("A layer that is not causal hides the keys after a query.", "attn.bidirectional.whole@1")
+def both_sides_are_causal(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
+            return super().visible(distance, layer) & (distance <= 0)
+
+    return plain(Kernel)
+
+
+@fault("A window on both sides shows one key too many after the query.", "attn.bidirectional.window@1")
+def window_one_wider_ahead(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
+            seen = super().visible(distance, layer)
+            return seen if layer.causal else seen | (distance == (layer.sliding_window or 0))
+
+    return plain(Kernel)
+
+
+@fault("A window on both sides shows one key too few before the query.", "attn.bidirectional.window@1")
+def window_one_narrower_behind(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
+            seen, window = super().visible(distance, layer), layer.sliding_window
+            return seen if layer.causal or not window or window == 1 else seen & (distance != 1 - window)
+
+    return plain(Kernel)
+
+
+@fault("Whole sequences see the first token of the next one.", "attn.bidirectional.whole@1")
+def whole_sequences_see_the_next(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def span(self, step: PlainStep, index: int) -> slice:
+            own = super().span(step, index)
+            return slice(own.start, min(own.stop + 1, step.query_start[-1]))
+
+    return plain(Kernel)
+
+
+@fault("The last of whole sequences sees the tokens of padding.", "attn.bidirectional.batch@1")
+def whole_sequences_see_padding(base: Any) -> Methods:
+    class Kernel(PlainAttention):
+        def span(self, step: PlainStep, index: int) -> slice:
+            own, tokens = super().span(step, index), len(step.slots)
+            return slice(own.start, tokens) if own.stop == step.query_start[-1] and own.start < own.stop else own
+
+    return plain(Kernel)
+
+
+@fault("Layers that are not causal are planned beside causal ones.", "attn.bidirectional.apart@1")
+def both_sides_beside_causal(base: Any) -> Methods:
+    def plan(self: Any, request: AttentionRequest) -> AttentionPlan | Refusal:
+        if len({layer.causal for layer in request.layers}) > 1:
+            request = replace(request, layers=tuple(replace(layer, causal=True) for layer in request.layers))
+        made: AttentionPlan | Refusal = base.plan(self, request)
+        return made
+
+    return {"plan": plan}
 
 
 @fault("A query does not see its own key, unless it is the only one.", "attn.prefill.whole@1", "attn.decode.single@1")

@@ -70,8 +70,8 @@ class PlainAttention:
 
     def visible(self, distance: Tensor, layer: AttentionLayer) -> Tensor:
         """Return which keys a query sees, from key position - query position, int64[queries, keys]."""
-        shown = distance <= 0
-        return shown if layer.sliding_window is None else shown & (distance > -layer.sliding_window)
+        shown = (distance <= 0) | (not layer.causal)
+        return shown if layer.sliding_window is None else shown & (distance.abs() < layer.sliding_window)
 
     def masked(self, logits: Tensor, distance: Tensor, layer: AttentionLayer) -> Tensor:
         """Return logits [heads, queries, keys] with the soft cap, and -inf for what is not seen."""
@@ -103,6 +103,22 @@ class PlainAttention:
         """Return how many tokens are in blocks that no query from this position on sees."""
         size, window = step.plan.block_size, layer.sliding_window
         return 0 if window is None else max(query - window + 1, 0) // size * size
+
+    def span(self, step: PlainStep, index: int) -> slice:
+        """Return the step's tokens whose keys a sequence sees that has no cache."""
+        return slice(step.query_start[index], step.query_start[index + 1])
+
+    def forward_whole(
+        self, step: PlainStep, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None
+    ) -> None:
+        """Compute the attention of whole sequences over the step's own keys and values into `out`."""
+        heads = self.kv_heads(layer)
+        for index in range(len(step.context_lens)):
+            rows, seen = slice(step.query_start[index], step.query_start[index + 1]), self.span(step, index)
+            distance = torch.arange(seen.start, seen.stop) - torch.arange(rows.start, rows.stop)[:, None]
+            logits = torch.einsum("qhd,khd->hqk", q[rows].float() * layer.scale, k[seen].float()[:, heads])
+            weights = self.weights(self.masked(logits, distance, layer), sinks)
+            out[rows] = self.mix(weights, v[seen].float()[:, heads]).to(out.dtype)
 
     def forward(
         self,
@@ -158,6 +174,9 @@ def plain(kernel: Callable[[], PlainAttention]) -> Methods:
         alibi_slopes: Tensor | None = None,
     ) -> None:
         numbers = metadata.plan.request.layers[layer]
+        if not numbers.causal:
+            made.forward_whole(metadata, numbers, q, k, v, out, sinks)
+            return
         made.forward(metadata, numbers, q, *_pages(kv_cache, metadata), out, sinks, alibi_slopes)
 
     return {"prepare": prepare, "write_kv": write_kv, "forward": forward}

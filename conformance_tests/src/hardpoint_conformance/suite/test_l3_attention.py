@@ -23,6 +23,7 @@ from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.batches import (
     DTYPES,
     AttentionBench,
+    Layout,
     Span,
     check,
     check_steps,
@@ -45,6 +46,8 @@ LAYER_FEATURES: dict[AttentionFeature, dict[str, Any]] = {
     AttentionFeature.ALIBI: {"alibi": True},
 }
 """How a layer asks for each feature that a layer can have."""
+REFUSED_LAYERS = {**LAYER_FEATURES, AttentionFeature.BIDIRECTIONAL: {"causal": False}}
+"""How a layer asks for each feature that may be refused."""
 NARROW = [
     pytest.param(kind, id=kind.value, marks=proves(f"attention.kv_dtype.{kind.value}"))
     for kind in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8)
@@ -61,7 +64,7 @@ def layer_with(claims: Capabilities, features: tuple[AttentionFeature, ...]) -> 
     """Return a small layer with features."""
     numbers: dict[str, Any] = {}
     for feature in features:
-        numbers |= LAYER_FEATURES[feature]
+        numbers |= REFUSED_LAYERS[feature]
     return plain_layer(claims, **numbers)
 
 
@@ -262,6 +265,76 @@ def test_layers_differ(
             check(case, spans, bench.outputs(step, index), quality)
 
 
+# Attention to both sides, of whole sequences without a cache
+
+
+@clause("attn.bidirectional.whole@1", LEVEL, capability="attention.bidirectional")
+@DTYPES
+def test_both_sides(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType
+) -> None:
+    """In a layer that is not causal every query of a sequence sees all of its keys, those after it too, and none of another sequence's:
+    sequences of one token and of many in one step."""
+    case = make_case(rng, plain_layer(claims, causal=False), dtype, [1, 300, 2, 17, 64, 65])
+    for k, v in zip(case.k, case.v, strict=True):
+        # The last key decides the results of all queries of its sequence, and would those of others.
+        v[-1] = 20.0
+        k[-1] = k[-1].abs()
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.bidirectional.window@1", LEVEL, capability="attention.bidirectional")
+@DTYPES
+@pytest.mark.parametrize(
+    "window",
+    [pytest.param(window, marks=proves("attention.sliding_window")) for window in (1, 2, 33, 128, 1000)],
+)
+def test_window_on_both_sides(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality, dtype: DType, window: int
+) -> None:
+    """In a layer that is not causal a window of w shows a query at position p the keys at p - w + 1 to p + w - 1, as far as the sequence
+    goes: w - 1 on each side, and its own."""
+    case = make_case(rng, plain_layer(claims, window=window, causal=False), dtype, [window, 2 * window + 3, 5, 300])
+    for v in case.v:
+        # For the query in the middle: the two keys at each edge, on either side of it, decide the result.
+        middle = len(v) // 2
+        for place, value in ((window - 1, 30.0), (window, -30.0)):
+            v[[at for at in (middle - place, middle + place) if 0 <= at < len(v)]] = value
+    check_steps(target, case, rng, quality)
+
+
+@clause("attn.bidirectional.batch@1", LEVEL, capability="attention.bidirectional")
+def test_both_sides_in_layouts(
+    target: Target, claims: Capabilities, rng: np.random.Generator, quality: Quality
+) -> None:
+    """In a step of sequences that see both sides, queries, keys and values may be slices of one buffer, and tokens and sequences of
+    padding, whatever they hold, influence no result; what lies beside the outputs stays as it is."""
+    for dtype in dtypes_claimed(claims):
+        case = make_case(rng, plain_layer(claims, causal=False), dtype, [40, 3, 90])
+        bench = AttentionBench(target, case, rng=rng)
+        layout = Layout(strided=True, padding_tokens=3, padding_seqs=1, padding=float("nan"), order=(2, 0, 1))
+        step = bench.step(case.whole(), layout)
+        bench.execute(step)
+        check(case, case.whole(), bench.outputs(step), quality)
+        assert step.guards_intact(), "something was written beside the outputs"
+
+
+@clause("attn.bidirectional.apart@1", LEVEL, capability="attention.bidirectional")
+def test_causal_and_bidirectional_layers_are_planned_apart(
+    target: Target, claims: Capabilities, attention: AttentionBackend
+) -> None:
+    """A plan of layers that see both sides has a cache without layers; with causal layers among them it is refused, as is a cache of
+    another dtype."""
+    dtype = dtypes_claimed(claims)[0]
+    both = plain_layer(claims, causal=False)
+    plan = attention.plan(request_of([both, both], dtype))
+    assert isinstance(plan, AttentionPlan), f"a claimed request was refused: {plan}"
+    assert plan.kv_cache.num_layers == 0
+    assert isinstance(attention.plan(request_of([both, plain_layer(claims)], dtype)), Refusal)
+    narrow = next(kind for kind in DType if kind is not dtype)
+    assert isinstance(attention.plan(request_of([both], dtype, kv_dtype=narrow)), Refusal)
+
+
 # KV dtypes
 
 
@@ -339,7 +412,7 @@ def test_unclaimed_feature(target: Target, claims: Capabilities, features: tuple
     (feature,) = features
     plain = request_of([plain_layer(claims)], _dtypes(claims)[0])
     _assert_refused(target, replace(plain, features=frozenset(features)), feature.value)
-    if feature in LAYER_FEATURES:
+    if feature in REFUSED_LAYERS:
         _assert_refused(target, replace(plain, layers=(layer_with(claims, features),)), feature.value)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -34,9 +35,9 @@ from hardpoint.engine.core import EngineInfo, EngineStats
 from hardpoint.engine.front import pause_command, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations
 from hardpoint.engine.loops import ThreadLoop
-from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.outputs import CompletionLogprobs, EmbeddingRequestOutput, FlatLogprobs, RequestOutput
 from hardpoint.engine.process_loop import ProcessLoop
-from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
+from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
 from hardpoint.engine.sleep import (
     EngineState,
     SleepParticipant,
@@ -47,7 +48,7 @@ from hardpoint.engine.sleep import (
     WakeReport,
 )
 from hardpoint.interfaces.errors import EngineDead, RequestTimeout
-from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,24 +106,35 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
             later,
             text=earlier.text + later.text,
             token_ids=[*earlier.token_ids, *later.token_ids],
-            logprobs=None if later.logprobs is None else [*(earlier.logprobs or ()), *later.logprobs],
+            logprobs=_joined_logprobs(earlier.logprobs, later.logprobs),
         )
         for earlier, later in zip(first.outputs, second.outputs, strict=True)
     ]
     return replace(second, outputs=completions)
 
 
+def _joined_logprobs(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    if first is None or second is None:
+        return second
+    if isinstance(first, FlatLogprobs) and isinstance(second, FlatLogprobs):
+        joined = first[:]
+        joined.extend(second)
+        return joined
+    return [*first, *second]
+
+
 class AsyncLLM:
     """A model on a backend for one asyncio event loop; settings and errors as for `LLM`.
 
-    The engine runs in a thread of its own, or with `engine_process` in a process; text is made in the event loop's thread. Made within
-    a running event loop, used in that one alone, and ended with `close`. `create` lets the event loop run while the model loads.
+    The engine runs in a thread of its own, or with `engine_process` in a process; text is made in the event loop's thread. Used in one
+    event loop alone: the one that runs when it is made, else when it is first used. Ended with `close`. `create` lets the event loop run
+    while the model loads.
 
     Attributes:
         died: has a result once the engine cannot go on; not where it was closed.
 
     Args:
-        event_loop: in which it is used, where it is made in another thread; None for the running one.
+        event_loop: in which it is used, where it is made in another thread; None for the running one, or the first to run.
 
     Example:
         >>> async for output in llm.generate("The capital of France is", SamplingParams(output_kind=RequestOutputKind.DELTA)):
@@ -130,8 +142,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, *, event_loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> None:
-        self._event_loop = event_loop or asyncio.get_running_loop()
-        self.died: asyncio.Future[EngineDead] = self._event_loop.create_future()
+        self.died: asyncio.Future[EngineDead]
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        with suppress(RuntimeError):  # none is running yet
+            self._join(event_loop or asyncio.get_running_loop())
         self._requests = RequestTable()
         self._ids = itertools.count()
         self._closed = False
@@ -139,6 +153,10 @@ class AsyncLLM:
         kind = ProcessLoop if config.engine_process else ThreadLoop
         self._loop, self._maker = start_engine(config, lambda one: kind(one, self._deliver))
         self.info: EngineInfo = self._loop.info
+
+    def _join(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._event_loop = event_loop
+        self.died = event_loop.create_future()
 
     @property
     def pid(self) -> int | None:
@@ -158,13 +176,15 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt | TokenizedPrompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield its outputs as they come, as `params.output_kind` says; the last one is finished.
+
+        With `BeamSearchParams` it is a beam search, whose only output has the best texts, best first.
 
         A caller that leaves early, or whose task is cancelled, aborts the request. One that does not read holds nobody up: what it has not
         taken becomes one output, of all deltas together, or the latest of others.
@@ -181,17 +201,20 @@ class AsyncLLM:
         grammar = None
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.to_thread(self._maker.grammar, params)
-        arrived = _Mailbox(self._event_loop)
-        request, command = self._maker.generation(
-            self._name(request_id), prompt, params, priority, Recipient(arrived.put, arrived.fail), grammar
-        )
-        arrived.joins = request.params.output_kind is RequestOutputKind.DELTA
+        arrived = _Mailbox(asyncio.get_running_loop())
+        recipient, name = Recipient(arrived.put, arrived.fail), self._name(request_id)
+        request: AnyRequest
+        if isinstance(params, BeamSearchParams):
+            request, command = self._maker.beam_search(name, prompt, params, priority, recipient)
+        else:
+            request, command = self._maker.generation(name, prompt, params, priority, recipient, grammar)
+            arrived.joins = params.output_kind is RequestOutputKind.DELTA
         timer = None
         if timeout is not None:
             late = RequestTimeout(
                 f"the request was not done within {timeout:.3g} s", hint="Ask for less, or allow more time"
             )
-            timer = self._event_loop.call_later(timeout, arrived.fail, late)
+            timer = asyncio.get_running_loop().call_later(timeout, arrived.fail, late)
         try:
             async for output in self._outputs(request, command, arrived):
                 assert isinstance(output, RequestOutput)
@@ -209,16 +232,27 @@ class AsyncLLM:
         priority: int = 0,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation, as the model's chat template writes it; otherwise as `generate`."""
-        prompt = self.process_chat(messages, chat_template, add_generation_prompt)
+        """Answer a conversation, as the model's chat template writes it: arguments as for `LLM.chat`, otherwise as `generate`."""
+        prompt = self.process_chat(
+            messages,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=chat_template_kwargs,
+            truncate=None if params is None else params.truncate_prompt_tokens,
+        )
         return self.generate(prompt, params, request_id, priority=priority)
 
     async def embed(
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
         """Return the embedding of a prompt; errors as for `generate`."""
-        arrived = _Mailbox(self._event_loop)
+        arrived = _Mailbox(asyncio.get_running_loop())
         recipient = Recipient(arrived.put, arrived.fail)
         request, command = self._maker.embedding(self._name(request_id), prompt, params, recipient)
         found = [output async for output in self._outputs(request, command, arrived)]
@@ -275,13 +309,19 @@ class AsyncLLM:
         """Forget all cached prompt beginnings."""
         await self._call(ResetPrefixCache())
 
-    def process(self, prompt: Prompt, *, reserve: int = 1) -> TokenizedPrompt:
-        """Return a prompt's checked token ids; `reserve` tokens of the context stay free for output. Safe to call from any thread."""
-        return self._maker.process(prompt, reserve=reserve)
+    def process(self, prompt: Prompt, *, reserve: int = 1, truncate: int | None = None) -> TokenizedPrompt:
+        """Return a prompt's checked token ids; `reserve` tokens of the context stay free for output. Safe to call from any thread.
 
-    def process_text(self, text: str, *, add_special_tokens: bool = True, reserve: int = 1) -> TokenizedPrompt:
-        """Return a text's checked token ids, with or without those that the model's publisher adds."""
-        return self._maker.process.text(text, add_special_tokens=add_special_tokens, reserve=reserve)
+        Args:
+            truncate: see `SamplingParams.truncate_prompt_tokens`.
+        """
+        return self._maker.process(prompt, reserve=reserve, truncate=truncate)
+
+    def process_text(
+        self, text: str, *, add_special_tokens: bool = True, reserve: int = 1, truncate: int | None = None
+    ) -> TokenizedPrompt:
+        """Return a text's checked token ids, with or without those that the model's publisher adds; otherwise as `process`."""
+        return self._maker.process.text(text, add_special_tokens=add_special_tokens, reserve=reserve, truncate=truncate)
 
     def process_chat(
         self,
@@ -307,8 +347,8 @@ class AsyncLLM:
         return self._maker.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
-        return self._maker.default_sampling_params
+        """Return a copy of what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
+        return self._maker.default_sampling_params.clone()
 
     async def stats(self) -> EngineStats:
         """Return the counters."""
@@ -327,6 +367,11 @@ class AsyncLLM:
             await asyncio.sleep(0.005)
         await asyncio.to_thread(self._loop.shutdown)
 
+    def shutdown(self) -> None:
+        """End the engine after its present step; whoever still reads a request gets EngineDead. Idempotent."""
+        self._closed = True
+        self._loop.shutdown()
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -337,7 +382,7 @@ class AsyncLLM:
 
     async def _outputs(
         self,
-        request: Request | EmbeddingRequest,
+        request: AnyRequest,
         command: Generate | Embed,
         arrived: _Mailbox,
     ) -> AsyncGenerator[Output, None]:
@@ -356,6 +401,8 @@ class AsyncLLM:
                 self._tell(Abort((request.key,)))
 
     async def _call(self, command: Command) -> Reply:
+        if self._event_loop is None:
+            self._join(asyncio.get_running_loop())
         return await asyncio.wrap_future(self._loop.submit(command))
 
     def _tell(self, command: Command) -> None:
@@ -365,7 +412,7 @@ class AsyncLLM:
             return
 
     def _deliver(self, events: list[Event]) -> None:
-        if not self._event_loop.is_closed():
+        if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, events)
 
     def _apply(self, events: list[Event]) -> None:

@@ -17,6 +17,7 @@ from hardpoint.interfaces.batch import (
     Int32Array,
     Int64Array,
     Pooling,
+    PoolingTask,
     PromptLogprobs,
     SequenceSampling,
     TokenLogprobs,
@@ -32,6 +33,18 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
     """A value whose kind is its name in another process, too."""
 
 
+class BeamSearch(_Message, frozen=True):
+    """How the sequences of a request search together; see `BeamSearchParams`.
+
+    Attributes:
+        eos_token_ids: the tokens that complete a beam.
+    """
+
+    width: int
+    length_penalty: float
+    eos_token_ids: tuple[int, ...]
+
+
 class Generate(_Message, frozen=True):
     """Queue a generation request.
 
@@ -40,6 +53,7 @@ class Generate(_Message, frozen=True):
         sampling: of each of its sequences, without prompt, id and row, which the loop fills in.
         stop_token_ids, max_tokens, min_tokens, priority, salt: see `Scheduler.add_request`.
         prompt_logprobs: see `SamplingParams`.
+        beams: the sequences are those of a beam search.
     """
 
     key: int
@@ -51,14 +65,17 @@ class Generate(_Message, frozen=True):
     priority: int = 0
     salt: str = ""
     prompt_logprobs: int | None = None
+    beams: BeamSearch | None = None
 
 
 class Embed(_Message, frozen=True):
-    """Queue an embedding request."""
+    """Queue a request whose hidden states are pooled; see `SequencePooling`."""
 
     key: int
     prompt_token_ids: Sequence[int]
     pooling: Pooling = Pooling.LAST
+    task: PoolingTask = PoolingTask.EMBED
+    second_text: int = 0
 
 
 class Abort(_Message, frozen=True):
@@ -178,6 +195,21 @@ class Ended(_Message, frozen=True):
     token_ids: Int32Array
 
 
+class Beam(_Message, frozen=True):
+    """One of the texts that a beam search found.
+
+    Attributes:
+        token_ids: int32[k], the end-of-text token included.
+        logprobs: of each position, the candidates that its token was one of.
+        is_complete: an end-of-text token ended it.
+    """
+
+    token_ids: Int32Array
+    cumulative_logprob: float
+    logprobs: Sequence[TokenLogprobs]
+    is_complete: bool
+
+
 class StepDone(_Message, frozen=True):
     """What one step brought.
 
@@ -190,6 +222,7 @@ class StepDone(_Message, frozen=True):
         embeddings: by sequence.
         prompt_logprobs: by the first sequence of a request, those of the prompt's tokens that follow what came before, from its second.
         queue_seconds: of sequences that were sampled for the first time: from their arrival in the loop to the first step of their prompt.
+        beams: by the first sequence of a beam search that ended, the texts that it found, best first.
     """
 
     seq_ids: Int64Array
@@ -200,6 +233,7 @@ class StepDone(_Message, frozen=True):
     embeddings: Mapping[int, FloatArray] = {}
     prompt_logprobs: Mapping[int, PromptLogprobs] = {}
     queue_seconds: Mapping[int, float] = {}
+    beams: Mapping[int, Sequence[Beam]] = {}
 
 
 class Lost(_Message, frozen=True):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hardpoint.executor import RankLimits, RaySettings
 from hardpoint.interfaces.allocator import SleepPlan
+from hardpoint.interfaces.batch import LogprobsMode
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
@@ -70,6 +71,8 @@ class EngineConfig(SchedulerSettings):
         threads: host threads for computing, of all ranks together; None for all usable cores.
         engine_process: run the engine in a process of its own; one that crashes is an EngineDead of its client.
         max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
+        logprobs_mode: what `SamplingParams.logprobs` returns: "raw_logprobs" and "raw_logits" are of the logits as the model computed them,
+            "processed_logprobs" and "processed_logits" of those that tokens are drawn from. Of prompts it is always the first.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
@@ -112,6 +115,7 @@ class EngineConfig(SchedulerSettings):
     engine_process: bool = False
     max_commands: PositiveInt = 16384
     use_fused_decoder: bool = True
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     seed: Int64 = 0
 
     def __post_init__(self) -> None:

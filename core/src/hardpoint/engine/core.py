@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from hardpoint.engine.beam_search import Search
 from hardpoint.engine.commands import (
     Abort,
     Added,
+    Beam,
+    BeamSearch,
     CheckStep,
     Command,
     DeclareWeightsValid,
@@ -61,6 +64,8 @@ from hardpoint.interfaces.batch import (
     SequenceSampling,
     StepBatch,
     StepInput,
+    StepOutput,
+    TokenLogprobs,
 )
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import (
@@ -268,6 +273,8 @@ class EngineCore:
         self._queue_seconds: dict[int, float] = {}
         self._pooling: dict[int, SequencePooling] = {}
         self._scoring: dict[int, _Scoring] = {}
+        self._searches: dict[int, Search] = {}
+        self._search_of: dict[int, int] = {}
         self._forgotten: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
@@ -305,10 +312,22 @@ class EngineCore:
         spec = model.attention.kv_cache
         num_blocks = min(map(self._num_device_blocks, profiles, models))
         block_bytes = sum(one.attention.kv_cache.block_bytes for one in models)
-        num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks)
+        num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks) if block_bytes else 0
+        overridden: dict[str, Any] = {}
+        if model.state_bytes:
+            # What a state follows from is lost with it: such sequences are computed from their first token.
+            num_host, overridden["enable_prefix_caching"] = 0, False
+            _log.info("%s keeps recurrent states: prefixes are not cached, and nothing is swapped", model.architecture)
         call("initialize_kv", num_blocks, num_host)
         call("warm_up")
         config = self.config
+        if model.whole_prompts:
+            overridden |= {
+                "enable_chunked_prefill": False,
+                "long_prefill_token_threshold": None,
+                "mixed_prefill_tokens": None,
+                "max_num_batched_tokens": model.step_tokens(config.max_num_batched_tokens),
+            }
         self.scheduler = Scheduler(
             SchedulerConfig.complete(
                 config,
@@ -321,6 +340,7 @@ class EngineCore:
                 vocab_size=model.vocab_size,
                 swap_seconds_per_block=max(profile.seconds_per_swapped_block for profile in profiles),
                 recompute_seconds_per_token=max(profile.seconds_per_token for profile in profiles),
+                **overridden,
             )
         )
         self.info = EngineInfo(
@@ -336,7 +356,7 @@ class EngineCore:
             num_device_blocks=num_blocks,
             num_host_blocks=num_host,
             weight_bytes=sum(one.weight_bytes for one in models),
-            kv_bytes=num_blocks * block_bytes,
+            kv_bytes=num_blocks * block_bytes + config.max_num_seqs * sum(one.state_bytes for one in models),
             load_seconds=time.perf_counter() - start,
             accelerator=resolved.descriptor.accelerator,
             notice=resolved.notice,
@@ -352,6 +372,9 @@ class EngineCore:
             return self.config.num_device_blocks
         num_groups = len(model.kv_group_windows)
         needed = num_groups * -(-model.max_model_len // spec.block_size)
+        if spec.block_bytes == 0:
+            # Blocks without bytes number the tokens of sequences, none of which waits for them.
+            return needed * self.config.max_num_seqs
         num_blocks = profile.kv_bytes // spec.block_bytes
         if num_blocks < needed:
             fits = max(num_blocks, 0) // num_groups * spec.block_size
@@ -388,8 +411,13 @@ class EngineCore:
             salt=command.salt,
             skip_prefix_cache=command.prompt_logprobs is not None,
             # A function or a grammar is given the tokens before, so that they have to be here.
-            plan_ahead=not any(one.logits_processors or one.grammar is not None for one in command.sampling),
+            plan_ahead=not any(
+                one.logits_processors or one.bad_words or one.grammar is not None for one in command.sampling
+            ),
+            beams=command.beams is not None,
         )
+        if command.beams is not None:
+            self._begin_search(command, command.beams, handle)
         self._arrivals[handle] = time.perf_counter()
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
@@ -397,10 +425,19 @@ class EngineCore:
             self._scoring[handle] = _Scoring(np.asarray(command.prompt_token_ids, np.int64), command.prompt_logprobs)
         self._note_added(command.key, handle, len(command.sampling))
 
+    def _begin_search(self, command: Generate, asked: BeamSearch, handle: int) -> None:
+        prompt_len = len(command.prompt_token_ids)
+        room = self.scheduler.config.beam_tokens(asked.width) - prompt_len
+        max_tokens = room if command.max_tokens is None else min(room, command.max_tokens)
+        self._searches[handle] = Search(asked, prompt_len, max_tokens)
+        self._search_of.update(dict.fromkeys(range(handle, handle + asked.width), handle))
+
     def _embed(self, command: Embed) -> None:
         self._check_admission()
         handle = self.scheduler.add_request(command.prompt_token_ids, pooling=True, skip_prefix_cache=True)
-        self._pooling[handle] = SequencePooling(command.pooling, len(command.prompt_token_ids))
+        self._pooling[handle] = SequencePooling(
+            command.pooling, len(command.prompt_token_ids), command.task, command.second_text
+        )
         self._note_added(command.key, handle, 1)
 
     def _check_admission(self) -> None:
@@ -436,6 +473,8 @@ class EngineCore:
             self._queue_seconds.pop(seq_id, None)
             self._pooling.pop(seq_id, None)
             self._scoring.pop(seq_id, None)
+            self._searches.pop(seq_id, None)
+            self._search_of.pop(seq_id, None)
             key = self._keys.pop(seq_id)
             request = self._requests[key]
             request.alive.discard(seq_id)
@@ -443,6 +482,13 @@ class EngineCore:
                 del self._requests[key]
         self._forgotten.extend(seq_ids)
         self.scheduler.release(seq_ids)
+
+    def _end_search(self, handle: int, reason: FinishReason) -> list[Ended]:
+        """End all sequences of a search; its first one stands for all."""
+        self.scheduler.abort([handle])
+        alive = sorted(self._requests[self._keys[handle]].alive)
+        self._forget(alive)
+        return [Ended(handle, reason, np.empty(0, np.int32))]
 
     def _ended(self, seq_id: int, reason: FinishReason) -> Ended:
         ended = Ended(seq_id, reason, self.scheduler.output_token_ids(seq_id))
@@ -671,21 +717,58 @@ class EngineCore:
         queued = {seq_id: self._queue_seconds.pop(seq_id) for seq_id in step.first if seq_id in self._queue_seconds}
         if step.scored:
             self._check_scores([seq_id for seq_id in step.scored if seq_id not in output.prompt_logprobs])
-        ended = [self._ended(seq_id, reason) for seq_id, reason in finished if seq_id in keys]
+        logprobs, beams, ended = output.logprobs, dict[int, list[Beam]](), list[Ended]()
+        if self._searches:
+            logprobs = {i: entry for i, entry in logprobs.items() if int(seq_ids[i]) not in self._search_of}
+            ended += self._advance_searches(seq_ids, output, finished, beams)
+        ended += [self._ended(seq_id, reason) for seq_id, reason in finished if seq_id in keys]
         # A copy: the worker may make the next step's tokens in the same memory before a client reads these.
         token_ids = output.token_ids.copy()
         self._events.append(
             StepDone(
                 seq_ids,
                 token_ids,
-                output.logprobs,
+                logprobs,
                 num_cached,
                 ended,
                 output.embeddings,
                 output.prompt_logprobs,
                 queued,
+                beams,
             )
         )
+
+    def _advance_searches(
+        self,
+        seq_ids: Int64Array,
+        output: StepOutput,
+        finished: Sequence[tuple[int, FinishReason]],
+        beams: dict[int, list[Beam]],
+    ) -> list[Ended]:
+        """Let the searches whose beams have all been sampled go on; returns the sequences of those that ended, and adds their `beams`."""
+        done: list[Ended] = []
+        for seq_id, reason in finished:
+            if seq_id in self._search_of:
+                done += self._end_search(self._search_of[seq_id], reason)
+        touched: dict[int, None] = {}
+        for index, seq_id in enumerate(seq_ids.tolist()):
+            handle = self._search_of.get(seq_id)
+            if handle is not None and index in output.logprobs:
+                self._searches[handle].pending[seq_id] = output.logprobs[index]
+                touched[handle] = None
+        for handle in touched:
+            if not self.scheduler.beams_sampled(handle):
+                continue
+            search = self._searches[handle]
+            width = search.asked.width
+            entries: list[TokenLogprobs] = [search.pending.pop(seq_id) for seq_id in range(handle, handle + width)]
+            following = search.advance(entries)
+            if following is not None:
+                self.scheduler.advance_beams(handle, *following)
+                continue
+            beams[handle] = search.best()
+            done += self._end_search(handle, FinishReason.STOP)
+        return done
 
     def _check_scores(self, missing: Sequence[int]) -> None:
         """End the requests whose prompts' log probabilities a worker left out."""

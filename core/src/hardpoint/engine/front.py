@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from hardpoint.engine.commands import Embed, Generate, Pause
+from hardpoint.engine.commands import BeamSearch, Embed, Generate, Pause
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.loops import Loop
-from hardpoint.engine.request import EmbeddingRequest, Recipient, Request
+from hardpoint.engine.request import BeamRequest, EmbeddingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
-from hardpoint.interfaces.batch import Pooling
+from hardpoint.interfaces.batch import LogprobsMode, PoolingTask
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
 from hardpoint.models import ModelSource, TokenizerBackend, load_tokenizer, open_model
-from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.random import stream_key
 
@@ -52,7 +52,8 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         tokenizer = background.submit(_load_tokenizer, config, source)
         loop = make_loop(config)
         try:
-            return loop, RequestMaker(config, loop.model, tokenizer.result(), frozenset(source.eos_token_ids), params)
+            eos_ids, normalize = frozenset(source.eos_token_ids), source.pooling_files.normalize
+            return loop, RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, normalize)
         except BaseException:
             loop.shutdown()
             raise
@@ -64,6 +65,7 @@ class RequestMaker:
     Args:
         eos_ids: the model's end-of-text tokens.
         default_sampling_params: for callers that give none.
+        normalize: embeddings of callers that do not say it.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class RequestMaker:
         tokenizer: PreTrainedTokenizerBase | None,
         eos_ids: frozenset[int],
         default_sampling_params: SamplingParams,
+        normalize: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.default_sampling_params = default_sampling_params
+        self._normalize = normalize
         self.process = PromptProcessor(tokenizer, model.vocab_size, model.max_model_len)
         self._config, self._model, self._eos_ids = config, model, eos_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -118,8 +122,9 @@ class RequestMaker:
         check_params(params, SamplingParams)
         if not self._model.is_generative:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
-        tokens = self.process(prompt)
+        tokens = self.process(prompt, truncate=params.truncate_prompt_tokens)
         params.check_vocab(self._model.vocab_size)
+        bad_words = self._bad_words(params)
         if params.logits_processors and self._config.other_processes:
             raise InvalidSamplingParams(
                 "logits_processors are functions of this process, and the model runs in others",
@@ -137,7 +142,17 @@ class RequestMaker:
             key=next(self._keys),
             prompt_token_ids=tokens.token_ids,
             sampling=tuple(
-                params.to_sequence_sampling(-1, (), fork, seed, self._eos_ids, grammar)
+                params.to_sequence_sampling(
+                    -1,
+                    (),
+                    fork,
+                    seed,
+                    self._eos_ids,
+                    grammar,
+                    bad_words=bad_words,
+                    logprobs_mode=self._config.logprobs_mode,
+                    vocab_size=self._model.vocab_size,
+                )
                 for fork in range(params.num_sequences)
             ),
             stop_token_ids=tuple(sorted(params.all_stop_token_ids(self._eos_ids))),
@@ -145,20 +160,100 @@ class RequestMaker:
             min_tokens=params.min_tokens,
             priority=priority,
             salt=tokens.cache_salt or "",
-            prompt_logprobs=params.prompt_logprobs,
+            prompt_logprobs=self._model.vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs,
         )
         request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
         return request, command
 
+    def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Return the token ids of the words that must not come, at the beginning of a text and after a space."""
+        words = params.bad_words or ()
+        if words and self.tokenizer is None:
+            raise InvalidSamplingParams(
+                "bad_words need the model's tokenizer", found="an engine without one", hint="Make it with one"
+            )
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            alone = self.process.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.process.encode(" " + word.lstrip(), add_special_tokens=False)
+            found[tuple(alone)] = None
+            # Where the space is a token of its own, the word is found after it as it is.
+            if spaced[1:] != alone:
+                found[tuple(spaced)] = None
+        return list(found)
+
+    def beam_search(
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: BeamSearchParams,
+        priority: int,
+        recipient: Recipient,
+    ) -> tuple[BeamRequest, Generate]:
+        """Return a beam search and the command that queues it; raises InvalidRequest."""
+        RequestArguments(request_id, priority)
+        check_params(params, BeamSearchParams)
+        if not self._model.is_generative:
+            raise InvalidRequest("the model has no language-model head", hint="Use embed")
+        tokens = self.process(prompt)
+        width, candidates = params.beam_width, params.num_candidates(self._eos_ids)
+        if width > self._config.max_num_seqs:
+            raise InvalidSamplingParams(
+                f"{width} beams are asked for",
+                found=f"the engine runs at most {self._config.max_num_seqs} sequences at a time",
+                hint="Lower beam_width, or raise max_num_seqs",
+            )
+        if candidates > self._model.vocab_size:
+            raise InvalidSamplingParams(
+                f"{width} beams need {candidates} candidates each",
+                found=f"a vocabulary of {self._model.vocab_size} tokens",
+                hint="Lower beam_width",
+            )
+        mode = self._config.logprobs_mode
+        if mode in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS):
+            raise InvalidSamplingParams(
+                "beam search needs log probabilities", found=f"an engine with logprobs_mode='{mode}'"
+            )
+        eos_ids = () if params.ignore_eos else tuple(sorted(self._eos_ids))
+        one = SamplingParams(temperature=params.temperature, logprobs=candidates, ignore_eos=True)
+        seed = unseeded(self._config.seed, next(self._numbers))
+        command = Generate(
+            key=next(self._keys),
+            prompt_token_ids=tokens.token_ids,
+            sampling=tuple(
+                one.to_sequence_sampling(-1, (), fork, seed, (), logprobs_mode=mode) for fork in range(width)
+            ),
+            max_tokens=params.max_tokens,
+            priority=priority,
+            salt=tokens.cache_salt or "",
+            beams=BeamSearch(width, params.length_penalty, eos_ids),
+        )
+        return BeamRequest(request_id, command.key, tokens, params, self._detokenizer, recipient), command
+
     def embedding(
-        self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None, recipient: Recipient
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: PoolingParams | None,
+        recipient: Recipient,
     ) -> tuple[EmbeddingRequest, Embed]:
-        """Return an embedding request and the command that queues it; raises InvalidRequest."""
+        """Return a request whose hidden states are pooled, and the command that queues it; raises InvalidRequest."""
         RequestArguments(request_id)
         params = PoolingParams() if params is None else params
         check_params(params, PoolingParams)
-        tokens = self.process(prompt, reserve=0)
-        command = Embed(next(self._keys), tokens.token_ids, params.pooling or Pooling.LAST)
+        model = self._model
+        if params.task is PoolingTask.CLASSIFY and not model.num_labels:
+            raise InvalidRequest(
+                "the model has no head that classifies",
+                found=f"the architecture {model.architecture}",
+                hint="Use embed, or a model with such a head (a ...ForSequenceClassification)",
+            )
+        tokens = self.process(prompt, reserve=0, truncate=params.truncate_prompt_tokens)
+        command = Embed(
+            next(self._keys), tokens.token_ids, params.pooling or model.pooling, params.task, tokens.second_text
+        )
+        if params.normalize is None:
+            params = replace(params, normalize=self._normalize)
         return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -19,16 +19,16 @@ from hardpoint.interfaces.errors import (
     TokenOutOfRange,
 )
 from hardpoint.models import panics_as_errors, write_chat
-from hardpoint.sampling import PoolingParams, SamplingParams
-from hardpoint.validation import INT32_MAX, Int64, Validated, shown
+from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
+from hardpoint.validation import INT32_MAX, Int64, NonNegativeInt, Validated, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps prefix caches apart), such as
-`TextPrompt` and `TokensPrompt`."""
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt"
+"""A text, token ids, what `PromptProcessor` made of them, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps
+prefix caches apart), such as `TextPrompt` and `TokensPrompt`."""
 
 
 class TextPrompt(TypedDict):
@@ -48,6 +48,10 @@ class TokensPrompt(TypedDict):
 Message: TypeAlias = Mapping[str, Any]
 """One message of a conversation: `role` and `content`, a text or a list of parts `{"type": "text", "text": ...}`, and whatever
 else the model's chat template knows."""
+
+
+_MEDIA = frozenset({"mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids"})
+"""Keys of vLLM's prompts that say something of pictures, sounds and films."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +87,24 @@ class TokenizedPrompt(Validated):
     text: str | None
     token_ids: list[Int64]
     cache_salt: str | None = None
+    second_text: NonNegativeInt = 0
+    """Place of the token with which the second of two texts begins, for models that tell them apart; 0 for one text."""
 
     def __post_init__(self) -> None:
         self._check_types()
         if self.cache_salt is not None:
             _check_unicode("cache_salt", self.cache_salt)
+
+    def truncated(self, num_tokens: int | None, most: int) -> TokenizedPrompt:
+        """Return the prompt with its last `num_tokens` tokens, -1 for `most`; None leaves it as it is."""
+        if num_tokens is None:
+            return self
+        count = most if num_tokens == -1 else num_tokens
+        dropped = len(self.token_ids) - count
+        if dropped <= 0:
+            return self
+        second = max(self.second_text - dropped, 0)
+        return replace(self, token_ids=self.token_ids[dropped:], second_text=second)
 
     def salted(self, cache_salt: str | None) -> TokenizedPrompt:
         """Return the prompt with its prefix cache kept apart by `cache_salt`; None shares it with all others that have none."""
@@ -102,26 +119,38 @@ class PromptProcessor:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def __call__(self, prompt: Prompt | TokenizedPrompt, *, reserve: int = 1) -> TokenizedPrompt:
+    def __call__(
+        self, prompt: Prompt | TokenizedPrompt, *, reserve: int = 1, truncate: int | None = None
+    ) -> TokenizedPrompt:
         """Return the checked prompt; `reserve` tokens of the context stay free for output.
+
+        Args:
+            truncate: use its last so many tokens; -1 for as many as the context holds.
 
         Raises EmptyPrompt, PromptTooLong, TokenOutOfRange, InvalidRequest.
         """
-        if isinstance(prompt, TokenizedPrompt):
-            self._check(prompt.token_ids, reserve)
-            return prompt
-        text, token_ids, salt = self._parse(prompt)
-        if token_ids is None:
-            assert text is not None
-            token_ids = self.encode(text)
-        self._check(token_ids, reserve)
-        return TokenizedPrompt(text, token_ids, salt)
+        if not isinstance(prompt, TokenizedPrompt):
+            text, token_ids, salt = self._parse(prompt)
+            if token_ids is None:
+                assert text is not None
+                token_ids = self.encode(text)
+            self.check_ids(token_ids)  # Not all of them are integers of 64 bits.
+            prompt = TokenizedPrompt(text, token_ids, salt)
+        return self._checked(prompt, reserve, truncate)
 
-    def text(self, text: str, *, add_special_tokens: bool = True, reserve: int = 1) -> TokenizedPrompt:
+    def text(
+        self, text: str, *, add_special_tokens: bool = True, reserve: int = 1, truncate: int | None = None
+    ) -> TokenizedPrompt:
         """Return a text as a prompt, with or without the tokens that the model's publisher adds; errors as for a call."""
         token_ids = self.encode(text, add_special_tokens=add_special_tokens)
-        self._check(token_ids, reserve)
-        return TokenizedPrompt(text, token_ids)
+        return self._checked(TokenizedPrompt(text, token_ids), reserve, truncate)
+
+    def _checked(self, prompt: TokenizedPrompt, reserve: int, truncate: int | None) -> TokenizedPrompt:
+        if truncate == 0:
+            raise EmptyPrompt("truncate_prompt_tokens leaves no token of the prompt", hint="Give at least 1, or -1")
+        prompt = prompt.truncated(truncate, self._max_model_len - reserve)
+        self._check(prompt.token_ids, reserve)
+        return prompt
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids; raises InvalidRequest when the engine has no tokenizer, or one that cannot read it."""
@@ -134,6 +163,21 @@ class PromptProcessor:
             raise InvalidRequest("the model's tokenizer cannot read this text", found=str(error)) from error
         return ids
 
+    def pair(self, text: str, second: str) -> TokenizedPrompt:
+        """Return two texts as one prompt, with the tokens that the model's publisher puts between them; errors as for a call."""
+        for one in (text, second):
+            _check_unicode("the prompt", one)
+        tokenizer = self._need_tokenizer()
+        try:
+            with panics_as_errors():
+                encoded = tokenizer(text, second, return_token_type_ids=True)
+        except Exception as error:  # as in `encode`
+            raise InvalidRequest("the model's tokenizer cannot read these texts", found=str(error)) from error
+        types: list[int] = encoded["token_type_ids"]
+        token_ids: list[int] = encoded["input_ids"]
+        self._check(token_ids, reserve=0)
+        return TokenizedPrompt(None, token_ids, second_text=types.index(1) if 1 in types else 0)
+
     def chat(
         self,
         messages: Sequence[Message],
@@ -143,6 +187,7 @@ class PromptProcessor:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        truncate: int | None = None,
     ) -> TokenizedPrompt:
         """Return a conversation as the model's chat template writes it; raises InvalidRequest without a template.
 
@@ -150,7 +195,14 @@ class PromptProcessor:
             continue_final_message: the prompt ends within the last message, which the model goes on with.
             tools: functions that the model may call, as OpenAI describes them.
             variables: of the template, further ones.
+            truncate: as for a call.
         """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "a prompt that ends within the last message has no beginning of a new one",
+                found="continue_final_message=True with add_generation_prompt=True",
+                hint="Give add_generation_prompt=False",
+            )
         tokenizer = self._need_tokenizer()
         if template is None and tokenizer.chat_template is None:
             raise InvalidRequest(
@@ -175,9 +227,7 @@ class PromptProcessor:
                 found=f"{type(error).__name__}: {error}",
                 hint="Each message needs a 'role' that the template knows and a 'content'",
             ) from error
-        token_ids = self.encode(text, add_special_tokens=False)
-        self._check(token_ids, reserve=1)
-        return TokenizedPrompt(text, token_ids)
+        return self._checked(TokenizedPrompt(text, self.encode(text, add_special_tokens=False)), 1, truncate)
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -190,6 +240,13 @@ class PromptProcessor:
             return prompt, None, None
         if not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
+        if any(prompt.get(key) for key in _MEDIA):
+            raise InvalidRequest(
+                "prompts are text: pictures, sounds and films are not supported",
+                found=f"keys {sorted(prompt)}",
+                hint="Give 'prompt' or 'prompt_token_ids' alone",
+            )
+        prompt = {key: value for key, value in prompt.items() if key not in _MEDIA}
         keys = _PromptKeys.parse(prompt)
         if (keys.prompt is None) == (keys.prompt_token_ids is None):
             raise InvalidRequest(
@@ -230,7 +287,7 @@ class RequestArguments(Validated):
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
 
 
-def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams]) -> None:
+def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams] | type[BeamSearchParams]) -> None:
     """Raise InvalidRequest unless `params` is of the kind that a request needs."""
     if not isinstance(params, kind):
         raise InvalidRequest(f"the request's parameters must be {kind.__name__}", found=shown(params))
@@ -275,10 +332,14 @@ def check_checkpoint(model: object) -> None:
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a mapping, or token ids (not prompts of them) are one prompt."""
-    if isinstance(prompts, (str, bytes, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping, TokenizedPrompt)):
         return [prompts]
     many = _as_list(prompts, "prompts must be a text, token ids, a mapping, or several of these")
-    return many if not many or isinstance(many[0], (str, Mapping)) or hasattr(type(many[0]), "__len__") else [many]
+    return (
+        many
+        if not many or isinstance(many[0], (str, Mapping, TokenizedPrompt)) or hasattr(type(many[0]), "__len__")
+        else [many]
+    )
 
 
 def as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineInfo
-from hardpoint.engine.inputs import Message, Prompt, as_conversations, as_prompts, pair_with_params
+from hardpoint.engine.inputs import Message, Prompt, as_conversations, as_prompts, check_params, pair_with_params
 from hardpoint.engine.llm_engine import EngineStats, LLMEngine
-from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import Recipient
 from hardpoint.engine.sleep import SleepParticipant, SleepReport, SleepStatus, WakeReport
-from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +58,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
-        return self.engine.default_sampling_params
+        """Return a copy of what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
+        return self.engine.default_sampling_params.clone()
 
     def generate(
         self,
@@ -85,7 +86,10 @@ class LLM:
         """
         many = as_prompts(prompts)
         params = pair_with_params(len(many), sampling_params, self.engine.default_sampling_params)
-        tokenized = [self.engine.process(prompt) for prompt in many]
+        tokenized = [
+            self.engine.process(prompt, truncate=one.truncate_prompt_tokens)
+            for prompt, one in zip(many, params, strict=True)
+        ]
         return self._generate(tokenized, params, use_tqdm, priority)
 
     def chat(
@@ -96,15 +100,55 @@ class LLM:
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, as the model's chat template writes them."""
+        """Answer one conversation or several, as the model's chat template writes them; errors as for `generate`.
+
+        Args:
+            messages: mappings with `role` and `content`, a text or parts `{"type": "text", "text": ...}`, and what else the template knows.
+            chat_template: instead of the model's own.
+            add_generation_prompt: end with the beginning of the model's answer.
+            continue_final_message: end within the last message, which the model goes on with; only with add_generation_prompt=False.
+            tools: functions that the model may call, as OpenAI describes them.
+            chat_template_kwargs: further variables of the template.
+        """
         conversations = as_conversations(messages)
         params = pair_with_params(len(conversations), sampling_params, self.engine.default_sampling_params)
         tokenized = [
-            self.engine.process_chat(conversation, chat_template, add_generation_prompt)
-            for conversation in conversations
+            self.engine.process_chat(
+                conversation,
+                chat_template,
+                add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=chat_template_kwargs,
+                truncate=one.truncate_prompt_tokens,
+            )
+            for conversation, one in zip(conversations, params, strict=True)
         ]
-        return self._generate(tokenized, params, use_tqdm, None)
+        return self._generate(tokenized, params, use_tqdm, priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Return, for each prompt, the `beam_width` best texts that go on from it, best first; errors as for `generate`."""
+        many = as_prompts(prompts)
+        check_params(params, BeamSearchParams)
+        # As vLLM has it, the end-of-text token is among the tokens here.
+        params = replace(params, include_stop_str_in_output=True)
+        tokenized = [self.engine.process(prompt) for prompt in many]
+
+        def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
+            return self.engine.submit_beam_search(request_id, tokenized[index], params, recipient)
+
+        return [self._beams_of(output) for output in self._run(len(tokenized), submit, use_tqdm)]
 
     def embed(
         self,
@@ -220,6 +264,21 @@ class LLM:
             self.engine.abort_request(ids)
             raise
         return [done[request_id] for request_id in ids]
+
+    def _beams_of(self, output: RequestOutput) -> BeamSearchOutput:
+        sequences = []
+        for found in output.outputs:
+            # A finished search has them all.
+            assert found.logprobs is not None
+            assert found.cumulative_logprob is not None
+            assert found.finish_reason is not None
+            tokens = [*output.prompt_token_ids, *found.token_ids]
+            text = "" if self.engine.tokenizer is None else self.engine.decode(tokens)
+            one = BeamSearchSequence(
+                tokens, found.logprobs, found.cumulative_logprob, text, found.finish_reason, found.stop_reason
+            )
+            sequences.append(one)
+        return BeamSearchOutput(sequences)
 
     def _next_id(self) -> str:
         return f"offline-{next(self._request_ids)}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.engine.commands import (
     Abort,
@@ -37,7 +37,7 @@ from hardpoint.engine.loops import InlineLoop, Loop
 from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
 from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.progress import StepProgress
-from hardpoint.engine.request import EmbeddingRequest, Output, Recipient, Request, RequestTable
+from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
 from hardpoint.engine.sleep import (
     EngineState,
     SleepParticipant,
@@ -49,7 +49,7 @@ from hardpoint.engine.sleep import (
 )
 from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts
 from hardpoint.interfaces.errors import EngineDead, InvalidRequest
-from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,6 +128,18 @@ class LLMEngine:
         grammar = self._maker.grammar(params)
         return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient, grammar))
 
+    def submit_beam_search(
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: BeamSearchParams,
+        recipient: Recipient,
+        priority: int = 0,
+    ) -> Future[None]:
+        """Hand a beam search over; see `submit_request`."""
+        self._check_alive()
+        return self._submit(*self._maker.beam_search(request_id, prompt, params, priority, recipient))
+
     def submit_embedding_request(
         self,
         request_id: str,
@@ -139,7 +151,7 @@ class LLMEngine:
         self._check_alive()
         return self._submit(*self._maker.embedding(request_id, prompt, params, recipient))
 
-    def _submit(self, request: Request | EmbeddingRequest, command: Command) -> Future[None]:
+    def _submit(self, request: AnyRequest, command: Command) -> Future[None]:
         with self._lock, DeferredInterrupts():
             self._requests.add(request)
             try:
@@ -158,11 +170,19 @@ class LLMEngine:
         with self._lock, DeferredInterrupts():
             self._apply(self._loop.pending())
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens; raises InvalidRequest where there is no tokenizer or an id is not in the vocabulary."""
+        return self._maker.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
     def process_chat(
-        self, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True, **how: Any
     ) -> TokenizedPrompt:
-        """Return a conversation as the model's chat template writes it; raises InvalidRequest."""
-        return self.process.chat(messages, template, add_generation_prompt)
+        """Return a conversation as the model's chat template writes it; raises InvalidRequest.
+
+        Args:
+            how: see `PromptProcessor.chat`.
+        """
+        return self.process.chat(messages, template, add_generation_prompt, **how)
 
     def step(self) -> list[RequestOutput | EmbeddingRequestOutput]:
         """Compute one step and return the outputs of requests that have something new.

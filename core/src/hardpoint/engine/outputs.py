@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 from hardpoint.interfaces.batch import FloatArray, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log probability at one position, of the model's own distribution.
+    """One token's log probability at one position, of the model's own distribution unless `EngineConfig.logprobs_mode` says otherwise.
 
     Attributes:
         rank: 1 for the most probable token.
@@ -25,6 +25,78 @@ class Logprob:
 
 PositionLogprobs: TypeAlias = dict[int, Logprob]
 """By token id: the sampled token first, then the most probable ones in falling order."""
+
+
+class FlatLogprobs(Sequence[PositionLogprobs]):
+    """Log probabilities of many positions in few arrays; each position is made into its mapping when it is asked for.
+
+    Attributes:
+        start_indices, end_indices: of each position, where its tokens are in the arrays that follow; none of a position without any.
+        token_ids, logprobs, ranks, decoded_tokens: one entry for each token of each position.
+    """
+
+    def __init__(self) -> None:
+        self.start_indices: list[int] = []
+        self.end_indices: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int] = []
+        self.decoded_tokens: list[str | None] = []
+
+    def add(self, entry: TokenLogprobs | None, texts: Sequence[str | None] = ()) -> None:
+        """Take the next position; None for one without log probabilities. Arguments as for `position_logprobs`."""
+        self.start_indices.append(len(self.token_ids))
+        if entry is not None:
+            token_ids = entry.token_ids.tolist()
+            # The token itself is among the best ones once more, or not.
+            others = [place for place, token_id in enumerate(token_ids) if place == 0 or token_id != token_ids[0]]
+            self.token_ids += [token_ids[place] for place in others]
+            self.logprobs += entry.logprobs[others].tolist()
+            self.ranks += [entry.rank, *others[1:]]
+            self.decoded_tokens += [texts[place] for place in others]
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | FlatLogprobs:
+        """Return one position's mapping, empty where it has none, or the log probabilities of several positions."""
+        if isinstance(index, slice):
+            return self._slice(range(len(self))[index])
+        tokens = range(self.start_indices[index], self.end_indices[index])
+        return {
+            self.token_ids[at]: Logprob(self.logprobs[at], self.ranks[at], self.decoded_tokens[at]) for at in tokens
+        }
+
+    def extend(self, other: FlatLogprobs) -> None:
+        """Take the positions of another one."""
+        for position in range(len(other)):
+            self._take(other, position)
+
+    def _slice(self, positions: range) -> FlatLogprobs:
+        found = FlatLogprobs()
+        for position in positions:
+            found._take(self, position)
+        return found
+
+    def _take(self, other: FlatLogprobs, position: int) -> None:
+        tokens = slice(other.start_indices[position], other.end_indices[position])
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids += other.token_ids[tokens]
+        self.logprobs += other.logprobs[tokens]
+        self.ranks += other.ranks[tokens]
+        self.decoded_tokens += other.decoded_tokens[tokens]
+        self.end_indices.append(len(self.token_ids))
+
+
+CompletionLogprobs: TypeAlias = Sequence[PositionLogprobs] | FlatLogprobs
+"""By position."""
 
 
 def position_logprobs(entry: TokenLogprobs, texts: Sequence[str | None]) -> PositionLogprobs:
@@ -90,7 +162,7 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: Sequence[PositionLogprobs] | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -119,12 +191,40 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | FlatLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One of the texts that `LLM.beam_search` found.
+
+    Attributes:
+        tokens: of the prompt and what follows it, the end-of-text token included.
+        logprobs: of each token after the prompt, with the other candidates at its position.
+        cum_logprob: sum over the tokens after the prompt.
+        text: of all tokens.
+        finish_reason: "stop" where an end-of-text token ended it, else "length".
+        stop_reason: that token.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[PositionLogprobs]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The result of a beam search for one prompt: `beam_width` texts, best first."""
+
+    sequences: Sequence[BeamSearchSequence]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingOutput:
-    """An embedding: float32[hidden_size]."""
+    """What was made of a prompt: float32[width], with the pooling ALL float32[tokens, width]; see `StepOutput.embeddings`."""
 
     embedding: FloatArray
 

@@ -9,22 +9,23 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hardpoint.engine.commands import Added, Died, Event, Lost, StepDone
+from hardpoint.engine.commands import Added, Beam, Died, Ended, Event, Lost, StepDone
 from hardpoint.engine.detokenizer import Detokenizer, TextStream
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    FlatLogprobs,
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
     best_completions,
     position_logprobs,
 )
-from hardpoint.interfaces.batch import FloatArray, PromptLogprobs, TokenLogprobs
+from hardpoint.interfaces.batch import PoolingTask, PromptLogprobs, TokenLogprobs
 from hardpoint.interfaces.errors import InvalidRequest
-from hardpoint.sampling import PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
 
 
@@ -39,7 +40,7 @@ class Completion:
     index: int
     stream: TextStream
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | FlatLogprobs = field(default_factory=list)
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -78,13 +79,14 @@ class EmbeddingRequest:
     params: PoolingParams
     recipient: Recipient
 
-    def output(self, vector: FloatArray | None) -> EmbeddingRequestOutput:
-        """Return its output; without a vector, of a request that was ended before."""
+    def output(self, ended: Ended | None, event: StepDone | None) -> EmbeddingRequestOutput:
+        """Return its output; without one in the event, of a request that was ended before."""
+        vector = None if ended is None or event is None else event.embeddings.get(ended.seq_id)
         reason = "stop"
         if vector is None:
             vector, reason = np.empty(0, np.float32), "abort"
-        elif self.params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        elif self.params.normalize and self.params.task is PoolingTask.EMBED:
+            vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
         return EmbeddingRequestOutput(
             request_id=self.request_id,
             outputs=EmbeddingOutput(embedding=vector),
@@ -92,6 +94,65 @@ class EmbeddingRequest:
             finished=True,
             finish_reason=reason,
         )
+
+
+@dataclass(slots=True)
+class BeamRequest:
+    """A beam search in progress."""
+
+    request_id: str
+    key: int
+    prompt: TokenizedPrompt
+    params: BeamSearchParams
+    detokenizer: Detokenizer | None
+    recipient: Recipient
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.perf_counter()))
+
+    def first_token(self, num_cached_tokens: int, queue_seconds: float | None) -> None:
+        """Note that the first step is done; see `Request.first_token`."""
+        self.metrics = replace(self.metrics, first_token_time=time.perf_counter(), queue_seconds=queue_seconds)
+        self.num_cached_tokens = num_cached_tokens
+
+    def output(self, ended: Ended | None, event: StepDone | None) -> RequestOutput:
+        """Return its output; without one in the event, of a search that was ended before, which has found nothing."""
+        beams = () if ended is None or event is None else event.beams.get(ended.seq_id, ())
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
+            outputs=[self._completion(index, beam) for index, beam in enumerate(beams)],
+            finished=True,
+            metrics=replace(self.metrics, finished_time=time.perf_counter()),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def _completion(self, index: int, beam: Beam) -> CompletionOutput:
+        token_ids: list[int] = beam.token_ids.tolist()
+        logprobs = [self._candidates(*one) for one in zip(token_ids, beam.logprobs, strict=True)]
+        end = token_ids[-1] if beam.is_complete else None
+        if beam.is_complete and not self.params.include_stop_str_in_output:
+            del token_ids[-1], logprobs[-1]
+        text = "" if self.detokenizer is None else self.detokenizer.decode(token_ids, skip_special_tokens=False)
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=beam.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason="stop" if beam.is_complete else "length",
+            stop_reason=end,
+        )
+
+    def _candidates(self, token_id: int, entry: TokenLogprobs) -> PositionLogprobs:
+        """Return the token with the others that its beam might have gone on with."""
+        place = entry.token_ids[1:].tolist().index(token_id)
+        chosen = np.array([1 + place]), np.arange(1, len(entry.token_ids))
+        order = np.concatenate(chosen)
+        found = TokenLogprobs(entry.token_ids[order], entry.logprobs[order], place + 1)
+        text_of = None if self.detokenizer is None else self.detokenizer.token_text
+        texts = [None if text_of is None else text_of(one) for one in found.token_ids.tolist()]
+        return position_logprobs(found, texts)
 
 
 class Request:
@@ -121,14 +182,22 @@ class Request:
         self.recipient = recipient
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
         self.num_cached_tokens = 0
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self._prompt_logprobs: list[PositionLogprobs | None] | FlatLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = FlatLogprobs() if params.flat_logprobs else [None]
+            if isinstance(self._prompt_logprobs, FlatLogprobs):
+                self._prompt_logprobs.add(None)
         self._detokenizer = detokenizer
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
         self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
         self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self.completions = [
-            Completion(index, TextStream(detokenizer, prompt.token_ids, params))
+            Completion(
+                index,
+                TextStream(detokenizer, prompt.token_ids, params),
+                logprobs=FlatLogprobs() if params.flat_logprobs else [],
+            )
             for index in range(params.num_sequences)
         ]
         self._unfinished = len(self.completions)
@@ -154,7 +223,7 @@ class Request:
         assert self._prompt_logprobs is not None
         for token_ids, values, rank in zip(entries.token_ids, entries.logprobs, entries.ranks.tolist(), strict=True):
             texts = [self._text_of(token_id) for token_id in token_ids.tolist()]
-            self._prompt_logprobs.append(position_logprobs(TokenLogprobs(token_ids, values, rank), texts))
+            _add_logprobs(self._prompt_logprobs, TokenLogprobs(token_ids, values, rank), texts)
 
     def append(self, completion: Completion, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
         """Take a followed sequence's next token; returns True when its text has reached a stop text.
@@ -223,7 +292,7 @@ class Request:
     def _append_logprobs(self, completion: Completion, entry: TokenLogprobs) -> None:
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(entry.logprobs[0])
         if self.params.logprobs is not None:
-            completion.logprobs.append(position_logprobs(entry, [self._text_of(t) for t in entry.token_ids.tolist()]))
+            _add_logprobs(completion.logprobs, entry, [self._text_of(t) for t in entry.token_ids.tolist()])
 
     def _text_of(self, token_id: int) -> str | None:
         if self._detokenizer is None or not self.params.detokenize:
@@ -231,13 +300,27 @@ class Request:
         return self._detokenizer.token_text(token_id)
 
 
+def _add_logprobs(
+    kept: list[PositionLogprobs] | list[PositionLogprobs | None] | FlatLogprobs,
+    entry: TokenLogprobs,
+    texts: Sequence[str | None],
+) -> None:
+    if isinstance(kept, FlatLogprobs):
+        kept.add(entry, texts)
+    else:
+        kept.append(position_logprobs(entry, texts))
+
+
+AnyRequest: TypeAlias = Request | EmbeddingRequest | BeamRequest
+
+
 class RequestTable:
     """A client's requests in progress, and what the loop's events make of them. Not safe to use from several threads at once."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Request | EmbeddingRequest] = {}
-        self._by_key: dict[int, Request | EmbeddingRequest] = {}
-        self._embeddings: dict[int, EmbeddingRequest] = {}
+        self._by_id: dict[str, AnyRequest] = {}
+        self._by_key: dict[int, AnyRequest] = {}
+        self._wholes: dict[int, EmbeddingRequest | BeamRequest] = {}
         self._completions: dict[int, tuple[Request, Completion]] = {}
         self._streaming: dict[int, tuple[Request, Completion]] = {}
 
@@ -257,7 +340,7 @@ class RequestTable:
         for request_id in self.ids:
             self.remove(request_id)
 
-    def add(self, request: Request | EmbeddingRequest) -> None:
+    def add(self, request: AnyRequest) -> None:
         """Take a request, before the loop is told of it; raises InvalidRequest where its id is in use."""
         if request.request_id in self._by_id:
             raise InvalidRequest(
@@ -271,8 +354,8 @@ class RequestTable:
         if request is None:
             return None
         del self._by_key[request.key]
-        if isinstance(request, EmbeddingRequest):
-            self._embeddings = {s: one for s, one in self._embeddings.items() if one is not request}
+        if not isinstance(request, Request):
+            self._wholes = {s: one for s, one in self._wholes.items() if one is not request}
         else:
             for seq_id in [s for s, (one, _) in self._completions.items() if one is request]:
                 del self._completions[seq_id]
@@ -282,8 +365,8 @@ class RequestTable:
     def abort(self, request_id: str) -> int | None:
         """End a request with what its client knows of it; returns its key, None where it is not in progress."""
         request = self._by_id.get(request_id)
-        if isinstance(request, EmbeddingRequest):
-            request.recipient.deliver(request.output(None))
+        if isinstance(request, (EmbeddingRequest, BeamRequest)):
+            request.recipient.deliver(request.output(None, None))
         elif request is not None:
             for completion in request.completions:
                 if not completion.finished:
@@ -308,15 +391,15 @@ class RequestTable:
 
     def _added(self, event: Added) -> None:
         request = self._by_key.get(event.key)
-        if isinstance(request, EmbeddingRequest):
-            self._embeddings[event.first_seq_id] = request
+        if isinstance(request, (EmbeddingRequest, BeamRequest)):
+            self._wholes[event.first_seq_id] = request
         elif request is not None:
             for seq_id, completion in enumerate(request.completions, start=event.first_seq_id):
                 self._completions[seq_id] = request, completion
                 if request.is_followed:
                     self._streaming[seq_id] = request, completion
 
-    def _fail(self, request: Request | EmbeddingRequest | None, error: Exception) -> None:
+    def _fail(self, request: AnyRequest | None, error: Exception) -> None:
         if request is not None:
             self.remove(request.request_id)
             request.recipient.fail(error)
@@ -328,6 +411,8 @@ class RequestTable:
         for seq_id, num_cached in event.num_cached.items():
             if seq_id in self._completions:
                 self._completions[seq_id][0].first_token(num_cached, event.queue_seconds.get(seq_id))
+            elif isinstance(search := self._wholes.get(seq_id), BeamRequest):
+                search.first_token(num_cached, event.queue_seconds.get(seq_id))
         changed: dict[int, Request] = {}
         stopped: list[int] = []
         if self._streaming:
@@ -337,10 +422,10 @@ class RequestTable:
                 request, _ = self._completions[ended.seq_id]
                 self._finish(ended.seq_id, ended.reason, ended.token_ids.tolist())
                 changed[request.key] = request
-            elif ended.seq_id in self._embeddings:
-                embedding = self._embeddings.pop(ended.seq_id)
-                self.remove(embedding.request_id)
-                embedding.recipient.deliver(embedding.output(event.embeddings.get(ended.seq_id)))
+            elif ended.seq_id in self._wholes:
+                whole = self._wholes.pop(ended.seq_id)
+                self.remove(whole.request_id)
+                whole.recipient.deliver(whole.output(ended, event))
         for request in changed.values():
             if request.is_streamed or request.finished:
                 request.recipient.deliver(request.output())

@@ -138,5 +138,6 @@ SCHEMAS: Mapping[str, CallSchema] = {name: _schema(name) for name in sorted(WORK
 
 assert get_type_hints(Worker.submit)["step"] is StepInput
 
-COMMUNICATING = frozenset({"start", "load", "profile", "initialize_kv", "warm_up"})
-"""Calls within which a rank may wait for what another one does in the same call; steps are such, too."""
+COMMUNICATING = frozenset({"start", "load", "profile", "initialize_kv", "warm_up", "commit"})
+"""Calls within which a rank may wait for what another one does in the same call: steps are such, too, and a commit where communicators
+sleep."""

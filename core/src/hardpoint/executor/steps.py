@@ -43,6 +43,7 @@ class _Sequences(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     groups: tuple[bytes, ...] = ()
     """Steps of the KV cache groups after the first, with slots, contexts and rows alone."""
     scoring: dict[int, PromptScoring] = {}
+    row_copies: tuple[tuple[int, int], ...] = ()
 
 
 class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -101,11 +102,20 @@ class StepEncoder:
         batch = step.batch
         last = b""
         try:
-            if step.new_sequences or step.finished_seq_ids or step.pooling or step.scoring or batch.more_groups:
+            has_pairs = len(batch.row_copies) > 0
+            if (
+                step.new_sequences
+                or step.finished_seq_ids
+                or step.pooling
+                or step.scoring
+                or batch.more_groups
+                or has_pairs
+            ):
                 new = tuple(map(_with_list, step.new_sequences))
                 groups = self._encode_groups(batch)
                 pooling, scoring = dict(step.pooling), dict(step.scoring)
-                last = b"".join(encode(_Sequences(new, step.finished_seq_ids, pooling, groups, scoring)))
+                pairs = tuple(map(tuple, batch.row_copies.tolist()))
+                last = b"".join(encode(_Sequences(new, step.finished_seq_ids, pooling, groups, scoring, pairs)))
             message = self._packer.pack(
                 self.block_size,
                 batch.num_decodes,
@@ -196,6 +206,8 @@ class StepDecoder:
         sequences: _Sequences = decode(memoryview(message)[end:], _Sequences)
         if sequences.groups:
             batch.more_groups = self._decode_groups(sequences.groups)
+        if sequences.row_copies:
+            batch.row_copies = np.array(sequences.row_copies, np.int32)
         return StepInput(batch, sequences.new, sequences.finished, sequences.pooling, sequences.scoring)
 
     def _decode_groups(self, messages: tuple[bytes, ...]) -> tuple[KVGroupSlots, ...]:

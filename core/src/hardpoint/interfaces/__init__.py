@@ -34,7 +34,9 @@ from hardpoint.interfaces.attention import (
 )
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
 from hardpoint.interfaces.batch import (
+    LogprobsMode,
     Pooling,
+    PoolingTask,
     PromptLogprobs,
     PromptScoring,
     SequencePooling,
@@ -122,6 +124,7 @@ __all__ = [
     "LinearProgram",
     "LinearRequest",
     "LiveRanges",
+    "LogprobsMode",
     "MemoryCapabilities",
     "MemoryChange",
     "MemoryInfo",
@@ -133,6 +136,7 @@ __all__ = [
     "Platform",
     "Policy",
     "Pooling",
+    "PoolingTask",
     "ProbeResult",
     "PromptLogprobs",
     "PromptScoring",

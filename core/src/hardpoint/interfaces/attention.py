@@ -5,6 +5,9 @@ A KV cache holds fixed-size blocks of tokens. Token t of a sequence lives in blo
 keys only those at `p - w + 1..p`. Entries of the table for blocks that no query of a step sees say nothing: such blocks may be other
 sequences'. They, slots beyond a sequence's context, and blocks that no sequence owns, may hold anything, NaN included, and must never
 influence a result.
+
+Layers that are not causal (`AttentionLayer.causal`) have no cache: a step has the whole of each of their sequences, and a query sees all
+keys of its sequence in the step, with a window those at `p - w + 1..p + w - 1`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class KVCacheSpec:
         axes: names of a layer's axes in order, a permutation of ("kv", "block", "head", "token", "dim"); "kv" is the axis
             of keys (0) and values (1). The tensor has one leading axis more, the layer.
 
-    All layers have the same KV heads and head dimension (`AttentionCapabilities.explain`).
+    All layers have the same KV heads and head dimension (`AttentionCapabilities.explain`). The cache of layers that are not causal has
+    no layers, and its blocks no bytes: they only number the sequences' tokens.
     """
 
     num_layers: int
@@ -106,11 +110,14 @@ class KVCacheGroup:
         layers: numbers of the group's layers in the model, rising.
         plan: of these layers alone.
         window: keys that a query sees, its own included; 0 for all. No layer of the group has a larger one.
+        chunk: positions of a chunk, whose keys alone its queries see; 0 for all. Then the window is as large, and the plan's steps have a
+            sequence for each chunk.
     """
 
     layers: tuple[int, ...]
     plan: AttentionPlan
     window: int = 0
+    chunk: int = 0
 
     @classmethod
     def whole(cls, plan: AttentionPlan) -> tuple[KVCacheGroup, ...]:
@@ -128,7 +135,7 @@ class AttentionBackend(Contract, contract=True):
     """Paged attention of one device; made by the descriptor's factory with the device as its only argument.
 
     `plan` is called for each KV cache group of a model, `prepare` once per step and group, `write_kv` and then `forward` once per layer
-    and step.
+    and step; for layers that are not causal `forward` alone.
     """
 
     @abstractmethod
@@ -177,8 +184,9 @@ class AttentionBackend(Contract, contract=True):
         Args:
             layer: index into the plan's layers.
             q, out: [num_tokens, num_heads, head_dim]; heads and dims contiguous, any stride between tokens.
-            k, v: the step's new keys and values, already written by `write_kv`.
-            kv_cache: this layer's slice of the cache.
+            k, v: the step's new keys and values, already written by `write_kv`, as that takes them. For a layer that is not causal they
+                are all that there is.
+            kv_cache: this layer's slice of the cache; for a layer that is not causal an empty tensor.
             sinks, alibi_slopes: float32[num_heads], where the layer has them.
         """
 

@@ -27,6 +27,12 @@ def _no_rows() -> Int32Array:
     return numpy.empty(0, numpy.int32)
 
 
+def _no_pairs() -> Int32Array:
+    import numpy
+
+    return numpy.empty((0, 2), numpy.int32)
+
+
 @dataclass(slots=True)
 class KVGroupSlots:
     """Where one KV cache group after the first has a step's keys and values; see `StepBatch.slot_mapping` and `.block_table`."""
@@ -72,6 +78,8 @@ class StepBatch:
         sample_positions: int32[S], how many tokens each sample's sequence has produced before this one.
         more_groups: slots and block tables of the model's KV cache groups after the first, whose are `slot_mapping` and `block_table`
             (`ModelInfo.kv_group_windows`). All groups share one pool of blocks.
+        row_copies: int32[k, 2], (source, destination) rows of `block_table`, of sequences that were forked, or became another beam: a
+            worker that keeps recurrent states by rows reads all the sources before it writes a destination, before the forward.
     """
 
     token_ids: Int64Array
@@ -93,6 +101,7 @@ class StepBatch:
     sample_state_rows: Int32Array = field(default_factory=_no_rows)
     sample_positions: Int32Array = field(default_factory=_no_rows)
     more_groups: tuple[KVGroupSlots, ...] = ()
+    row_copies: Int32Array = field(default_factory=_no_pairs)
 
     def by_group(self) -> tuple[StepBatch, ...]:
         """Return the step as each KV cache group sees it: with the group's own slots and block table."""
@@ -128,11 +137,32 @@ def in_groups(batch: StepBatch, num_groups: int, block_size: int) -> StepBatch:
 
 
 class Pooling(StrEnum):
-    """How an embedding is made of the hidden states of a prompt."""
+    """Which of a prompt's hidden states are taken: the last, their mean, the first, or each."""
 
     LAST = "last"
     MEAN = "mean"
     CLS = "cls"
+    ALL = "all"
+
+
+class PoolingTask(StrEnum):
+    """What is made of the pooled hidden states of a prompt: nothing more, or the logits of the model's labels."""
+
+    EMBED = "embed"
+    CLASSIFY = "classify"
+
+
+class LogprobsMode(StrEnum):
+    """What is returned of the tokens that were possible at a position.
+
+    RAW values are of the logits as the model computed them, PROCESSED ones of those that the token was drawn from, after all processors,
+    temperature and truncation. LOGPROBS are log probabilities, LOGITS the logits themselves; minus infinity where a token was not possible.
+    """
+
+    RAW_LOGPROBS = "raw_logprobs"
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGPROBS = "processed_logprobs"
+    PROCESSED_LOGITS = "processed_logits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +180,8 @@ class SequenceSampling:
             logits, float32[vocab_size] on the device, which they return changed. They never leave the process.
         grammar: that the sequence's text follows, as llguidance reads it: only tokens that go on with it may be sampled, and those of
             `stop_token_ids` where it may end. The next step of such a sequence is submitted when its token was collected.
+        bad_words: token ids that must not follow one another: the last one of each is masked where the sequence has the others.
+        logprobs_mode: what `logprobs` are.
         state_row: the sequence's row of the worker's state table, see `StepBatch.state_rows`; it may have been an ended sequence's before.
     """
 
@@ -171,6 +203,8 @@ class SequenceSampling:
     state_row: int = -1
     logits_processors: tuple[LogitsProcessor, ...] = ()
     grammar: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
     @property
     def is_pure_greedy(self) -> bool:
@@ -185,15 +219,22 @@ class SequenceSampling:
             and self.logprobs is None
             and not self.logits_processors
             and self.grammar is None
+            and not self.bad_words
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePooling:
-    """An embedding request's sequence: how its hidden states are pooled, once `prompt_len` tokens are computed."""
+    """A pooled request's sequence: how its hidden states are pooled, once `prompt_len` tokens are computed.
+
+    Attributes:
+        second_text: position of the token with which the second of two texts begins, for models that tell them apart; 0 for one text.
+    """
 
     pooling: Pooling
     prompt_len: int
+    task: PoolingTask = PoolingTask.EMBED
+    second_text: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +260,7 @@ class StepInput:
         batch: the scheduler's arrays.
         new_sequences: sampling of sequences that are sampled for the first time in this step.
         finished_seq_ids: sequences whose state the worker forgets.
-        pooling: the sequences of this step that belong to embedding requests, by id; they are not sampled.
+        pooling: the sequences of this step that belong to pooled requests, by id; they are not sampled.
         scoring: by sequence id, whose prompts' log probabilities are wanted.
     """
 
@@ -232,7 +273,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position, of the model's own distribution (before temperature, penalties and masks).
+    """Log probabilities at one position, of the model's own distribution unless `SequenceSampling.logprobs_mode` says otherwise.
 
     Attributes:
         token_ids: the sampled token first, then the best ones in falling order.
@@ -267,7 +308,8 @@ class StepOutput:
     Attributes:
         token_ids: int64[S], one for each of the batch's samples, in order; -1 for a sample that has none.
         logprobs: by index in 0..S, for the samples whose sequence asked for them.
-        embeddings: by sequence id, float32[hidden_size], for pooled sequences whose prompt ended in this step.
+        embeddings: by sequence id, for pooled sequences whose prompt ended in this step: float32[width], with the pooling ALL
+            float32[tokens, width]. The width is hidden_size, or for the task CLASSIFY the number of labels.
         failed: by index in 0..S, why a sample has no token. Its sequence ends with an error; the others go on.
         prompt_logprobs: by sequence id, what `StepInput.scoring` asks for.
     """

@@ -63,6 +63,7 @@ class AttentionFeature(enum.Enum):
     CHUNKED_PREFILL = "chunked_prefill"
     MIXED_BATCH = "mixed_batch"
     FP8_KV_SCALES = "fp8_kv_scales"
+    BIDIRECTIONAL = "bidirectional"
 
 
 class GraphLevel(enum.IntEnum):
@@ -89,12 +90,17 @@ class AttentionLayer:
         num_kv_heads: key and value heads on this rank; divides num_heads.
         head_dim: elements of one head.
         scale: factor of the query-key product.
-        sliding_window: number of visible keys including the query's own position; None for all.
+        sliding_window: number of visible keys including the query's own position; None for all. Where `causal` is False it counts to
+            each side: the keys at less than so many positions from the query are seen.
+        chunk: a query sees the keys of its own chunk of so many positions, from its first one on; None for all. No backend is asked
+            for it: the core gives each chunk to the backend as a sequence of its own (`KVCacheGroup.chunk`).
         soft_cap: `cap * tanh(logit / cap)` replaces each logit; None for off.
         sinks: the layer has one learned extra logit per head in the softmax denominator.
         alibi: `slope * (key position - query position)` is added to each logit.
         k_scale, v_scale: a cache of a narrower dtype holds keys divided by k_scale and values by v_scale, and attention is that of
             what it holds times these; positive.
+        causal: False for a layer whose queries see the keys on both sides (an encoder's). Its steps have whole sequences, whose keys and
+            values are those of the step: there is no KV cache.
     """
 
     num_heads: int
@@ -107,6 +113,8 @@ class AttentionLayer:
     alibi: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
+    chunk: int | None = None
+    causal: bool = True
 
     @property
     def features(self) -> frozenset[AttentionFeature]:
@@ -117,6 +125,7 @@ class AttentionLayer:
             AttentionFeature.SINKS: self.sinks,
             AttentionFeature.ALIBI: self.alibi,
             AttentionFeature.FP8_KV_SCALES: (self.k_scale, self.v_scale) != (1.0, 1.0),
+            AttentionFeature.BIDIRECTIONAL: not self.causal,
         }
         return frozenset(feature for feature, on in needed.items() if on)
 
@@ -142,6 +151,16 @@ class AttentionRequest:
     max_context: int
     features: frozenset[AttentionFeature] = frozenset()
     kv_group: int = 0
+
+    @property
+    def bidirectional(self) -> bool:
+        """The layers see both sides of a query, in whole sequences and without a cache; a plan has such layers alone or none of them."""
+        return any(not layer.causal for layer in self.layers)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers that the KV cache has."""
+        return 0 if self.bidirectional else len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -196,15 +215,33 @@ class AttentionCapabilities:
                 reasons.append(f"{group} query heads per KV head are not supported (supported: {self.group_sizes})")
             if layer.sliding_window is not None and layer.sliding_window < 1:
                 reasons.append(f"sliding window of {layer.sliding_window} keys is not positive")
+            if layer.chunk is not None:
+                reasons.append(f"keys in chunks of {layer.chunk} positions are not passed to a backend")
             if min(layer.k_scale, layer.v_scale) <= 0:
                 reasons.append(f"scales of the cache {layer.k_scale} and {layer.v_scale} are not positive")
             if AttentionFeature.FP8_KV_SCALES in layer.features and request.kv_dtype is request.dtype:
                 reasons.append(f"fp8_kv_scales are for a cache of a narrower dtype than {request.dtype}")
         if len({(layer.num_kv_heads, layer.head_dim) for layer in request.layers}) > 1:
             reasons.append("layers differ in KV heads or head dimension, so they cannot share one KV cache")
+        if request.bidirectional:
+            reasons += _bidirectional_reasons(request)
         missing = sorted(feature.value for feature in needed - self.features)
         reasons.extend(f"{feature} is not supported" for feature in missing)
         return tuple(dict.fromkeys(reasons))
+
+
+def _bidirectional_reasons(request: AttentionRequest) -> list[str]:
+    """Return what no backend does for layers that see both sides."""
+    reasons = []
+    if any(layer.causal for layer in request.layers):
+        reasons.append(
+            "causal layers keep their keys, and bidirectional ones do not, so they cannot be planned together"
+        )
+    if any(layer.alibi for layer in request.layers):
+        reasons.append("alibi of bidirectional layers is not defined")
+    if request.kv_dtype is not request.dtype:
+        reasons.append(f"bidirectional layers have no KV cache, which could be {request.kv_dtype}")
+    return reasons
 
 
 class SleepTier(enum.Enum):

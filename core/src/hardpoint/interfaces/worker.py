@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hardpoint.interfaces.allocator import MemoryChange, MemoryReport, MemoryStats, SleepPlan
 from hardpoint.interfaces.attention import AttentionPlan
 from hardpoint.interfaces.backend import BackendDescriptor, Device
-from hardpoint.interfaces.batch import StepInput, StepOutput
+from hardpoint.interfaces.batch import Pooling, StepInput, StepOutput
 from hardpoint.interfaces.contract import Contract, contract_methods
 from hardpoint.interfaces.dtypes import DType
 
@@ -113,6 +113,11 @@ class ModelInfo:
         kv_group_windows: of each KV cache group, the keys that a query sees, its own included; 0 for all. The first is the largest. Blocks
             outside of a group's window are not read any more.
         steps_in_flight: how many steps may be submitted beyond the one that is collected next; 0 where `submit` computes.
+        state_bytes: what a sequence's recurrent states take on the rank, in the slot of its row of the block table; 0 for a model without.
+            Of such a model nothing is found in a prefix cache and nothing is swapped: a sequence is computed from its first token.
+        whole_prompts: the layers see both sides of a token, so that a step has all tokens of a prompt; there is no KV cache.
+        pooling: how hidden states of a prompt become one, by the model's own files.
+        num_labels: of the head that classifies; 0 where there is none.
     """
 
     architecture: str
@@ -126,6 +131,14 @@ class ModelInfo:
     is_generative: bool = True
     kv_group_windows: tuple[int, ...] = (0,)
     steps_in_flight: int = 0
+    state_bytes: int = 0
+    whole_prompts: bool = False
+    pooling: Pooling = Pooling.LAST
+    num_labels: int = 0
+
+    def step_tokens(self, budget: int) -> int:
+        """Return the most tokens of a step for a budget, which is raised where a step has whole prompts."""
+        return max(budget, self.max_model_len) if self.whole_prompts else budget
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,8 @@ class MemoryProfile:
         peak, current: most memory in use during the largest step, and in use after it.
         utilization: the share of `total` that the engine may use: as asked, or the worker's default.
         kv_limit: most bytes for the KV cache when nothing was asked; None for no such limit.
-        seconds_per_token: of prefill, measured; for the choice between swap and recompute.
+        seconds_per_token: of prefill, measured; for the choice between swap and recompute, and for how much of a prompt shares a step
+            with decodes.
         seconds_per_swapped_block: measured; 0 when unknown.
         graphs: what captured steps will hold, which `warm_up` captures once the KV cache is there; estimated, 0 without graphs.
     """

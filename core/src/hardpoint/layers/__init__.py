@@ -12,23 +12,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.layers.attention import Attention, AttentionOverCache, Step
     from hardpoint.layers.context import ModelContext
-    from hardpoint.layers.embedding import LMHead, VocabEmbedding
+    from hardpoint.layers.convolution import CausalConvolution
+    from hardpoint.layers.embedding import LMHead, SmallEmbedding, VocabEmbedding
     from hardpoint.layers.latent import LatentAttention, LatentShape
     from hardpoint.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
+    from hardpoint.layers.mamba import Mamba2, MambaShape
     from hardpoint.layers.mlp import GatedMLP
     from hardpoint.layers.moe import Experts, ExpertsShape, MixtureOfExperts
-    from hardpoint.layers.norm import HeadsNorm, RMSNorm
+    from hardpoint.layers.norm import HeadsNorm, LayerNorm, RMSNorm
     from hardpoint.layers.operators import TORCH_OPERATORS, TorchOperators
     from hardpoint.layers.parallel import ParallelRank, Ranks
     from hardpoint.layers.rope import Rope
     from hardpoint.layers.rotary import RotaryEmbedding
     from hardpoint.layers.routing import GroupedRouter, Routing
+    from hardpoint.layers.states import LayerWithStates, StateTensor
     from hardpoint.layers.weights import Layer, StoredWeight, WeightShard
 
 __all__ = [
     "TORCH_OPERATORS",
     "Attention",
     "AttentionOverCache",
+    "CausalConvolution",
     "ColumnLinear",
     "Experts",
     "ExpertsShape",
@@ -40,7 +44,11 @@ __all__ = [
     "LatentAttention",
     "LatentShape",
     "Layer",
+    "LayerNorm",
+    "LayerWithStates",
     "Linear",
+    "Mamba2",
+    "MambaShape",
     "MixtureOfExperts",
     "ModelContext",
     "ParallelRank",
@@ -51,6 +59,8 @@ __all__ = [
     "RotaryEmbedding",
     "Routing",
     "RowLinear",
+    "SmallEmbedding",
+    "StateTensor",
     "Step",
     "StoredWeight",
     "TorchOperators",
@@ -63,6 +73,7 @@ _HOMES = {
     "TORCH_OPERATORS": "hardpoint.layers.operators",
     "Attention": "hardpoint.layers.attention",
     "AttentionOverCache": "hardpoint.layers.attention",
+    "CausalConvolution": "hardpoint.layers.convolution",
     "ColumnLinear": "hardpoint.layers.linear",
     "Experts": "hardpoint.layers.moe",
     "ExpertsShape": "hardpoint.layers.moe",
@@ -73,7 +84,11 @@ _HOMES = {
     "LatentAttention": "hardpoint.layers.latent",
     "LatentShape": "hardpoint.layers.latent",
     "Layer": "hardpoint.layers.weights",
+    "LayerNorm": "hardpoint.layers.norm",
+    "LayerWithStates": "hardpoint.layers.states",
     "Linear": "hardpoint.layers.linear",
+    "Mamba2": "hardpoint.layers.mamba",
+    "MambaShape": "hardpoint.layers.mamba",
     "MixtureOfExperts": "hardpoint.layers.moe",
     "ModelContext": "hardpoint.layers.context",
     "ParallelRank": "hardpoint.layers.parallel",
@@ -85,6 +100,8 @@ _HOMES = {
     "RotaryEmbedding": "hardpoint.layers.rotary",
     "Routing": "hardpoint.layers.routing",
     "RowLinear": "hardpoint.layers.linear",
+    "SmallEmbedding": "hardpoint.layers.embedding",
+    "StateTensor": "hardpoint.layers.states",
     "Step": "hardpoint.layers.attention",
     "StoredWeight": "hardpoint.layers.weights",
     "TorchOperators": "hardpoint.layers.operators",

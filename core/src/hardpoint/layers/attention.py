@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.layers.context import ModelContext
     from hardpoint.layers.rotary import RotaryEmbedding
+    from hardpoint.layers.states import StateStep
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Step:
         metadata: what its `prepare` returned for each KV cache group of the step.
         kv_cache: the whole cache, all layers.
         places: each layer's KV cache group and its number there.
+        token_types: int64[T], to which of two texts each token belongs (0 or 1); None where all are 0.
+        states: for layers that keep recurrent states; None where no layer of the model does.
     """
 
     positions: Tensor
@@ -36,6 +39,8 @@ class Step:
     metadata: tuple[Any, ...]
     kv_cache: Tensor
     places: tuple[tuple[int, int], ...]
+    token_types: Tensor | None = None
+    states: StateStep | None = None
 
 
 class AttentionOverCache(Layer):
@@ -55,10 +60,13 @@ class AttentionOverCache(Layer):
         self._index = index - context.first_layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, sinks: Tensor | None = None) -> Tensor:
-        """Write keys and values [T, kv_heads, head_dim] to the cache, and return the attention of queries [T, heads, head_dim]."""
+        """Write keys and values [T, kv_heads, head_dim] to the cache, if the layer has one, and return the attention of queries
+        [T, heads, head_dim]."""
         group, index = step.places[self._index]
-        cache, metadata = step.kv_cache[index], step.metadata[group]
-        step.attention.write_kv(index, k, v, cache, metadata)
+        cache, metadata = step.kv_cache, step.metadata[group]
+        if self.layer.causal:
+            cache = cache[index]
+            step.attention.write_kv(index, k, v, cache, metadata)
         out = q.new_empty(q.shape)
         step.attention.forward(index, q, k, v, cache, metadata, out, sinks=sinks)
         return out
@@ -75,7 +83,8 @@ class Attention(AttentionOverCache):
         index: number of the layer among those of the model that attend.
         rotary: None for a layer that does not rotate.
         q_norm, k_norm: applied to each head [T, heads, head_dim] before rotary embedding.
-        fused: the checkpoint has q, k and v as one tensor.
+        names: of the checkpoint's projections to q, k and v; a single one where it has them as one tensor.
+        output: its projection of the heads.
     """
 
     def __init__(
@@ -90,12 +99,13 @@ class Attention(AttentionOverCache):
         output_bias: bool = False,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
-        fused: bool = False,
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        output: str = "o_proj",
     ) -> None:
         super().__init__(index, layer, context)
         queries, _ = head_spans(layer, context.rank)
         width = layer.num_heads * layer.head_dim
-        self.qkv_proj = QKVLinear(hidden_size, layer, context, bias=qkv_bias, fused=fused)
+        self.qkv_proj = QKVLinear(hidden_size, layer, context, bias=qkv_bias, names=names)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rotary = rotary
         self.sinks: Tensor | None
@@ -105,10 +115,10 @@ class Attention(AttentionOverCache):
         else:
             self.sinks = None
         span = scaled(queries, layer.head_dim)
-        self.o_proj = RowLinear("o_proj", width, hidden_size, context, span=span, bias=output_bias)
+        self.o_proj = RowLinear(output, width, hidden_size, context, span=span, bias=output_bias)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Write the step's keys and values to the cache, attend, and return [T, hidden_size] of x [T, hidden_size]."""
+        """Write the step's keys and values to the cache, if it has one, attend, and return [T, hidden_size] of x [T, hidden_size]."""
         heads, kv_heads, dim = self.shard.num_heads, self.shard.num_kv_heads, self.shard.head_dim
         qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, dim)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)

@@ -1,4 +1,4 @@
-"""Embedding and head, each divided among the ranks by vocabulary."""
+"""Embedding and head, each divided among the ranks by vocabulary, and small embeddings that every rank has."""
 
 from __future__ import annotations
 
@@ -53,6 +53,21 @@ class VocabEmbedding(Layer):
     def tensor_obstacle(self, size: int) -> str | None:
         """Return why the layer cannot be divided among `size` ranks, or None."""
         return aligned_obstacle(self.vocab_size, "vocabulary", size)
+
+
+class SmallEmbedding(Layer):
+    """Rows of positions or of types of tokens; every rank has all."""
+
+    weight: Tensor
+
+    def __init__(self, num_rows: int, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.add_weight("weight", [WeightShard("weight", (num_rows, hidden_size))], dtype=context.dtype)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return [T, hidden_size] of row numbers int64[T]."""
+        return functional.embedding(rows, self.weight)
 
 
 class LMHead(Layer):

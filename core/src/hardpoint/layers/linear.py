@@ -104,15 +104,21 @@ class QKVLinear(Linear):
 
     Args:
         layer: the whole layer's heads.
-        fused: the checkpoint has them as one tensor, `qkv_proj`.
+        names: of the checkpoint's three layers; a single one where it has them as one tensor.
     """
 
     def __init__(
-        self, hidden_size: int, layer: AttentionLayer, context: ModelContext, *, bias: bool = False, fused: bool = False
+        self,
+        hidden_size: int,
+        layer: AttentionLayer,
+        context: ModelContext,
+        *,
+        bias: bool = False,
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
     ) -> None:
         dim = layer.head_dim
         q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
-        tensors = [("qkv_proj", q + 2 * kv)] if fused else [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        tensors = [(names[0], q + 2 * kv)] if len(names) == 1 else list(zip(names, (q, kv, kv), strict=True))
         rows = None
         if context.rank.tensor_size > 1:
             queries, keys = (scaled(span, dim) for span in head_spans(layer, context.rank))
@@ -124,12 +130,19 @@ class GateUpLinear(Linear):
     """The two projections into a gated feed-forward in one: rows of gate, then up.
 
     Args:
-        fused: the checkpoint has them as one tensor, `gate_up_proj`.
+        names: of the checkpoint's two layers; a single one where it has them as one tensor.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, context: ModelContext, *, fused: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        context: ModelContext,
+        *,
+        names: tuple[str, ...] = ("gate_proj", "up_proj"),
+    ) -> None:
         inner = intermediate_size
-        tensors = [("gate_up_proj", 2 * inner)] if fused else [("gate_proj", inner), ("up_proj", inner)]
+        tensors = [(names[0], 2 * inner)] if len(names) == 1 else [(name, inner) for name in names]
         rows = None
         if context.rank.tensor_size > 1:
             span = aligned_spans(inner, context.rank.tensor_size)[context.rank.tensor_rank]

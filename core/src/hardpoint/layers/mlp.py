@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
     """`down(act(gate(x)) * up(x))`, its inner elements divided among the ranks.
 
     Args:
-        fused: the checkpoint has gate and up as one tensor.
+        names: of the checkpoint's layers gate and up; a single one where it has them as one tensor.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class GatedMLP(nn.Module):
         activation: Activation,
         context: ModelContext,
         *,
-        fused: bool = False,
+        names: tuple[str, ...] = ("gate_proj", "up_proj"),
     ) -> None:
         super().__init__()
         self.intermediate_size, self.activation = intermediate_size, activation
         self._operators = context.operators
         span = aligned_spans(intermediate_size, context.rank.tensor_size)[context.rank.tensor_rank]
-        self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, context, fused=fused)
+        self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, context, names=names)
         self.down_proj = RowLinear("down_proj", intermediate_size, hidden_size, context, span=span)
 
     def forward(self, x: Tensor) -> Tensor:

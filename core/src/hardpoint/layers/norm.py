@@ -1,4 +1,4 @@
-"""Root mean square normalisation (arXiv:1910.07467)."""
+"""Root mean square normalisation (arXiv:1910.07467), and layer normalisation (arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hardpoint.layers.operators import TORCH_OPERATORS
 from hardpoint.layers.parallel import head_spans, scaled
@@ -77,6 +78,30 @@ class HeadsNorm(Layer):
         self._ranks.all_reduce(squares)
         scale = torch.rsqrt(squares / (self._copies * self.size) + self.eps)
         return (wide * scale * self.weight).to(x.dtype).view(x.shape)
+
+
+class LayerNorm(Layer):
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last axis.
+
+    Args:
+        name: of the checkpoint's layer, beside it in the module that it is a part of.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, name: str, size: int, eps: float, context: ModelContext, *, bias: bool = True) -> None:
+        super().__init__()
+        self.eps, self.size = eps, size
+        self.add_weight("weight", [WeightShard(f"{name}.weight", (size,))], dtype=context.dtype)
+        if bias:
+            self.add_weight("bias", [WeightShard(f"{name}.bias", (size,))], dtype=context.dtype)
+        else:
+            self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., size] normalised."""
+        return functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
 
 def _write_offset(offset: float, stored: Tensor, row: int, values: Tensor) -> None:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.interfaces.batch import PoolingTask
+    from hardpoint.layers.states import StateTensor
     from hardpoint.models.source import ModelSource
 
 
@@ -24,21 +26,33 @@ class RunnableModel(ABC):
 
     @abstractmethod
     def run(
-        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[Any, ...],
+        kv_cache: Tensor,
+        rows: Tensor,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """Run one step, whose inputs are on the device, and return the hidden states of the given tokens, after the final norm.
 
         Args:
             token_ids: int64[T].
             positions: int64[T].
-            metadata: what the attention backend's `prepare` returned for each KV cache group of the step.
+            metadata: what the attention backend's `prepare` returned for each KV cache group of the step, and last, for a model with
+                `state_layers`, what is known of the sequences' states.
             kv_cache: the whole cache, all layers; the step's slots are written.
             rows: int32[rows], indices of tokens in the step.
+            token_types: int64[T], to which of two texts each token belongs, for encoders; None where all are the first's.
 
         Returns:
             [rows, hidden_size] in the model's dtype, on the model's device; no rows on a pipeline's stages before the last. Valid
             until the next step, which may use the same memory.
         """
+
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        """Return what each layer that keeps recurrent states keeps of a sequence; empty for a model of attention alone."""
+        return ()
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -50,6 +64,15 @@ class RunnableModel(ABC):
     @abstractmethod
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return int64[rows], the lowest id of the highest logit of each row; see `logits`."""
+
+    @property
+    def num_labels(self) -> int:
+        """Labels of the head that classifies; 0 where there is none."""
+        return 0
+
+    def pooled(self, hidden: Tensor, task: PoolingTask) -> Tensor:
+        """Return [rows, width] of what a task wants of pooled hidden states [rows, hidden_size]; themselves where the model has no head."""
+        return hidden
 
     @abstractmethod
     def weight_names(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ those of transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.errors import ModelError
 from hardpoint.interfaces.kernels import Activation
 from hardpoint.layers.rope import Rope, rope_from_config
+from hardpoint.models.pooling import DenseModule
 from hardpoint.validation import FLOAT32_MAX, shown
 
 _ACTIVATIONS = {
@@ -28,7 +29,9 @@ _ACTIVATIONS = {
 _MAX_INTEGER = 1 << 31
 _MAX_LAYERS = 1024
 """Beyond any model's; a configuration that asks for more would take time and memory for each layer before a tensor is missed."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+_MAX_EXPERTS = 1 << 14
+"""Beyond any model's; each has tensors of its own, which are listed before one is missed."""
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class ModelConfig:
         values: by name, with the family's defaults in them.
         where: the file that they come from, for messages.
         rope_divisors: see `Rope.frequency_divisors`.
+        dense: layers after the pooling of hidden states, from files of their own.
     """
 
     architecture: str
     values: Mapping[str, Any]
     where: str = "the configuration"
     rope_divisors: tuple[float, ...] | None = None
+    dense: tuple[DenseModule, ...] = ()
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Return a whole number from `least` on, below 2^31."""
@@ -79,6 +84,8 @@ class ModelConfig:
 
     def experts_per_token(self, num_experts: int, default: int | None = None) -> int:
         """Return how many of a layer's experts each token goes through."""
+        if num_experts > _MAX_EXPERTS:
+            raise self._unusable("the number of experts", num_experts, f"at most {_MAX_EXPERTS}")
         count = self.integer("num_experts_per_tok", default)
         if count > num_experts:
             raise self._unusable("num_experts_per_tok", count, f"at most the number of experts, {num_experts}")
@@ -105,6 +112,28 @@ class ModelConfig:
         """The model has no head of its own (`LlamaModel`)."""
         return not self.architecture.endswith("ForCausalLM")
 
+    @property
+    def labels_tokens(self) -> bool:
+        """The model has a head that labels each token."""
+        return self.architecture.endswith("ForTokenClassification")
+
+    @cached_property
+    def num_labels(self) -> int:
+        """Labels of the head that classifies texts or tokens; 0 where the model has none."""
+        if not self.labels_tokens and not self.architecture.endswith("ForSequenceClassification"):
+            return 0
+        named = self.mapping("id2label")
+        count = self.integer("num_labels", len(named) or 2)
+        if named and len(named) != count:
+            raise self._unusable("num_labels", count, f"the number of names in id2label, {len(named)}")
+        return count
+
+    @cached_property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the labels, in their order."""
+        named = {str(number): str(name) for number, name in self.mapping("id2label").items()}
+        return tuple(named.get(str(number), f"LABEL_{number}") for number in range(self.num_labels))
+
     @cached_property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
@@ -123,7 +152,9 @@ class ModelConfig:
     @cached_property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        count = self.integer("num_hidden_layers")
+        # Configurations that name the kind of each layer may leave their number to that.
+        kinds = self.values.get("layers_block_type")
+        count = self.integer("num_hidden_layers", len(kinds) if isinstance(kinds, list) else None)
         if count > _MAX_LAYERS:
             raise self._unusable("num_hidden_layers", count, f"at most {_MAX_LAYERS}")
         return count
@@ -200,7 +231,12 @@ class ModelConfig:
         return None if self.values.get("sliding_window") is None else self.integer("sliding_window", least=0)
 
     def attention(
-        self, *, sliding_window: int | None = None, scale: float | None = None, soft_cap: float | None = None
+        self,
+        *,
+        sliding_window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        causal: bool = True,
     ) -> AttentionLayer:
         """Return what a layer of the usual heads asks of attention; the scale is `head_dim ** -0.5` unless given."""
         return AttentionLayer(
@@ -210,6 +246,7 @@ class ModelConfig:
             scale=self.head_dim**-0.5 if scale is None else scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            causal=causal,
         )
 
     def ropes(self, *, partial: bool = False) -> tuple[tuple[Rope, ...], tuple[int, ...]] | Refusal:
@@ -244,13 +281,9 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise ModelError for the first number that every family needs and that cannot be."""
-        sizes = (
-            self.vocab_size,
-            self.hidden_size,
-            self.intermediate_size,
-            self.num_layers,
-            self.max_position_embeddings,
-        )
+        # LFM2 has another name for its feed-forward's.
+        inner = self.integer("intermediate_size" if self.values.get("block_ff_dim") is None else "block_ff_dim")
+        sizes = (self.vocab_size, self.hidden_size, inner, self.num_layers, self.max_position_embeddings)
         assert all((*sizes, self.num_heads, self.num_kv_heads, self.head_dim, self.norm_eps))
         assert len(self.layer_types) == self.num_layers
 
@@ -263,12 +296,12 @@ class ModelConfig:
         if "num_hidden_layers" in self.values:
             assert self.num_layers
 
-    def refusals(self) -> list[str]:
-        """Return what no family of the core runs."""
+    def refusals(self, kinds: Set[str]) -> list[str]:
+        """Return what no family of the core runs, and what one with these types of layers does not."""
         reasons = []
         if self._activation_name not in _ACTIVATIONS:
             reasons.append(f"its activation is {self._activation_name}")
-        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        unknown = sorted(set(self.layer_types) - kinds)
         if unknown:
             reasons.append(f"it has layers of the type {', '.join(unknown)}")
         return reasons

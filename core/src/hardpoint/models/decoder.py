@@ -8,7 +8,7 @@ architecture. Modules are named as in the published checkpoints, since a paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -18,19 +18,20 @@ from torch import Tensor, nn
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.errors import WorkerError
 from hardpoint.layers import (
-    AttentionOverCache,
-    Layer,
+    LayerWithStates,
+    Linear,
     LMHead,
     RMSNorm,
     RotaryEmbedding,
+    StateTensor,
     Step,
-    StoredWeight,
     VocabEmbedding,
 )
 from hardpoint.layers.parallel import ParallelRank, layers_of_stage
+from hardpoint.models.config import FULL, SLIDING
+from hardpoint.models.family import Family, label_head
 
 if TYPE_CHECKING:
-    from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.interfaces.collectives import Collectives
     from hardpoint.layers import ModelContext
     from hardpoint.models.config import ModelConfig
@@ -49,7 +50,7 @@ class MakesLayer(Protocol):
     ) -> nn.Module: ...
 
 
-class CausalLM(nn.Module):
+class CausalLM(Family):
     """A family's model. Subclasses give `layer`, and override what they do otherwise.
 
     Ranks that share layers sum after attention and after the feed-forward (in `RowLinear`); a stage gets the residual stream of the
@@ -57,32 +58,25 @@ class CausalLM(nn.Module):
     """
 
     layer: ClassVar[MakesLayer]
-    norm_offset: ClassVar[float] = 0.0
-    """What norms add to their stored weights."""
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
+    """Types of layers that the family has."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__()
+        super().__init__(config, context)
         self.model = Decoder(self, config, context)
         self.lm_head: LMHead | None = None
-        if context.rank.is_last and not config.is_bare:
+        self.score: Linear | None = None
+        if context.rank.is_last and config.num_labels:
+            bias = config.labels_tokens and config.flag("token_classification_bias", True)
+            self.score = label_head("score", config, context, bias=bias)
+        elif context.rank.is_last and not config.is_bare:
             tied = self.model.embed_tokens if config.tied else None
             self.lm_head = self.head(config, context, tied)
 
     @classmethod
-    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a configuration's values with those that transformers fills in where they are left out."""
-        return dict(values)
-
-    @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:
-        """Return why a configuration of the family cannot be run, a sentence for each reason; empty where it can."""
         ropes = cls.ropes(config)
-        return [*config.refusals(), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
-
-    @classmethod
-    def unused(cls, config: ModelConfig) -> str:
-        """Return a regular expression for tensors that published checkpoints have beside the decoder's; empty where there are none."""
-        return ""
+        return [*config.refusals(cls.layer_kinds), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
 
     @classmethod
     def ropes(cls, config: ModelConfig) -> tuple[tuple[Any, ...], tuple[int, ...]] | Refusal:
@@ -102,42 +96,25 @@ class CausalLM(nn.Module):
         return LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
 
     def forward(self, token_ids: Tensor, step: Step, rows: Tensor) -> Tensor:
-        """Run one step; see `Decoder.forward`."""
         return self.model(token_ids, step, rows)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32[rows, vocab_size] of hidden states; nothing on stages before the last."""
         return hidden if self.lm_head is None else self.lm_head.logits(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return int64[rows], the lowest id of the highest logit of each row; nothing on stages before the last."""
         return hidden if self.lm_head is None else self.lm_head.argmax(hidden)
 
-    def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """Return what each of the rank's layers asks of attention, in order."""
-        return tuple(module.shard for module in self.modules() if isinstance(module, AttentionOverCache))
+    def scores(self, hidden: Tensor) -> Tensor:
+        return super().scores(hidden) if self.score is None else self.score(hidden)
 
-    def stored_weights(self) -> dict[str, StoredWeight]:
-        """Return where each parameter comes from, by its name in the model, in the order of use; tied ones once."""
-        return dict(self._stored_weights())
+    def stages_obstacle(self, stages: int) -> str | None:
+        layers = len(self.model.layers)
+        if stages > 1 and self.state_layers():
+            return "a model whose layers keep recurrent states runs in one stage only"
+        return f"{layers} layers are fewer than {stages} stages" if stages > layers else None
 
-    def fill_buffers(self) -> None:
-        """Compute the rotary tables, which are not in the checkpoint, once they have memory."""
-        for module in self.modules():
-            if isinstance(module, RotaryEmbedding):
-                module.fill()
-
-    def _stored_weights(self) -> Iterator[tuple[str, StoredWeight]]:
-        for path, module in self.named_modules():
-            if not isinstance(module, Layer):
-                continue
-            parent = path.rpartition(".")[0]
-
-            def named(name: str, path: str = path, parent: str = parent) -> str:
-                return f"{parent}.{name}" if "." in name else f"{path}.{name}"
-
-            for name, stored in module.stored_weights().items():
-                yield f"{path}.{name}", stored.renamed(named)
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        return tuple(module.states for module in self.modules() if isinstance(module, LayerWithStates))
 
 
 class Decoder(nn.Module):
@@ -197,7 +174,7 @@ class Decoder(nn.Module):
         return self._pipeline
 
 
-def tensor_obstacles(model: CausalLM, rank: ParallelRank) -> tuple[str, ...]:
+def tensor_obstacles(model: Family, rank: ParallelRank) -> tuple[str, ...]:
     """Return why a whole model cannot be divided like this, one sentence each; empty where it can."""
     reasons = []
     for module in model.modules():
@@ -205,6 +182,7 @@ def tensor_obstacles(model: CausalLM, rank: ParallelRank) -> tuple[str, ...]:
         reason = None if obstacle is None else obstacle(rank.tensor_size)
         if reason is not None:
             reasons.append(reason)
-    if rank.stages > len(model.model.layers):
-        reasons.append(f"{len(model.model.layers)} layers are fewer than {rank.stages} stages")
+    stages = model.stages_obstacle(rank.stages)
+    if stages is not None:
+        reasons.append(stages)
     return tuple(dict.fromkeys(reasons))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.interfaces.dtypes import DType
     from hardpoint.models.config import ModelConfig
-    from hardpoint.models.decoder import CausalLM
+    from hardpoint.models.family import Family
 
 
 class ModelDescription:
@@ -31,7 +31,7 @@ class ModelDescription:
         whole: the whole model, on the meta device.
     """
 
-    def __init__(self, family: type[CausalLM], config: ModelConfig, dtype: DType) -> None:
+    def __init__(self, family: type[Family], config: ModelConfig, dtype: DType) -> None:
         self._family, self.config, self.dtype = family, config, dtype
         try:
             self.whole = family(config, ModelContext(dtype.to_torch()))
@@ -47,7 +47,7 @@ class ModelDescription:
         reasons = family.refusals(config)
         return Refusal(tuple(reasons)) if reasons else cls(family, config, dtype)
 
-    def build(self, context: ModelContext) -> CausalLM:
+    def build(self, context: ModelContext) -> Family:
         """Return the model, or a rank's share of it, on the meta device; it has no `obstacles`."""
         return self._family(self.config, context)
 
@@ -56,7 +56,7 @@ class ModelDescription:
         share = self.whole if rank.is_alone else self.build(ModelContext(self.dtype.to_torch(), rank))
         return share.attention_layers()
 
-    def weights_of(self, share: CausalLM) -> ModelWeights:
+    def weights_of(self, share: Family) -> ModelWeights:
         """Return a share's parameters and the checkpoint tensors of the whole model."""
         return ModelWeights(
             share.stored_weights(), self.checkpoint_shapes, self._optional, self._family.unused(self.config)
@@ -87,7 +87,9 @@ class ModelDescription:
         if reasons:
             sizes = ", ".join(map(str, self.tensor_sizes()))
             layers = self.config.num_layers
-            hint = f"tensor_parallel_size can be {sizes}; pipeline_parallel_size can be 1 to {layers}"
+            most = max(stages for stages in range(1, layers + 1) if self.whole.stages_obstacle(stages) is None)
+            stages = "1" if most == 1 else f"1 to {most}"
+            hint = f"tensor_parallel_size can be {sizes}; pipeline_parallel_size can be {stages}"
             raise cannot_divide(where, rank, reasons, hint)
 
     def computes_the_same(self, other: ModelDescription) -> bool:

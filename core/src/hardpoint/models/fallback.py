@@ -341,7 +341,13 @@ class TransformersDecoder(RunnableModel):
 
     @torch.no_grad()
     def run(
-        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[Any, ...],
+        kv_cache: Tensor,
+        rows: Tensor,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         with _attending(_Step(self._attention, self._layers, kv_cache, metadata, self._places_in_cache)):
             output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.allocator import DeviceAllocator
-    from hardpoint.models.decoder import CausalLM
     from hardpoint.models.description import ModelDescription
+    from hardpoint.models.family import Family
     from hardpoint.models.source import ModelSource
     from hardpoint.weights.kv_scales import ScalesInUse
 
@@ -27,7 +27,7 @@ class FusedModel(FamilyModel):
     path: ClassVar[str] = "fused"
 
     def __init__(
-        self, description: ModelDescription, model: CausalLM, scales: ScalesInUse, seed: int, program: DecoderProgram
+        self, description: ModelDescription, model: Family, scales: ScalesInUse, seed: int, program: DecoderProgram
     ) -> None:
         super().__init__(description, model, scales, seed)
         self._program = program
@@ -51,7 +51,13 @@ class FusedModel(FamilyModel):
         return self._program.scratch_bytes()
 
     def run(
-        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[Any, ...],
+        kv_cache: Tensor,
+        rows: Tensor,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         return self._program.run(token_ids, positions, metadata, kv_cache, rows)
 

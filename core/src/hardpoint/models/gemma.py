@@ -47,8 +47,13 @@ class Gemma(CausalLM):
 
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:
-        both_ways = ["its attention is not causal"] if config.flag("use_bidirectional_attention") else []
-        return [*super().refusals(config), *both_ways]
+        both_ways = config.flag("use_bidirectional_attention") and not cls.may_see_both_sides(config)
+        return [*super().refusals(config), *(["its attention is not causal"] if both_ways else [])]
+
+    @classmethod
+    def may_see_both_sides(cls, config: ModelConfig) -> bool:
+        """Whether the family runs a model whose attention is not causal."""
+        return False
 
     def embedding(self, config: ModelConfig, context: ModelContext) -> VocabEmbedding:
         # The published models round it to their dtype.

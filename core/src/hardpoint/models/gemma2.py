@@ -45,6 +45,7 @@ class Gemma2Layer(nn.Module):
             sliding_window=config.window(index),
             scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
             soft_cap=config.optional_number("attn_logit_softcapping"),
+            causal=not config.flag("use_bidirectional_attention"),
         )
         bias = config.flag("attention_bias")
         return Attention(index, layer, config.hidden_size, rotary, context, qkv_bias=bias, output_bias=bias, **norms)

@@ -1,10 +1,14 @@
-"""Gemma 3's language model (arXiv:2503.19786): Gemma 2 with norms of query and key heads, and another rotary table for windowed layers."""
+"""Gemma 3's language model (arXiv:2503.19786): Gemma 2 with norms of query and key heads, and another rotary table for windowed layers.
+
+EmbeddingGemma (arXiv:2509.20354) is the same with attention to both sides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.interfaces.batch import Pooling
 from hardpoint.layers import Attention
 from hardpoint.models.config import FULL, SLIDING
 from hardpoint.models.gemma import Gemma, gemma_norm
@@ -37,6 +41,10 @@ class Gemma3(Gemma2):
         completed = {"sliding_window": 4096, **Gemma.complete(values)}
         every = values.get("sliding_window_pattern", 6)
         completed = with_layer_types(completed, every if isinstance(every, int) and every > 0 else 6)
+        window = completed["sliding_window"]
+        if completed.get("use_bidirectional_attention") and isinstance(window, int):
+            # A token sees half of these on each side, and itself.
+            completed["sliding_window"] = window // 2 + 1
         rope = completed.get("rope_parameters")
         if not isinstance(rope, Mapping) or not any(isinstance(rope.get(kind), Mapping) for kind in _THETA):
             # Files of before transformers 5 scale the layers without a window.
@@ -47,3 +55,13 @@ class Gemma3(Gemma2):
             kind: {"rope_theta": bases[kind] or _THETA[kind], **(rope.get(kind) or {})} for kind in _THETA
         }
         return completed
+
+    @classmethod
+    def may_see_both_sides(cls, config: ModelConfig) -> bool:
+        return config.is_bare
+
+    @classmethod
+    def pooling_of(cls, config: ModelConfig) -> Pooling:
+        if config.flag("use_bidirectional_attention") and not config.num_labels:
+            return Pooling.MEAN
+        return super().pooling_of(config)

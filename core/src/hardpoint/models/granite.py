@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hardpoint.layers import Attention, LMHead, VocabEmbedding
 from hardpoint.models.llama import Llama, LlamaLayer
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hardpoint.layers import ModelContext, RotaryEmbedding, Step
     from hardpoint.models.config import ModelConfig
+    from hardpoint.models.decoder import MakesLayer
 
 
 class GraniteLayer(LlamaLayer):
@@ -34,7 +35,7 @@ class GraniteLayer(LlamaLayer):
 class Granite(Llama):
     """Granite 3 without experts."""
 
-    layer = GraniteLayer
+    layer: ClassVar[MakesLayer] = GraniteLayer
 
     def embedding(self, config: ModelConfig, context: ModelContext) -> VocabEmbedding:
         scale = config.number("embedding_multiplier", 1.0)

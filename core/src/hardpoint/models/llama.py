@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from hardpoint.layers import ModelContext, RotaryEmbedding, Step
     from hardpoint.models.config import ModelConfig
+    from hardpoint.models.decoder import MakesLayer
 
 
 class LlamaLayer(nn.Module):
@@ -48,7 +49,7 @@ class LlamaLayer(nn.Module):
 class Llama(CausalLM):
     """Llama 1 to 3, and what is published under its architecture."""
 
-    layer = LlamaLayer
+    layer: ClassVar[MakesLayer] = LlamaLayer
 
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:

@@ -23,8 +23,10 @@ from hardpoint.weights.sources import WeightReloader, extents
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
-    from hardpoint.models.decoder import CausalLM
+    from hardpoint.interfaces.batch import PoolingTask
+    from hardpoint.layers.states import StateTensor
     from hardpoint.models.description import ModelDescription
+    from hardpoint.models.family import Family
     from hardpoint.models.source import ModelSource
     from hardpoint.weights.checkpoint import Checkpoint
 
@@ -37,7 +39,7 @@ class FamilyModel(RunnableModel):
         seed: of dummy weights.
     """
 
-    def __init__(self, description: ModelDescription, model: CausalLM, scales: ScalesInUse, seed: int) -> None:
+    def __init__(self, description: ModelDescription, model: Family, scales: ScalesInUse, seed: int) -> None:
         self._description, self._model, self._scales, self._seed = description, model, scales, seed
         self._weights = description.weights_of(model)
 
@@ -52,6 +54,10 @@ class FamilyModel(RunnableModel):
         """Fill the weights; raises CorruptWeights. For `only` and `begin` see `load_weights`."""
         with torch.no_grad():
             load_weights(self._weights, checkpoint, self._empty, self._finish, progress, only=only, begin=begin)
+
+    @property
+    def num_labels(self) -> int:
+        return self._description.config.num_labels
 
     def weight_names(self) -> frozenset[str]:
         return self._weights.names()
@@ -106,7 +112,7 @@ class ModularModel(FamilyModel, CapturableModel):
     def __init__(
         self,
         description: ModelDescription,
-        model: CausalLM,
+        model: Family,
         scales: ScalesInUse,
         seed: int,
         *,
@@ -124,6 +130,7 @@ class ModularModel(FamilyModel, CapturableModel):
             model.fill_buffers()
         super().__init__(description, model, scales, seed)
         self._attention, self._places = attention, places
+        self._has_states = bool(model.state_layers())
         self._without_extents: frozenset[str] = frozenset()
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
@@ -151,13 +158,24 @@ class ModularModel(FamilyModel, CapturableModel):
 
     @property
     def hidden_size(self) -> int:
-        return self._model.model.hidden_size
+        return self._model.hidden_size
 
     @torch.no_grad()
     def run(
-        self, token_ids: Tensor, positions: Tensor, metadata: tuple[Any, ...], kv_cache: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[Any, ...],
+        kv_cache: Tensor,
+        rows: Tensor,
+        token_types: Tensor | None = None,
     ) -> Tensor:
-        return self._model(token_ids, Step(positions, self._attention, metadata, kv_cache, self._places), rows)  # type: ignore[no-any-return]
+        states = metadata[-1] if self._has_states else None
+        step = Step(positions, self._attention, metadata, kv_cache, self._places, token_types, states)
+        return self._model(token_ids, step, rows)  # type: ignore[no-any-return]
+
+    def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
+        return self._model.state_layers()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -166,6 +184,10 @@ class ModularModel(FamilyModel, CapturableModel):
     @torch.no_grad()
     def argmax(self, hidden: Tensor) -> Tensor:
         return self._model.argmax(hidden)
+
+    @torch.no_grad()
+    def pooled(self, hidden: Tensor, task: PoolingTask) -> Tensor:
+        return self._model.pooled(hidden, task)
 
     def _empty(self, name: str) -> Tensor:
         return self._model.get_parameter(name)

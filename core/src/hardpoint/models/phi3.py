@@ -22,10 +22,12 @@ class Phi3Layer(LlamaLayer):
 
     def attention(self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: ModelContext) -> nn.Module:
         layer = config.attention(sliding_window=config.sliding_window)
-        return Attention(index, layer, config.hidden_size, rotary, context, fused=True)
+        return Attention(index, layer, config.hidden_size, rotary, context, names=("qkv_proj",))
 
     def feed_forward(self, config: ModelConfig, index: int, context: ModelContext) -> nn.Module:
-        return GatedMLP(config.hidden_size, config.intermediate_size, config.activation, context, fused=True)
+        return GatedMLP(
+            config.hidden_size, config.intermediate_size, config.activation, context, names=("gate_up_proj",)
+        )
 
 
 class Phi3(CausalLM):

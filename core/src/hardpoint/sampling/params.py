@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Annotated, Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self, TypeAlias
 
 from msgspec import Meta
 
-from hardpoint.interfaces.batch import Pooling, SequenceSampling
+from hardpoint.interfaces.batch import LogprobsMode, Pooling, PoolingTask, SequenceSampling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
 from hardpoint.sampling.structured import StructuredOutputsParams
@@ -31,6 +32,9 @@ GREEDY_BELOW = 1e-5
 MAX_PROMPT_LOGPROBS = 100
 """Of a prompt all positions are kept until the request ends."""
 
+TruncatedTokens: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+"""How many tokens of a prompt are used, its last ones; -1 for as many as the context holds."""
+
 _TopK = Annotated[int, Meta(ge=0, le=INT32_MAX, description="0 or -1 keeps all tokens")]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -49,11 +53,13 @@ class RequestOutputKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams(Validated):
-    """How an embedding is made.
+    """What is made of a prompt's hidden states.
 
     Attributes:
-        pooling: of the hidden states; None for the model's own way.
-        normalize: scale the embedding to length 1.
+        pooling: which of them are taken; None for the model's own way.
+        normalize: scale embeddings to length 1; None for the model's own way, which is to do so unless its files leave it out.
+        task: "embed" for embeddings, "classify" for the logits of the labels of a model with such a head.
+        truncate_prompt_tokens: use the last so many tokens of the prompt; -1 for as many as the context holds.
 
     Raises:
         InvalidRequest: a value does not fit.
@@ -63,7 +69,40 @@ class PoolingParams(Validated):
     _called = "a pooling parameter"
 
     pooling: Pooling | None = None
-    normalize: bool = True
+    normalize: bool | None = None
+    task: PoolingTask = PoolingTask.EMBED
+    truncate_prompt_tokens: TruncatedTokens | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams(Validated):
+    """How a beam search goes: the rules are vLLM's, see `hardpoint.engine.beam_search`.
+
+    Attributes:
+        beam_width: beams that go on side by side, and texts that are returned.
+        max_tokens: most tokens of each.
+        ignore_eos: an end-of-text token is a token like others.
+        temperature: as in `SamplingParams`; it has no effect on log probabilities of the model's own distribution, which are compared.
+        length_penalty: power of the length by which cumulative log probabilities are divided; above 0 favours longer texts.
+        include_stop_str_in_output: leave the end-of-text token in tokens and text.
+
+    Raises:
+        InvalidSamplingParams: a value does not fit.
+    """
+
+    _error = InvalidSamplingParams
+    _called = "a parameter of beam search"
+
+    beam_width: PositiveInt
+    max_tokens: PositiveInt
+    ignore_eos: bool = False
+    temperature: NonNegativeFloat = 0.0
+    length_penalty: Annotated[float, Meta(ge=-100, le=100)] = 1.0
+    include_stop_str_in_output: bool = False
+
+    def num_candidates(self, eos_ids: Collection[int]) -> int:
+        """Return how many tokens of each beam are candidates: enough that `beam_width` of them do not end the text."""
+        return self.beam_width + max(self.beam_width, 0 if self.ignore_eos else len(eos_ids))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,10 +134,14 @@ class SamplingParams(Validated):
         ignore_eos: generate beyond the end-of-text token.
         max_tokens: most tokens generated; None for what the context length leaves.
         min_tokens: stop tokens cannot be sampled, and stop texts do not count, before this many tokens.
-        logprobs: most probable tokens per position whose log probabilities are returned, beside the sampled token's.
+        logprobs: most probable tokens per position whose log probabilities are returned, beside the sampled token's; -1 for all tokens.
         prompt_logprobs: most probable tokens per position of the prompt whose log probabilities are returned, beside the prompt's own;
-            at most 100. The whole prompt is computed, whatever of it the prefix cache has.
-        bad_words: not supported; must be empty. `logit_bias` forbids single tokens.
+            at most 100, or -1 for all tokens. The whole prompt is computed, whatever of it the prefix cache has.
+        flat_logprobs: return log probabilities as `FlatLogprobs`, which cost less than a mapping for each position.
+        bad_words: words that must not be generated, each also as it is written after a space. Words of several tokens are looked for as
+            `logits_processors` are: the request's next step is not planned before its token is known.
+        extra_args: kept with the parameters for whoever reads them; nothing here does.
+        truncate_prompt_tokens: use the last so many tokens of the prompt; -1 for as many as the context holds.
         detokenize: make text; False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: accepted for compatibility. Fast tokenizers, the only ones used here, put no space
@@ -137,8 +180,9 @@ class SamplingParams(Validated):
     ignore_eos: bool = False
     max_tokens: PositiveInt | None = 16
     min_tokens: NonNegativeInt = 0
-    logprobs: NonNegativeInt | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_PROMPT_LOGPROBS)] | None = None
+    flat_logprobs: bool = False
     bad_words: Sequence[str] | None = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -148,6 +192,8 @@ class SamplingParams(Validated):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Sequence[Any] | None = ()
     structured_outputs: StructuredOutputsParams | None = None
+    extra_args: Mapping[str, Any] | None = None
+    truncate_prompt_tokens: TruncatedTokens | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.top_k, int) and self.top_k == -1:
@@ -204,12 +250,8 @@ class SamplingParams(Validated):
         for index, processor in enumerate(self.logits_processors or ()):
             if not callable(processor):
                 _contradiction(f"logits_processors[{index}] must be a function", shown(processor))
-        if self.bad_words:
-            _contradiction(
-                "bad_words is not supported and must be empty",
-                shown(list(self.bad_words)),
-                "Single tokens are forbidden with logit_bias={token_id: -100}.",
-            )
+        if any(not word.strip() for word in self.bad_words or ()):
+            _contradiction("bad_words must not be empty texts", shown(list(self.bad_words or ())))
 
     @property
     def is_greedy(self) -> bool:
@@ -267,6 +309,10 @@ class SamplingParams(Validated):
         default_seed: int,
         eos_ids: Iterable[int],
         grammar: str | None = None,
+        *,
+        bad_words: Sequence[tuple[int, ...]] = (),
+        logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+        vocab_size: int = INT32_MAX,
     ) -> SequenceSampling:
         """Return what the worker needs to sample one of the request's completions.
 
@@ -275,6 +321,8 @@ class SamplingParams(Validated):
             default_seed: the request's seed where these parameters name none; distinct requests need distinct ones.
             eos_ids: the model's end-of-text tokens.
             grammar: that of `structured_outputs`, as text.
+            bad_words: token ids of `bad_words`.
+            vocab_size: what -1 stands for in `logprobs`.
 
         Raises:
             InvalidSamplingParams: only stop tokens are allowed, while `min_tokens` forbids them; or no token could end structured outputs.
@@ -293,6 +341,10 @@ class SamplingParams(Validated):
                 f"allowed_token_ids={list(allowed)} are all stop tokens, min_tokens={self.min_tokens}",
             )
         logprobs = 0 if self.logprobs is None and self.needs_ranking else self.logprobs
+        if self.needs_ranking and logprobs_mode in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS):
+            _contradiction("best_of above n needs log probabilities", f"logprobs_mode='{logprobs_mode}'")
+        # A single token needs no look at what came before it.
+        bias = dict(self.logit_bias or {}) | {word[0]: -math.inf for word in bad_words if len(word) == 1}
         return SequenceSampling(
             seq_id=seq_id,
             prompt_token_ids=prompt_token_ids,
@@ -306,11 +358,13 @@ class SamplingParams(Validated):
             repetition_penalty=self.repetition_penalty,
             min_tokens=self.min_tokens if stop_token_ids else 0,
             stop_token_ids=stop_token_ids,
-            logit_bias=self.logit_bias or {},
+            logit_bias=bias,
             allowed_token_ids=allowed,
-            logprobs=logprobs,
+            logprobs=vocab_size if logprobs == -1 else logprobs,
             logits_processors=tuple(self.logits_processors or ()),
             grammar=grammar,
+            bad_words=tuple(word for word in bad_words if len(word) > 1),
+            logprobs_mode=logprobs_mode,
         )
 
 

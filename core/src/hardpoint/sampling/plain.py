@@ -90,6 +90,33 @@ def drawn_tokens(logits: Tensor, rows: Tensor, draws: Tensor, tables: SamplingTa
     return _checked(tokens, best[:, 0])
 
 
+def drawn_logits(logits: Tensor, rows: Tensor, tables: SamplingTables, *, ranked: bool) -> Tensor:
+    """Return the logits that tokens are drawn from, divided by the temperature; minus infinity where `drawn_tokens` leaves a token out.
+
+    Greedy rows stay as they are. Arguments as for `drawn_tokens`.
+    """
+    parameters = tables.parameters[rows]
+    numbers = parameters.view(torch.float32)
+    inverse = numbers[:, Column.INVERSE_TEMPERATURE, None]
+    is_drawn = inverse > 0
+    scaled = (logits - logits.amax(1, keepdim=True)) * inverse
+    kept = scaled >= numbers[:, Column.LOG_MIN_P, None]
+    if ranked:
+        weights = (scaled.exp() * 2.0**WEIGHT_BITS).long().masked_fill_(~kept, 0)
+        order = ranking.canonical_keys(logits).sort(dim=1, descending=True).values
+        ids = ranking.ids_of(order)
+        places = torch.arange(logits.shape[1], device=logits.device)
+        is_top = places < parameters[:, Column.TOP_K, None]
+        falling = weights.gather(1, ids).masked_fill_(~is_top, 0)
+        running = falling.cumsum(1)
+        top_p = parameters[:, Column.TOP_P].long()
+        goal = _top_p_goal(running[:, -1], top_p).clamp(min=1)
+        # A top_p of 1 leaves out nothing, not even what has no weight.
+        in_mass = (running - falling < goal[:, None]) | (top_p >= 1 << TOP_P_BITS)[:, None]
+        kept = kept & torch.zeros_like(kept).scatter_(1, ids, is_top & in_mass)
+    return torch.where(is_drawn, (logits * inverse).masked_fill(~kept, -torch.inf), logits)
+
+
 def record(tokens: Tensor, rows: Tensor, tables: SamplingTables, *, penalised: bool) -> None:
     """Note the rows' new tokens. `penalised`: some row may have a history."""
     given = tokens.clamp(min=0)

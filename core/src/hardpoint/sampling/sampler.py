@@ -64,13 +64,21 @@ class _HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Processed:
-    """A row whose logits Python functions process, and the tokens that it was given."""
+    """A row whose logits are processed by what it was given before: by Python functions, and by words that must not come."""
 
     functions: tuple[LogitsProcessor, ...]
+    bad_words: tuple[tuple[int, ...], ...] = ()
     token_ids: list[int] = field(default_factory=list)
 
     def apply(self, row: Tensor) -> str | None:
         """Process the logits of the row in place, float32[vocab_size]; returns what is wrong with a function that fails."""
+        failure = self._apply_functions(row)
+        for *before, last in self.bad_words:
+            if self.token_ids[-len(before) :] == before:
+                row[last] = -torch.inf
+        return failure
+
+    def _apply_functions(self, row: Tensor) -> str | None:
         for function in self.functions:
             try:
                 result = function(list(self.token_ids), row.clone())
@@ -204,8 +212,8 @@ class Sampler:
         self._table.write(sequences)
         for sampling in sequences:
             self._processed.pop(sampling.state_row, None)
-            if sampling.logits_processors:
-                self._processed[sampling.state_row] = _Processed(sampling.logits_processors)
+            if sampling.logits_processors or sampling.bad_words:
+                self._processed[sampling.state_row] = _Processed(sampling.logits_processors, sampling.bad_words)
 
     def rehearse(self, num_rows: int) -> None:
         """Sample rows that ask for everything a sequence can ask for, for a profile; the tables keep their room for so many rows.
@@ -284,12 +292,30 @@ class Sampler:
                 if reason is not None:
                     reasons[i] = reason
                     given[i] = -torch.inf
+        # Before sampling, which counts the tokens to the rows' histories.
+        shown = self._shown_logits(logits, given, on_device, step, host)
         tokens = None if self._kernels is None else self._kernels.sample(given, on_device, tables)
         if tokens is None:
             tokens = self._sample_plainly(given, on_device, step, host)
             plain.record(tokens, on_device[0], tables, penalised=bool(host["penalised"].any()))
         note = partial(self._advance, guided) if guided else None
-        return self._collectable(tokens, self._logprobs(logits, tokens, host["logprobs"]), processed, reasons, note)
+        return self._collectable(tokens, self._logprobs(shown, tokens, host), processed, reasons, note)
+
+    def _shown_logits(
+        self, logits: Tensor, given: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]
+    ) -> Tensor:
+        """Return the logits that rows' log probabilities are of: the model's own, or those that a token is drawn from."""
+        wanted = np.flatnonzero((host["logprobs"] >= 0) & host["processed"])
+        if not len(wanted):
+            return logits
+        shown = logits.clone()
+        for block in _blocks(wanted, logits, self._block):
+            index = self._upload(block)
+            rows, positions, _ = on_device[:, index].unbind(0)
+            part = plain.edited_logits(given[index], rows, positions, self._table.tables)
+            ranked = bool((host["ranked"][block] & ~host["greedy"][block]).any())
+            shown.index_copy_(0, index, plain.drawn_logits(part, rows, self._table.tables, ranked=ranked))
+        return shown
 
     def _advance(self, guided: Mapping[int, Guide], outcomes: Int64Array) -> None:
         """Give sequences that follow a grammar their tokens; those that have none end."""
@@ -321,19 +347,25 @@ class Sampler:
                 tokens[block[0] : block[-1] + 1][chosen] = found
         return tokens
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, wanted: Int64Array) -> list[_HostLogprobs]:
-        found = []
-        for block in _blocks(np.flatnonzero(wanted >= 0), logits, self._block):
-            whole = len(block) == len(logits)
-            part, chosen = (logits, tokens) if whole else (logits[index := self._upload(block)], tokens[index])
-            count = int(wanted[block].max())
-            found.append(_HostLogprobs(block, wanted[block], *self._ranked(part, chosen, count)))
+    def _logprobs(self, logits: Tensor, tokens: Tensor, host: npt.NDArray[np.void]) -> list[_HostLogprobs]:
+        found, wanted = [], host["logprobs"]
+        for as_logits in (False, True):
+            for block in _blocks(np.flatnonzero((wanted >= 0) & (host["as_logits"] == as_logits)), logits, self._block):
+                whole = len(block) == len(logits)
+                part, chosen = (logits, tokens) if whole else (logits[index := self._upload(block)], tokens[index])
+                count = int(wanted[block].max())
+                ranked = self._ranked(part, chosen, count, as_logits=as_logits)
+                found.append(_HostLogprobs(block, wanted[block], *ranked))
         return found
 
-    def _ranked(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `ranking.logprobs` returns, on its way to the host."""
+    def _ranked(
+        self, logits: Tensor, token_ids: Tensor, count: int, *, as_logits: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `ranking.logprobs` returns, or the logits of the same tokens, on its way to the host."""
         given = None if self._kernels is None else self._kernels.logprobs(logits, token_ids, count)
         ids, values, ranks = ranking.logprobs(logits, token_ids, count) if given is None else given
+        if as_logits:
+            values = logits.gather(1, ids)
         return self._to_host(ids), self._to_host(values), self._to_host(ranks)
 
     def _collectable(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hardpoint.interfaces.batch import Int32Array, SequenceSampling
+from hardpoint.interfaces.batch import Int32Array, LogprobsMode, SequenceSampling
 from hardpoint.interfaces.sampling import TOP_P_BITS, Column, SamplingTables
 from hardpoint.sampling.masks import token_mask
 from hardpoint.sampling.params import GREEDY_BELOW
@@ -34,13 +34,15 @@ _HOST = np.dtype(
         ("edited", np.bool_),
         ("penalised", np.bool_),
         ("min_tokens", np.int64),
+        ("processed", np.bool_),
+        ("as_logits", np.bool_),
     ]
 )
 """What the host knows of a row.
 
 key: of the sequence's random stream. logprobs: how many of the best are wanted, -1 for no log probabilities. greedy: nothing is
 drawn. ranked: top_k or top_p needs an order. edited: the logits are changed at every token. penalised: the row has a history.
-min_tokens: stop tokens are masked before this number of tokens.
+min_tokens: stop tokens are masked before this number of tokens. processed, as_logits: what log probabilities are, see `LogprobsMode`.
 """
 
 
@@ -163,6 +165,8 @@ class SamplingTable:
             penalised or record["allowed_mask"] >= 0 or bool(sampling.logit_bias),
             penalised,
             min_tokens,
+            sampling.logprobs_mode in (LogprobsMode.PROCESSED_LOGPROBS, LogprobsMode.PROCESSED_LOGITS),
+            sampling.logprobs_mode in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS),
         )
 
     def _fill(self, masks: _Uploads, biases: _Uploads, histories: _Uploads) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
@@ -9,6 +10,10 @@ from msgspec import Meta
 
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.validation import INT32_MAX, NonNegativeFloat, NonNegativeInt, PositiveInt, Validated
+
+_MIXED_STEP_SECONDS = 0.2
+_FEWEST_MIXED_TOKENS = 256
+"""Below this a step's own costs, such as to read all weights, outweigh those of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,9 @@ class SchedulerSettings(Validated):
             longest prompt.
         long_prefill_token_threshold: longest chunk of one prompt in a step, so that several prompts and all decodes share a
             step; None or 0 for no limit but the budget.
+        mixed_prefill_tokens: most prompt tokens in a step while sequences decode, so that a long prompt, or many, makes no long gap in
+            the answers that are being written; None for what the device computes in about 0.2 s, by the speed that is measured when
+            the engine starts. Fewer make shorter gaps, and let prompts wait longer.
         preemption_mode: "swap" wherever the host pool has room, "recompute", or "auto": whichever costs less time.
         scheduling_policy: "fcfs" by arrival, "priority" by priority (lower first), then arrival.
     """
@@ -32,6 +40,7 @@ class SchedulerSettings(Validated):
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: NonNegativeInt | None = None
+    mixed_prefill_tokens: PositiveInt | None = None
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
 
@@ -46,7 +55,7 @@ class SchedulerConfig(SchedulerSettings):
         max_model_len: most tokens of a sequence, prompt included.
         watermark: share of the device blocks that admission leaves free.
         swap_seconds_per_block, recompute_seconds_per_token: the costs that the preemption mode "auto" compares (a swap moves a block
-            twice); with both unknown (0) it recomputes.
+            twice); with both unknown (0) it recomputes. By the latter, `mixed_prefill_tokens` is chosen.
         steps_in_flight: steps that may be planned beyond the oldest one that was not booked.
         num_lookahead_slots: slots kept ready behind each decoding sequence.
         starvation_limit: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
@@ -102,11 +111,29 @@ class SchedulerConfig(SchedulerSettings):
                 "long_prefill_token_threshold needs enable_chunked_prefill",
                 found=f"long_prefill_token_threshold={self.long_prefill_token_threshold}",
             )
+        if not self.enable_chunked_prefill and self.mixed_prefill_tokens is not None:
+            raise ConfigError(
+                "mixed_prefill_tokens needs enable_chunked_prefill",
+                found=f"mixed_prefill_tokens={self.mixed_prefill_tokens}",
+            )
 
     @classmethod
     def complete(cls, settings: SchedulerSettings, **measured: Any) -> Self:
-        """Return the settings with what the model and the device add; raises ConfigError where they contradict each other."""
-        return cls(**{f.name: getattr(settings, f.name) for f in fields(SchedulerSettings)}, **measured)
+        """Return the settings with what the model and the device add or override; raises ConfigError where they contradict each other."""
+        return cls(**{f.name: getattr(settings, f.name) for f in fields(SchedulerSettings)} | measured)
+
+    @property
+    def mixed_prefill_budget(self) -> int:
+        """Most prompt tokens in a step while sequences decode.
+
+        A power of two where it follows from the measured speed: steps, and with them rounding, are the same after most starts.
+        """
+        if self.mixed_prefill_tokens is not None:
+            return min(self.mixed_prefill_tokens, self.max_num_batched_tokens)
+        if not self.enable_chunked_prefill or not self.recompute_seconds_per_token:
+            return self.max_num_batched_tokens
+        fitting = max(_MIXED_STEP_SECONDS / self.recompute_seconds_per_token, _FEWEST_MIXED_TOKENS)
+        return min(1 << round(math.log2(min(fitting, self.max_num_batched_tokens))), self.max_num_batched_tokens)
 
     @property
     def max_seq_tokens(self) -> int:
@@ -117,3 +144,8 @@ class SchedulerConfig(SchedulerSettings):
     def pool_tokens(self) -> int:
         """Most tokens of one sequence that the device pool holds, in all KV cache groups."""
         return self.num_device_blocks // len(self.group_windows) * self.block_size
+
+    def beam_tokens(self, num_beams: int) -> int:
+        """Most tokens of each beam of a search that the device pool holds, when the beams share nothing; at most `max_model_len`."""
+        blocks = self.num_device_blocks // (len(self.group_windows) * num_beams)
+        return min(self.max_model_len, blocks * self.block_size - self.num_lookahead_slots)

@@ -48,7 +48,7 @@ _NO_PAIRS = np.empty((0, 2), np.int32)
 _NO_IDS = np.empty(0, np.int64)
 
 Finished: TypeAlias = list[tuple[int, FinishReason]]
-_Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int64Array]
+_Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int64Array]
 
 
 class Scheduler:
@@ -101,6 +101,7 @@ class Scheduler:
         skip_prefix_cache: bool = False,
         pooling: bool = False,
         plan_ahead: bool = True,
+        beams: bool = False,
     ) -> int:
         """Queue a request.
 
@@ -117,6 +118,7 @@ class Scheduler:
             skip_prefix_cache: compute the whole prompt (for its log probabilities).
             pooling: no sampling; the request ends when its prompt is computed.
             plan_ahead: False plans each of its steps only when the token before is booked; other requests go on meanwhile.
+            beams: the n sequences are those of a beam search: they go on with `advance_beams`, and end with `abort`.
 
         Returns:
             The handle, which is the id of the request's first sequence.
@@ -139,11 +141,12 @@ class Scheduler:
                 found=f"{length} tokens, with a context of {config.max_model_len}",
                 hint="Shorten the prompt or raise max_model_len",
             )
-        if length + new_tokens > config.pool_tokens:
+        if length + new_tokens > (config.beam_tokens(n) if beams else config.pool_tokens):
             raise RequestNeverFits(
                 "the prompt does not fit the KV cache",
                 found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}"
-                + (f" for {len(config.group_windows)} KV cache groups" if len(config.group_windows) > 1 else ""),
+                + (f" for {len(config.group_windows)} KV cache groups" if len(config.group_windows) > 1 else "")
+                + (f" and {n} beams" if beams else ""),
                 hint="Shorten the prompt or give the KV cache more memory",
             )
         if n < 1 or min_tokens < 0 or (max_tokens is not None and (max_tokens < 1 or min_tokens > max_tokens)):
@@ -174,6 +177,7 @@ class Scheduler:
                 skip_prefix_cache,
                 pooling,
                 plan_ahead,
+                beams,
             )
         except IndexError as error:
             token, position = error.args
@@ -191,6 +195,21 @@ class Scheduler:
         does not report them; `release` them like all others.
         """
         self._core.abort(handles)
+
+    def beams_sampled(self, handle: int) -> bool:
+        """Whether all sequences of a beam search were sampled since they were advanced."""
+        return self._core.beams_sampled(handle)
+
+    def advance_beams(self, handle: int, parents: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Let the i-th sequence of a beam search continue that of index `parents[i]` with one more token; blocks are shared as by forks.
+
+        Raises:
+            InvalidRequest: not all were sampled, or there is not a parent and a token for each; nothing was changed.
+        """
+        try:
+            self._core.advance_beams(handle, parents, token_ids)
+        except ValueError as error:
+            raise InvalidRequest(str(error), found=f"request {handle}") from None
 
     def finish(self, seq_id: int, reason: FinishReason = FinishReason.STOP) -> bool:
         """End one sequence (the engine found a stop string); False when it is unknown or has ended.
@@ -365,8 +384,15 @@ class _PlanBatches:
             self._sizes = sizes
         if moves is None:
             return self._without_moves
-        swap_out, swap_in, copies, preempted = moves
-        return replace(self._without_moves, swap_out=swap_out, swap_in=swap_in, copies=copies, preempted=preempted)
+        swap_out, swap_in, copies, row_copies, preempted = moves
+        return replace(
+            self._without_moves,
+            swap_out=swap_out,
+            swap_in=swap_in,
+            copies=copies,
+            row_copies=row_copies,
+            preempted=preempted,
+        )
 
     def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int) -> StepBatch:
         tokens, seqs, samples = slice(num_tokens), slice(num_seqs), slice(num_samples)
@@ -393,6 +419,7 @@ class _PlanBatches:
             sample_state_rows[samples],
             sample_positions[samples],
             tuple([KVGroupSlots(slots[tokens], table) for slots, table in self._groups]) if self._groups else (),
+            _NO_PAIRS,
         )
 
 

@@ -15,7 +15,17 @@ from hardpoint.sampling import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.events import TextEvents, written
 from hardpoint.server.fleet import Fleet
-from hardpoint.server.generation import Counted, request_limits, respond, sampling_params, stream_options, top_logprobs
+from hardpoint.server.generation import (
+    Counted,
+    beam_search_params,
+    request_limits,
+    respond,
+    sampling_params,
+    stream_options,
+    top_logprobs,
+    with_logprobs,
+)
+from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import (
     AnswerMessage,
     CallFunction,
@@ -46,7 +56,7 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", response_model=ChatCompletion)
+    @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
 
@@ -63,6 +73,7 @@ class _Answer:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = model.llm.get_default_sampling_params()
         self._params = sampling_params(body, defaults, max_tokens=most, logprobs=_wanted_logprobs(body))
+        self._beams = beam_search_params(body, model.llm.info.max_model_len if most is None else most)
         template, options = model.chat_template, model.options
         named = options.reasoning_parser
         self._reasoning = parser_of(template) if named == "auto" else named
@@ -135,10 +146,12 @@ class _Answer:
         async with self._model.taken():
             prompt = await self._prompt()
             stream = self._model.generate(
-                prompt, self._after_reasoning(prompt), priority=self._body.priority, **self._limits
+                prompt, self._beams or self._after_reasoning(prompt), priority=self._body.priority, **self._limits
             )
             async with aclosing(stream) as outputs:
                 async for output in outputs:
+                    if self._beams is not None:
+                        output = with_logprobs(output, self._params.logprobs)
                     self._counted.add(0, output)
                     yield output
 
@@ -162,6 +175,7 @@ class _Answer:
             continue_final_message=body.continue_final_message,
             tools=tools,
             variables=body.chat_template_kwargs,
+            truncate=body.truncate_prompt_tokens,
         )
         return made.salted(body.cache_salt)
 

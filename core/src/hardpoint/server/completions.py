@@ -14,13 +14,16 @@ from hardpoint.server.events import TextEvents, written
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import (
     Counted,
+    beam_search_params,
     merged,
     request_limits,
     respond,
     sampling_params,
     stream_options,
     top_logprobs,
+    with_logprobs,
 )
+from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import (
     Completion,
     CompletionChoice,
@@ -36,7 +39,7 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
-    @routes.post("/v1/completions", response_model=Completion)
+    @routes.post("/v1/completions", response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
 
@@ -54,6 +57,8 @@ class _Answer:
         if body.echo and body.logprobs is not None:
             more["prompt_logprobs"] = body.logprobs
         self._params = sampling_params(body, model.llm.get_default_sampling_params(), logprobs=body.logprobs, **more)
+        self._beams = beam_search_params(body, 16 if body.max_tokens is None else body.max_tokens)
+        self._num_choices = self._params.n if self._beams is None else self._beams.beam_width
         self._id, self._created, self._counted = new_id("cmpl"), now(), Counted()
         self._shown: dict[int, int] = {}
         self._ended: set[int] = set()
@@ -93,11 +98,13 @@ class _Answer:
         async with self._model.taken(len(prompts)):
             tokenized = [await self._tokenized(prompt) for prompt in prompts]
             streams = [
-                self._model.generate(prompt, self._params, priority=self._body.priority, **self._limits)
+                self._model.generate(prompt, self._beams or self._params, priority=self._body.priority, **self._limits)
                 for prompt in tokenized
             ]
             async with aclosing(merged(streams)) as outputs:
                 async for index, output in outputs:
+                    if self._beams is not None:
+                        output = with_logprobs(output, self._body.logprobs)
                     self._counted.add(index, output)
                     yield index, output
 
@@ -110,14 +117,17 @@ class _Answer:
         return [given] if isinstance(given[0], int) else given
 
     async def _tokenized(self, prompt: str | list[int]) -> TokenizedPrompt:
-        made = await self._model.tokenize(prompt, add_special_tokens=self._body.add_special_tokens)
+        body = self._body
+        made = await self._model.tokenize(
+            prompt, add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens
+        )
         return made.salted(self._body.cache_salt)
 
     def _new(self, index: int, output: RequestOutput) -> list[tuple[int, CompletionOutput]]:
         """Return the completions of an output in which something is new, each with its number among those of all prompts."""
         found = []
         for completion in output.outputs:
-            number = index * self._params.n + completion.index
+            number = index * self._num_choices + completion.index
             if number in self._ended or not (completion.token_ids or completion.finished()):
                 continue
             if completion.finished():

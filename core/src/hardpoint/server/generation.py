@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -11,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
-from hardpoint.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from hardpoint.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.http import aclose, event_stream, until_gone
 from hardpoint.server.protocol import CachedTokens, Sampling, StreamOptions, TopLogprob, Usage
@@ -39,7 +41,14 @@ _SAME = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
 )
+_OF_BEAMS = ("n", "temperature", "ignore_eos", "include_stop_str_in_output")
+# These leave a beam search as it is.
+_NEUTRAL_FOR_BEAMS = ("seed", "top_p", "top_k", "min_p", "skip_special_tokens", "spaces_between_special_tokens")
+_LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON does not have."""
 TIMEOUT_HEADER, ASLEEP_HEADER = "X-Request-Timeout", "X-When-Asleep"
 
 
@@ -56,6 +65,38 @@ def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) ->
         given["structured_outputs"] = structure
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return defaults.clone(**(given | more))
+
+
+def beam_search_params(request: Sampling, max_tokens: int) -> BeamSearchParams | None:
+    """Return how a request searches; None where it asks for no beam search. Raises InvalidSamplingParams, ApiError.
+
+    Args:
+        max_tokens: that it asks for, or may have.
+    """
+    if not request.use_beam_search:
+        return None
+    others = [*_SAME, "logit_bias", "response_format", "structured_outputs", "tools"]
+    others += ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "echo"]
+    for name in set(others).difference(_OF_BEAMS, _NEUTRAL_FOR_BEAMS):
+        if getattr(request, name, None):
+            raise ApiError(400, f"{name}: not with use_beam_search", "invalid_value", param=name)
+    given = {name: value for name in _OF_BEAMS[1:] if (value := getattr(request, name)) is not None}
+    return BeamSearchParams(
+        beam_width=1 if request.n is None else request.n,
+        max_tokens=max_tokens,
+        length_penalty=request.length_penalty,
+        **given,
+    )
+
+
+def with_logprobs(output: RequestOutput, count: int | None) -> RequestOutput:
+    """Return what a beam search found with the log probabilities of so many other candidates for each token; None for none at all."""
+
+    def shown(positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs] | None:
+        return None if count is None else [dict(islice(one.items(), 1 + count)) for one in positions]
+
+    outputs = [replace(one, logprobs=shown(one.logprobs or ())) for one in output.outputs]
+    return replace(output, outputs=outputs)
 
 
 def structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
@@ -138,7 +179,7 @@ class Counted:
 def top_logprobs(position: PositionLogprobs) -> list[TopLogprob]:
     """Return one position's log probabilities, the sampled token first."""
     return [
-        TopLogprob(token=text, logprob=one.logprob, bytes=list(text.encode()))
+        TopLogprob(token=text, logprob=max(one.logprob, _LEAST_LOGPROB), bytes=list(text.encode()))
         for token_id, one in position.items()
         for text in [one.decoded_token if one.decoded_token is not None else f"token_id:{token_id}"]
     ]
@@ -158,7 +199,7 @@ async def respond(request: Request, answer: Answer, stream: bool | None) -> Resp
     """Return the response to a request; its work ends when the client leaves."""
     if stream:
         return await event_stream(request, answer.events())
-    done = await until_gone(request, answer.whole())
+    done = await until_gone(request.receive, answer.whole())
     return Response(done.model_dump_json(exclude_unset=True), media_type="application/json")
 
 

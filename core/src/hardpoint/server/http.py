@@ -8,7 +8,8 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -131,15 +132,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return what some work returns; it is cancelled when the client leaves, or when this is."""
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Return what some work returns; it is cancelled when the client leaves, which raises ClientLeft, or when this is."""
     doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(request))
+    leaving = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
             return doing.result()
-        raise ApiError(499, "the client left", "client_closed_request")
+        raise ClientLeft(499, "the client left", "client_closed_request")
     finally:
         leaving.cancel()
         if not doing.done():
@@ -147,9 +148,28 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
             await asyncio.wait([doing])
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class ClientLeft(ApiError):
+    """Nobody reads the answer any more."""
+
+
+class _EventStream(StreamingResponse):
+    """A stream that ends when its client leaves. Starlette's own looks for that by a task group, a fifth of the time of a short answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with suppress(ClientLeft):
+            await until_gone(receive, self.stream_response(send))
+
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"description": "With stream=true, the parts of the answer"}}}}
+}
+"""What the OpenAPI document says of routes that can stream their answers, beside the answer as one."""
 
 
 async def event_stream(request: Request, events: AsyncIterator[bytes]) -> StreamingResponse:
@@ -158,7 +178,7 @@ async def event_stream(request: Request, events: AsyncIterator[bytes]) -> Stream
     An error in the middle is an event, OpenAI's, and the last one.
     """
     try:
-        first = await until_gone(request, anext(events))
+        first = await until_gone(request.receive, anext(events))
     except BaseException:
         await aclose(events)
         raise
@@ -175,7 +195,7 @@ async def event_stream(request: Request, events: AsyncIterator[bytes]) -> Stream
         finally:
             await aclose(events)
 
-    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return _EventStream(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def aclose(events: AsyncIterator[object]) -> None:

@@ -87,6 +87,10 @@ class Sampling(_Request):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool | None = None
@@ -192,6 +196,7 @@ class EmbeddingRequest(_Request):
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: None = None
     normalize: bool = True
+    truncate_prompt_tokens: int | None = None
     user: Inert = None
 
 

@@ -17,6 +17,7 @@ from hardpoint.sampling import RequestOutputKind
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import request_limits, respond
+from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import Inert, new_id
 from hardpoint.server.served_model import ServedModel
 
@@ -179,7 +180,7 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
-    @routes.post("/v1/responses", response_model=ModelResponse)
+    @routes.post("/v1/responses", response_model=ModelResponse, responses=STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
 

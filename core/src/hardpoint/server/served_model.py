@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -24,7 +24,7 @@ from hardpoint.interfaces.errors import (
     MemoryBusy,
     RequestTimeout,
 )
-from hardpoint.sampling import PoolingParams, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.metrics import ModelMetrics
 from hardpoint.validation import NonNegativeFloat, PositiveInt, Seconds, Validated
@@ -205,7 +205,8 @@ class ServedModel:
         """Sleep at level 1 once the requests in progress have ended; those that come meanwhile wait. Raises what `LLM.sleep` raises."""
         async with self._changing:
             if self.device_bytes:
-                await self.sleep(mode="wait")
+                with self._counting_failure("sleep"):
+                    await self.sleep(mode="wait")
                 self.reason = reason
                 _log.info("'%s' sleeps: %s", self.name, reason)
 
@@ -248,13 +249,20 @@ class ServedModel:
             return self._state or ModelState.RESTARTING
 
     async def tokenize(
-        self, prompt: str | list[int], *, add_special_tokens: bool = True, reserve: int = 1
+        self,
+        prompt: str | list[int],
+        *,
+        add_special_tokens: bool = True,
+        reserve: int = 1,
+        truncate: int | None = None,
     ) -> TokenizedPrompt:
         """Return a text or token ids as a prompt that leaves `reserve` tokens of the context free; raises InvalidRequest."""
         llm = self.llm
         if not isinstance(prompt, str):
-            return llm.process(prompt, reserve=reserve)
-        make = partial(llm.process_text, prompt, add_special_tokens=add_special_tokens, reserve=reserve)
+            return llm.process(prompt, reserve=reserve, truncate=truncate)
+        make = partial(
+            llm.process_text, prompt, add_special_tokens=add_special_tokens, reserve=reserve, truncate=truncate
+        )
         return await self._in_thread_if(len(prompt) > _LONG_TEXT, make)
 
     async def apply_template(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> TokenizedPrompt:
@@ -283,7 +291,7 @@ class ServedModel:
     async def generate(
         self,
         prompt: TokenizedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         timeout: float | None = None,
@@ -348,10 +356,20 @@ class ServedModel:
         """Wake the engine once whatever changes it now is over."""
         async with self._changing:
             while True:
-                try:
-                    return await self.wake_up()
-                except MemoryBusy:
-                    await asyncio.sleep(_BUSY_SECONDS)
+                with self._counting_failure("wake"):
+                    try:
+                        return await self.wake_up()
+                    except MemoryBusy:
+                        await asyncio.sleep(_BUSY_SECONDS)
+
+    @contextmanager
+    def _counting_failure(self, kind: str) -> Iterator[None]:
+        """Count a change that fails and that nobody asked for: those of operators are counted with their operations."""
+        try:
+            yield
+        except Exception as error:
+            self.metrics.failed(kind, error)
+            raise
 
     # What operators do
 

@@ -93,12 +93,12 @@ def router(fleet: Fleet) -> APIRouter:
     @routes.post("/v1/score", response_model=Scores)
     async def score(body: ScoreRequest, request: Request) -> Response:
         work = _score(fleet.get(body.model), body, request_limits(request).get("when_asleep"))
-        return Response((await until_gone(request, work)).model_dump_json(), media_type="application/json")
+        return Response((await until_gone(request.receive, work)).model_dump_json(), media_type="application/json")
 
     @routes.post("/v1/rerank", response_model=Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         work = _rerank(fleet.get(body.model), body, request_limits(request).get("when_asleep"))
-        return Response((await until_gone(request, work)).model_dump_json(), media_type="application/json")
+        return Response((await until_gone(request.receive, work)).model_dump_json(), media_type="application/json")
 
     return routes
 

@@ -36,7 +36,7 @@ def router(fleet: Fleet) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         limits = request_limits(request)
         work = _embed(fleet.get(body.model), body, limits.get("when_asleep"))
-        found = await until_gone(request, work)
+        found = await until_gone(request.receive, work)
         return Response(found.model_dump_json(), media_type="application/json")
 
     @routes.post("/tokenize", response_model=Tokens)
@@ -55,12 +55,17 @@ def router(fleet: Fleet) -> APIRouter:
 
 
 async def vectors(
-    model: ServedModel, inputs: Sequence[str | list[int]], when_asleep: WhenAsleep | None, *, normalize: bool = True
+    model: ServedModel,
+    inputs: Sequence[str | list[int]],
+    when_asleep: WhenAsleep | None,
+    *,
+    normalize: bool = True,
+    truncate: int | None = None,
 ) -> tuple[list[FloatArray], int]:
     """Return the embeddings of some inputs, and how many tokens all have; errors as for `ServedModel.embed`."""
-    params = PoolingParams(normalize=normalize)
+    params = PoolingParams(normalize=normalize, truncate_prompt_tokens=truncate)
     async with model.taken(len(inputs)):
-        prompts = [await model.tokenize(one, reserve=0) for one in inputs]
+        prompts = [await model.tokenize(one, reserve=0, truncate=truncate) for one in inputs]
         try:
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(model.embed(prompt, params, when_asleep)) for prompt in prompts]

@@ -342,26 +342,58 @@ class DummyCheckpoint(Checkpoint):
 
 
 class RenamedCheckpoint(Checkpoint):
-    """Another checkpoint with a prefix put before every name (bare models are saved without `model.`)."""
+    """Another checkpoint whose tensors have other names.
 
-    def __init__(self, inner: Checkpoint, prefix: str) -> None:
-        self._inner = inner
-        self._prefix = prefix
+    Args:
+        names: the inner name of each tensor by its new one.
+    """
+
+    def __init__(self, inner: Checkpoint, names: Mapping[str, str]) -> None:
+        self._inner, self._names = inner, names
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {self._prefix + name: shape for name, shape in self._inner.shapes().items()}
+        found = self._inner.shapes()
+        return {name: found[inner] for name, inner in self._names.items()}
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.rows(name.removeprefix(self._prefix), begin, end)
+        return self._inner.rows(self._names[name], begin, end)
 
     def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.expert_rows(name.removeprefix(self._prefix), expert, begin, end)
+        return self._inner.expert_rows(self._names[name], expert, begin, end)
 
     def stored(self, name: str) -> StoredTensor | None:
-        return self._inner.stored(name.removeprefix(self._prefix))
+        return self._inner.stored(self._names[name])
 
     def dtype(self) -> DType | None:
         return self._inner.dtype()
+
+
+class JoinedCheckpoint(Checkpoint):
+    """A checkpoint, and others in folders of it, whose tensors have the folder's name and a dot before theirs."""
+
+    def __init__(self, main: Checkpoint, parts: Mapping[str, Checkpoint]) -> None:
+        self._main = main
+        self._places = {
+            f"{folder}.{name}": (part, name) for folder, part in parts.items() for name in part.shapes()
+        } | {name: (main, name) for name in main.shapes()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: part.shapes()[inner] for name, (part, inner) in self._places.items()}
+
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        part, inner = self._places[name]
+        return part.rows(inner, begin, end)
+
+    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        part, inner = self._places[name]
+        return part.expert_rows(inner, expert, begin, end)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        part, inner = self._places[name]
+        return part.stored(inner)
+
+    def dtype(self) -> DType | None:
+        return self._main.dtype()
 
 
 def _listed(names: Sequence[str], limit: int = 8) -> str:

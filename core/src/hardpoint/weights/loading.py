@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 _READERS = 4
+_PREFIXES = ("model.", "bert.", "roberta.")
+_LANGUAGE = "language_model."
+_OLD_NORMS = {"gamma": "weight", "beta": "bias"}
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
 
@@ -31,15 +34,29 @@ def _is_ignored(name: str, unused: str) -> bool:
 
 
 def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-    """Return the checkpoint with the prefix `model.` where a bare model was saved without it, and stacked experts taken apart.
+    """Return the checkpoint with the names of the model's tensors, and stacked experts taken apart.
 
     Args:
         shapes: of the model's tensors.
     """
-    found = checkpoint.shapes()
-    if "model.embed_tokens.weight" not in found and "embed_tokens.weight" in found:
-        checkpoint = RenamedCheckpoint(checkpoint, "model.")
+    standard = {standard_name(name, shapes): name for name in checkpoint.shapes()}
+    if any(name != found for name, found in standard.items()):
+        checkpoint = RenamedCheckpoint(checkpoint, standard)
     return unstacked(checkpoint, shapes)
+
+
+def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the name that a model's tensor has in whole models; others are returned as they are.
+
+    Bare models are saved without what stands before their tensors' names, language models beside other parts with more, and old
+    encoders call a norm's weight and bias gamma and beta.
+    """
+    stem, _, last = name.rpartition(".")
+    if stem.endswith("LayerNorm") and last in _OLD_NORMS:
+        name = f"{stem}.{_OLD_NORMS[last]}"
+    possible = (name, *(prefix + name for prefix in _PREFIXES), name.removeprefix(_LANGUAGE))
+    found = (known for known in possible if known in shapes)
+    return next(found, name)
 
 
 def check_tensors(
@@ -200,7 +217,7 @@ def update_weights(
     changed: dict[str, tuple[Tensor, int]] = {}
     try:
         for name, values in unstacked_pairs(given, weights.shapes):
-            known = name if name in weights.shapes else f"model.{name}"
+            known = standard_name(name, weights.shapes)
             shape = weights.shapes.get(known)
             if shape is None:
                 if name in weights.optional or _is_ignored(name, weights.unused) or scales.passes(name, values):

@@ -364,4 +364,10 @@ def _capturable(context: WorkerContext, loaded: LoadedModel) -> CapturableModel 
     if not isinstance(model, CapturableModel):
         _log.warning("steps of this model run without graphs: its way to run (%s) cannot be captured", model.path)
         return None
+    if any(group.chunk for group in loaded.groups):
+        _log.warning("steps run without graphs: layers that attend in chunks are not captured")
+        return None
+    if model.state_layers():
+        _log.warning("steps run without graphs: layers with recurrent states are not captured")
+        return None
     return model

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.batch import Int32Array
+    from hardpoint.worker.state_memory import StateMemory
 
 
 class KVMemory:
-    """The KV cache and its swap space, in the layout that attention planned."""
+    """The KV cache and its swap space, in the layout that attention planned, and the slots of recurrent states.
+
+    Attributes:
+        states: None for a model without.
+    """
 
     def __init__(
         self,
@@ -34,8 +39,14 @@ class KVMemory:
         attention: AttentionBackend,
         platform: Platform,
         torch_device: str,
+        states: StateMemory | None = None,
     ) -> None:
-        """Take nothing yet."""
+        """Take nothing yet.
+
+        Args:
+            states: the slots of sequences' recurrent states, where the model has any.
+        """
+        self.states = states
         self._spec, self._allocator, self._attention = spec, allocator, attention
         self._torch_device = torch_device
         self._platform = platform
@@ -65,13 +76,15 @@ class KVMemory:
         return self._empty(num_blocks).zero_()
 
     def move_blocks(self, batch: StepBatch) -> None:
-        """Swap and copy the blocks that a step asks for."""
+        """Swap and copy the blocks, and copy the slots, that a step asks for."""
         if len(batch.swap_out):
             self._attention.swap_blocks(self.cache, self._swapped(), batch.swap_out)
         if len(batch.swap_in):
             self._attention.swap_blocks(self._swapped(), self.cache, batch.swap_in)
         if len(batch.copies):
             self._attention.copy_blocks(self.cache, batch.copies)
+        if self.states is not None:
+            self.states.copy_rows(batch)
 
     def _swapped(self) -> Tensor:
         if self._host is None:
@@ -107,6 +120,10 @@ class KVMemory:
         return best * self._spec.block_bytes / sample.nbytes
 
     def _empty(self, num_blocks: int) -> Tensor:
+        if self._spec.num_layers == 0:
+            return torch.empty(
+                self._spec.shape(num_blocks), dtype=self._spec.dtype.to_torch(), device=self._torch_device
+            )
         return self._allocator.empty(self._spec.shape(num_blocks), self._spec.dtype, KV_CACHE, Policy.DISCARD)
 
     def _swap_space(self, num_blocks: int) -> Tensor:
@@ -138,7 +155,7 @@ def live_ranges(blocks: Sequence[int], spec: KVCacheSpec, num_blocks: int) -> li
 
     A block has one piece for each layer and each axis value before the block axis (keys and values, in the usual layout).
     """
-    if len(blocks) == 0:
+    if len(blocks) == 0 or spec.num_layers == 0:
         return []
     shape = spec.shape(num_blocks)
     axis = spec.axes.index("block") + 1

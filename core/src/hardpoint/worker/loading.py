@@ -20,6 +20,7 @@ from hardpoint.models import Ranks, attention_layers, load_model, open_model
 from hardpoint.worker.communicators import Communicators
 from hardpoint.worker.kv_groups import plan_groups
 from hardpoint.worker.ranks import join_ranks, place_of
+from hardpoint.worker.state_memory import slot_layout
 
 if TYPE_CHECKING:
     from hardpoint.models import ModelSource, RunnableModel
@@ -119,6 +120,10 @@ def load_rank(
         kv_group_windows=tuple(group.window for group in kv_groups),
         # The ranks that embed a token are not all told which one the driver sampled before the engine tells them.
         steps_in_flight=steps_in_flight if place.is_alone else 0,
+        whole_prompts=request.bidirectional,
+        pooling=source.pooling,
+        num_labels=model.num_labels,
+        state_bytes=slot_layout(model.state_layers())[1],
     )
     return LoadedModel(model, info, source, fingerprint, kv_groups, communicators)
 
@@ -136,13 +141,14 @@ def kept_default_dtype() -> Iterator[None]:
 def _request(config: WorkerConfig, source: ModelSource) -> AttentionRequest:
     """Return what the rank's layers and the engine ask of attention."""
     dtype, max_model_len = config.dtype or source.dtype, _max_model_len(config, source)
+    layers = attention_layers(source, dtype, place_of(config), config.kv_dtype)
     return AttentionRequest(
-        layers=attention_layers(source, dtype, place_of(config), config.kv_dtype),
+        layers=layers,
         dtype=dtype,
         kv_dtype=config.kv_dtype or dtype,
         block_size=config.block_size,
         max_context=max_model_len,
-        features=_ENGINE_FEATURES,
+        features=_ENGINE_FEATURES if all(layer.causal for layer in layers) else frozenset(),
     )
 
 

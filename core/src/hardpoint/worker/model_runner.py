@@ -26,6 +26,7 @@ from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import SampledTokens, Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
+from hardpoint.worker.kv_groups import in_chunks
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
 
@@ -119,7 +120,8 @@ class ModelRunner:
         last = batch.query_start[batch.sample_rows + 1] - 1
         # A step that pools or scores wants all tokens' hidden states, and samples from some of them.
         wants_all = bool(step.pooling or step.scoring)
-        hidden = self.forward(batch, cache, np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last)
+        rows = np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last
+        hidden = self.forward(batch, cache, rows, _token_types(step))
         scores = self._scores(step, hidden)
         if not len(last):
             embeddings = self._alone(lambda: self._embeddings(step, hidden))
@@ -140,12 +142,19 @@ class ModelRunner:
         sampled = self._alone(sample)
         return LaunchedStep(self._platform.record_event(), sampled, embeddings, scores)
 
-    def forward(self, batch: StepBatch, cache: Tensor, rows: Int32Array | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: StepBatch,
+        cache: Tensor,
+        rows: Int32Array | None = None,
+        token_types: Int64Array | None = None,
+    ) -> Tensor:
         """Run the model on one step and return hidden states; see `RunnableModel.run`.
 
         Args:
             cache: the whole KV cache.
             rows: token indices, by default the last token of each sampled sequence.
+            token_types: int64[T], where some are not 0.
         """
         with torch.inference_mode():
             self._platform.check_computes()
@@ -163,14 +172,17 @@ class ModelRunner:
             token_ids, positions = upload(batch.token_ids), upload(batch.positions)
             if early is not None:
                 token_ids.index_copy_(0, *early)
-            return self._model.run(token_ids, positions, metadata, cache, upload(rows))
+            types = None if token_types is None else upload(token_types)
+            return self._model.run(token_ids, positions, metadata, cache, upload(rows), types)
 
     def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
-        """Return the step's metadata of each KV cache group."""
-        return tuple(
-            self._attention.prepare(group.plan, step)
+        """Return the step's metadata of each KV cache group, and of the states where the model has any."""
+        of_groups = tuple(
+            self._attention.prepare(group.plan, in_chunks(step, group.chunk, group.plan.block_size))
             for group, step in zip(self._groups, batch.by_group(), strict=True)
         )
+        states = self._kv.states
+        return of_groups if states is None else (*of_groups, states.prepare(batch))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -202,7 +214,7 @@ class ModelRunner:
             raise OutputFailed.after(error) from error
 
     def _embeddings(self, step: StepInput, hidden: Tensor) -> dict[int, Tensor]:
-        """Return the embeddings of the prompts that end in a step, on their way to the host, on the driver."""
+        """Return what is made of the prompts that end in a step, on its way to the host, on the driver."""
         embeddings: dict[int, Tensor] = {}
         if not step.pooling or not self._is_driver:
             return embeddings
@@ -213,11 +225,12 @@ class ModelRunner:
                 continue
             chunk = hidden[batch.query_start[row] : batch.query_start[row + 1]]
             context = int(batch.context_lens[row])
-            embedding = self._pooler.add(
+            pooled = self._pooler.add(
                 seq_id, request.pooling, chunk, ends=context == request.prompt_len, starts=context == len(chunk)
             )
-            if embedding is not None:
-                embeddings[seq_id] = self._platform.download(embedding)
+            if pooled is not None:
+                rows = self._model.pooled(pooled, request.task).float()
+                embeddings[seq_id] = self._platform.download(rows if request.pooling is Pooling.ALL else rows[0])
         return embeddings
 
     def _scores(self, step: StepInput, hidden: Tensor) -> dict[int, list[tuple[Tensor, Tensor, Tensor]]]:
@@ -254,8 +267,12 @@ class ModelRunner:
         longest = min(_LONG_CONTEXT, plan.request.max_context, blocks // num_groups * plan.block_size)
         short = min(16, longest, plan.block_size, self._max_tokens)
         prompt = dummy_batch(num_tokens=short, max_len=short, block_size=plan.block_size, max_seqs=1)
-        for batch in (prompt, dummy_decode(1, plan.block_size), dummy_decode(longest, plan.block_size)):
+        decodes = [dummy_decode(context, plan.block_size) for context in (1, longest)]
+        for batch in [prompt] if plan.request.bidirectional else [prompt, *decodes]:
             self.argmax(self.forward(in_groups(batch, num_groups, plan.block_size), cache))
+        if plan.request.bidirectional:
+            self._platform.synchronize()
+            return
         if blocks > 1:
             self._attention.copy_blocks(cache, np.array([[0, blocks - 1]], np.int32))
         self._platform.synchronize()
@@ -297,15 +314,15 @@ class PlainRows:
 
 
 class Pooler:
-    """Embeddings from hidden states: keeps what a chunked prompt's embedding still needs of the chunks before."""
+    """Pools hidden states: keeps what a chunked prompt's result still needs of the chunks before."""
 
     def __init__(self) -> None:
         self._partial: dict[int, tuple[Tensor, int]] = {}
 
     def add(self, seq_id: int, pooling: Pooling, hidden: Tensor, *, ends: bool, starts: bool = False) -> Tensor | None:
-        """Take the hidden states [tokens, hidden_size] of a prompt's next chunk; return the embedding float32[hidden_size] when it ends.
+        """Take the hidden states [tokens, hidden_size] of a prompt's next chunk; return the pooled [rows, hidden_size] when it ends.
 
-        The embedding is on the device, and may share the memory of `hidden`.
+        One row, or with ALL a row for each token; a mean is float32. They are on the device, and may share the memory of `hidden`.
 
         Args:
             starts: the chunk is the prompt's beginning, also of a prompt that is computed once more.
@@ -313,16 +330,20 @@ class Pooler:
         if starts:
             self._partial.pop(seq_id, None)
         if pooling is Pooling.LAST:
-            return hidden[-1].float() if ends else None
+            return hidden[-1:] if ends else None
         total, count = self._partial.pop(seq_id, (None, 0))
+        if starts and ends and pooling is not Pooling.MEAN:
+            return hidden if pooling is Pooling.ALL else hidden[:1]
+        # A decoder may write its next step's result to the same memory.
         if pooling is Pooling.CLS:
-            # A decoder may write its next step's result to the same memory.
-            state, count = (hidden[0].clone() if total is None else total), 1
+            state, count = (hidden[:1].clone() if total is None else total), 1
+        elif pooling is Pooling.ALL:
+            state, count = (hidden.clone() if total is None else torch.cat((total, hidden))), 1
         else:
-            chunk = hidden.float().sum(dim=0)
+            chunk = hidden.float().sum(dim=0, keepdim=True)
             state, count = (chunk if total is None else total + chunk), count + len(hidden)
         if ends:
-            return (state / count).float()
+            return state / count if pooling is Pooling.MEAN else state
         self._partial[seq_id] = (state, count)
         return None
 
@@ -330,6 +351,20 @@ class Pooler:
         """Forget sequences that ended before their prompt did."""
         for seq_id in seq_ids:
             self._partial.pop(seq_id, None)
+
+
+def _token_types(step: StepInput) -> Int64Array | None:
+    """Return to which of two texts each token of a step belongs, None where all are of the first."""
+    if not any(request.second_text for request in step.pooling.values()):
+        return None
+    batch = step.batch
+    types = np.zeros(batch.num_tokens, np.int64)
+    for row, seq_id in enumerate(batch.seq_ids.tolist()):
+        second = step.pooling[seq_id].second_text if seq_id in step.pooling else 0
+        if second:
+            tokens = slice(batch.query_start[row], batch.query_start[row + 1])
+            types[tokens] = batch.positions[tokens] >= second
+    return types
 
 
 def dummy_decode(context: int, block_size: int) -> StepBatch:

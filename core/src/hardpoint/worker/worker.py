@@ -28,6 +28,7 @@ from hardpoint.worker.memory_changes import KEPT, SleepCycle, Transactions, Weig
 from hardpoint.worker.model_runner import LaunchedStep, ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
+from hardpoint.worker.state_memory import StateMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,12 +128,16 @@ class StandardWorker(Worker):
         weights = Weights(model, allocator, platform.synchronize)
         if config.prepare_sleep is not None:
             allocator.prepare_sleep(replace(config.prepare_sleep, keep=KEPT))
+        state_layers, states = model.model.state_layers(), None
+        if state_layers:
+            states = StateMemory(state_layers, config.max_num_seqs, allocator=allocator, upload=platform.upload)
         kv = KVMemory(
             model.plan.kv_cache,
             allocator=allocator,
             attention=attention,
             platform=platform,
             torch_device=self._device.torch_device,
+            states=states,
         )
         capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
         vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)

@@ -1,39 +1,94 @@
-"""The names of vLLM that TRL's colocated mode uses, over this engine.
+"""vLLM's names over this engine.
 
-`python -m hardpoint.compat.vllm train.py` runs a script in which `import vllm` means this package; `stand_in()` does the same from within
-a program, before anything imports `vllm`.
+`python -m hardpoint.compat.vllm script.py` runs a script in which `import vllm` means this package; `stand_in()` does the same from within
+a program, before anything imports `vllm`. docs/moving-from-vllm.md says what works and what is refused.
 """
 
 from __future__ import annotations
 
 import sys
 
-from hardpoint import CompletionOutput, PoolingParams, RequestOutput, SamplingParams
-from hardpoint.compat.vllm import sampling_params, server_mode
+from hardpoint import (
+    BeamSearchParams,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    RequestOutput,
+    RequestOutputKind,
+    TextPrompt,
+    TokensPrompt,
+)
+from hardpoint.compat.vllm import paths
+from hardpoint.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
+from hardpoint.compat.vllm.engines import AsyncLLM, LLMEngine
 from hardpoint.compat.vllm.llm import LLM
+from hardpoint.compat.vllm.requests import LoRARequest, SamplingParams, StructuredOutputsParams
+from hardpoint.compat.vllm.tools import (
+    Counter,
+    UsageContext,
+    cleanup_dist_env_and_memory,
+    get_ip,
+    get_open_port,
+    get_tokenizer,
+    init_logger,
+    packed_nccl_broadcast_producer,
+    random_uuid,
+    trainer_init,
+)
+from hardpoint.engine.inputs import Prompt as PromptType
+from hardpoint.engine.outputs import EmbeddingOutput
 from hardpoint.interfaces.errors import ConfigError
 
-__all__ = ["LLM", "CompletionOutput", "PoolingParams", "RequestOutput", "SamplingParams", "stand_in"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Counter",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "FlexibleArgumentParser",
+    "GuidedDecodingParams",
+    "LLMEngine",
+    "LoRARequest",
+    "PoolingParams",
+    "PromptType",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "UsageContext",
+    "cleanup_dist_env_and_memory",
+    "get_ip",
+    "get_open_port",
+    "get_tokenizer",
+    "init_logger",
+    "packed_nccl_broadcast_producer",
+    "random_uuid",
+    "stand_in",
+    "trainer_init",
+]
 
 __version__ = "0.31.0"
 """Of vLLM, whose names and arguments these are."""
 
-_STANDS_FOR = {
-    "vllm": sys.modules[__name__],
-    "vllm.sampling_params": sampling_params,
-    "vllm.utils.network_utils": server_mode,
-    "vllm.distributed.weight_transfer.nccl_common": server_mode,
-    "vllm.distributed.weight_transfer.packed_tensor": server_mode,
-}
+AsyncLLMEngine = AsyncLLM
+GuidedDecodingParams = StructuredOutputsParams
 
 
 def stand_in() -> None:
     """Let `import vllm` mean this package, in this process; raises ConfigError where vLLM itself was imported already."""
     there = sys.modules.get("vllm")
-    if there is not None and there is not _STANDS_FOR["vllm"]:
+    here = sys.modules[__name__]
+    if there is not None and there is not here:
         raise ConfigError(
             "vLLM was imported already, and cannot be replaced any more",
             found=str(getattr(there, "__file__", there)),
             hint="Call stand_in() before the first import of vllm or trl, or run `python -m hardpoint.compat.vllm SCRIPT`",
         )
-    sys.modules.update(_STANDS_FOR)
+    paths.install(here)

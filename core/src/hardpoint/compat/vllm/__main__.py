@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hardpoint.compat.vllm SCRIPT [ARGUMENTS]")
     stand_in()
+    for_children = str(Path(__file__).parent / "for_children")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [for_children, os.environ.get("PYTHONPATH")]))
     script = sys.argv[1]
     del sys.argv[0]
     # As Python does it for a script.

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import hardpoint
-from hardpoint import RequestOutput, SamplingParams
-from hardpoint.engine.inputs import Prompt
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
-_IMPLEMENTATIONS = ("auto", "vllm")
-_CALLS = ("reload_weights", "reset_prefix_cache", "declare_weights_valid")
-_NEUTRAL: Mapping[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "structured_outputs": None,
-    "logits_processors": (),
-}
-"""Sampling parameters with which a token is drawn from the model's own distribution."""
+from hardpoint import RequestOutput
+from hardpoint.compat.vllm.arguments import choose, engine_settings
+from hardpoint.compat.vllm.engine_args import arguments_of
+from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank
+from hardpoint.compat.vllm.requests import check_options
+from hardpoint.engine.inputs import Message, Prompt
+from hardpoint.interfaces.errors import ConfigError
 
 
 class LLM(hardpoint.LLM):
@@ -41,50 +22,73 @@ class LLM(hardpoint.LLM):
     None means the default, as it does there. Beside the settings of `EngineConfig`:
 
     - `distributed_executor_backend="external_launcher"`: the process that a launcher started is the engine's only rank.
-    - `model_impl`: "auto" or "vllm", which both mean this engine's own choice.
-    - `logprobs_mode`: "raw_logprobs" is what this engine returns; "processed_logprobs" is accepted as long as a request's parameters
-      leave the distribution as it is, so that both are the same.
+    - `chat_template`: of `chat` where a call gives none; a text or the path of a file.
+    - what tunes vLLM's kernels is accepted and said to have no effect; what asks for features that are not here is refused by name.
 
     Raises:
-        ConfigError: another argument, or another value of these.
+        ConfigError: an argument, or a value of one, that is not supported.
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
         given = {name: value for name, value in arguments.items() if value is not None}
-        _choose("model_impl", given.pop("model_impl", "auto"), _IMPLEMENTATIONS)
-        self._logprobs_mode = _choose("logprobs_mode", given.pop("logprobs_mode", _RAW), (_RAW, _PROCESSED))
-        if given.get("distributed_executor_backend") == "external_launcher":
-            if given.get("tensor_parallel_size", 1) != 1 or given.get("pipeline_parallel_size", 1) != 1:
-                raise ConfigError(
-                    "processes that a launcher started cannot be ranks of one engine",
-                    found="distributed_executor_backend='external_launcher' with several ranks",
-                    hint="Give each process an engine of one rank (vllm_tensor_parallel_size=1)",
-                )
-            given["distributed_executor_backend"] = "uni"
-        super().__init__(model, **given)
+        self._chat_template = _template(given.pop("chat_template", None))
+        super().__init__(model, **engine_settings(given))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> Self:
+        """Make an engine of `EngineArgs`."""
+        return cls(**arguments_of(engine_args))
 
     @property
-    def llm_engine(self) -> SimpleNamespace:
-        """What trainers reach through vLLM's engine: `model_config.max_model_len`, and the model's `load_weights`."""
-        model = SimpleNamespace(load_weights=self._load_weights)
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-        return SimpleNamespace(
-            model_config=SimpleNamespace(max_model_len=self.info.max_model_len),
-            model_executor=SimpleNamespace(driver_worker=worker),
-        )
+    def llm_engine(self) -> LLMEngine:
+        """The engine under vLLM's names."""
+        return LLMEngine(self.engine)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return how many ranks share the model."""
+        return self.info.num_ranks
 
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: hardpoint.SamplingParams | Sequence[hardpoint.SamplingParams] | None = None,
+        *,
+        use_tqdm: Any = True,
+        priority: Any = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts; see `hardpoint.LLM.generate`. Raises InvalidSamplingParams for log probabilities that are not there."""
-        if self._logprobs_mode == _PROCESSED:
-            params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-            for one in [params] if isinstance(params, SamplingParams) else params:
-                _check_processed(one)
-        return super().generate(prompts, sampling_params, **options)
+        """Complete prompts; see `hardpoint.LLM.generate`."""
+        check_options(options)
+        return super().generate(prompts, sampling_params, use_tqdm=bool(use_tqdm), priority=priority)
+
+    def chat(
+        self,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling_params: hardpoint.SamplingParams | Sequence[hardpoint.SamplingParams] | None = None,
+        use_tqdm: Any = True,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Any = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations; see `hardpoint.LLM.chat`."""
+        choose("chat_template_content_format", chat_template_content_format, ("auto", "string"))
+        check_options(options)
+        return super().chat(
+            messages,
+            sampling_params,
+            use_tqdm=bool(use_tqdm),
+            chat_template=chat_template or self._chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            priority=priority,
+        )
 
     def collective_rpc(
         self,
@@ -93,44 +97,15 @@ class LLM(hardpoint.LLM):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call one of `reload_weights`, `reset_prefix_cache` and `declare_weights_valid`; returns its result, of the one rank.
-
-        Raises InvalidRequest for another method, and for a timeout, which these do not have.
-        """
-        if method not in _CALLS:
-            raise InvalidRequest(
-                f"collective_rpc cannot call {method!r}", hint=f"It can call one of: {', '.join(_CALLS)}"
-            )
-        if timeout is not None:
-            raise InvalidRequest("calls of collective_rpc have no time limit", found=f"timeout={timeout!r}")
-        return [getattr(self, method)(*args, **(kwargs or {}))]
-
-    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Replace weights and return their names; errors as for `update_weights`."""
-        names: set[str] = set()
-
-        def named() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                names.add(name)
-                yield name, tensor
-
-        self.update_weights(named())
-        return names
+        """Call one of a closed list of methods, and return its result as of one rank; see `call_on_rank`."""
+        return call_on_rank(self.engine, method, timeout, args, kwargs)
 
 
-def _choose(name: str, value: Any, known: Sequence[str]) -> str:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is not supported", hint=f"Use one of: {', '.join(known)}")
-    return str(value)
-
-
-def _check_processed(params: SamplingParams) -> None:
-    """Raise InvalidSamplingParams for log probabilities of a distribution that the parameters change."""
-    changed = [name for name, neutral in _NEUTRAL.items() if getattr(params, name) != neutral]
-    if params.logprobs is not None and changed:
-        raise InvalidSamplingParams(
-            "log probabilities are of the model's own distribution, and not of the one that is sampled from",
-            found=f"logprobs_mode='{_PROCESSED}' with "
-            + ", ".join(f"{name}={getattr(params, name)!r}" for name in changed),
-            hint="Leave these parameters as they are by default, or ask for no log probabilities",
-        )
+def _template(given: str | Path | None) -> str | None:
+    """Return a chat template that was given as a text or by its file; raises ConfigError."""
+    if given is None or (isinstance(given, str) and "{" in given):
+        return given
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError("chat_template is neither a template nor the path of one", found=str(error)) from error

@@ -1,0 +1,198 @@
+"""vLLM's names of arguments: settings of this engine, what has no effect here, and what is refused unless it asks for nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hardpoint import EngineConfig
+from hardpoint.compat.vllm.requests import NO_ADAPTERS
+from hardpoint.interfaces.errors import ConfigError
+from hardpoint.validation import did_you_mean, shown
+
+_log = logging.getLogger("hardpoint")
+
+_THEIRS = {
+    "memory_utilization": "gpu_memory_utilization",
+    "num_device_blocks": "num_gpu_blocks_override",
+    "kv_dtype": "kv_cache_dtype",
+    "executor": "distributed_executor_backend",
+}
+"""Settings that vLLM calls otherwise; `EngineConfig.from_arguments` understands both."""
+
+_QUIET = frozenset(
+    {
+        *("aggregate_engine_logging", "disable_log_requests", "disable_log_stats", "enable_log_requests", "log_level"),
+        *(
+            "ignore_patterns",
+            "max_logprobs",
+            "served_model_name",
+            "show_hidden_metrics_for_version",
+            "use_tqdm_on_load",
+        ),
+        *("max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras", "lora_dtype", "lora_extra_vocab_size"),
+        *("limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type"),
+        *("disable_mm_preprocessor_cache", "skip_mm_profiling", "interleave_mm_strings", "media_io_kwargs"),
+        *("allowed_local_media_path", "allowed_media_domains", "language_model_only", "chat_template"),
+    }
+)
+"""Arguments about logs, or about what is refused elsewhere where it is asked for: any value is taken."""
+
+_TUNING = frozenset(
+    {
+        *("all2all_backend", "async_scheduling", "attention_backend", "attention_config", "compilation_config"),
+        *("cudagraph_capture_sizes", "disable_cascade_attn", "disable_custom_all_reduce"),
+        *("disable_async_output_proc", "enable_flashinfer_autotune", "guided_decoding_backend", "kernel_config"),
+        *("linear_backend", "max_cudagraph_capture_size", "max_parallel_loading_workers", "max_seq_len_to_capture"),
+        *("model_loader_extra_config", "moe_backend", "multi_step_stream_outputs", "num_scheduler_steps", "numa_bind"),
+        *("optimization_level", "performance_mode", "prefix_caching_hash_algo", "pt_load_map_location"),
+        *("renderer_num_workers", "safetensors_load_strategy", "stream_interval", "structured_outputs_config"),
+        *("use_v2_block_manager", "watermark"),
+    }
+)
+"""Arguments that tune how vLLM computes, and not what: any value is taken, and said to have no effect."""
+
+_ONE_ENGINE = "Start one engine for each part, or serve replicas (docs/ranks.md)"
+_FROM_CHECKPOINT = "Weights are used as the checkpoint stores them: give a checkpoint that is quantised so"
+_PER_REQUEST = "Pass functions with each request: SamplingParams(logits_processors=[...])"
+
+_REFUSED: Mapping[str, str] = {
+    "additional_config": "There are no plugins of the platform to configure: leave it out",
+    "code_revision": "Give revision, which is of the model and its code",
+    "config_format": "Configurations are read as Hugging Face writes them, and of GGUF files",
+    "convert": "Leave it out: a checkpoint's own head decides",
+    "cpu_offload_gb": "Weights are on the device as a whole: choose a smaller or quantised checkpoint, or more ranks",
+    "data_parallel_backend": _ONE_ENGINE,
+    "data_parallel_rank": _ONE_ENGINE,
+    "data_parallel_size": _ONE_ENGINE,
+    "decode_context_parallel_size": "Use tensor_parallel_size or pipeline_parallel_size",
+    "disable_sliding_window": "Layers see the window that the model has: leave it out",
+    "ec_transfer_config": "Encoders run in the engine: leave it out",
+    "enable_dbo": "Leave it out",
+    "enable_eplb": "Leave it out",
+    "enable_expert_parallel": "Use tensor_parallel_size, by which experts are divided, too",
+    "enable_lora": NO_ADAPTERS,
+    "enable_prompt_embeds": "Give text or token ids",
+    "enable_reasoning": "Use StructuredOutputsParams(after='</think>'), or the server, which tells reasoning from answers",
+    "hf_config_path": "Give a folder that holds the configuration and the weights",
+    "hf_overrides": "Edit config.json in a copy of the model's folder, and give that",
+    "hf_token": "Set HF_TOKEN in the environment",
+    "io_processor_plugin": "Prepare the data before the call",
+    "kv_cache_memory_bytes": "Give num_gpu_blocks_override, or gpu_memory_utilization",
+    "kv_events_config": "Leave it out: the server's metrics say what the prefix cache does",
+    "kv_offloading_size": "Give swap_space, to which preempted requests go",
+    "kv_sharing_fast_prefill": "Leave it out",
+    "kv_transfer_config": "Prefill and decode run in one engine: leave it out",
+    "logits_processor_pattern": _PER_REQUEST,
+    "logits_processors": _PER_REQUEST,
+    "mm_encoder_only": "Leave it out",
+    "nnodes": "Ranks on several machines run over Ray: distributed_executor_backend='ray'",
+    "node_rank": "Ranks on several machines run over Ray: distributed_executor_backend='ray'",
+    "override_generation_config": "Give SamplingParams with the request, or generation_config, a folder with another such file",
+    "otlp_traces_endpoint": "The server traces: `hardpoint serve --help`",
+    "override_pooler_config": "Give PoolingParams with the request",
+    "pooler_config": "Give PoolingParams with the request",
+    "prefill_context_parallel_size": "Use tensor_parallel_size or pipeline_parallel_size",
+    "quantization": _FROM_CHECKPOINT,
+    "quantization_config": _FROM_CHECKPOINT,
+    "reasoning_parser": "Use StructuredOutputsParams(after='</think>'), or the server, which tells reasoning from answers",
+    "rope_scaling": "Edit config.json in a copy of the model's folder, and give that",
+    "rope_theta": "Edit config.json in a copy of the model's folder, and give that",
+    "scheduler_cls": "Give scheduling_policy and the other settings of the scheduler",
+    "speculative_config": "Each token is computed by the model itself: leave it out",
+    "speculative_model": "Each token is computed by the model itself: leave it out",
+    "tokenizer_revision": "Give tokenizer, a folder with the other one",
+    "weight_transfer_config": "Use update_weights with (name, tensor) pairs, or reload_weights",
+    "worker_cls": "Write a backend (docs/adding-a-device.md)",
+    "worker_extension_cls": "Use update_weights, reload_weights and collective_rpc's own calls",
+}
+"""Arguments of features that are not here, and what to do instead. Values that ask for nothing are taken."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "hf_token": (True,),
+    "data_parallel_backend": ("mp",),
+    "data_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "nnodes": (1,),
+    "prefill_context_parallel_size": (1,),
+    "worker_cls": ("auto",),
+}
+_ASKS_NOTHING: tuple[Any, ...] = (False, 0, 0.0, "", {}, [], (), set())
+
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "model_impl": ("auto", "vllm"),
+    "runner": ("auto", "generate", "pooling"),
+    "task": ("auto", "generate", "embed", "embedding"),
+    "tokenizer_mode": ("auto", "hf"),
+}
+"""Arguments of which some values are what this engine does anyway."""
+
+KNOWN = frozenset(_QUIET | _TUNING | _REFUSED.keys() | _CHOICES.keys())
+"""vLLM's arguments that are no settings of this engine."""
+
+SETTINGS = {_THEIRS.get(one.name, one.name): one for one in dataclasses.fields(EngineConfig)}
+"""By vLLM's names, the fields of `EngineConfig`."""
+_NAMES = frozenset(SETTINGS) | frozenset(_THEIRS)
+
+
+def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `EngineConfig.from_arguments` takes of vLLM's arguments; None means the default, as it does there.
+
+    Raises ConfigError for an argument that asks for what is not here, and for a name that nobody knows.
+    """
+    settings: dict[str, Any] = {}
+    without_effect = []
+    for name, value in arguments.items():
+        if value is None or name in _QUIET:
+            continue
+        if name in _TUNING:
+            without_effect += [] if _is_in(value, _ASKS_NOTHING) else [name]
+        elif name in _CHOICES:
+            choose(name, value, _CHOICES[name])
+        elif name in _REFUSED:
+            if not _is_in(value, _NEUTRAL.get(name, ()) + _ASKS_NOTHING):
+                raise ConfigError(f"{name} is not supported", found=f"{name}={shown(value)}", hint=_REFUSED[name])
+        elif name in _NAMES:
+            settings[name] = value
+        else:
+            raise ConfigError(
+                f"{name!r} is neither an argument of vLLM nor a setting of the engine",
+                hint=did_you_mean(name, _NAMES | KNOWN),
+            )
+    if without_effect:
+        _log.warning("without effect here: %s", ", ".join(sorted(without_effect)))
+    _place_ranks(settings)
+    if isinstance(settings.get("device"), str):
+        # vLLM's name of a kind of device is that of a backend.
+        settings["backend"] = settings.pop("device")
+        if settings["backend"] == "auto":
+            del settings["backend"]
+    return settings
+
+
+def choose(name: str, value: Any, known: tuple[Any, ...]) -> Any:
+    """Return a value that is one of those that are known; raises ConfigError."""
+    if not _is_in(value, known):
+        raise ConfigError(f"{name}={value!r} is not supported", hint=f"Use one of: {', '.join(map(str, known))}")
+    return value
+
+
+def _place_ranks(settings: dict[str, Any]) -> None:
+    if settings.get("distributed_executor_backend") != "external_launcher":
+        return
+    if settings.get("tensor_parallel_size", 1) != 1 or settings.get("pipeline_parallel_size", 1) != 1:
+        raise ConfigError(
+            "processes that a launcher started cannot be ranks of one engine",
+            found="distributed_executor_backend='external_launcher' with several ranks",
+            hint="Start the script once, without torchrun, and leave out distributed_executor_backend: the engine starts its ranks. Or "
+            "give each process an engine of one rank",
+        )
+    settings["distributed_executor_backend"] = "uni"
+
+
+def _is_in(value: Any, some: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in some)

@@ -1,0 +1,187 @@
+"""vLLM's engines, one step at a time or awaited, over this one's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+import hardpoint
+from hardpoint import EngineConfig, PoolingParams, RequestOutput, SamplingParams
+from hardpoint.compat.vllm.arguments import engine_settings
+from hardpoint.compat.vllm.engine_args import arguments_of
+from hardpoint.compat.vllm.requests import check_options
+from hardpoint.engine.inputs import Prompt
+from hardpoint.interfaces.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CALLS = ("declare_weights_valid", "is_sleeping", "reload_weights", "reset_prefix_cache", "sleep", "wake_up")
+
+
+def call_on_rank(
+    engine: hardpoint.LLMEngine,
+    method: Any,
+    timeout: float | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> list[Any]:
+    """Call one of a closed list of an engine's methods, and return its result as of one rank.
+
+    Raises InvalidRequest for another method, and for a timeout, which these do not have.
+    """
+    if not isinstance(method, str) or method not in _CALLS:
+        raise InvalidRequest(
+            f"collective_rpc cannot call {repr(method) if isinstance(method, str) else 'a function'}",
+            hint=f"It can call one of: {', '.join(_CALLS)}; weights are written by update_weights",
+        )
+    if timeout is not None:
+        raise InvalidRequest("calls of collective_rpc have no time limit", found=f"timeout={timeout!r}")
+    return [getattr(engine, method)(*args, **(kwargs or {}))]
+
+
+class LLMEngine:
+    """`hardpoint.LLMEngine` under vLLM's names; what is not written here is its own."""
+
+    def __init__(self, engine: hardpoint.LLMEngine) -> None:
+        self._engine = engine
+        self.model_config = SimpleNamespace(
+            max_model_len=engine.info.max_model_len, model=engine.config.model, dtype=engine.info.dtype
+        )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, usage_context: Any = None, **_: Any) -> Self:
+        """Make an engine of `EngineArgs`; raises what `LLM` raises."""
+        return cls(hardpoint.LLMEngine(_config(engine_args)))
+
+    @property
+    def model_executor(self) -> SimpleNamespace:
+        """The way on which trainers reach `load_weights` of the model."""
+        model = SimpleNamespace(load_weights=self._load_weights)
+        return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        priority: int = 0,
+        **options: Any,
+    ) -> None:
+        """Queue a request, whose outputs `step` returns; see `hardpoint.LLMEngine.add_request`."""
+        check_options({name: value for name, value in options.items() if name != "arrival_time"})
+        if isinstance(params, PoolingParams):
+            self._engine.add_embedding_request(request_id, prompt, params)
+        else:
+            self._engine.add_request(request_id, prompt, params, priority=priority)
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer."""
+        return self._engine.tokenizer
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call one of a closed list of methods; see `call_on_rank`."""
+        return call_on_rank(self._engine, method, timeout, args, kwargs)
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Replace weights and return their names; errors as for `update_weights`."""
+        names: set[str] = set()
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                names.add(name)
+                yield name, tensor
+
+        self._engine.update_weights(named())
+        return names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class AsyncLLM:
+    """`hardpoint.AsyncLLM` under vLLM's names; what is not written here is its own.
+
+    Made within a running event loop or before there is one; used in one alone.
+    """
+
+    def __init__(self, engine: hardpoint.AsyncLLM) -> None:
+        self._engine = engine
+        self.model_config = SimpleNamespace(max_model_len=engine.info.max_model_len, dtype=engine.info.dtype)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, usage_context: Any = None, **_: Any) -> Self:
+        """Make an engine of `AsyncEngineArgs`; raises what `LLM` raises."""
+        arguments = engine_settings(arguments_of(engine_args))
+        return cls(hardpoint.AsyncLLM(**arguments))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt and yield its outputs as they come; see `hardpoint.AsyncLLM.generate`."""
+        check_options(options)
+        return self._engine.generate(prompt, sampling_params, request_id, priority=priority)
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the embedding of a prompt."""
+        check_options(options)
+        yield await self._engine.embed(prompt, pooling_params, request_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; whoever reads one gets what was streamed of it."""
+        self._engine.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Put the engine to sleep; see `hardpoint.LLM.sleep`."""
+        await self._engine.sleep(level=level, mode=mode)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Compute no more steps until `resume_generation`.
+
+        Args:
+            mode: what becomes of requests in progress: "abort" ends them, "wait" serves them first, "keep" lets them continue later.
+            clear_cache: forget cached beginnings of prompts.
+        """
+        await self._engine.pause(mode)
+        if clear_cache and mode != "keep":
+            await self._engine.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Compute steps again."""
+        await self._engine.resume()
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine computes no steps."""
+        return await self._engine.is_sleeping()
+
+    async def check_health(self) -> None:
+        """Raise EngineDead where the engine cannot go on."""
+        await self._engine.stats()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engine at once."""
+        self._engine.shutdown()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def _config(engine_args: Any) -> EngineConfig:
+    settings = engine_settings(arguments_of(engine_args))
+    return EngineConfig.from_arguments(settings.pop("model"), settings)

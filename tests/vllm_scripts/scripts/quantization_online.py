@@ -1,0 +1,5 @@
+"""Quantisation while loading"""
+
+from vllm import LLM
+
+LLM("tiny/llama", quantization="bitsandbytes")
