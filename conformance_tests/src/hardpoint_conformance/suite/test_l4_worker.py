@@ -563,7 +563,7 @@ def test_embeddings(bench: WorkerBench, model: Model, pooling: Pooling, chunk: i
     """An embedding request's prompt, whole or in chunks, gives its pooled hidden states once, with the step that ends it, and no token."""
     dtype = bench.info.dtype.to_torch()
     exact, plain = hidden_states(model, PROMPT, torch.float64, dtype)
-    rows = {Pooling.LAST: exact[-1], Pooling.CLS: exact[0], Pooling.MEAN: exact.mean(dim=0)}
+    rows = {Pooling.LAST: exact[-1], Pooling.CLS: exact[0], Pooling.MEAN: exact.mean(dim=0), Pooling.ALL: exact}
     sequence = bench.begin(PROMPT, pooling=pooling)
     found: dict[int, FloatArray] = {}
     while sequence.pending:
@@ -574,7 +574,7 @@ def test_embeddings(bench: WorkerBench, model: Model, pooling: Pooling, chunk: i
     assert found.keys() == {sequence.seq_id}
     embedding = found[sequence.seq_id]
     assert embedding.dtype == np.float32
-    assert embedding.shape == (model.shape.hidden,)
+    assert embedding.shape == tuple(rows[pooling].shape)
     error = float((torch.from_numpy(embedding).double() - rows[pooling]).abs().max())
     bound = FACTOR * float((plain - exact).abs().max())
     quality.note(error / bound)
