@@ -241,11 +241,21 @@ class Beside:
                 return f"completion {index}: {reason}, {tokens}"
             if params.needs_ranking or (params.seed is None and not params.is_greedy):
                 continue  # which of the sampled ones it is, or what it was drawn with, is not known
-            expected = _first_token(params, self._logits, index)
+            if 0 < (params.truncate_prompt_tokens or 0) < len(PROMPT):
+                continue  # what the model says after a shorter prompt is not known
+            expected = _first_token(params, self._logits, index, self._bad_tokens(params))
             is_known = tokens[:1] == [expected] if self._exact else bool(tokens)
             if not (is_known if expected >= 0 else (reason, tokens) == ("error", [])):
                 return f"completion {index}: {reason}, {tokens}; the definition says {expected}"
         return None
+
+    def _bad_tokens(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Return the words that are one token; longer ones do not forbid a first token."""
+        if not params.bad_words:
+            return []
+        assert self.engine.tokenizer is not None
+        words = [self.engine.tokenizer.encode(word, add_special_tokens=False) for word in params.bad_words]
+        return [tuple(word) for word in words if len(word) == 1]
 
 
 def end_of(outputs: Sequence[RequestOutput]) -> Any:
@@ -253,8 +263,8 @@ def end_of(outputs: Sequence[RequestOutput]) -> Any:
     return completion.finish_reason, completion.token_ids, completion.logprobs
 
 
-def _first_token(params: SamplingParams, logits: FloatArray, fork: int) -> int:
-    sampling = params.to_sequence_sampling(0, PROMPT, fork, 0, [EOS])
+def _first_token(params: SamplingParams, logits: FloatArray, fork: int, bad_tokens: list[tuple[int, ...]]) -> int:
+    sampling = params.to_sequence_sampling(0, PROMPT, fork, 0, [EOS], bad_words=bad_tokens)
     try:
         return reference.sample_row(logits, sampling, [])
     except Exception:  # a logits processor's

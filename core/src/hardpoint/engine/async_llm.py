@@ -33,7 +33,7 @@ from hardpoint.engine.commands import (
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineInfo, EngineStats
 from hardpoint.engine.front import pause_command, start_engine
-from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations
+from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations, check_params
 from hardpoint.engine.loops import ThreadLoop
 from hardpoint.engine.outputs import CompletionLogprobs, EmbeddingRequestOutput, FlatLogprobs, RequestOutput
 from hardpoint.engine.process_loop import ProcessLoop
@@ -237,6 +237,8 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, as the model's chat template writes it: arguments as for `LLM.chat`, otherwise as `generate`."""
+        if params is not None:
+            check_params(params, SamplingParams)
         prompt = self.process_chat(
             messages,
             chat_template,
