@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from hardpoint.models.config import ModelConfig
 
 
+_LATENT_SIZES = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+"""What both versions have where a configuration does not say it."""
+
+
 class DeepseekMixture(nn.Module):
     """The experts that the router chooses, and the shared ones, which are one feed-forward of their common width."""
 
@@ -98,11 +108,7 @@ class DeepseekV3(CausalLM):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
+            **_LATENT_SIZES,
             "moe_intermediate_size": 2048,
             "n_routed_experts": 256,
             "n_shared_experts": 1,
@@ -154,11 +160,7 @@ class DeepseekV2(DeepseekV3):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
+            **_LATENT_SIZES,
             "moe_intermediate_size": 1407,
             "n_routed_experts": 64,
             "n_shared_experts": 2,

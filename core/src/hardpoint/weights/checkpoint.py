@@ -376,9 +376,13 @@ class JoinedCheckpoint(Checkpoint):
         self._places = {
             f"{folder}.{name}": (part, name) for folder, part in parts.items() for name in part.shapes()
         } | {name: (main, name) for name in main.shapes()}
+        self._parts = parts
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: part.shapes()[inner] for name, (part, inner) in self._places.items()}
+        parts = {
+            f"{folder}.{name}": shape for folder, part in self._parts.items() for name, shape in part.shapes().items()
+        }
+        return parts | dict(self._main.shapes())
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         part, inner = self._places[name]
