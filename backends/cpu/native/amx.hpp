@@ -21,9 +21,9 @@ class TileRegisters {
   HP_INLINE_MEMBER ~TileRegisters() { _tile_release(); }
 
   // Registers first, first + 1, ... first + count - 1 get `rows` rows, and `load` makes it so and clears all registers.
-  HP_INLINE_MEMBER void shape(int first, int count, int rows) {
+  HP_INLINE_MEMBER void shape(int first, int count, int rows, int row_bytes = kTileRegisterBytes) {
     for (int i = first; i < first + count; ++i) {
-      shapes_.row_bytes[i] = kTileRegisterBytes;
+      shapes_.row_bytes[i] = static_cast<uint16_t>(row_bytes);
       shapes_.rows[i] = static_cast<uint8_t>(rows);
     }
   }

@@ -120,6 +120,7 @@ void check_layer(const AttentionLayer& layer, int block_size) {
   if (block_size < 1) throw std::invalid_argument("block size must be positive, not " + text(block_size));
   if (layer.window < 0)
     throw std::invalid_argument("window must be a number of visible keys, or 0 for all, not " + text(layer.window));
+  if (!(layer.k_scale > 0 && layer.v_scale > 0)) throw std::invalid_argument("scales of the cache must be positive");
   if (!(layer.soft_cap >= 0)) throw std::invalid_argument("soft cap must be positive, or 0 for none");
 }
 
@@ -163,10 +164,15 @@ AttentionPlan plan_attention(const AttentionBatch& batch, const AttentionLayer& 
 }
 
 void write_kv(const AttentionBatch& batch, const AttentionLayer& layer, const void* k, int64_t k_stride, const void* v,
-              int64_t v_stride, DType dtype, const KvLayer& kv) {
-  const int64_t size = itemsize(dtype);
-  const int64_t row_bytes = layer.head_dim * size;
+              int64_t v_stride, const KvLayer& kv) {
+  const AttentionKernels& kernels = HP_DISPATCH_AND_AMX(attention_kernels);
+  const int64_t size = itemsize(kv.dtype), head_bytes = layer.head_dim * size;
+  const int64_t row_bytes = layer.head_dim * itemsize(kv.format, kv.dtype);
   const int64_t token_bytes = row_bytes * layer.num_kv_heads;
+  const auto put = [&](char* to, const char* from, float scale) {
+    if (kv.format == KvFormat::E4m3) kernels.narrow(from, kv.dtype, scale, layer.head_dim, reinterpret_cast<uint8_t*>(to));
+    else std::memcpy(to, from, static_cast<size_t>(row_bytes));
+  };
   const auto write = [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = batch.slot_mapping[t];
@@ -176,8 +182,8 @@ void write_kv(const AttentionBatch& batch, const AttentionLayer& layer, const vo
       const char* from_v = static_cast<const char*>(v) + t * v_stride * size;
       int64_t offset = block * batch.block_size * token_bytes + in_block * row_bytes;
       for (int h = 0; h < layer.num_kv_heads; ++h, offset += batch.block_size * row_bytes) {
-        std::memcpy(static_cast<char*>(kv.k) + offset, from_k + h * row_bytes, static_cast<size_t>(row_bytes));
-        std::memcpy(static_cast<char*>(kv.v) + offset, from_v + h * row_bytes, static_cast<size_t>(row_bytes));
+        put(static_cast<char*>(kv.k) + offset, from_k + h * head_bytes, layer.k_scale);
+        put(static_cast<char*>(kv.v) + offset, from_v + h * head_bytes, layer.v_scale);
       }
     }
   };
@@ -186,9 +192,8 @@ void write_kv(const AttentionBatch& batch, const AttentionLayer& layer, const vo
 }
 
 void attention(const AttentionPlan& plan, const AttentionBatch& batch, const AttentionLayer& layer, const void* q,
-               int64_t q_stride, DType dtype, const KvLayer& kv, void* out, int64_t out_stride) {
-  if (dtype != kv.dtype) throw std::invalid_argument("queries and the key and value cache must have the same dtype");
-  const AttentionKernels& kernels = HP_DISPATCH(attention_kernels);
+               int64_t q_stride, const KvLayer& kv, void* out, int64_t out_stride) {
+  const AttentionKernels& kernels = HP_DISPATCH_AND_AMX(attention_kernels);
   AttentionCall call{&batch, &layer, &kv, q, q_stride, out, out_stride, nullptr};
   const int64_t partial_floats = int64_t{layer.num_heads} * (layer.head_dim + 2);
   if (plan.num_partials > 0) call.partials = reinterpret_cast<float*>(partials_scratch(plan.num_partials * partial_floats * 4));
@@ -252,6 +257,6 @@ void copy_blocks(const std::vector<BlockPool>& from, const std::vector<BlockPool
   });
 }
 
-uint64_t read_bandwidth(const void* p, int64_t bytes) { return HP_DISPATCH(attention_kernels).read_words(p, bytes); }
+uint64_t read_bandwidth(const void* p, int64_t bytes) { return HP_DISPATCH_AND_AMX(attention_kernels).read_words(p, bytes); }
 
 }  // namespace hp

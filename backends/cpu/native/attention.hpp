@@ -13,6 +13,11 @@ namespace hp {
 enum class DType : int { F32 = 0, BF16 = 1, F16 = 2 };
 constexpr int itemsize(DType t) { return t == DType::F32 ? 4 : 2; }
 
+// What a KV cache holds: numbers in the dtype of keys and values, or e4m3 (1 sign, 4 exponent and 3 mantissa bits, bias 7, no
+// infinities), which are keys divided by the layer's k_scale and values divided by its v_scale.
+enum class KvFormat : int { Same = 0, E4m3 = 1 };
+constexpr int itemsize(KvFormat format, DType t) { return format == KvFormat::E4m3 ? 1 : itemsize(t); }
+
 struct AttentionLayer {
   int num_heads, num_kv_heads, head_dim;
   float scale;
@@ -20,6 +25,7 @@ struct AttentionLayer {
   float soft_cap = 0;         // logits become cap * tanh(logit / cap); 0 = off
   const float* sinks = nullptr;   // [num_heads] extra logit in the denominator, or null
   const float* alibi = nullptr;   // [num_heads] slopes: slope * (key position - query position) is added, or null
+  float k_scale = 1, v_scale = 1; // of a cache in e4m3
 };
 
 struct AttentionBatch {
@@ -43,8 +49,9 @@ struct AttentionBatch {
 struct KvLayer {
   void* k;
   void* v;
-  DType dtype;
+  DType dtype;  // of queries, and of keys and values before they are written
   int64_t k_stride = 0, v_stride = 0;
+  KvFormat format = KvFormat::Same;
 };
 
 // Few query rows leave the threads idle, so their context is split at multiples of this many keys. Fixed positions, rather than
@@ -78,13 +85,14 @@ void check_layer(const AttentionLayer& layer, int block_size);
 // and after the context may hold anything.
 AttentionPlan plan_attention(const AttentionBatch& batch, const AttentionLayer& layer);
 
-// k, v: [num_tokens, num_kv_heads, head_dim] with row stride in elements (heads and dims contiguous).
+// k, v: [num_tokens, num_kv_heads, head_dim] of the layer's dtype with row stride in elements (heads and dims contiguous). In e4m3
+// numbers are rounded to the nearest, ties to even; beyond the largest one they become that, and NaN stays NaN.
 void write_kv(const AttentionBatch& batch, const AttentionLayer& layer, const void* k, int64_t k_stride, const void* v,
-              int64_t v_stride, DType dtype, const KvLayer& kv);
+              int64_t v_stride, const KvLayer& kv);
 
-// q, out: [num_tokens, num_heads, head_dim] with row strides in elements; dtype of q and out.
+// q, out: [num_tokens, num_heads, head_dim] of kv's dtype with row strides in elements.
 void attention(const AttentionPlan& plan, const AttentionBatch& batch, const AttentionLayer& layer, const void* q,
-               int64_t q_stride, DType dtype, const KvLayer& kv, void* out, int64_t out_stride);
+               int64_t q_stride, const KvLayer& kv, void* out, int64_t out_stride);
 
 // One pool of key or value blocks: `num_blocks` blocks of `block_bytes` each, contiguous.
 struct BlockPool {

@@ -81,13 +81,14 @@ void bind_attention(py::module_& m) {
   bind_isa(m);
 
   py::class_<AttentionLayer>(m, "AttentionLayer", "Fixed numbers of one layer's attention.")
-      .def(py::init([](int num_heads, int num_kv_heads, int head_dim, float scale, int window, float soft_cap, int block_size) {
-             AttentionLayer layer{num_heads, num_kv_heads, head_dim, scale, window, soft_cap, nullptr, nullptr};
+      .def(py::init([](int num_heads, int num_kv_heads, int head_dim, float scale, int window, float soft_cap, int block_size,
+                       float k_scale, float v_scale) {
+             AttentionLayer layer{num_heads, num_kv_heads, head_dim, scale, window, soft_cap, nullptr, nullptr, k_scale, v_scale};
              check_layer(layer, block_size);
              return layer;
            }),
            py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("window"),
-           py::arg("soft_cap"), py::arg("block_size"));
+           py::arg("soft_cap"), py::arg("block_size"), py::arg("k_scale"), py::arg("v_scale"));
 
   py::class_<PreparedBatch>(m, "PreparedBatch", "One step's batch and its split into work. The arrays must outlive it.")
       .def(py::init([](int num_seqs, int num_tokens, int block_size, int64_t num_blocks, Address query_start, Address context_lens,
@@ -115,23 +116,23 @@ void bind_attention(py::module_& m) {
   m.def(
       "write_kv",
       [](const PreparedBatch& prepared, const AttentionLayer& layer, Address k, int64_t k_stride, Address v, int64_t v_stride,
-         int dtype, Address k_cache, Address v_cache) {
-        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype)};
+         int dtype, int format, Address k_cache, Address v_cache) {
+        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype), 0, 0, static_cast<KvFormat>(format)};
         const hardpoint::ReleasedGil unlocked;
-        write_kv(prepared.batch(), layer, at<const void>(k), k_stride, at<const void>(v), v_stride, kv.dtype, kv);
+        write_kv(prepared.batch(), layer, at<const void>(k), k_stride, at<const void>(v), v_stride, kv);
       },
       "Write the step's keys and values to their slots.");
   m.def(
       "attention",
-      [](PreparedBatch& prepared, const AttentionLayer& layer, Address q, int64_t q_stride, int dtype, Address k_cache,
+      [](PreparedBatch& prepared, const AttentionLayer& layer, Address q, int64_t q_stride, int dtype, int format, Address k_cache,
          Address v_cache, Address out, int64_t out_stride, Address sinks, Address alibi, int64_t k_stride, int64_t v_stride) {
         AttentionLayer with_tensors = layer;
         with_tensors.sinks = at<const float>(sinks);
         with_tensors.alibi = at<const float>(alibi);
-        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype), k_stride, v_stride};
+        const KvLayer kv{at<void>(k_cache), at<void>(v_cache), static_cast<DType>(dtype), k_stride, v_stride, static_cast<KvFormat>(format)};
         const AttentionPlan& plan = prepared.plan_for(layer);
         const hardpoint::ReleasedGil unlocked;
-        attention(plan, prepared.batch(), with_tensors, at<const void>(q), q_stride, kv.dtype, kv, at<void>(out), out_stride);
+        attention(plan, prepared.batch(), with_tensors, at<const void>(q), q_stride, kv, at<void>(out), out_stride);
       },
       "Attention of the step's queries over their contexts; a bidirectional batch gives the step's keys and values for the cache's.");
   m.def(

@@ -31,10 +31,12 @@ struct AttentionKernels {
   // Several query tokens: keys and values are packed tile by tile, and matrix kernels run over them.
   void (*prefill)(const AttentionCall&, const AttentionPlan::Item&, int kv_head, void* scratch);
   void (*merge)(const AttentionCall&, const AttentionPlan::Merge&, int kv_head, void* scratch);
+  // Writes n numbers divided by `scale` as e4m3, as write_kv says.
+  void (*narrow)(const void* from, DType dtype, float scale, int64_t n, uint8_t* to);
   // Sum of the 32-bit words at p, read as fast as one thread can.
   uint64_t (*read_words)(const void* p, int64_t bytes);
 };
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA(const ::hp::AttentionKernels& attention_kernels())
+HP_DECLARE_PER_ISA_AND_AMX(const ::hp::AttentionKernels& attention_kernels())

@@ -14,6 +14,7 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+void bind_adapters(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
 void bind_experts(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);

@@ -56,7 +56,9 @@ Decoder::Decoder(DecoderConfig config) : config_(std::move(config)) {
     if (!layer.attention_out_norm != !layer.mlp_out_norm || !layer.q_norm != !layer.k_norm)
       throw std::invalid_argument("norms of attention and feed-forward output, and of queries and keys, come in pairs");
     sandwich_ = sandwich_ || layer.attention_out_norm;
+    for (const PackedWeight* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) in_blocks_ = in_blocks_ || weight->blocks != BlockFormat::None;
   }
+  in_blocks_ = in_blocks_ || config_.head.blocks != BlockFormat::None;
   Scratch unused{};
   scratch_bytes_ = lay_out(nullptr, unused);
 }
@@ -69,7 +71,7 @@ int64_t Decoder::lay_out(char* base, Scratch& s) const {
     widest_attention = std::max(widest_attention, attention_width(layer.attention));
   }
   for (const int64_t k : {hidden, widest_attention, config_.intermediate})
-    workspace = std::max(workspace, linear_workspace_bytes(std::max(tokens, config_.max_rows), k, config_.dtype));
+    workspace = std::max(workspace, linear_workspace_bytes(std::max(tokens, config_.max_rows), k, config_.dtype, in_blocks_));
 
   int64_t used = 0;
   auto take = [&](int64_t bytes) {
@@ -116,6 +118,9 @@ void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const 
   for (int64_t i = 0; i < step.num_rows; ++i)
     if (step.rows[i] < 0 || step.rows[i] >= batch.num_tokens)
       throw std::out_of_range("row " + text(step.rows[i]) + " is not one of the step's " + text(batch.num_tokens) + " tokens");
+  for (int64_t i = 0; i < step.num_embedded; ++i)
+    if (step.embedded_rows[i] < 0 || step.embedded_rows[i] >= batch.num_tokens)
+      throw std::out_of_range("embedded row " + text(step.embedded_rows[i]) + " is not one of the step's " + text(batch.num_tokens) + " tokens");
 }
 
 LinearCall Decoder::call(const PackedWeight& weight, const void* x, int64_t x_stride, int64_t m) const {
@@ -172,11 +177,11 @@ void Decoder::attend(const DecoderLayer& layer, const DecoderStep& step, Prepare
     kernels.rotate(q + k_offset * size, a.num_kv_heads, config_.dtype, rotary, layer.k_norm, cos, sin);
   });
 
-  const int64_t cache_bytes = batch.num_blocks * a.num_kv_heads * batch.block_size * a.head_dim * size;
+  const int64_t cache_bytes = batch.num_blocks * a.num_kv_heads * batch.block_size * a.head_dim * itemsize(config_.kv_format, config_.dtype);
   char* k_cache = step.kv_cache + 2 * layer.cache_layer * cache_bytes;
-  const KvLayer kv{k_cache, k_cache + cache_bytes, config_.dtype};
-  write_kv(batch, a, scratch_.qkv + k_offset * size, width, scratch_.qkv + v_offset * size, width, config_.dtype, kv);
-  attention(prepared.plan_for(a), batch, a, scratch_.qkv, width, config_.dtype, kv, scratch_.attended, attention_width(a));
+  const KvLayer kv{k_cache, k_cache + cache_bytes, config_.dtype, 0, 0, config_.kv_format};
+  write_kv(batch, a, scratch_.qkv + k_offset * size, width, scratch_.qkv + v_offset * size, width, kv);
+  attention(prepared.plan_for(a), batch, a, scratch_.qkv, width, kv, scratch_.attended, attention_width(a));
 }
 
 // After the last attention only the rows of output matter: moves them to the front. Rows must ascend, since they move in place.
@@ -209,12 +214,16 @@ void Decoder::write_hidden(const DecoderStep& step, bool compacted) const {
   for_tokens(step.num_rows, [&](int64_t i) { NormedRows::fill(&rows, i, static_cast<char*>(step.out) + i * hidden * size); });
 }
 
-void Decoder::head(const void* hidden, int64_t rows, DecoderOutput output, void* out) const {
+LinearCall Decoder::head_call(const void* hidden, int64_t rows, int64_t most) const {
   if (!scratch_.residual) throw std::invalid_argument("the decoder has no scratch memory yet");
-  if (rows > config_.max_rows) throw std::invalid_argument(text(rows) + " rows of logits exceed the decoder's " + text(config_.max_rows));
-  if (rows == 0) return;
+  if (rows > most) throw std::invalid_argument(text(rows) + " rows of the head exceed the decoder's " + text(most));
   LinearCall head = call(config_.head, hidden, config_.hidden, rows);
   head.soft_cap = config_.logit_soft_cap;
+  return head;
+}
+
+void Decoder::head(const void* hidden, int64_t rows, DecoderOutput output, void* out) const {
+  LinearCall head = head_call(hidden, rows, config_.max_rows);
   if (output == DecoderOutput::ArgMax) {
     head.epilogue = Epilogue::ArgMax;
     head.arg_max = static_cast<int64_t*>(out);
@@ -223,6 +232,38 @@ void Decoder::head(const void* hidden, int64_t rows, DecoderOutput output, void*
     head.out_stride = config_.vocab;
   }
   linear(head);
+}
+
+void Decoder::logprobs(const void* hidden, int64_t rows, const LogprobsOutput& out) const {
+  LinearCall head = head_call(hidden, rows, std::max(config_.max_tokens, config_.max_rows));
+  for (int64_t i = 0; i < rows; ++i)
+    if (out.tokens[i] < 0 || out.tokens[i] >= config_.vocab)
+      throw std::out_of_range("token " + text(out.tokens[i]) + " is not in 0.." + text(config_.vocab - 1));
+  std::vector<float> picked(static_cast<size_t>(rows));
+  std::vector<int64_t> best(static_cast<size_t>(rows));
+  head.epilogue = Epilogue::Summary;
+  head.targets = out.tokens;
+  head.picked = picked.data();
+  head.arg_max = best.data();
+  const int64_t groups = num_groups(config_.vocab), width = 1 + out.with_best;
+  head.summaries = GroupSummaries(out.summaries, rows * groups);
+  linear(head);
+  const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
+  std::vector<float> top(static_cast<size_t>(rows)), total(static_cast<size_t>(rows));
+  const RowSummaries joined{top.data(), total.data(), out.ranks};
+  ThreadPool::global().parallel_for(ceil_div(rows, kTileColumns), 1, [&](int64_t begin, int64_t end, int) {
+    kernels.join_summaries(head.summaries, groups, rows, begin * kTileColumns, std::min(rows, end * kTileColumns), joined);
+  });
+  for (size_t i = 0; i < static_cast<size_t>(rows); ++i) {
+    const size_t at = i * static_cast<size_t>(width);
+    out.ids[at] = out.tokens[i];
+    out.values[at] = picked[i] - total[i];
+    out.ranks[i] += 1;
+    if (out.with_best) {
+      out.ids[at + 1] = total[i] == total[i] ? best[i] : 0;
+      out.values[at + 1] = top[i] - total[i];
+    }
+  }
 }
 
 void Decoder::run(const DecoderStep& step, const std::vector<PreparedBatch*>& prepared) {
@@ -236,6 +277,8 @@ void Decoder::run(const DecoderStep& step, const std::vector<PreparedBatch*>& pr
   const int64_t tokens = batch.num_tokens;
   if (tokens == 0) return;
   gather_rows(config_.embed, step.token_ids, tokens, config_.embed_scale, scratch_.residual, config_.hidden);
+  for (int64_t i = 0; i < step.num_embedded; ++i)
+    std::copy_n(step.embedded + i * config_.hidden, config_.hidden, scratch_.residual + step.embedded_rows[i] * config_.hidden);
 
   const bool compact = step.num_rows < tokens && std::is_sorted(step.rows, step.rows + step.num_rows) &&
                        std::adjacent_find(step.rows, step.rows + step.num_rows) == step.rows + step.num_rows;

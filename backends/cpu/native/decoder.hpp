@@ -42,6 +42,7 @@ struct RopeTable {
 
 struct DecoderConfig {
   DType dtype = DType::F32;
+  KvFormat kv_format = KvFormat::Same;
   int64_t vocab = 0;
   int64_t hidden = 0;
   int64_t intermediate = 0;
@@ -63,6 +64,15 @@ enum class DecoderOutput : int {
   ArgMax = 1,  // int64_t [rows]
 };
 
+struct LogprobsOutput {
+  const int64_t* tokens = nullptr;  // [rows]
+  bool with_best = false;
+  void* summaries = nullptr;  // [rows, summary_bytes()], working memory
+  int64_t* ids = nullptr;     // [rows, 1 + with_best]
+  float* values = nullptr;    // [rows, 1 + with_best]
+  int64_t* ranks = nullptr;   // [rows] from 1
+};
+
 struct DecoderStep {
   const int64_t* token_ids = nullptr;  // [tokens]
   const int64_t* positions = nullptr;  // [tokens]
@@ -70,6 +80,9 @@ struct DecoderStep {
   const int32_t* rows = nullptr;       // [num_rows] tokens whose hidden states are wanted
   int64_t num_rows = 0;
   void* out = nullptr;  // [num_rows, hidden] in the model's dtype, after the final norm
+  const int64_t* embedded_rows = nullptr;  // [num_embedded] tokens whose embeddings are given
+  int64_t num_embedded = 0;
+  const float* embedded = nullptr;  // [num_embedded, hidden]
 };
 
 class Decoder {
@@ -91,6 +104,13 @@ class Decoder {
   // Logits, or the tokens of the highest ones, of hidden states [rows, hidden] that `run` gave.
   void head(const void* hidden, int64_t rows, DecoderOutput output, void* out) const;
 
+  // Of a row, for `logprobs`.
+  int64_t summary_bytes() const { return num_groups(config_.vocab) * GroupSummaries::kBytes; }
+
+  // Log probabilities of a token of each of those rows and, where `with_best`, of the most probable one, and the token's rank, for as many
+  // rows as a step has tokens. The logits are never in memory. Throws std::out_of_range for a token outside the vocabulary.
+  void logprobs(const void* hidden, int64_t rows, const LogprobsOutput& out) const;
+
  private:
   struct Scratch {
     float* residual;  // [max_tokens, hidden]
@@ -104,6 +124,7 @@ class Decoder {
 
   int64_t lay_out(char* base, Scratch& scratch) const;
   void check(const DecoderStep& step, const AttentionBatch& batch) const;
+  LinearCall head_call(const void* hidden, int64_t rows, int64_t most) const;
   LinearCall call(const PackedWeight& weight, const void* x, int64_t x_stride, int64_t m) const;
   void normed_linear(LinearCall call, const float* residual, const float* norm) const;
   void add_branch(LinearCall call, const float* norm) const;
@@ -117,6 +138,7 @@ class Decoder {
   Scratch scratch_{};
   int64_t scratch_bytes_ = 0;
   bool sandwich_ = false;
+  bool in_blocks_ = false;  // some weight is
 };
 
 }  // namespace hp

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "block_gemm.hpp"
 #include "thread_pool.hpp"
 
 namespace hp {
@@ -20,33 +21,43 @@ constexpr int64_t kAlignment = 64;
 
 int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
-// x in fp32 or padded to whole pairs; one row set per thread for a producer; running maxima per thread.
+// x in fp32, padded to whole pairs, or quantised, which takes the least; one row set per thread for a producer; running maxima per thread.
 int64_t row_bytes(int64_t k, DType dtype) { return aligned(k_padded(k, dtype) * 4); }
-int64_t thread_rows_bytes(int64_t m, int64_t k, DType dtype) { return std::min(m, kFewRows) * row_bytes(k, dtype); }
+int64_t thread_rows_bytes(int64_t m, int64_t k, DType dtype) { return std::min(m, kFewRows) * row_bytes(k, dtype) + kAlignment; }
 int64_t thread_best_bytes(int64_t m) { return 2 * aligned(m * 4); }
 
-int64_t converted_bytes(int64_t m, int64_t k, DType dtype) { return dtype == DType::F32 ? 0 : m * row_bytes(k, dtype); }
+int64_t converted_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks) {
+  return dtype == DType::F32 && !in_blocks ? 0 : m * row_bytes(k, dtype) + kAlignment;
+}
 int64_t thread_bytes(int64_t m, int64_t k, DType dtype) {
   return 2 * thread_rows_bytes(m, k, dtype) + thread_best_bytes(m) + kAlignment;
 }
-int64_t workspace_bytes(int64_t m, int64_t k, DType dtype, int threads) {
-  return converted_bytes(m, k, dtype) + threads * thread_bytes(m, k, dtype);
+int64_t workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks, int threads) {
+  return converted_bytes(m, k, dtype, in_blocks) + threads * thread_bytes(m, k, dtype);
+}
+
+template <class F>
+void for_tiles(int64_t tiles, int64_t tile_bytes, F&& f) {
+  if (tiles * tile_bytes <= kPackedAlone) return f(0, tiles);
+  ThreadPool::global().parallel_for(tiles, 4, [&](int64_t begin, int64_t end, int) { f(begin, end); });
 }
 
 template <class T>
 void pack_rows(const T* src, int64_t src_stride, int64_t rows, int64_t k, int64_t group, const PackPlacement& at, T* tiles) {
   const int64_t groups = ceil_div(k, group), tile_elements = groups * group * kTileColumns;
   const int64_t first = at.first_row, last = first + rows;
-  ThreadPool::global().parallel_for(ceil_div(last, kTileColumns) - first / kTileColumns, 4, [&](int64_t begin, int64_t end, int) {
+  const auto pack_tile = HP_DISPATCH_AND_AMX(linear_kernels).pack_tile;
+  for_tiles(ceil_div(last, kTileColumns) - first / kTileColumns, tile_elements * static_cast<int64_t>(sizeof(T)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin + first / kTileColumns; i < end + first / kTileColumns; ++i) {
       T* tile = tiles + (at.first_tile + at.tile_step * i) * tile_elements;
       const int64_t lane_begin = std::max(first - i * kTileColumns, int64_t{0});
       const int64_t lane_end = std::min(last - i * kTileColumns, int64_t{kTileColumns});
       const T* row = src + (i * kTileColumns - first) * src_stride;
-      if (group == 1 && lane_begin == 0 && lane_end == kTileColumns) {
-        for (int64_t g = 0; g < groups; ++g)
-          for (int64_t lane = 0; lane < kTileColumns; ++lane) tile[g * kTileColumns + lane] = row[lane * src_stride + g];
-        continue;
+      if constexpr (sizeof(T) == 4) {
+        if (lane_begin == 0 && lane_end == kTileColumns) {
+          pack_tile(row, src_stride, groups, tile);
+          continue;
+        }
       }
       for (int64_t g = 0; g < groups; ++g)
         for (int64_t lane = lane_begin; lane < lane_end; ++lane)
@@ -82,6 +93,8 @@ Split split_work(const LinearCall& call, int threads) {
   int64_t narrowest = kGroupTiles;
   if (call.m < 2 * kMinItemRows) narrowest = 2;
   if (call.m <= kFewRows && !is_gated(call.epilogue)) narrowest = 1;
+  // A sum over groups of columns has the same bits for any number of rows.
+  if (call.epilogue == Epilogue::Summary) narrowest = kGroupTiles;
   Split s{kGroupTiles, 0, 1, 1};
   while (s.tiles_per_item > narrowest && ceil_div(tiles, s.tiles_per_item) < wanted) s.tiles_per_item /= 2;
   s.column_items = ceil_div(tiles, s.tiles_per_item);
@@ -118,9 +131,9 @@ void unpack_weight(const void* tiles, int64_t rows, int64_t k, DType dtype, cons
                 dst_stride);
 }
 
-int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype) {
+int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks) {
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  return workspace_bytes(m, k, dtype, std::max(ThreadPool::global().num_threads(), cores));
+  return workspace_bytes(m, k, dtype, in_blocks, std::max(ThreadPool::global().num_threads(), cores));
 }
 
 void linear(const LinearCall& call) { linear(call, RowProducer{}); }
@@ -129,20 +142,22 @@ void linear(const LinearCall& call, const RowProducer& producer) {
   if (call.m == 0) return;
   ThreadPool& pool = ThreadPool::global();
   const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
+  const BlockKernels& blocks = HP_DISPATCH_AND_VNNI_AND_AMX(block_kernels);
   const PackedWeight& weight = call.weight;
-  const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, 1);
+  const bool in_blocks = weight.blocks != BlockFormat::None;
+  const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, in_blocks, 1);
   if (call.workspace.bytes < needed)
     throw std::invalid_argument("linear layer of " + std::to_string(call.m) + " rows needs a workspace of " + std::to_string(needed) +
                                 " bytes at least, got " + std::to_string(call.workspace.bytes));
   // The pool may have grown since the workspace was measured, and may grow now: another engine's.
-  const int64_t served = (call.workspace.bytes - converted_bytes(call.m, weight.k, weight.dtype)) / thread_bytes(call.m, weight.k, weight.dtype);
+  const int64_t served = (call.workspace.bytes - converted_bytes(call.m, weight.k, weight.dtype, in_blocks)) / thread_bytes(call.m, weight.k, weight.dtype);
   const int threads = static_cast<int>(std::min<int64_t>(pool.num_threads(), served));
 
-  const bool to_pairs = weight.dtype == DType::BF16 && kernels.bf16_dot;
-  const bool widens = weight.dtype != DType::F32 && !to_pairs;
-  const bool converts = widens || (to_pairs && weight.k % 2 != 0);
+  const bool to_pairs = !in_blocks && weight.dtype == DType::BF16 && kernels.bf16_dot;
+  const bool widens = !in_blocks && weight.dtype != DType::F32 && !to_pairs;
+  const bool converts = in_blocks || widens || (to_pairs && weight.k % 2 != 0);
   const int64_t in_size = itemsize(weight.dtype), k = weight.k, padded = k_padded(k, weight.dtype);
-  const int64_t kernel_size = widens ? 4 : in_size;
+  const int64_t kernel_row = padded * (widens ? 4 : in_size);  // bytes
 
   char* scratch = static_cast<char*>(call.workspace.data);
   auto take = [&scratch](int64_t bytes) {
@@ -150,13 +165,19 @@ void linear(const LinearCall& call, const RowProducer& producer) {
     scratch += aligned(bytes);
     return p;
   };
-  auto convert_row = [&](const void* from, void* to) {
+  // Row i of those from `to` on.
+  auto convert_row = [&](const void* from, char* to, int64_t i) {
+    if (in_blocks) {
+      blocks.quantise(from, weight.dtype, k, weight.blocks, BlockRows(to, call.m, k), i);
+      return;
+    }
+    to += i * kernel_row;
     if (widens) {
-      kernels.widen(from, weight.dtype, k, static_cast<float*>(to));
-      if (padded != k) static_cast<float*>(to)[k] = 0;
+      kernels.widen(from, weight.dtype, k, reinterpret_cast<float*>(to));
+      if (padded != k) reinterpret_cast<float*>(to)[k] = 0;
     } else {
       std::memcpy(to, from, k * in_size);
-      std::memset(static_cast<char*>(to) + k * in_size, 0, (padded - k) * in_size);
+      std::memset(to + k * in_size, 0, (padded - k) * in_size);
     }
   };
 
@@ -173,7 +194,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
       for (int64_t i = b; i < e; ++i) {
         char* row = const_cast<char*>(static_cast<const char*>(call.x)) + i * call.x_stride * in_size;
         if (producer.fill) producer.fill(producer.context, i, row);
-        if (converts) convert_row(row, converted + i * padded * kernel_size);
+        if (converts) convert_row(row, converted, i);
       }
     });
     if (converts) x = converted, x_stride = padded;
@@ -183,7 +204,8 @@ void linear(const LinearCall& call, const RowProducer& producer) {
     float* value;
     int32_t* column;
   };
-  std::vector<Best> best(call.epilogue == Epilogue::ArgMax ? threads : 0);
+  const bool is_summary = call.epilogue == Epilogue::Summary;
+  std::vector<Best> best(is_summary || call.epilogue == Epilogue::ArgMax ? threads : 0);
   for (auto& b : best) {
     b.value = reinterpret_cast<float*>(take(call.m * 4));
     b.column = reinterpret_cast<int32_t*>(take(call.m * 4));
@@ -193,7 +215,16 @@ void linear(const LinearCall& call, const RowProducer& producer) {
 
   const Split split = split_work(call, threads);
   const int64_t items = split.column_items * split.row_parts;
-  const int64_t stride = tile_bytes(k, weight.dtype), tiles = num_tiles(weight.n);
+  const int64_t stride = weight.tile_stride(), tiles = num_tiles(weight.n);
+  const auto run_item = in_blocks ? blocks.run_item : kernels.run_item;
+  if (is_summary) {
+    LinearCall picking = call;
+    picking.epilogue = Epilogue::Pick;
+    pool.parallel_for(call.m, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i)
+        run_item(LinearItem{&picking, x, x_stride, call.targets[i] / kTileColumns, 1, i, i + 1, nullptr, nullptr, nullptr});
+    }, threads);
+  }
   pool.parallel_for(items, split.grain, [&](int64_t begin, int64_t end, int thread) {
     const void* rows = x;
     if (per_thread) {
@@ -202,7 +233,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
         char* raw = converts ? mine.data + thread_rows_bytes(call.m, k, weight.dtype) : mine.data;
         for (int64_t i = 0; i < call.m; ++i) {
           producer.fill(producer.context, i, raw + i * k * in_size);
-          if (converts) convert_row(raw + i * k * in_size, mine.data + i * padded * kernel_size);
+          if (converts) convert_row(raw + i * k * in_size, mine.data, i);
         }
         mine.filled = true;
       }
@@ -218,7 +249,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
                       call.m * part / split.row_parts, call.m * (part + 1) / split.row_parts,
                       fetch ? static_cast<const char*>(weight.tiles) + next_tile * stride : nullptr,
                       best.empty() ? nullptr : best[thread].value, best.empty() ? nullptr : best[thread].column};
-      kernels.run_item(item);
+      run_item(item);
     }
   }, threads);
 

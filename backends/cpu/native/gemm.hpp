@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "attention.hpp"
+#include "block_weight.hpp"
 #include "isa.hpp"
 
 namespace hp {
@@ -26,6 +27,7 @@ constexpr int kGroupTiles = 4;  // tiles that one work item computes together
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t k_padded(int64_t k, DType dtype) { return dtype == DType::BF16 ? (k + 1) / 2 * 2 : k; }
 static inline int64_t num_tiles(int64_t n) { return ceil_div(n, kTileColumns); }
+static inline int64_t num_groups(int64_t n) { return ceil_div(n, kTileColumns * kGroupTiles); }
 static inline int64_t tile_bytes(int64_t k, DType dtype) { return k_padded(k, dtype) * kTileColumns * itemsize(dtype); }
 static inline int64_t packed_bytes(int64_t n, int64_t k, DType dtype) { return num_tiles(n) * tile_bytes(k, dtype); }
 
@@ -33,7 +35,10 @@ struct PackedWeight {
   const void* tiles = nullptr;
   int64_t n = 0;  // stored columns; for a gated pair 2 * 16 * ceil(intermediate / 16)
   int64_t k = 0;
-  DType dtype = DType::F32;
+  DType dtype = DType::F32;  // of x, and of the weight where it is not stored in blocks
+  BlockFormat blocks = BlockFormat::None;
+
+  int64_t tile_stride() const { return blocks == BlockFormat::None ? tile_bytes(k, dtype) : block_tile_bytes(blocks, k); }
 };
 
 // Where rows of a plain weight stand in a packed one: row r is lane (first_row + r) % 16 of tile
@@ -43,6 +48,10 @@ struct PackPlacement {
   int64_t first_tile = 0;
   int64_t tile_step = 1;
 };
+
+// Bytes up to which the thread that calls packs alone: it has them in its cache, and other threads bring theirs at the same time, where jobs
+// of the pool wait for one another.
+constexpr int64_t kPackedAlone = 4 << 20;
 
 // src: [rows, k], row stride in elements. Other lanes of the first and last tile are left alone.
 void pack_weight(const void* src, int64_t src_stride, int64_t rows, int64_t k, DType dtype, const PackPlacement& at, void* tiles);
@@ -55,10 +64,36 @@ enum class Epilogue {
   GeluTanhMul,       // the same with the tanh form of GELU
   ArgMax,            // arg_max[row] = lowest column of the greatest y; nothing else is stored
   ClampedSwiGluMul,  // as SiluMul, with the clamped form of GPT-OSS
+  Pick,              // picked[row] = y of column targets[row]; nothing else is stored
+  Summary,           // as ArgMax, after Pick, and summaries of each row and group of columns; no value of y is stored
+  GeluMul,           // as SiluMul, with GELU
+  Gelu,              // out = gelu(y)
+  GeluTanh,          // the same in its tanh form
+  Silu,              // out = silu(y)
+};
+
+// What a softmax over each row and the rank of its picked column need of each kGroupTiles tiles of columns: [num_groups(n), m] each.
+struct GroupSummaries {
+  float* best = nullptr;     // greatest y, NaN left out
+  float* sum = nullptr;      // of e^(y - best), or of e^y where best is not finite; NaN where some y is
+  int32_t* above = nullptr;  // columns whose y is greater than the picked one
+
+  static constexpr int64_t kBytes = 12;  // of a row and group
+
+  GroupSummaries() = default;
+  GroupSummaries(void* memory, int64_t count)
+      : best(static_cast<float*>(memory)), sum(best + count), above(reinterpret_cast<int32_t*>(sum + count)) {}
+};
+
+// The same of whole rows, [rows] each.
+struct RowSummaries {
+  float* best;
+  float* log_sum;  // log of the sum of e^y; NaN where some y is
+  int64_t* above;
 };
 
 static inline bool is_gated(Epilogue e) {
-  return e == Epilogue::SiluMul || e == Epilogue::GeluTanhMul || e == Epilogue::ClampedSwiGluMul;
+  return e == Epilogue::SiluMul || e == Epilogue::GeluMul || e == Epilogue::GeluTanhMul || e == Epilogue::ClampedSwiGluMul;
 }
 
 // Scratch that the caller lends for the length of a call: at least linear_workspace_bytes(...) bytes, 64-byte aligned.
@@ -80,6 +115,9 @@ struct LinearCall {
   DType out_dtype = DType::F32;
   int64_t out_columns = 0;     // of a gated pair: the intermediate size
   int64_t* arg_max = nullptr;  // [m]
+  const int64_t* targets = nullptr;   // [m] columns
+  float* picked = nullptr;            // [m]
+  GroupSummaries summaries;
   Workspace workspace;
 };
 
@@ -92,7 +130,7 @@ struct RowProducer {
 
 // Bytes of workspace for up to m rows, whatever the instruction set, on as many threads as the machine has cores or, where those
 // are more, as the thread pool has now. With less, fewer threads work.
-int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype);
+int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks = false);
 
 // Throws std::invalid_argument when the workspace is too small for one thread.
 void linear(const LinearCall& call);
@@ -104,13 +142,13 @@ void linear(const LinearCall& call, const RowProducer& producer);
 // One work item: `tile_count` <= kGroupTiles tiles (an even number of a gated pair) times a range of rows.
 struct LinearItem {
   const LinearCall* call;
-  const void* x;  // [m, k] in the kernel's input dtype; 16-bit pairs need an even row length
+  const void* x;  // [m, k] in the kernel's input dtype; 16-bit pairs need an even row length. Of a weight in blocks: BlockRows
   int64_t x_stride;
   int64_t tile;
   int tile_count;
   int64_t row_begin, row_end;
   const char* prefetch;  // tiles that this thread will probably read next, or null
-  float* best;           // [m] running maximum of this thread (ArgMax)
+  float* best;           // [m] running maximum of this thread (ArgMax, Summary)
   int32_t* best_column;  // [m]
 };
 
@@ -118,8 +156,17 @@ struct LinearKernels {
   bool bf16_dot;  // BF16 weights take BF16 rows; otherwise every 16-bit row is widened to fp32 first
   void (*run_item)(const LinearItem& item);
   void (*widen)(const void* src, DType dtype, int64_t n, float* dst);
+  // Applies the call's bias, cap and epilogue to c: [rows, 16 * kGroupTiles] sums of the item's tiles, whose row 0 is row `row` of the call.
+  void (*finish)(const LinearItem& item, int64_t row, int rows, float* c);
+  // Packs one tile of 16 rows of 32-bit elements (of bf16: pairs): tile[g][lane] = rows[lane * stride + g].
+  void (*pack_tile)(const uint32_t* rows, int64_t stride, int64_t groups, uint32_t* tile);
+  // Joins the groups' summaries of rows [begin, end) of m.
+  void (*join_summaries)(const GroupSummaries& groups, int64_t num_groups, int64_t m, int64_t begin, int64_t end, const RowSummaries& out);
 };
 
 }  // namespace hp
 
 HP_DECLARE_PER_ISA_AND_AMX(const LinearKernels& linear_kernels())
+#ifdef HP_HAVE_X86_ISAS
+namespace hp::avx512vnni { using hp::avx512::linear_kernels; }
+#endif

@@ -23,9 +23,11 @@ if(HARDPOINT_SANITIZE)
 endif()
 
 # Families that gain by AMX; at that level the others run their kernels for avx512bf16 (isa.hpp).
-set(HP_AMX_FAMILIES gemm)
+set(HP_AMX_FAMILIES attention block_gemm gemm)
+# Those that gain by AVX512-VNNI alone; at that level the others run their kernels for avx512.
+set(HP_VNNI_FAMILIES block_gemm)
 include(CheckCXXCompilerFlag)
-check_cxx_compiler_flag("-mamx-tile -mamx-bf16" HP_COMPILER_HAS_AMX)
+check_cxx_compiler_flag("-mamx-tile -mamx-bf16 -mamx-int8" HP_COMPILER_HAS_AMX)
 
 function(hp_isa_unit family)
   hp_isa_object(${family} baseline 4 ${HP_OPTIMISE} -ffp-contract=fast)
@@ -33,13 +35,17 @@ function(hp_isa_unit family)
     hp_isa_object(${family} avx2 8 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v3)
     hp_isa_object(${family} avx512 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mprefer-vector-width=512
       ${HP_AVX512_QUIET})
-    hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512
+    if(family IN_LIST HP_VNNI_FAMILIES)
+      hp_isa_object(${family} avx512vnni 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512vnni -mprefer-vector-width=512
+        ${HP_AVX512_QUIET})
+    endif()
+    hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512
       ${HP_AVX512_QUIET})
     target_compile_definitions(_native PRIVATE HP_HAVE_X86_ISAS=1)
     if(HP_COMPILER_HAS_AMX)
       target_compile_definitions(_native PRIVATE HP_HAVE_AMX=1)
       if(family IN_LIST HP_AMX_FAMILIES)
-        hp_isa_object(${family} amx 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16
+        hp_isa_object(${family} amx 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
           -mprefer-vector-width=512 ${HP_AVX512_QUIET})
       endif()
     endif()

@@ -6,7 +6,7 @@
 namespace hp {
 
 // Ordered: every level includes the ones before it.
-enum class Isa : int { Baseline = 0, Avx2 = 1, Avx512 = 2, Avx512Bf16 = 3, Amx = 4 };
+enum class Isa : int { Baseline = 0, Avx2 = 1, Avx512 = 2, Avx512Vnni = 3, Avx512Bf16 = 4, Amx = 5 };
 
 const char* isa_name(Isa isa);
 
@@ -14,7 +14,8 @@ const char* isa_name(Isa isa);
 // system lets this process use the tile registers, which the first call asks for.
 std::vector<Isa> available_isas();
 
-// The level in use: HARDPOINT_CPU_ISA (baseline, avx2, avx512, avx512bf16, amx), else the highest available one.
+// The level in use: HARDPOINT_CPU_ISA (baseline, avx2, avx512, avx512vnni, avx512bf16, amx), else the fastest available one: the highest,
+// but on Intel's processors avx512vnni rather than avx512bf16.
 // Throws std::invalid_argument when the variable names a level that is unknown or not available here.
 Isa active_isa();
 
@@ -24,19 +25,21 @@ void set_isa(const std::string& name);
 // A kernel family is compiled once per level (isa.cmake) and offers one function per level, in the namespace of the level:
 // HP_DECLARE_PER_ISA(const Kernels& kernels()) declares them, HP_DISPATCH(kernels) calls the active one.
 // AMX has kernels of its own for the families that gain by it (HP_AMX_FAMILIES in isa.cmake) and runs those of avx512bf16 for the
-// others. A family of the first kind uses the two macros whose names end in _AND_AMX.
+// others. A family of the first kind uses the two macros whose names end in _AND_AMX. AVX512-VNNI has kernels of its own for weights in
+// blocks, which use the two that end in _AND_VNNI_AND_AMX, and runs those of avx512 for all others.
 #ifdef HP_HAVE_X86_ISAS
-#define HP_DISPATCH_LEVELS(function, amx_level)                         \
+#define HP_DISPATCH_LEVELS(function, vnni_level, amx_level)             \
   ([]() -> decltype(auto) {                                             \
     switch (::hp::active_isa()) {                                       \
       case ::hp::Isa::Amx: return ::hp::amx_level::function();          \
       case ::hp::Isa::Avx512Bf16: return ::hp::avx512bf16::function();  \
+      case ::hp::Isa::Avx512Vnni: return ::hp::vnni_level::function();  \
       case ::hp::Isa::Avx512: return ::hp::avx512::function();          \
       case ::hp::Isa::Avx2: return ::hp::avx2::function();              \
       default: return ::hp::baseline::function();                       \
     }                                                                   \
   }())
-#define HP_DISPATCH(function) HP_DISPATCH_LEVELS(function, avx512bf16)
+#define HP_DISPATCH(function) HP_DISPATCH_LEVELS(function, avx512, avx512bf16)
 #define HP_DECLARE_PER_ISA(declaration) \
   namespace hp::baseline { declaration; } \
   namespace hp::avx2 { declaration; } \
@@ -49,13 +52,27 @@ void set_isa(const std::string& name);
 #endif
 
 #ifdef HP_HAVE_AMX
-#define HP_DISPATCH_AND_AMX(function) HP_DISPATCH_LEVELS(function, amx)
+#define HP_DISPATCH_AND_AMX(function) HP_DISPATCH_LEVELS(function, avx512, amx)
+#define HP_DISPATCH_AND_VNNI_AND_AMX(function) HP_DISPATCH_LEVELS(function, avx512vnni, amx)
 #define HP_DECLARE_PER_ISA_AND_AMX(declaration) \
   HP_DECLARE_PER_ISA(declaration) \
   namespace hp::amx { declaration; }
 #else
 #define HP_DISPATCH_AND_AMX(function) HP_DISPATCH(function)
+#ifdef HP_HAVE_X86_ISAS
+#define HP_DISPATCH_AND_VNNI_AND_AMX(function) HP_DISPATCH_LEVELS(function, avx512vnni, avx512bf16)
+#else
+#define HP_DISPATCH_AND_VNNI_AND_AMX(function) HP_DISPATCH(function)
+#endif
 #define HP_DECLARE_PER_ISA_AND_AMX(declaration) HP_DECLARE_PER_ISA(declaration)
+#endif
+
+#ifdef HP_HAVE_X86_ISAS
+#define HP_DECLARE_PER_ISA_AND_VNNI_AND_AMX(declaration) \
+  HP_DECLARE_PER_ISA_AND_AMX(declaration) \
+  namespace hp::avx512vnni { declaration; }
+#else
+#define HP_DECLARE_PER_ISA_AND_VNNI_AND_AMX(declaration) HP_DECLARE_PER_ISA_AND_AMX(declaration)
 #endif
 
 }  // namespace hp

@@ -24,10 +24,10 @@ namespace py = pybind11;
 namespace hp {
 namespace {
 
-// (tiles, n, k, dtype)
-using WeightTuple = std::tuple<Address, int64_t, int64_t, int>;
+// (tiles, n, k, dtype, format of blocks: -1 for none)
+using WeightTuple = std::tuple<Address, int64_t, int64_t, int, int>;
 PackedWeight weight(const WeightTuple& w) {
-  return {at<void>(std::get<0>(w)), std::get<1>(w), std::get<2>(w), static_cast<DType>(std::get<3>(w))};
+  return {at<void>(std::get<0>(w)), std::get<1>(w), std::get<2>(w), static_cast<DType>(std::get<3>(w)), static_cast<BlockFormat>(std::get<4>(w))};
 }
 
 // A layer's tensors by their names in hardpoint_cpu.decoder.DecoderSpec; absent ones are null.
@@ -74,6 +74,14 @@ void bind_operators(py::module_& m) {
       },
       unlocked);
   m.def(
+      "layer_norm",
+      [](Address x, int64_t x_stride, Address branch, int64_t branch_stride, int64_t rows, int64_t n, int dtype, Address weight,
+         Address bias, float eps, Address out, int64_t out_stride) {
+        layer_norm(at<void>(x), x_stride, at<void>(branch), branch_stride, rows, n, static_cast<DType>(dtype), at<float>(weight),
+                   at<float>(bias), eps, at<void>(out), out_stride);
+      },
+      unlocked);
+  m.def(
       "rotary",
       [](Address q, int64_t q_stride, int64_t q_heads, Address q_norm, Address k, int64_t k_stride, int64_t k_heads, Address k_norm,
          int64_t tokens, int dtype, int head_dim, int rotary_dim, float norm_eps, Address positions, Address cos,
@@ -110,11 +118,12 @@ void bind_decoder(py::module_& m) {
       .def(py::init(&decoder_layer), py::arg("attention"), py::arg("kv_group"), py::arg("cache_layer"), py::arg("rope_table"), py::arg("weights"), py::arg("vectors"));
 
   py::class_<Decoder>(m, "Decoder", "A whole decoder step in one call. Keeps addresses only: the tensors must outlive it.")
-      .def(py::init([](int dtype, int64_t vocab, int64_t hidden, int64_t intermediate, int rotary_dim, float norm_eps, int activation,
+      .def(py::init([](int dtype, int kv_format, int64_t vocab, int64_t hidden, int64_t intermediate, int rotary_dim, float norm_eps, int activation,
                        float embed_scale, float logit_soft_cap, int64_t max_tokens, int64_t max_rows, const WeightTuple& embed,
                        const WeightTuple& head, Address final_norm, std::vector<DecoderLayer> layers) {
              DecoderConfig config;
              config.dtype = static_cast<DType>(dtype);
+             config.kv_format = static_cast<KvFormat>(kv_format);
              config.vocab = vocab;
              config.hidden = hidden;
              config.intermediate = intermediate;
@@ -131,7 +140,7 @@ void bind_decoder(py::module_& m) {
              config.layers = std::move(layers);
              return std::make_unique<Decoder>(std::move(config));
            }),
-           py::kw_only(), py::arg("dtype"), py::arg("vocab"), py::arg("hidden"), py::arg("intermediate"), py::arg("rotary_dim"),
+           py::kw_only(), py::arg("dtype"), py::arg("kv_format"), py::arg("vocab"), py::arg("hidden"), py::arg("intermediate"), py::arg("rotary_dim"),
            py::arg("norm_eps"), py::arg("activation"), py::arg("embed_scale"), py::arg("logit_soft_cap"), py::arg("max_tokens"),
            py::arg("max_rows"), py::arg("embed"), py::arg("head"), py::arg("final_norm"), py::arg("layers"))
       .def("scratch_bytes", &Decoder::scratch_bytes)
@@ -145,8 +154,9 @@ void bind_decoder(py::module_& m) {
       .def(
           "run",
           [](Decoder& d, const std::vector<PreparedBatch*>& prepared, Address token_ids, Address positions, Address kv_cache, Address rows,
-             int64_t num_rows, Address out) {
-            d.run({at<int64_t>(token_ids), at<int64_t>(positions), at<char>(kv_cache), at<int32_t>(rows), num_rows, at<void>(out)},
+             int64_t num_rows, Address out, Address embedded_rows, int64_t num_embedded, Address embedded) {
+            d.run({at<int64_t>(token_ids), at<int64_t>(positions), at<char>(kv_cache), at<int32_t>(rows), num_rows, at<void>(out),
+                   at<int64_t>(embedded_rows), num_embedded, at<float>(embedded)},
                   prepared);
           },
           unlocked)
@@ -155,7 +165,22 @@ void bind_decoder(py::module_& m) {
           [](const Decoder& d, Address hidden, int64_t rows, int output, Address out) {
             d.head(at<void>(hidden), rows, static_cast<DecoderOutput>(output), at<void>(out));
           },
-          unlocked);
+          unlocked)
+      .def(
+          "logprobs",
+          [](const Decoder& d, Address hidden, int64_t rows, Address tokens, bool with_best, Address summaries, Address ids, Address values,
+             Address ranks) {
+            LogprobsOutput out;
+            out.tokens = at<int64_t>(tokens);
+            out.with_best = with_best;
+            out.summaries = at<void>(summaries);
+            out.ids = at<int64_t>(ids);
+            out.values = at<float>(values);
+            out.ranks = at<int64_t>(ranks);
+            d.logprobs(at<void>(hidden), rows, out);
+          },
+          unlocked)
+      .def("summary_bytes", &Decoder::summary_bytes);
 }
 
 void bind_sampler(py::module_& m) {
@@ -218,13 +243,26 @@ void bind_kernels(py::module_& m) {
           unpack_weight(at<void>(tiles), rows, k, static_cast<DType>(dtype), {first_row, first_tile, tile_step}, at<void>(dst), stride);
         },
         unlocked);
-  m.def("linear_workspace_bytes", [](int64_t rows, int64_t k, int dtype) { return linear_workspace_bytes(rows, k, static_cast<DType>(dtype)); });
+  m.def("packed_block_bytes", [](int64_t n, int64_t k, int format) { return num_tiles(n) * block_tile_bytes(static_cast<BlockFormat>(format), k); });
+  m.def("pack_blocks",
+        [](Address src, int64_t rows, int64_t k, int format, int64_t first_row, int64_t first_tile, int64_t tile_step, Address tiles) {
+          pack_blocks(at<void>(src), rows, k, static_cast<BlockFormat>(format), {first_row, first_tile, tile_step}, at<void>(tiles));
+        },
+        unlocked);
+  m.def("unpack_blocks",
+        [](Address tiles, int64_t rows, int64_t k, int format, int64_t first_row, int64_t first_tile, int64_t tile_step, Address dst) {
+          unpack_blocks(at<void>(tiles), rows, k, static_cast<BlockFormat>(format), {first_row, first_tile, tile_step}, at<void>(dst));
+        },
+        unlocked);
+  m.def("linear_workspace_bytes", [](int64_t rows, int64_t k, int dtype, bool in_blocks) {
+    return linear_workspace_bytes(rows, k, static_cast<DType>(dtype), in_blocks);
+  });
   m.def("linear",
-        [](Address tiles, int64_t n, int64_t k, int dtype, Address x, int64_t x_stride, int64_t rows, Address bias, int epilogue,
+        [](const WeightTuple& packed, Address x, int64_t x_stride, int64_t rows, Address bias, int epilogue,
            float soft_cap, Address out, int64_t out_stride, int out_dtype, int64_t out_columns, Address arg_max, Address workspace,
            int64_t workspace_size) {
           LinearCall call;
-          call.weight = {at<void>(tiles), n, k, static_cast<DType>(dtype)};
+          call.weight = weight(packed);
           call.x = at<void>(x);
           call.x_stride = x_stride;
           call.m = rows;

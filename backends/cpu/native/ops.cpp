@@ -1,6 +1,7 @@
 #include "ops.hpp"
 
 #include <algorithm>
+#include <vector>
 
 #include "thread_pool.hpp"
 
@@ -46,6 +47,17 @@ void add_rms_norm(const void* x, int64_t x_stride, void* residual, int64_t resid
   });
 }
 
+void layer_norm(const void* x, int64_t x_stride, const void* branch, int64_t branch_stride, int64_t rows, int64_t n, DType dtype,
+                const float* weight, const float* bias, float eps, void* out, int64_t out_stride) {
+  const OpKernels& kernels = op_kernels();
+  for_rows(rows, n, [&](int64_t i) {
+    static thread_local std::vector<float> sums;
+    if (sums.size() < static_cast<size_t>(n)) sums.resize(static_cast<size_t>(n));
+    kernels.layer_norm(row(x, i, x_stride, dtype), branch ? row(branch, i, branch_stride, dtype) : nullptr, dtype, weight, bias, n, eps,
+                       sums.data(), row(out, i, out_stride, dtype));
+  });
+}
+
 void rotary(const HeadRows& q, const HeadRows& k, int64_t tokens, DType dtype, const Rotary& rotary, const int64_t* positions,
             const float* cos, const float* sin) {
   const OpKernels& kernels = op_kernels();
@@ -73,9 +85,10 @@ void arg_max_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, int
 
 void gather_rows(const PackedWeight& weight, const int64_t* ids, int64_t count, float scale, float* out, int64_t out_stride) {
   const LinearKernels& kernels = HP_DISPATCH(linear_kernels);
-  const int64_t tile_size = tile_bytes(weight.k, weight.dtype), k = weight.k;
-  for_rows(count, k, [&](int64_t i) {
+  const int64_t tile_size = weight.tile_stride(), k = weight.k;
+  const auto gather_row = [&](int64_t i) {
     float* y = out + i * out_stride;
+    if (weight.blocks != BlockFormat::None) return expand_block_row(weight.tiles, ids[i], k, weight.blocks, y);
     const char* tile = static_cast<const char*>(weight.tiles) + ids[i] / kTileColumns * tile_size;
     const int64_t lane = ids[i] % kTileColumns;
     switch (weight.dtype) {
@@ -108,6 +121,10 @@ void gather_rows(const PackedWeight& weight, const int64_t* ids, int64_t count, 
         break;
       }
     }
+  };
+  for_rows(count, k, [&](int64_t i) {
+    gather_row(i);
+    float* y = out + i * out_stride;
     if (scale != 1.0f)
       for (int64_t j = 0; j < k; ++j) y[j] *= scale;
   });

@@ -19,6 +19,9 @@ struct Rotary {
 struct OpKernels {
   // out = x / sqrt(mean(x^2) + eps) * weight, in fp32.
   void (*rms_norm)(const void* x, DType x_dtype, const float* weight, int64_t n, float eps, void* out, DType out_dtype);
+  // out = (y - mean(y)) / sqrt(variance(y) + eps) * weight + bias of y = x + branch, in fp32; branch and bias may be null. sums: [n].
+  void (*layer_norm)(const void* x, const void* branch, DType dtype, const float* weight, const float* bias, int64_t n, float eps,
+                     float* sums, void* out);
   // sum (fp32) += rms_norm(x).
   void (*accumulate_rms_norm)(const void* x, DType x_dtype, const float* weight, int64_t n, float eps, float* sum);
   // residual += x, both of one dtype.
@@ -47,6 +50,10 @@ void rms_norm(const void* x, int64_t x_stride, int64_t rows, int64_t n, DType dt
 // residual += x; out = rms_norm(residual).
 void add_rms_norm(const void* x, int64_t x_stride, void* residual, int64_t residual_stride, int64_t rows, int64_t n, DType dtype,
                   const float* weight, float eps, void* out, int64_t out_stride);
+
+// out = layer_norm(x + branch); branch (of x's dtype) and bias may be null.
+void layer_norm(const void* x, int64_t x_stride, const void* branch, int64_t branch_stride, int64_t rows, int64_t n, DType dtype,
+                const float* weight, const float* bias, float eps, void* out, int64_t out_stride);
 
 struct HeadRows {
   void* data = nullptr;

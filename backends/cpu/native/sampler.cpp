@@ -52,7 +52,8 @@ void RowSampler::sample(const SampleCall& call) {
       const int64_t token = sample_row(kernels, call, i, scratch[static_cast<size_t>(thread)]);
       const int64_t row = call.step[i];
       call.tokens[i] = token;
-      call.last_tokens[row] = std::max<int64_t>(token, 0);
+      // A row with drafted tokens stands several times, and its last token is not asked for.
+      __atomic_store_n(&call.last_tokens[row], std::max<int64_t>(token, 0), __ATOMIC_RELAXED);
       if (call.table[row].history >= 0 && token >= 0) call.history[call.table[row].history * call.n + token] += 2;
     }
   }, static_cast<int>(scratch.size()));

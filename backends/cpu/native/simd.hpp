@@ -48,9 +48,16 @@ struct F32 { using type = float; };
 struct Bf16 { using type = uint16_t; };
 struct F16 { using type = uint16_t; };
 
-HP_INLINE vf splat(float x) { return vf{} + x; }
+// Subtracting zero changes no number, so that the compiler leaves it out; adding it would change -0.
+HP_INLINE vf splat(float x) { return x - vf{}; }
 HP_INLINE vf bits_to_float(vu x) { return reinterpret_cast<vf>(x); }
 HP_INLINE vu float_to_bits(vf x) { return reinterpret_cast<vu>(x); }
+
+HP_INLINE vi iota() {
+  vi x;
+  for (int i = 0; i < kLanes; ++i) x[i] = i;
+  return x;
+}
 
 HP_INLINE vf load(const float* p) {
   vf x;
@@ -80,6 +87,17 @@ HP_INLINE vf min(vf a, vf b) {
   return reinterpret_cast<vf>(_mm_min_ps(reinterpret_cast<__m128>(a), reinterpret_cast<__m128>(b)));
 #else
   return a < b ? a : b;
+#endif
+}
+
+// counts + 1 in each lane where a > b.
+HP_INLINE vi count_greater(vi counts, vf a, vf b) {
+#if defined(HP_SIMD_AVX512)
+  const __m512i before = reinterpret_cast<__m512i>(counts);
+  const __mmask16 greater = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GT_OQ);
+  return reinterpret_cast<vi>(_mm512_mask_sub_epi32(before, greater, before, _mm512_set1_epi32(-1)));
+#else
+  return counts - (a > b);
 #endif
 }
 
@@ -255,43 +273,54 @@ HP_INLINE float hmax(vf x) {
 #endif
 }
 
-// Lane i of the result is hsum(rows[i]), for kLanes rows: a transposition and a sum in one.
-HP_INLINE vf hsum_rows(const vf* rows) {
+struct Sum {
+  HP_INLINE_MEMBER vf operator()(vf a, vf b) const { return a + b; }
+};
+struct Greatest {
+  HP_INLINE_MEMBER vf operator()(vf a, vf b) const { return max(a, b); }
+};
+
+// Lane i of the result is what is left of rows[i] when its lanes are joined, for kLanes rows: a transposition and a reduction in one.
+template <class Join>
+HP_INLINE vf reduce_rows(const vf* rows, Join join) {
   vf quads[kLanes / 4];
 #pragma GCC unroll 4
   for (int i = 0; i < kLanes / 4; ++i) {
     const vf a = rows[4 * i], b = rows[4 * i + 1], c = rows[4 * i + 2], d = rows[4 * i + 3];
 #if HP_VW == 16
-    const vf ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                  __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const vf cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                  __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    quads[i] = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    const vf ab = join(__builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29),
+                       __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31));
+    const vf cd = join(__builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29),
+                       __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31));
+    quads[i] = join(__builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                    __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
 #elif HP_VW == 8
-    const vf ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-    const vf cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
-    quads[i] = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    const vf ab = join(__builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13), __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15));
+    const vf cd = join(__builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13), __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15));
+    quads[i] = join(__builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13), __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15));
 #else
-    const vf ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    const vf cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    quads[i] = __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    const vf ab = join(__builtin_shufflevector(a, b, 0, 4, 1, 5), __builtin_shufflevector(a, b, 2, 6, 3, 7));
+    const vf cd = join(__builtin_shufflevector(c, d, 0, 4, 1, 5), __builtin_shufflevector(c, d, 2, 6, 3, 7));
+    quads[i] = join(__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
 #endif
   }
 #if HP_VW == 16
-  const vf low = __builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                 __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  const vf high = __builtin_shufflevector(quads[2], quads[3], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                  __builtin_shufflevector(quads[2], quads[3], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         __builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const vf low = join(__builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                      __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+  const vf high = join(__builtin_shufflevector(quads[2], quads[3], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                       __builtin_shufflevector(quads[2], quads[3], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+  return join(__builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+              __builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
 #elif HP_VW == 8
-  return __builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15);
+  return join(__builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11),
+              __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15));
 #else
   return quads[0];
 #endif
 }
+
+HP_INLINE vf hsum_rows(const vf* rows) { return reduce_rows(rows, Sum{}); }
+HP_INLINE vf hmax_rows(const vf* rows) { return reduce_rows(rows, Greatest{}); }
 
 // Transposes a kLanes x kLanes matrix in place.
 HP_INLINE void transpose(vf* m) {
@@ -394,6 +423,21 @@ HP_INLINE vf exp2(vf x) {
   p = p * f + 1.0f;
   return scale_by_power_of_two(p, n);
 }
+
+#if defined(HP_SIMD_AVX512)
+// 2^x for results that are rounded to bf16: relative error below 3e-6. 0 for minus infinity, NaN for NaN. A minimax polynomial of
+// 2^f over [0, 1); VSCALEFPS takes the floor of its exponent itself.
+HP_INLINE vf exp2_for_bf16(vf x) {
+  constexpr int kFloorWithoutExceptions = 9;
+  const vf f = reinterpret_cast<vf>(_mm512_reduce_ps(reinterpret_cast<__m512>(x), kFloorWithoutExceptions));
+  vf p = splat(1.35341679e-2f);
+  p = p * f + 5.20114606e-2f;
+  p = p * f + 2.41442757e-1f;
+  p = p * f + 6.93003834e-1f;
+  p = p * f + 1.00000259f;
+  return reinterpret_cast<vf>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
+}
+#endif
 
 // e^x with the same conventions as exp2. ln 2 is subtracted in two parts so that large |x| lose nothing (Cephes' expf).
 HP_INLINE vf exp(vf x) {

@@ -23,7 +23,7 @@ class Case:
 
     Attributes:
         lens: (query length, context length) of each sequence.
-        keys, values: of each sequence, [context, kv_heads, head_dim].
+        keys, values: of each sequence, [context, kv_heads, head_dim]; in e4m3 times the layer's scales where the cache is that.
         kv_cache: [2, blocks, kv_heads, block_size, head_dim]; all that no sequence owns is NaN.
     """
 
@@ -88,40 +88,43 @@ def make_case(
     soft_cap: float | None = None,
     sinks: bool = False,
     alibi: bool = False,
+    narrow: bool = False,
     seed: int = 0,
     spare_blocks: int = 3,
 ) -> Case:
-    """Build a case with random contents, scattered blocks, and NaN wherever no sequence has a token."""
+    """Build a case with random contents, scattered blocks, and NaN wherever no sequence has a token; `narrow` for a cache in e4m3."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     layer = AttentionLayer(num_heads, num_kv_heads, head_dim, head_dim**-0.5, window, soft_cap, sinks, alibi)
-    kind = DType.of(dtype)
+    kind = kv_kind = DType.of(dtype)
+    if narrow:
+        layer, kv_kind = replace(layer, k_scale=0.25, v_scale=2.0), DType.FLOAT8_E4M3
+    kv_dtype = kv_kind.to_torch()
     max_context = max(context for _, context in lens)
     backend = CpuAttention(DEVICE)
-    plan = backend.plan(AttentionRequest((layer,), kind, kind, block_size, max_context))
+    plan = backend.plan(AttentionRequest((layer,), kind, kv_kind, block_size, max_context))
     assert isinstance(plan, AttentionPlan), plan
 
     blocks = [-(-context // block_size) for _, context in lens]
     total = sum(blocks) + spare_blocks
     order = torch.randperm(total, generator=generator).tolist()
-    kv_cache = torch.full((2, total, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    kv_cache = torch.full((2, total, num_kv_heads, block_size, head_dim), float("nan")).to(kv_dtype)
     rows = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)].numpy().astype(np.int32)
     table = np.full((len(lens) + 1, max(blocks) + 2), -1, dtype=np.int32)
     keys, values, slots, positions = [], [], [], []
     for (query_len, context), count, row in zip(lens, blocks, rows, strict=True):
         owned = [order.pop() for _ in range(count)]
         table[row, :count] = owned
-        k = random(context, num_kv_heads, head_dim).to(dtype)
-        v = random(context, num_kv_heads, head_dim).to(dtype)
+        k, v = (random(context, num_kv_heads, head_dim).to(dtype).to(kv_dtype) for _ in "kv")
         position = torch.arange(context)
         block, offset = torch.tensor(owned)[position // block_size], position % block_size
         kv_cache[0, block, :, offset] = k
         kv_cache[1, block, :, offset] = v
-        keys.append(k)
-        values.append(v)
+        keys.append(k.to(dtype) * layer.k_scale)
+        values.append(v.to(dtype) * layer.v_scale)
         new = range(context - query_len, context)
         positions.extend(new)
         slots.extend(owned[p // block_size] * block_size + p % block_size for p in new)

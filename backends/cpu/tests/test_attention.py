@@ -38,8 +38,8 @@ def _settings():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "feature",
-    [{}, {"window": 17}, {"soft_cap": 4.0}, {"sinks": True}, {"alibi": True}],
-    ids=["plain", "window", "soft_cap", "sinks", "alibi"],
+    [{}, {"window": 17}, {"soft_cap": 4.0}, {"sinks": True}, {"alibi": True}, {"narrow": True}],
+    ids=["plain", "window", "soft_cap", "sinks", "alibi", "narrow"],
 )
 def test_mixed_batch_is_accurate_on_every_instruction_set(isa, dtype, feature):
     _native.set_isa(isa)
@@ -99,9 +99,45 @@ def test_any_combination(data):
         soft_cap=data.draw(st.sampled_from([None, 2.0, 30.0]), "soft cap"),
         sinks=data.draw(st.booleans(), "sinks"),
         alibi=data.draw(st.booleans(), "alibi"),
+        narrow=data.draw(st.booleans(), "narrow"),
         seed=data.draw(st.integers(0, 1000), "seed"),
     )
     assert_accurate(case, case.run())
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_written_in_e4m3_as_torch_rounds_them(isa, dtype):
+    """Every number of 16 bits, NaN and both infinities among them, divided by a scale that is no power of two."""
+    _native.set_isa(isa)
+    case = make_case([(128, 128)], dtype=dtype, num_heads=2, num_kv_heads=2, head_dim=256, narrow=True)
+    layer = replace(case.layer, k_scale=0.7, v_scale=1.0)
+    case.plan = replace(case.plan, request=replace(case.plan.request, layers=(layer,)))
+    numbers = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16 if dtype is torch.float32 else dtype)
+    rows = numbers.to(dtype).view(128, 2, 256)
+    step = case.backend.prepare(case.plan, case.batch)
+    case.backend.write_kv(0, rows, rows, case.kv_cache, step)
+    block, offset = np.divmod(case.batch.slot_mapping, 16)
+    for half, scale in ((0, layer.k_scale), (1, layer.v_scale)):
+        divided = rows.float() / torch.tensor(scale)
+        held = case.kv_cache[half].float()[block, :, offset]
+        torch.testing.assert_close(
+            held, divided.clamp(-448, 448).to(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 64], ids=["decode", "prefill"])
+def test_every_number_in_e4m3_is_read_exactly(isa, dtype, queries):
+    """A sequence's first query sees one key, so that its output is that key's value: all 256 bytes, NaN at two of them."""
+    _native.set_isa(isa)
+    case = make_case([(queries, queries)], dtype=dtype, num_heads=1, num_kv_heads=1, head_dim=256, narrow=True)
+    block, offset = divmod(int(case.batch.slot_mapping[0]), 16)
+    row = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    case.kv_cache.view(torch.uint8)[1, block, 0, offset] = row.view(torch.uint8)
+    expected = (row.float() * case.layer.v_scale).to(dtype)
+    torch.testing.assert_close(case.run()[0, 0], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,9 +202,11 @@ def test_number_of_threads_changes_nothing(dtype):
             assert torch.equal(case.run(), expected)
 
 
+@pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feature", [{}, {"window": 33}])
-def test_chunked_prefill_equals_one_shot(dtype, feature):
+def test_chunked_prefill_equals_one_shot(isa, dtype, feature):
+    _native.set_isa(isa)
     case = make_case([(300, 300)], dtype=dtype, num_heads=6, num_kv_heads=2, **feature)
     whole = case.run()
     parts, begin = [], 0

@@ -36,7 +36,7 @@ def address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def on_ranks(size: int, method: str, work: Callable[[CpuCollectives, int], Any], timeout: float = 20.0) -> list[Any]:
+def on_ranks(size: int, method: str, work: Callable[[CpuCollectives, int], Any], timeout: float = 120.0) -> list[Any]:
     """Run `work` on every rank of a group, each in a thread."""
 
     def rank(number: int) -> Any:
@@ -143,7 +143,7 @@ def test_a_rank_that_never_comes_is_reported_in_time(address: str, rank: int) ->
     group, start = CpuCollectives(DEVICE), time.perf_counter()
     with pytest.raises(WorkerError, match=f"rank {rank} of 2 cannot join"):
         group.start(rank, 2, f"{address}/group", 1.0)
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60
     group.stop()
 
 
@@ -153,13 +153,13 @@ def test_an_operation_without_the_others_ends_at_the_time_limit(address: str) ->
     def work(group: CpuCollectives, rank: int) -> Any:
         if rank == 0:
             try:
-                with pytest.raises(WorkerError, match="rank 1 did not come within 2 s"):
+                with pytest.raises(WorkerError, match="rank 1 did not come within 4 s"):
                     group.all_reduce(torch.ones(3))
             finally:
                 done.set()
-        return done.wait(30)
+        return done.wait(240)
 
-    assert on_ranks(2, f"{address}/group", work, timeout=2.0) == [True, True]
+    assert on_ranks(2, f"{address}/group", work, timeout=4.0) == [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
@@ -251,7 +251,7 @@ def test_shared_memory_is_gone_when_the_ranks_have_left(address: str) -> None:
 
 def _die(address: str) -> None:
     group = CpuCollectives(DEVICE)
-    group.start(1, 2, address, 60.0)
+    group.start(1, 2, address, 300.0)
     group.all_reduce(torch.ones(1))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -261,12 +261,12 @@ def test_a_killed_rank_is_reported_long_before_the_time_limit(address: str) -> N
     process.start()
     group = CpuCollectives(DEVICE)
     try:
-        group.start(0, 2, f"{address}/group", 60.0)
+        group.start(0, 2, f"{address}/group", 300.0)
         group.all_reduce(torch.ones(1))
         start = time.perf_counter()
         with pytest.raises(WorkerError, match="the process of rank 1 has ended"):
             group.all_reduce(torch.ones(1))
-        assert time.perf_counter() - start < 20
+        assert time.perf_counter() - start < 120
         with pytest.raises(WorkerError, match="failed before"):
             group.all_reduce(torch.ones(1))
     finally:
@@ -295,7 +295,7 @@ def test_a_process_that_connects_in_place_of_a_rank_is_found_out(tmp_path: Path)
         said, heard = joined.send([token], 0, 0), joined.recv([token.clone()], 0, 0)
         said.wait()
         heard.wait()
-        found.wait(20)
+        found.wait(240)
 
     found = threading.Event()
     with ThreadPoolExecutor(1) as thread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,10 +22,11 @@ from hardpoint.interfaces import (
     KVCacheGroup,
     StepBatch,
 )
+from hardpoint.sampling import ranking
 from hardpoint_cpu import _native
 from hardpoint_cpu.allocator import CpuAllocator
 from hardpoint_cpu.attention import CpuAttention
-from hardpoint_cpu.decoder import CpuDecoder, DecoderSpec, RopeTables, refusals
+from hardpoint_cpu.decoder import CpuDecoder, DecoderSpec, InvalidOperand, RopeTables, refusals
 from hardpoint_cpu.descriptor import hardpoint_backend
 
 MAX_CONTEXT = 96
@@ -139,7 +141,7 @@ def decoder(
 ) -> CpuDecoder:
     """Return a decoder whose parameters are named as in its specification."""
     names = {name: name for name in spec.weight_shapes()}
-    return CpuDecoder(spec, request, allocator, rotary_tables(spec) if tables is None else tables, names)
+    return CpuDecoder(spec, request, allocator, rotary_tables(spec) if tables is None else tables, names, {})
 
 
 @dataclass
@@ -306,6 +308,108 @@ def test_argmax_output_is_the_argmax_of_the_logits(family: str, count: int) -> N
     assert chosen.tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_those_of_the_logits(family: str, dtype: torch.dtype) -> None:
+    spec = FAMILIES[family]
+    runner = Runner(spec, DType.of(dtype), random_weights(spec, dtype))
+    hidden = runner.step({0: tokens_of(4, 40)}, "hidden", rows=list(range(40)))
+    hidden[7] = torch.nan
+    hidden[8] = 0.0  # all logits are equal
+    targets = torch.tensor([*tokens_of(5, 38), 0, VOCAB - 1])
+    logits = runner.program.logits(hidden).clone()
+    for count in (0, 1):
+        found = runner.program.logprobs(hidden, targets, count)
+        assert found is not None
+        ids, values, ranks = found
+        expected_ids, expected_values, expected_ranks = ranking.logprobs(logits, targets, count)
+        finite = torch.arange(40) != 7
+        assert torch.equal(ids[finite], expected_ids[finite])
+        assert torch.equal(ranks[finite], expected_ranks[finite])
+        assert (values - expected_values)[finite].abs().max() < 1e-5
+        assert values[7].isnan().all()
+        alone = runner.program.logprobs(hidden[3:4], targets[3:4], count)
+        assert alone is not None
+        assert torch.equal(alone[1], values[3:4])
+    assert runner.program.logprobs(hidden, targets, 2) is None
+    with pytest.raises(InvalidOperand, match="token 99 is not in"):
+        runner.program.logprobs(hidden[:1], torch.tensor([VOCAB]), 1)
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_log_probabilities_have_the_error_of_float32_sums(isa: str, offset: float) -> None:
+    """Logits of one term each, from equal ones to ones too far from the best to count, against float64."""
+    _native.set_isa(isa)
+    vocab, count = 500, 53
+    spec = replace(LLAMA, vocab_size=vocab, tied=False)
+    weights = random_weights(spec, torch.float32)
+    head = torch.zeros(vocab, spec.hidden_size)
+    head[:, 0] = (
+        offset + torch.linspace(-1, 1, vocab)[torch.randperm(vocab, generator=torch.Generator().manual_seed(1))]
+    )
+    runner = Runner(spec, DType.FLOAT32, weights | {"head": head})
+    hidden = torch.zeros(count, spec.hidden_size)
+    hidden[:, 0] = torch.cat((torch.linspace(-1, 1, count // 2), torch.linspace(-200, 200, count - count // 2)))
+    targets = torch.arange(count) * 9
+    logits = hidden[:, :1] * head[:, 0]
+    assert torch.equal(runner.program.logits(hidden), logits)
+    found = runner.program.logprobs(hidden, targets, 1)
+    assert found is not None
+    ids, values, ranks = found
+    exact = logits.double().log_softmax(-1)
+    expected = torch.stack((exact.gather(1, targets[:, None])[:, 0], exact.max(1).values), 1)
+    rounding = 2**-23 * (expected.abs() + logits.double().logsumexp(-1).abs()[:, None])
+    assert ((values - expected).abs() <= 3e-7 + rounding).all()
+    assert torch.equal(ids, torch.stack((targets, logits.argmax(1)), 1))
+    assert torch.equal(ranks, 1 + (logits > logits.gather(1, targets[:, None])).sum(1))
+    for rows in (slice(7, 8), slice(3, 40)):  # a row's bits do not depend on those beside it
+        some = runner.program.logprobs(hidden[rows], targets[rows], 1)
+        assert some is not None
+        assert all(torch.equal(part, whole[rows]) for part, whole in zip(some, found, strict=True))
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_log_probabilities_of_infinite_logits_and_of_some_that_are_not_numbers(isa: str) -> None:
+    _native.set_isa(isa)
+    spec = replace(LLAMA, vocab_size=130, tied=False)
+    head = torch.zeros(130, spec.hidden_size)
+    head[::2, 0], head[1::2, 0] = 2.0, -2.0
+    head[64:128, 0] = -2.0  # a whole group of columns
+    head[129, 0] = 0.0
+    runner = Runner(spec, DType.FLOAT32, random_weights(spec, torch.float32) | {"head": head})
+    hidden = torch.zeros(3, spec.hidden_size)
+    hidden[:, 0] = torch.tensor([3e38, 1.0, 1.0])
+    found = runner.program.logprobs(hidden, torch.tensor([129, 129, 0]), 1)
+    assert found is not None
+    ids, values, ranks = found
+    assert values[0, 0] == -torch.inf
+    assert values[0, 1].isnan()
+    assert ids[:, 1].tolist() == [0, 0, 0]
+    assert ranks.tolist() == [34, 34, 1]
+    assert values[1:].isfinite().all()
+    head[77, 0] = torch.nan
+    runner.program.load_weight("head", head)
+    found = runner.program.logprobs(hidden, torch.tensor([129, 129, 0]), 1)
+    assert found is not None
+    assert found[1].isnan().all()
+
+
+def test_log_probabilities_of_more_rows_than_a_step_samples() -> None:
+    runner = Runner(LLAMA, DType.FLOAT32, random_weights(LLAMA, torch.float32), max_tokens=45, max_samples=2)
+    hidden = runner.step({0: tokens_of(4, 45)}, "hidden", rows=list(range(45)))
+    targets = torch.tensor(tokens_of(5, 45))
+    found = runner.program.logprobs(hidden, targets, 1)
+    assert found is not None
+    for row in range(45):
+        alone = runner.program.logprobs(hidden[row : row + 1], targets[row : row + 1], 1)
+        assert alone is not None
+        assert all(torch.equal(whole[row : row + 1], part) for whole, part in zip(found, alone, strict=True))
+    none = runner.program.logprobs(hidden[:0], targets[:0], 1)
+    assert none is not None
+    assert [list(part.shape) for part in none] == [[0, 2], [0, 2], [0]]
+
+
 def test_rows_may_repeat_and_come_in_any_order() -> None:
     weights = random_weights(LLAMA, torch.float32)
     tokens = tokens_of(5, 12)
@@ -326,6 +430,22 @@ def test_weights_read_back_as_loaded_and_can_be_replaced(dtype: DType) -> None:
         runner.program.load_weight(name, tensor)
     tokens = tokens_of(6, 9)
     assert torch.equal(runner.step({0: tokens}), Runner(spec, dtype, other).step({0: tokens}))
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
+def test_weights_may_come_by_rows_from_several_threads(dtype: DType) -> None:
+    spec = replace(ODD_SIZES, qkv_bias=True, tied=False)
+    runner = Runner(spec, dtype, random_weights(spec, dtype.to_torch()))
+    other = random_weights(spec, dtype.to_torch(), seed=1)
+    with ThreadPoolExecutor(4) as threads:
+        pieces = [
+            threads.submit(runner.program.load_weight, name, tensor[row : row + 21], row)
+            for name, tensor in other.items()
+            for row in range(0, len(tensor), 21)
+        ]
+    assert not any(piece.exception() for piece in pieces)
+    for name, tensor in other.items():
+        assert torch.equal(runner.program.read_weight(name), tensor), name
 
 
 def test_packed_weights_take_the_bytes_of_the_plain_ones() -> None:
@@ -352,6 +472,9 @@ def test_packed_weights_take_the_bytes_of_the_plain_ones() -> None:
         (lambda r: r.step({0: [1]}, rows=[0] * 65), "65 rows"),
         (lambda r: r.program.load_weight("layers.9.qkv", torch.zeros(1)), "layers.9.qkv"),
         (lambda r: r.program.load_weight("embed", torch.zeros(VOCAB, 41)), "embed"),
+        (lambda r: r.program.load_weight("embed", torch.zeros(VOCAB - 1, LLAMA.hidden_size)), "embed"),
+        (lambda r: r.program.load_weight("embed", torch.zeros(2, LLAMA.hidden_size), VOCAB - 1), "embed"),
+        (lambda r: r.program.load_weight("embed", torch.zeros(2, LLAMA.hidden_size), -1), "embed"),
         (lambda r: Runner(LLAMA, DType.FLOAT32, {}, tables=()), "rotary"),
     ],
 )

@@ -92,7 +92,7 @@ def run_child(script: str) -> subprocess.CompletedProcess[str]:
     # AddressSanitizer would turn a fault into a report of its own, and would keep freed memory.
     sanitizer = os.environ.get("ASAN_OPTIONS", "") + ":handle_segv=0:quarantine_size_mb=0"
     environment = os.environ | {"ASAN_OPTIONS": sanitizer}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
 # What the driver says of itself

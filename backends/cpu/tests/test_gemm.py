@@ -60,15 +60,13 @@ def linear(
     soft_cap: float = 0.0,
     arg_max: Tensor | None = None,
     workspace: Tensor | None = None,
+    blocks: int = -1,
 ) -> Tensor:
     rows, k = x.shape
     code = CODES[x.dtype]
-    workspace = measured_workspace(x) if workspace is None else workspace
+    workspace = measured_workspace(x, blocks) if workspace is None else workspace
     _native.linear(
-        tiles.data_ptr(),
-        n,
-        k,
-        code,
+        (tiles.data_ptr(), n, k, code, blocks),
         x.data_ptr(),
         x.stride(0),
         rows,
@@ -86,8 +84,10 @@ def linear(
     return out
 
 
-def measured_workspace(x: Tensor) -> Tensor:
-    return torch.full((_native.linear_workspace_bytes(*x.shape, CODES[x.dtype]),), 0xFF, dtype=torch.uint8)
+def measured_workspace(x: Tensor, blocks: int = -1) -> Tensor:
+    return torch.full(
+        (_native.linear_workspace_bytes(*x.shape, CODES[x.dtype], blocks != -1),), 0xFF, dtype=torch.uint8
+    )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -253,14 +253,16 @@ def test_gathered_rows_are_the_weights_rows_times_the_scale(k: int, dtype: torch
     ids = torch.tensor([0, 49, 17, 17, 15, 16])
     for scale in (1.0, 2.5):
         out = torch.full((6, k + 2), 7.0)
-        _native.gather_rows((tiles.data_ptr(), 50, k, CODES[dtype]), ids.data_ptr(), 6, scale, out.data_ptr(), k + 2)
+        _native.gather_rows(
+            (tiles.data_ptr(), 50, k, CODES[dtype], -1), ids.data_ptr(), 6, scale, out.data_ptr(), k + 2
+        )
         assert torch.equal(out[:, :k], weight[ids].float() * scale)
         assert (out[:, k:] == 7.0).all()
 
 
 def test_a_workspace_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a workspace of"):
-        _native.linear(0, 16, 8, 1, 0, 8, 4, 0, STORE, 0.0, 0, 16, 0, 16, 0, 0, 0)
+        _native.linear((0, 16, 8, 1, -1), 0, 8, 4, 0, STORE, 0.0, 0, 16, 0, 16, 0, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,11 @@ from hardpoint_cpu.kernels import CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 5, 16, 40, 64, 577]
+ACTIVATED = {
+    Activation.SILU: torch.nn.functional.silu,
+    Activation.GELU: torch.nn.functional.gelu,
+    Activation.GELU_TANH: partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 @pytest.fixture(params=_native.available_isas(), autouse=True)
@@ -65,6 +71,34 @@ def test_add_rms_norm_changes_the_residual_and_normalises_the_sum(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_layer_norm_of_rows_and_of_their_sums_with_a_branch(kernels: CpuKernels, n: int, dtype: torch.dtype) -> None:
+    x, branch = random(3, 7, n + 2, dtype=dtype)[..., :n], random(3, 7, n, dtype=dtype, seed=1)
+    weight, bias = random(n, dtype=dtype, seed=2), random(n, dtype=dtype, seed=3)
+    for added, offset in ((None, None), (None, bias), (branch, None), (branch, bias)):
+        # Far from zero: what a variance by the mean of squares would lose.
+        shifted = (x + 100).to(dtype)
+        total = shifted.double() + (0 if added is None else added.double())
+        exact = torch.nn.functional.layer_norm(
+            total, (n,), weight.double(), None if offset is None else offset.double(), eps=1e-5
+        )
+        out = kernels.layer_norm(shifted, weight, offset, 1e-5, added)
+        assert out.dtype is dtype
+        assert out.shape == x.shape
+        # The sum's own rounding to float32, spread by the scale, beside that of the result.
+        spread = torch.rsqrt(total.var(-1, keepdim=True, unbiased=False) + 1e-5) * weight.double().abs()
+        rounding = torch.finfo(dtype).eps * exact.abs() + 2.0**-20 * (100 * spread + exact.abs() + 1)
+        assert ((out.double() - exact).abs() <= rounding).all()
+
+
+def test_a_row_of_layer_norm_has_the_same_bits_in_every_batch(kernels: CpuKernels) -> None:
+    x, branch, weight = random(400, 577), random(400, 577, seed=1), random(577, seed=2)
+    whole = kernels.layer_norm(x, weight, None, 1e-5, branch)
+    for part in (slice(0, 1), slice(7, 120)):
+        assert torch.equal(kernels.layer_norm(x[part], weight, None, 1e-5, branch[part]), whole[part])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (8, 8), (80, 20), (24, 24), (40, 6)])
 def test_rotary_turns_pairs_by_their_angles_inside_a_fused_row(
     kernels: CpuKernels, dim: int, rotary_dim: int, dtype: torch.dtype
@@ -100,8 +134,7 @@ def test_gated_activation(kernels: CpuKernels, n: int, activation: Activation, d
         gate = gate.clamp(max=7)
         exact = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
     else:
-        silu = activation is Activation.SILU
-        exact = (torch.nn.functional.silu(gate) if silu else torch.nn.functional.gelu(gate, approximate="tanh")) * up
+        exact = ACTIVATED[activation](gate) * up
     assert_rounded(kernels.gated_activation(x, activation), exact)
 
 
@@ -129,6 +162,9 @@ def test_argmax_is_the_lowest_index_of_the_greatest_value(kernels: CpuKernels, n
         (lambda k: k.rms_norm(random(4, 8).double(), random(8), 1e-5), "float64"),
         (lambda k: k.add_rms_norm(random(4, 8), random(4, 7), random(8), 1e-5), "residual"),
         (lambda k: k.add_rms_norm(random(2, 4, 8), random(2, 5, 8)[:, :4], random(8), 1e-5), "in place"),
+        (lambda k: k.layer_norm(random(4, 8), random(7), None, 1e-5), "weight"),
+        (lambda k: k.layer_norm(random(4, 8), random(8), random(7), 1e-5), "bias"),
+        (lambda k: k.layer_norm(random(4, 8), random(8), None, 1e-5, random(3, 8)), "branch"),
         (lambda k: k.gated_activation(random(4, 7), Activation.SILU), "even"),
         (lambda k: k.argmax(random(4, 7).half()), "float32"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,6 +59,44 @@ def test_a_linear_layer_written_in_parts_is_the_product(
     assert found.dtype is dtype
     rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     assert (found.double() - exact).abs().max() <= rounding * (columns + exact.abs().max())
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GELU_TANH, Activation.SILU])
+def test_a_linear_layer_with_an_activation_rounds_once(isa: str, dtype: torch.dtype, activation: Activation) -> None:
+    rows, columns, functional = 77, 48, torch.nn.functional
+    # A bias that leads from one tail of the activation to the other.
+    weight, x = random(rows, columns, dtype=dtype) / 16, random(2, 5, columns, dtype=dtype, seed=1)
+    bias = torch.linspace(-12, 12, rows).to(dtype)
+    program, used = linear(rows, columns, dtype), _native.isa()
+    stored = stored_nan(program.weight_shape(), dtype)
+    program.write(stored, 0, weight)
+    _native.set_isa(isa)
+    try:
+        found = program.run_activated(x, stored, bias, activation)
+        part = program.run_activated(x[1:, 3:], stored, bias, activation)
+    finally:
+        _native.set_isa(used)
+    product = functional.linear(x.double(), weight.double(), bias.double())
+    exact = {
+        Activation.GELU: functional.gelu,
+        Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+        Activation.SILU: functional.silu,
+    }[activation](product)
+    assert found is not None
+    assert part is not None
+    assert found.dtype is dtype
+    assert torch.equal(part, found[1:, 3:])
+    # One rounding of the result; that of the sums is the second term's.
+    rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    assert ((found.double() - exact).abs() <= rounding * exact.abs() + 2.0**-18).all()
+
+
+def test_a_linear_layer_leaves_the_activation_of_gates_to_others() -> None:
+    program = linear(16, 8, torch.float32)
+    stored = torch.zeros(program.weight_shape())
+    assert program.run_activated(random(2, 8), stored, None, Activation.CLAMPED_SWIGLU) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -21,7 +21,7 @@ def _restore_threads():
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
     )
 
 

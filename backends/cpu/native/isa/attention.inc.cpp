@@ -2,7 +2,11 @@
 // FlashAttention, 2022) in base 2: with x = logit * log2(e), a row keeps its maximum, the sum of 2^(x - maximum) and the values
 // weighted by the same.
 #include "../attention_kernels.hpp"
+#include "../e4m3.hpp"
 #include "../simd.hpp"
+#if defined(__AMX_BF16__)
+#include "../amx.hpp"
+#endif
 
 namespace hp {
 namespace HP_ISA {
@@ -11,7 +15,7 @@ namespace {
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kMinusInf = -__builtin_inff();
 
-// Keys of one tile. Prefill tiles are packed and start at multiples of their size. Decode tiles are read in place, one head
+// Keys of one tile. Prefill tiles are packed and start at multiples of kPrefillKeys. Decode tiles are read in place, one head
 // while the next one is fetched: fewer bytes (8 KiB of keys at head dimension 64) would be needed before they have come, more
 // would not stay in the first-level cache.
 constexpr int kPrefillKeys = 64;
@@ -32,11 +36,6 @@ HP_INLINE int round_up(int x, int to) { return (x + to - 1) / to * to; }
 HP_INLINE int64_t align64(int64_t bytes) { return (bytes + 63) & ~int64_t{63}; }
 
 HP_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
-HP_INLINE vi iota() {
-  vi x;
-  for (int i = 0; i < kLanes; ++i) x[i] = i;
-  return x;
-}
 
 // Hands out aligned pieces of a thread's scratch memory; with no memory it only counts.
 struct Arena {
@@ -50,10 +49,10 @@ struct Arena {
   }
 };
 
-// Where one sequence's keys and values lie: in blocks, or without them row after row.
-template <class E>
+// Where one sequence's keys and values lie, as S stores them: in blocks, or without them row after row.
+template <class S>
 struct Cache {
-  using T = typename E::type;
+  using T = typename S::type;
   const T* k;
   const T* v;
   const int32_t* blocks;  // null where there are none
@@ -70,12 +69,12 @@ struct Cache {
   HP_INLINE_MEMBER const T* value_row(int key) const { return v + (blocks ? offset(key) : key * v_stride); }
 };
 
-template <class E>
-HP_INLINE Cache<E> cache_of(const AttentionCall& call, int seq, int kv_head) {
+template <class S>
+HP_INLINE Cache<S> cache_of(const AttentionCall& call, int seq, int kv_head) {
   const AttentionBatch& b = *call.batch;
   const AttentionLayer& layer = *call.layer;
-  const auto* k = static_cast<const typename E::type*>(call.kv->k);
-  const auto* v = static_cast<const typename E::type*>(call.kv->v);
+  const auto* k = static_cast<const typename S::type*>(call.kv->k);
+  const auto* v = static_cast<const typename S::type*>(call.kv->v);
   if (b.bidirectional) {
     const int64_t first = b.query_start[seq], head = static_cast<int64_t>(kv_head) * layer.head_dim;
     const int64_t k_stride = call.kv->k_stride, v_stride = call.kv->v_stride;
@@ -86,13 +85,14 @@ HP_INLINE Cache<E> cache_of(const AttentionCall& call, int seq, int kv_head) {
           layer.head_dim, 0, 0};
 }
 
-// Base-2 logits of kLanes keys from raw dot products. `distance` is key position minus query position.
+// Logits of kLanes keys from raw dot products; times `factor` they are base-2. The factor is left to the caller where nothing else
+// is done to a product, since it then costs no operation of its own. `distance` is key position minus query position.
 struct Logits {
-  float scale, cap_in, cap_out, slope;
-  bool capped, sloped;
+  float factor, scale, cap_in, cap_out, slope;
+  bool plain, capped, sloped;
 
   HP_INLINE_MEMBER vf operator()(vf dots, vf distance) const {
-    if (!capped && !sloped) return dots * scale;
+    if (plain) return dots;
     vf x = capped ? cap_out * tanh(dots * cap_in) : dots * scale;
     return sloped ? x + slope * distance : x;
   }
@@ -102,8 +102,11 @@ HP_INLINE Logits logits_of(const AttentionLayer& layer, int head) {
   Logits l;
   l.capped = layer.soft_cap > 0;
   l.sloped = layer.alibi != nullptr;
-  l.scale = layer.scale * kLog2e;
-  l.cap_in = l.capped ? layer.scale / layer.soft_cap : 0;
+  l.scale = layer.scale * layer.k_scale * kLog2e;
+  // A factor that turns the order of logits round, or makes NaN of minus infinity, cannot wait until after the maximum.
+  l.plain = !l.capped && !l.sloped && l.scale > 0;
+  l.factor = l.plain ? l.scale : 1.0f;
+  l.cap_in = l.capped ? layer.scale * layer.k_scale / layer.soft_cap : 0;
   l.cap_out = layer.soft_cap * kLog2e;
   l.slope = l.sloped ? layer.alibi[head] * kLog2e : 0;
   return l;
@@ -111,16 +114,17 @@ HP_INLINE Logits logits_of(const AttentionLayer& layer, int head) {
 
 HP_INLINE float exp2_scalar(float x) { return exp2(splat(x))[0]; }
 
-// Turns a row's weighted values into its output: divides by the sum, to which a sink adds its own weight without a value.
+// Turns a row's weighted values into its output: divides by the sum, to which a sink adds its own weight without a value, and
+// multiplies by the scale of the values that the cache holds.
 template <class E>
 HP_INLINE void write_output(const AttentionCall& call, int token, int head, const float* values, float maximum, float sum) {
   const AttentionLayer& layer = *call.layer;
   if (layer.sinks) sum += exp2_scalar(layer.sinks[head] * kLog2e - maximum);
-  const float inverse = 1.0f / sum;
+  const float factor = layer.v_scale / sum;
   auto* out = static_cast<typename E::type*>(call.out) + token * call.out_stride + static_cast<int64_t>(head) * layer.head_dim;
   int d = 0;
-  for (; d + kLanes <= layer.head_dim; d += kLanes) store(E{}, out + d, load(values + d) * inverse);
-  if (d < layer.head_dim) store_first(E{}, out + d, load(values + d) * inverse, layer.head_dim - d);
+  for (; d + kLanes <= layer.head_dim; d += kLanes) store(E{}, out + d, load(values + d) * factor);
+  if (d < layer.head_dim) store_first(E{}, out + d, load(values + d) * factor, layer.head_dim - d);
 }
 
 HP_INLINE float* partial_row(const AttentionCall& call, int partial, int head) {
@@ -176,10 +180,10 @@ HP_INLINE void copy_query(const uint16_t* from, int n, int padded, uint16_t* to)
   std::memset(to + n, 0, static_cast<size_t>(padded - n) * 2);
 }
 
-// Rows of one head in a tile: an address for each key, then for each value, and the head's place after it.
-template <class E>
+// Rows of one head in a tile of E's size: an address for each key, then for each value, and the head's place after it.
+template <class E, class S = E>
 struct Rows {
-  using T = typename E::type;
+  using T = typename S::type;
   const T* const* rows;  // [2, kDecodeTile]
   int64_t offset;
   HP_INLINE_MEMBER const T* row(int i) const { return rows[i] + offset; }
@@ -195,10 +199,10 @@ HP_INLINE void prefetch(const void* p, int bytes) {
 // that is missing then costs the whole latency of memory. So all rows are asked for twice: once in even steps over the head
 // before, and once more in the pass over keys or values before the one that reads them. Of the first requests for the 2 * kTile
 // rows, the passes over keys and values make 3/8 each and the softmax 2/8, about their shares of the time.
-template <class E>
+template <class E, class S>
 struct Prefetcher {
-  static constexpr int kTile = kDecodeTile<E>, kSize = static_cast<int>(sizeof(typename E::type));
-  Rows<E> head, next;
+  static constexpr int kTile = kDecodeTile<E>, kSize = static_cast<int>(sizeof(typename S::type));
+  Rows<E, S> head, next;
 
   // Beside the work on elements [d, d + n) of keys or values [t, t + count); n may be less than a cache line. Constant n and
   // count leave no loops here, which matters: fetching is a good part of the instructions.
@@ -226,9 +230,9 @@ struct Prefetcher {
 };
 
 // scores[r][0, kLanes) = raw dot products of R queries with the kLanes keys from `first` on.
-template <class E, int R>
+template <class E, int R, class P>
 HP_INLINE void decode_scores(const typename Dot<E>::Q* q, int q_stride, const Rows<E>& head, int first, int dim, float* scores,
-                             const Prefetcher<E>* prefetcher) {
+                             const P* prefetcher) {
   using D = Dot<E>;
   vf part[R][kLanes];
   for (int t = 0; t < kLanes; t += kDecodeKeys) {
@@ -278,9 +282,8 @@ struct Weigh {
 
   HP_INLINE void store_weights(float* scores, int t, vf p) { store(scores + t, p); }
 
-  template <int R>
-  HP_INLINE void add(const float* weights, const Rows<E>& head, int n, int dim, float* out, int out_stride,
-                     const Prefetcher<E>* prefetcher) {
+  template <int R, class P>
+  HP_INLINE void add(const float* weights, const Rows<E>& head, int n, int dim, float* out, int out_stride, const P* prefetcher) {
     int d = 0;
     for (; d + kDecodeVectors * kLanes <= dim; d += kDecodeVectors * kLanes)
       add_columns<R, kDecodeVectors>(weights, head, n, d, kLanes, out, out_stride, prefetcher);
@@ -288,9 +291,9 @@ struct Weigh {
   }
 
   // The last of NV vectors has `last` columns.
-  template <int R, int NV>
+  template <int R, int NV, class P>
   HP_INLINE void add_columns(const float* weights, const Rows<E>& head, int n, int d, int last, float* out, int out_stride,
-                             const Prefetcher<E>* prefetcher) {
+                             const P* prefetcher) {
     vf acc[R][NV];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
@@ -330,9 +333,8 @@ struct Weigh<Bf16> {
     std::memcpy(reinterpret_cast<char*>(scores) + 2 * t, &x, sizeof(x));
   }
 
-  template <int R>
-  HP_INLINE void add(const float* weights, const Rows<Bf16>& head, int n, int dim, float* out, int out_stride,
-                     const Prefetcher<Bf16>* prefetcher) {
+  template <int R, class P>
+  HP_INLINE void add(const float* weights, const Rows<Bf16>& head, int n, int dim, float* out, int out_stride, const P* prefetcher) {
     int d = 0;
     for (; d + 2 * kColumns <= dim; d += 2 * kColumns)
       add_columns<R, 2>(weights, head, n, d, kColumns, out, out_stride, prefetcher);
@@ -340,9 +342,9 @@ struct Weigh<Bf16> {
       add_columns<R, 1>(weights, head, n, d, min_int(kColumns, dim - d), out, out_stride, prefetcher);
   }
 
-  template <int R, int NC>
+  template <int R, int NC, class P>
   HP_INLINE void add_columns(const float* weights, const Rows<Bf16>& head, int n, int d, int last, float* out,
-                             int out_stride, const Prefetcher<Bf16>* prefetcher) {
+                             int out_stride, const P* prefetcher) {
     vf acc[R][2 * NC];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
@@ -385,15 +387,52 @@ struct Weigh<Bf16> {
 };
 #endif
 
+template <class E, class S>
+constexpr bool kIsWidened = true;
 template <class E>
-struct DecodeScratch {
+constexpr bool kIsWidened<E, E> = false;
+
+// The rows of a tile and head as E has them. What is stored otherwise is widened into memory that stays in the first-level cache.
+template <class E, class S>
+struct Widened {
   using T = typename E::type;
+  T* numbers;      // [2, kDecodeTile, padded_dim]
+  const T** rows;  // [2, kDecodeTile]
+  int stride;
+
+  HP_INLINE_MEMBER void lay_out(Arena& arena, int padded_dim) {
+    stride = padded_dim;
+    numbers = arena.take<T>(static_cast<int64_t>(2) * kDecodeTile<E> * padded_dim);
+    rows = arena.take<const T*>(2 * kDecodeTile<E>);
+    if (!arena.base) return;
+    for (int i = 0; i < 2 * kDecodeTile<E>; ++i) rows[i] = numbers + static_cast<int64_t>(i) * stride;
+  }
+  HP_INLINE_MEMBER Rows<E> keys(const Rows<E, S>& stored, int n, int dim) const {
+    for (int t = 0; t < n; ++t) widen_e4m3<E>(stored.key(t), dim, numbers + static_cast<int64_t>(t) * stride);
+    return {rows, 0};
+  }
+  HP_INLINE_MEMBER void values(const Rows<E, S>& stored, int n, int dim) const {
+    T* to = numbers + static_cast<int64_t>(kDecodeTile<E>) * stride;
+    for (int t = 0; t < n; ++t) widen_e4m3<E>(stored.value(t), dim, to + static_cast<int64_t>(t) * stride);
+  }
+};
+template <class E>
+struct Widened<E, E> {
+  HP_INLINE_MEMBER void lay_out(Arena&, int) {}
+  HP_INLINE_MEMBER Rows<E> keys(const Rows<E>& stored, int, int) const { return stored; }
+  HP_INLINE_MEMBER void values(const Rows<E>&, int, int) const {}
+};
+
+template <class E, class S>
+struct DecodeScratch {
+  using T = typename S::type;
   typename Dot<E>::Q* q;  // [heads, padded_dim]
   float* scores;          // [group, kDecodeTile]
   float* values;          // [heads, padded_dim]
   float* maximum;         // [heads]
   float* sum;             // [heads, kLanes], one running sum per lane
   const T** rows;         // [2, 2, kDecodeTile]: this tile's and the next one's key and value rows
+  Widened<E, S> widened;  // of a tile and head
   int padded_dim;
 
   HP_INLINE int64_t lay_out(DecodeScratch& s, void* memory, int heads, int group, int dim) {
@@ -405,14 +444,15 @@ struct DecodeScratch {
     s.maximum = arena.take<float>(heads);
     s.sum = arena.take<float>(static_cast<int64_t>(heads) * kLanes);
     s.rows = arena.take<const T*>(4 * kDecodeTile<E>);
+    s.widened.lay_out(arena, s.padded_dim);
     return arena.used;
   }
 };
 
 // Addresses of the first head's rows in a tile, as Rows takes them. Rows past the end repeat the last key, so that whole vectors
 // of keys can be read: their scores are dropped afterwards, and their values never used.
-template <class E>
-HP_INLINE void tile_rows(const Cache<E>& cache, int begin, int end, const typename E::type** rows) {
+template <class E, class S>
+HP_INLINE void tile_rows(const Cache<S>& cache, int begin, int end, const typename S::type** rows) {
   const auto** keys = rows;
   const auto** values = rows + kDecodeTile<E>;
   int key = begin;
@@ -436,9 +476,10 @@ HP_INLINE void tile_rows(const Cache<E>& cache, int begin, int end, const typena
 }
 
 // The heads of a block lie side by side, so a tile is worked off head after head.
-template <class E, int kHeadDim>
+template <class E, class S, int kHeadDim>
 void decode(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next_portion, void* memory) {
   using T = typename E::type;
+  using Stored = typename S::type;
   using W = Weigh<E>;
   const AttentionPlan::Item& item = *portion.item;
   const int kv_begin = portion.kv_begin, kv_end = portion.kv_end;
@@ -450,9 +491,9 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
   const int token = batch.query_start[item.seq] + item.q_begin;
   const int position = batch.context_lens[item.seq] - (batch.query_start[item.seq + 1] - token);
   const int64_t head_stride = static_cast<int64_t>(batch.block_size) * dim;
-  const Cache<E> cache = cache_of<E>(call, item.seq, kv_begin);
-  DecodeScratch<E> s;
-  DecodeScratch<E>::lay_out(s, memory, heads, group, dim);
+  const Cache<S> cache = cache_of<S>(call, item.seq, kv_begin);
+  DecodeScratch<E, S> s;
+  DecodeScratch<E, S>::lay_out(s, memory, heads, group, dim);
 
   const T* q = static_cast<const T*>(call.q) + token * call.q_stride + static_cast<int64_t>(first_head) * dim;
   for (int h = 0; h < heads; ++h) {
@@ -463,32 +504,33 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
   std::memset(s.values, 0, static_cast<size_t>(heads) * s.padded_dim * 4);
 
   constexpr int kTile = kDecodeTile<E>;
-  const T** rows = s.rows;
-  const T** next_rows = s.rows + 2 * kTile;
+  const Stored** rows = s.rows;
+  const Stored** next_rows = s.rows + 2 * kTile;
   const vi lane = iota();
-  tile_rows(cache, item.key_begin, item.key_end, rows);
+  tile_rows<E>(cache, item.key_begin, item.key_end, rows);
   for (int begin = item.key_begin; begin < item.key_end; begin += kTile) {
     const int count = min_int(kTile, item.key_end - begin);
     if (begin + kTile < item.key_end) {
-      tile_rows(cache, begin + kTile, item.key_end, next_rows);
+      tile_rows<E>(cache, begin + kTile, item.key_end, next_rows);
     } else if (next_portion) {
       const AttentionPlan::Item& next_item = *next_portion->item;
-      tile_rows(cache_of<E>(call, next_item.seq, next_portion->kv_begin), next_item.key_begin, next_item.key_end, next_rows);
+      tile_rows<E>(cache_of<S>(call, next_item.seq, next_portion->kv_begin), next_item.key_begin, next_item.key_end, next_rows);
     } else {
       // With nothing left to fetch any address does.
       std::memcpy(next_rows, rows, 2 * kTile * sizeof(*rows));
     }
 
     for (int kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
-      const Rows<E> head{rows, (kv_head - kv_begin) * head_stride};
-      const Rows<E> next = kv_head + 1 < kv_end ? Rows<E>{rows, head.offset + head_stride} : Rows<E>{next_rows, 0};
-      const Prefetcher<E> prefetcher{head, next};
+      const Rows<E, S> stored{rows, (kv_head - kv_begin) * head_stride};
+      const Rows<E, S> next = kv_head + 1 < kv_end ? Rows<E, S>{rows, stored.offset + head_stride} : Rows<E, S>{next_rows, 0};
+      const Prefetcher<E, S> prefetcher{stored, next};
+      const Rows<E> head = s.widened.keys(stored, round_up(count, kLanes), dim);
       const int first_row = (kv_head - kv_begin) * group;
       for (int t = 0; t < count; t += kLanes) {
         for (int g = 0; g < group; g += kDecodeRows) {
           const auto* queries = s.q + (first_row + g) * s.padded_dim;
           float* scores = s.scores + g * kTile + t;
-          const Prefetcher<E>* fetch = g == 0 ? &prefetcher : nullptr;
+          const Prefetcher<E, S>* fetch = g == 0 ? &prefetcher : nullptr;
           switch (min_int(kDecodeRows, group - g)) {
             case 1: decode_scores<E, 1>(queries, s.padded_dim, head, t, dim, scores, fetch); break;
             case 2: decode_scores<E, 2>(queries, s.padded_dim, head, t, dim, scores, fetch); break;
@@ -506,7 +548,7 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
         vf top = splat(kMinusInf);
         for (int t = 0; t < count; t += kLanes) {
           const vi key = lane + (begin + t);
-          vf x = logits(load(scores + t), __builtin_convertvector(key - position, vf));
+          vf x = logits(load(scores + t), __builtin_convertvector(key - position, vf)) * logits.factor;
           x = select(key < item.key_end, x, splat(kMinusInf));
           store(scores + t, x);
           top = max(top, x);
@@ -527,10 +569,11 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
         }
         store(row_sum, sum);
       }
+      s.widened.values(stored, round_up(count, kLanes), dim);
       for (int g = 0; g < group; g += kDecodeRows) {
         const float* weights = s.scores + g * kTile;
         float* out = s.values + (first_row + g) * s.padded_dim;
-        const Prefetcher<E>* fetch = g == 0 ? &prefetcher : nullptr;
+        const Prefetcher<E, S>* fetch = g == 0 ? &prefetcher : nullptr;
         switch (min_int(kDecodeRows, group - g)) {
           case 1: W::template add<1>(weights, head, count, dim, out, s.padded_dim, fetch); break;
           case 2: W::template add<2>(weights, head, count, dim, out, s.padded_dim, fetch); break;
@@ -539,7 +582,7 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
         }
       }
     }
-    const T** swap = rows;
+    const Stored** swap = rows;
     rows = next_rows;
     next_rows = swap;
   }
@@ -554,30 +597,38 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
 
 // Decode with the usual head dimensions known to the compiler, which then unrolls the loops over columns and keeps queries in
 // registers.
-template <class E>
+template <class E, class S>
 void decode_head_dim(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* memory) {
   switch (call.layer->head_dim) {
-    case 64: return decode<E, 64>(call, portion, next, memory);
-    case 128: return decode<E, 128>(call, portion, next, memory);
-    default: return decode<E, 0>(call, portion, next, memory);
+    case 64: return decode<E, S, 64>(call, portion, next, memory);
+    case 128: return decode<E, S, 128>(call, portion, next, memory);
+    default: return decode<E, S, 0>(call, portion, next, memory);
   }
 }
 
+template <class E>
+void decode_format(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* memory) {
+  if (call.kv->format == KvFormat::E4m3) return decode_head_dim<E, E4m3>(call, portion, next, memory);
+  return decode_head_dim<E, E>(call, portion, next, memory);
+}
+
 // How the matrix kernels hold their operands. A depth step is one element of fp32, or a pair of bf16 values: the left operand
-// is a row of steps, the right one a row of columns per step.
+// is a row of steps, the right one a row of columns per step. kRows rows are multiplied at once, kColumns and kStride are what the
+// sizes of operands are rounded up to: the columns of scores, and the steps of a row.
 struct FloatOperand {
   using Left = float;   // per depth step
   using Right = float;  // per depth step and column
-  static constexpr int kDepth = 1;
+  static constexpr int kDepth = 1, kRows = kMicroRows, kColumns = kLanes, kStride = kLanes;
   HP_INLINE vf broadcast(const Left* p) { return splat(*p); }
   HP_INLINE vf load_right(const Right* p) { return load(p); }
   HP_INLINE vf add(vf acc, vf a, vf b) { return acc + a * b; }
+  HP_INLINE vf exp2(vf x) { return HP_ISA::exp2(x); }
 };
 #if defined(HP_SIMD_AVX512BF16)
 struct PairOperand {
   using Left = uint32_t;
   using Right = uint32_t;
-  static constexpr int kDepth = 2;
+  static constexpr int kDepth = 2, kRows = kMicroRows, kColumns = kLanes, kStride = kLanes;
   HP_INLINE vu broadcast(const Left* p) { return vu{} + *p; }
   HP_INLINE vu load_right(const Right* p) {
     vu x;
@@ -585,10 +636,19 @@ struct PairOperand {
     return x;
   }
   HP_INLINE vf add(vf acc, vu a, vu b) { return dot_bf16(acc, a, b); }
+  HP_INLINE vf exp2(vf x) { return exp2_for_bf16(x); }
+};
+#endif
+#if defined(__AMX_BF16__)
+// Pairs for the tile registers, which multiply 16 steps at a time: two tiles of rows by two of columns.
+struct TileOperand : PairOperand {
+  static constexpr int kRows = 2 * kTileRegisterRows, kColumns = 2 * kLanes, kStride = kTileRegisterBytes / 4;
 };
 #endif
 template <class E> struct OperandOf { using type = FloatOperand; };
-#if defined(HP_SIMD_AVX512BF16)
+#if defined(__AMX_BF16__)
+template <> struct OperandOf<Bf16> { using type = TileOperand; };
+#elif defined(HP_SIMD_AVX512BF16)
 template <> struct OperandOf<Bf16> { using type = PairOperand; };
 #endif
 
@@ -642,7 +702,7 @@ void multiply_rows(const typename O::Left* a, int a_stride, const typename O::Ri
 // c[rows][vectors] (+)= a[rows][depth] * b[depth][vectors]. Each result is summed over the depth in order, whatever the number of
 // rows and columns: a row's output does not depend on the rows beside it.
 template <class O>
-HP_INLINE void multiply(int rows, const typename O::Left* a, int a_stride, const typename O::Right* b, int b_stride,
+void multiply(int rows, const typename O::Left* a, int a_stride, const typename O::Right* b, int b_stride,
                         int depth, float* c, int c_stride, int vectors, bool accumulate) {
   switch (rows) {
     case 1: return multiply_rows<O, 1>(a, a_stride, b, b_stride, depth, c, c_stride, vectors, accumulate);
@@ -653,6 +713,75 @@ HP_INLINE void multiply(int rows, const typename O::Left* a, int a_stride, const
     default: return multiply_rows<O, 6>(a, a_stride, b, b_stride, depth, c, c_stride, vectors, accumulate);
   }
 }
+
+#if defined(__AMX_BF16__)
+// The same for RT tiles of rows and NT of columns, from whole tiles: operands have zeros up to the next multiple of 16 steps.
+template <int RT, int NT>
+HP_INLINE void multiply_tiles(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, float* c, int c_stride,
+                              bool accumulate) {
+  const int64_t a_bytes = int64_t{4} * a_stride, b_bytes = int64_t{4} * b_stride, c_bytes = int64_t{4} * c_stride;
+  float* const lower = c + static_cast<int64_t>(kTileRegisterRows) * c_stride;
+  if (accumulate) {
+    _tile_loadd(0, c, c_bytes);
+    if constexpr (NT > 1) _tile_loadd(1, c + kLanes, c_bytes);
+    if constexpr (RT > 1) _tile_loadd(2, lower, c_bytes);
+    if constexpr (RT > 1 && NT > 1) _tile_loadd(3, lower + kLanes, c_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int k = 0; k < depth; k += TileOperand::kStride) {
+    const uint32_t* right = b + static_cast<int64_t>(k) * b_stride;
+    _tile_loadd(6, right, b_bytes);
+    if constexpr (NT > 1) _tile_loadd(7, right + kLanes, b_bytes);
+    _tile_loadd(4, a + k, a_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (NT > 1) _tile_dpbf16ps(1, 4, 7);
+    if constexpr (RT > 1) {
+      _tile_loadd(5, a + static_cast<int64_t>(kTileRegisterRows) * a_stride + k, a_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (NT > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, c_bytes);
+  if constexpr (NT > 1) _tile_stored(1, c + kLanes, c_bytes);
+  if constexpr (RT > 1) _tile_stored(2, lower, c_bytes);
+  if constexpr (RT > 1 && NT > 1) _tile_stored(3, lower + kLanes, c_bytes);
+}
+
+template <int RT>
+void multiply_tile_rows(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, float* c, int c_stride, int vectors,
+                        bool accumulate) {
+  int j = 0;
+  for (; j + 2 <= vectors; j += 2) multiply_tiles<RT, 2>(a, a_stride, b + j * kLanes, b_stride, depth, c + j * kLanes, c_stride, accumulate);
+  if (j < vectors) multiply_tiles<RT, 1>(a, a_stride, b + j * kLanes, b_stride, depth, c + j * kLanes, c_stride, accumulate);
+}
+
+// Rows up to the next multiple of 16 are read and written as well.
+template <>
+void multiply<TileOperand>(int rows, const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, float* c, int c_stride,
+                           int vectors, bool accumulate) {
+  TileRegisters::settle_memory();
+  if (rows > kTileRegisterRows) multiply_tile_rows<2>(a, a_stride, b, b_stride, depth, c, c_stride, vectors, accumulate);
+  else multiply_tile_rows<1>(a, a_stride, b, b_stride, depth, c, c_stride, vectors, accumulate);
+}
+#endif
+
+// What the matrix kernels of an operand need around them, for as long as they are used.
+template <class O>
+struct MatrixUnit {};
+#if defined(__AMX_BF16__)
+template <>
+struct MatrixUnit<TileOperand> {
+  TileRegisters registers;
+  HP_INLINE_MEMBER MatrixUnit() {
+    registers.shape(0, 8, kTileRegisterRows);
+    registers.load();
+  }
+};
+#endif
 
 // The next kLanes depth steps of one key, as 32-bit lanes.
 template <class E>
@@ -666,7 +795,8 @@ HP_INLINE vf load_steps(PairOperand, const uint16_t* p, int n) {
 }
 #endif
 
-// Keys [first, last) of the tile that starts at key `tile`, transposed: packed[step][key]. The other columns become zero.
+// Keys [first, last) of the tile that starts at key `tile`, transposed: packed[step][key]. The other columns become zero, and so do
+// steps beyond the head dimension, up to a whole vector of them.
 template <class E, class O>
 void pack_keys(const Cache<E>& cache, int tile, int first, int last, typename O::Right* packed) {
   const int steps = cache.head_dim / O::kDepth;
@@ -680,8 +810,7 @@ void pack_keys(const Cache<E>& cache, int tile, int first, int last, typename O:
       vf m[kLanes];
       for (int i = 0; i < kLanes; ++i) m[i] = rows[i] ? load_steps<E>(O{}, rows[i] + s * O::kDepth, steps - s) : vf{};
       transpose(m);
-      const int n = min_int(kLanes, steps - s);
-      for (int i = 0; i < n; ++i) std::memcpy(packed + static_cast<int64_t>(s + i) * kPrefillKeys + t, &m[i], sizeof(vf));
+      for (int i = 0; i < kLanes; ++i) std::memcpy(packed + static_cast<int64_t>(s + i) * kPrefillKeys + t, &m[i], sizeof(vf));
     }
   }
 }
@@ -763,36 +892,53 @@ HP_INLINE float weight_at(PairOperand, const uint32_t* p, int key) {
 }
 #endif
 
-template <class E>
+template <class E, class S>
 struct PrefillScratch {
   using O = typename OperandOf<E>::type;
   using Q = typename Dot<E>::Q;
-  Q* q;                    // [rows, dim]
+  Q* q;                    // [rows, q_stride]
   float* values;           // [rows, padded_dim]
   float* maximum;          // [rows]
   float* sum;              // [rows, kLanes]
-  typename O::Right* k;    // [dim / depth, kPrefillKeys]
+  typename O::Right* k;    // [steps, kPrefillKeys]
   typename O::Right* v;    // [kPrefillKeys / depth, padded_dim]
-  float* scores;           // [kMicroRows, kPrefillKeys]
-  typename O::Left* p;     // [kMicroRows, kPrefillKeys / depth]
-  int padded_dim;
+  float* scores;           // [O::kRows, kPrefillKeys]
+  typename O::Left* p;     // [O::kRows, kPrefillKeys / depth]
+  typename E::type* widened;  // [2, kPrefillKeys, padded_dim], of a tile's keys and values that are stored otherwise
+  int padded_dim, q_stride, steps;
 
   HP_INLINE int64_t lay_out(PrefillScratch& s, void* memory, int rows, int dim) {
     Arena arena{static_cast<char*>(memory)};
     s.padded_dim = round_up(dim, kLanes);
-    s.q = arena.take<Q>(static_cast<int64_t>(rows) * round_up(dim, kLanes));
+    s.steps = round_up(dim / O::kDepth, O::kStride);
+    s.q_stride = s.steps * O::kDepth;
+    rows = round_up(rows, O::kRows);
+    s.q = arena.take<Q>(static_cast<int64_t>(rows) * s.q_stride);
     s.values = arena.take<float>(static_cast<int64_t>(rows) * s.padded_dim);
     s.maximum = arena.take<float>(rows);
     s.sum = arena.take<float>(static_cast<int64_t>(rows) * kLanes);
-    s.k = arena.take<typename O::Right>(static_cast<int64_t>(dim / O::kDepth) * kPrefillKeys);
+    s.k = arena.take<typename O::Right>(static_cast<int64_t>(s.steps) * kPrefillKeys);
     s.v = arena.take<typename O::Right>(static_cast<int64_t>(kPrefillKeys / O::kDepth) * s.padded_dim);
-    s.scores = arena.take<float>(kMicroRows * kPrefillKeys);
-    s.p = arena.take<typename O::Left>(kMicroRows * kPrefillKeys / O::kDepth);
+    s.scores = arena.take<float>(O::kRows * kPrefillKeys);
+    s.p = arena.take<typename O::Left>(O::kRows * kPrefillKeys / O::kDepth);
+    s.widened = arena.take<typename E::type>(kIsWidened<E, S> ? static_cast<int64_t>(2) * kPrefillKeys * s.padded_dim : 0);
     return arena.used;
   }
 };
 
-template <class E>
+// Rows [first, last) of a tile in E's type, one after the other from the tile's start: counted from there they are a cache without blocks.
+template <class E, class S>
+HP_INLINE Cache<E> widened_tile(const Cache<S>& cache, int tile, int first, int last, int stride, typename E::type* memory) {
+  typename E::type* const values = memory + static_cast<int64_t>(kPrefillKeys) * stride;
+  for (int key = first; key < last; ++key) {
+    const int64_t at = static_cast<int64_t>(key - tile) * stride;
+    widen_e4m3<E>(cache.key_row(key), cache.head_dim, memory + at);
+    widen_e4m3<E>(cache.value_row(key), cache.head_dim, values + at);
+  }
+  return {memory, values, nullptr, 0, 0, 0, cache.head_dim, stride, stride};
+}
+
+template <class E, class S>
 void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* memory) {
   using T = typename E::type;
   using O = typename OperandOf<E>::type;
@@ -806,10 +952,10 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
   const int window = layer.window > 0 ? layer.window : INT32_MAX / 2;
   // The first key that is not seen, counted from the query.
   const int ahead = batch.bidirectional ? window : 1;
-  const Cache<E> cache = cache_of<E>(call, item.seq, kv_head);
-  PrefillScratch<E> s;
-  PrefillScratch<E>::lay_out(s, memory, rows, dim);
-  const int q_stride = s.padded_dim;
+  const Cache<S> cache = cache_of<S>(call, item.seq, kv_head);
+  PrefillScratch<E, S> s;
+  PrefillScratch<E, S>::lay_out(s, memory, rows, dim);
+  const int q_stride = s.q_stride;
 
   for (int r = 0; r < rows; ++r) {
     const T* q = static_cast<const T*>(call.q) + (first_token + r / group) * call.q_stride +
@@ -821,20 +967,29 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
   std::memset(s.values, 0, static_cast<size_t>(rows) * s.padded_dim * 4);
 
   const vi lane = iota();
+  [[maybe_unused]] const MatrixUnit<O> unit;  // sets up registers that not all levels have
   for (int tile = item.key_begin / kPrefillKeys * kPrefillKeys; tile < item.key_end; tile += kPrefillKeys) {
     const int first_key = max_int(tile, item.key_begin), last_key = min_int(tile + kPrefillKeys, item.key_end);
-    pack_keys<E, O>(cache, tile, first_key, last_key, s.k);
-    const bool finite = pack_values<E>(cache, tile, first_key, last_key, s.padded_dim, O{}, s.v);
+    bool finite;
+    if constexpr (kIsWidened<E, S>) {
+      const Cache<E> widened = widened_tile<E>(cache, tile, first_key, last_key, s.padded_dim, s.widened);
+      pack_keys<E, O>(widened, 0, first_key - tile, last_key - tile, s.k);
+      finite = pack_values<E>(widened, 0, first_key - tile, last_key - tile, s.padded_dim, O{}, s.v);
+    } else {
+      pack_keys<E, O>(cache, tile, first_key, last_key, s.k);
+      finite = pack_values<E>(cache, tile, first_key, last_key, s.padded_dim, O{}, s.v);
+    }
 
-    for (int strip = 0; strip < rows; strip += kMicroRows) {
-      const int strip_rows = min_int(kMicroRows, rows - strip);
+    for (int strip = 0; strip < rows; strip += O::kRows) {
+      const int strip_rows = min_int(O::kRows, rows - strip);
       const int low_position = first_position + strip / group;
       const int high_position = first_position + (strip + strip_rows - 1) / group;
       // Columns that some row of the strip sees, and whether every row sees all of them.
       const int low = max_int(first_key, low_position - window + 1), high = min_int(last_key, high_position + ahead);
       if (low >= high) continue;
-      const int low_column = (low - tile) / kLanes * kLanes, vectors = (high - tile - low_column + kLanes - 1) / kLanes;
-      const bool masked = low - tile != low_column || (high - tile) % kLanes != 0 || high_position - window + 1 > low ||
+      const int low_column = (low - tile) / O::kColumns * O::kColumns;
+      const int vectors = round_up(high - tile - low_column, O::kColumns) / kLanes;
+      const bool masked = low - tile != low_column || (high - tile) % O::kColumns != 0 || high_position - window + 1 > low ||
                           low_position + ahead < high;
 
       multiply<O>(strip_rows, reinterpret_cast<const typename O::Left*>(s.q + static_cast<int64_t>(strip) * q_stride),
@@ -846,17 +1001,19 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
         float* scores = s.scores + r * kPrefillKeys;
         auto* weights = s.p + r * (kPrefillKeys / O::kDepth);
         vf top = splat(kMinusInf);
-        for (int j = 0; j < vectors; ++j) {
-          const vi key = lane + (tile + low_column + j * kLanes);
-          vf x = logits(load(scores + j * kLanes), __builtin_convertvector(key - position, vf));
-          if (masked) {
-            const vi visible = (key < position + ahead) & (key > position - window) & (key >= first_key) & (key < last_key);
-            x = select(visible, x, splat(kMinusInf));
+        if (logits.plain && !masked) {
+          for (int j = 0; j < vectors; ++j) top = max(top, load(scores + j * kLanes));
+        } else {
+          const int from = max_int(first_key, position - window + 1), to = min_int(last_key, position + ahead);
+          for (int j = 0; j < vectors; ++j) {
+            const vi key = lane + (tile + low_column + j * kLanes);
+            vf x = logits(load(scores + j * kLanes), __builtin_convertvector(key - position, vf));
+            if (masked) x = select((key >= from) & (key < to), x, splat(kMinusInf));
+            store(scores + j * kLanes, x);
+            top = max(top, x);
           }
-          store(scores + j * kLanes, x);
-          top = max(top, x);
         }
-        const float old_maximum = s.maximum[row], tile_maximum = hmax(top);
+        const float old_maximum = s.maximum[row], tile_maximum = hmax(top) * logits.factor;
         float* row_sum = s.sum + static_cast<int64_t>(row) * kLanes;
         if (tile_maximum > old_maximum) {
           s.maximum[row] = tile_maximum;
@@ -871,7 +1028,7 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
         const float reference = s.maximum[row] == kMinusInf ? 0.0f : s.maximum[row];
         vf sum = load(row_sum);
         for (int j = 0; j < vectors; ++j) {
-          const vf p = exp2(load(scores + j * kLanes) - reference);
+          const vf p = O::exp2(load(scores + j * kLanes) * logits.factor - reference);
           store_weights(O{}, weights + j * (kLanes / O::kDepth), p);
           sum += p;
         }
@@ -931,12 +1088,13 @@ void merge(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_h
   }
 }
 
+// With a cache in e4m3, whose numbers need room to be widened.
 template <class E>
 HP_INLINE int64_t scratch_bytes_of(int decode_kv_heads, int group, int head_dim) {
-  DecodeScratch<E> d;
-  PrefillScratch<E> p;
-  const int64_t decode_bytes = DecodeScratch<E>::lay_out(d, nullptr, decode_kv_heads * group, group, head_dim);
-  const int64_t prefill_bytes = PrefillScratch<E>::lay_out(p, nullptr, group > kTileRows ? group : kTileRows, head_dim);
+  DecodeScratch<E, E4m3> d;
+  PrefillScratch<E, E4m3> p;
+  const int64_t decode_bytes = DecodeScratch<E, E4m3>::lay_out(d, nullptr, decode_kv_heads * group, group, head_dim);
+  const int64_t prefill_bytes = PrefillScratch<E, E4m3>::lay_out(p, nullptr, group > kTileRows ? group : kTileRows, head_dim);
   return decode_bytes > prefill_bytes ? decode_bytes : prefill_bytes;
 }
 
@@ -948,17 +1106,23 @@ int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
 
 void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
   switch (call.kv->dtype) {
-    case DType::F32: return decode_head_dim<F32>(call, portion, next, scratch);
-    case DType::BF16: return decode_head_dim<Bf16>(call, portion, next, scratch);
-    case DType::F16: return decode_head_dim<F16>(call, portion, next, scratch);
+    case DType::F32: return decode_format<F32>(call, portion, next, scratch);
+    case DType::BF16: return decode_format<Bf16>(call, portion, next, scratch);
+    case DType::F16: return decode_format<F16>(call, portion, next, scratch);
   }
+}
+
+template <class E>
+void prefill_format(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
+  if (call.kv->format == KvFormat::E4m3) return prefill<E, E4m3>(call, item, kv_head, scratch);
+  return prefill<E, E>(call, item, kv_head, scratch);
 }
 
 void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
   switch (call.kv->dtype) {
-    case DType::F32: return prefill<F32>(call, item, kv_head, scratch);
-    case DType::BF16: return prefill<Bf16>(call, item, kv_head, scratch);
-    case DType::F16: return prefill<F16>(call, item, kv_head, scratch);
+    case DType::F32: return prefill_format<F32>(call, item, kv_head, scratch);
+    case DType::BF16: return prefill_format<Bf16>(call, item, kv_head, scratch);
+    case DType::F16: return prefill_format<F16>(call, item, kv_head, scratch);
   }
 }
 
@@ -967,6 +1131,21 @@ void merge_any(const AttentionCall& call, const AttentionPlan::Merge& item, int 
     case DType::F32: return merge<F32>(call, item, kv_head, scratch);
     case DType::BF16: return merge<Bf16>(call, item, kv_head, scratch);
     case DType::F16: return merge<F16>(call, item, kv_head, scratch);
+  }
+}
+
+template <class E>
+void narrow_as(E, const typename E::type* from, float scale, int64_t n, uint8_t* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= n; d += kLanes) store(E4m3{}, to + d, load(E{}, from + d) / scale);
+  if (d < n) store_first(E4m3{}, to + d, load_first(E{}, from + d, static_cast<int>(n - d)) / scale, static_cast<int>(n - d));
+}
+
+void narrow_any(const void* from, DType dtype, float scale, int64_t n, uint8_t* to) {
+  switch (dtype) {
+    case DType::F32: return narrow_as(F32{}, static_cast<const float*>(from), scale, n, to);
+    case DType::BF16: return narrow_as(Bf16{}, static_cast<const uint16_t*>(from), scale, n, to);
+    case DType::F16: return narrow_as(F16{}, static_cast<const uint16_t*>(from), scale, n, to);
   }
 }
 
@@ -990,7 +1169,7 @@ uint64_t read_words(const void* p, int64_t bytes) {
   return total;
 }
 
-constexpr AttentionKernels kKernels = {scratch_bytes, decode_any, prefill_any, merge_any, read_words};
+constexpr AttentionKernels kKernels = {scratch_bytes, decode_any, prefill_any, merge_any, narrow_any, read_words};
 
 }  // namespace
 

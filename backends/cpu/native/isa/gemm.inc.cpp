@@ -203,6 +203,39 @@ void store_as(DType dtype, const float* y, int columns, void* out, int64_t offse
   }
 }
 
+// Stores rows of an item's sums, [rows, kGroupColumns], after bias, cap and an activation, in one pass.
+template <class T, class F>
+HP_INLINE void store_activated(T type, const LinearItem& item, int64_t row, int rows, int columns, const float* c, F&& activation) {
+  const LinearCall& call = *item.call;
+  const int64_t first = item.tile * kTileColumns;
+  const float* bias = call.bias ? call.bias + first : nullptr;
+  for (int r = 0; r < rows; ++r) {
+    typename T::type* out = static_cast<typename T::type*>(call.out) + (row + r) * call.out_stride + first;
+    for (int j = 0; j < columns; j += kLanes) {
+      const int n = columns - j < kLanes ? columns - j : kLanes;
+      vf value = load(c + r * kGroupColumns + j);
+      if (bias) value += n == kLanes ? load(bias + j) : load_first(F32{}, bias + j, n);
+      value = activation(soft_cap(value, call.soft_cap));
+      if (n == kLanes) store(type, out + j, value);
+      else store_first(type, out + j, value, n);
+    }
+  }
+}
+
+template <class T>
+void store_rows(T type, const LinearItem& item, int64_t row, int rows, int columns, const float* c) {
+  switch (item.call->epilogue) {
+    case Epilogue::Gelu: return store_activated(type, item, row, rows, columns, c, [&](vf y) { return gelu(type, y); });
+    case Epilogue::GeluTanh: return store_activated(type, item, row, rows, columns, c, [](vf y) { return gelu_tanh(y); });
+    case Epilogue::Silu: return store_activated(type, item, row, rows, columns, c, [](vf y) { return silu(y); });
+    default: return store_activated(type, item, row, rows, columns, c, [](vf y) { return y; });
+  }
+}
+
+bool is_stored(Epilogue e) {
+  return e == Epilogue::Store || e == Epilogue::Gelu || e == Epilogue::GeluTanh || e == Epilogue::Silu;
+}
+
 void gate(const float* y, int tiles, Epilogue epilogue, float* out) {
   for (int t = 0; t < tiles; t += 2)
     for (int v = 0; v < kTileColumns; v += kLanes) {
@@ -211,7 +244,7 @@ void gate(const float* y, int tiles, Epilogue epilogue, float* out) {
     }
 }
 
-void update_arg_max(const float* y, int columns, int64_t first_column, float* best, int32_t* best_column) {
+float greatest(const float* y, int columns) {
   float top = -__builtin_inff();
   if (columns == kGroupColumns) {
     vf m = splat(top);
@@ -220,6 +253,10 @@ void update_arg_max(const float* y, int columns, int64_t first_column, float* be
   } else {
     for (int j = 0; j < columns; ++j) top = y[j] > top ? y[j] : top;
   }
+  return top;
+}
+
+void update_arg_max(const float* y, int columns, int64_t first_column, float top, float* best, int32_t* best_column) {
   // Work items come in any order: on equal values the lower column wins explicitly. A NaN never wins.
   if (!(top >= *best)) return;
   for (int j = 0; j < columns; ++j)
@@ -231,6 +268,106 @@ void update_arg_max(const float* y, int columns, int64_t first_column, float* be
     }
 }
 
+HP_INLINE bool is_finite(float x) { return __builtin_fabsf(x) < __builtin_inff(); }
+
+// Adds e^x, for x <= 0, to a sum: the term's relative error is below 3e-7, and of x below -87, minus infinity too, it is below 2e-38.
+// A NaN stays one. A minimax polynomial of 2^f over [-0.5, 0.5], 1 at 0; the shift leaves 2^n of n + 127 in the lowest bits.
+HP_INLINE vf add_exp(vf sum, vf x) {
+  constexpr float kLog2E = 1.44269504088896341f, kRound = 12582912.0f + 127.0f;
+  x = max(splat(-87.0f), x);
+  const vf shifted = fma(x, splat(kLog2E), splat(kRound));
+  const vf f = fma(x, splat(kLog2E), kRound - shifted);
+  vf p = splat(1.32764725e-3f);
+  p = fma(p, f, splat(9.67554096e-3f));
+  p = fma(p, f, splat(5.55071309e-2f));
+  p = fma(p, f, splat(2.40221202e-1f));
+  p = fma(p, f, splat(6.93146944e-1f));
+  p = fma(p, f, splat(1.0f));
+  return fma(p, bits_to_float(float_to_bits(shifted) << 23), sum);
+}
+
+// Of a row whose greatest value is not finite.
+float sum_of_exp(const float* y) {
+  vf sum{};
+  for (int j = 0; j < kGroupColumns; j += kLanes) sum += exp(load(y + j));
+  return hsum(sum);
+}
+
+// Writes the summaries of `rows` rows of values c, of which `columns` are of the weight.
+void summarise(const LinearItem& item, int64_t row, int rows, int columns, float* c) {
+  const LinearCall& call = *item.call;
+  const int64_t first = item.tile * kTileColumns, at = item.tile / kGroupTiles * call.m + row;
+  for (int begin = 0; begin < rows; begin += kLanes) {
+    const int count = rows - begin < kLanes ? rows - begin : kLanes;
+    const int64_t first_row = row + begin;
+    float* values = c + begin * kGroupColumns;
+    vf of_rows[kLanes], counts[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+      of_rows[r] = splat(-__builtin_inff());
+      counts[r] = vf{};
+    }
+    for (int r = 0; r < count; ++r) {
+      float* y = values + r * kGroupColumns;
+      for (int j = columns; j < kGroupColumns; ++j) y[j] = -__builtin_inff();
+#pragma GCC unroll 16
+      for (int j = 0; j < kGroupColumns; j += kLanes) of_rows[r] = max(load(y + j), of_rows[r]);
+    }
+    float top[kLanes], sums[kLanes];
+    const vf best = hmax_rows(of_rows);
+    store(top, best);
+    for (int r = 0; r < count; ++r) {
+      const float* y = values + r * kGroupColumns;
+      update_arg_max(y, columns, first, top[r], item.best + first_row + r, item.best_column + first_row + r);
+      const vf reference = splat(top[r]), picked = splat(call.picked[first_row + r]);
+      vf sum{};
+      vi above{};
+#pragma GCC unroll 16
+      for (int j = 0; j < kGroupColumns; j += kLanes) {
+        const vf v = load(y + j);
+        sum = add_exp(sum, v - reference);
+        above = count_greater(above, v, picked);
+      }
+      of_rows[r] = sum;
+      counts[r] = __builtin_convertvector(above, vf);
+    }
+    store(sums, hsum_rows(of_rows));
+    for (int r = 0; r < count; ++r)
+      if (!is_finite(top[r])) sums[r] = sum_of_exp(values + r * kGroupColumns);
+    const vi above = __builtin_convertvector(hsum_rows(counts), vi);
+    const size_t bytes = static_cast<size_t>(count) * 4;
+    std::memcpy(call.summaries.best + at + begin, top, bytes);
+    std::memcpy(call.summaries.sum + at + begin, sums, bytes);
+    std::memcpy(call.summaries.above + at + begin, &above, bytes);
+  }
+}
+
+void join_summaries(const GroupSummaries& groups, int64_t num_groups, int64_t m, int64_t begin, int64_t end, const RowSummaries& out) {
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const int count = static_cast<int>(end - i < kLanes ? end - i : kLanes);
+    const auto of_group = [&](const float* values, int64_t g) {
+      const float* from = values + g * m + i;
+      return count == kLanes ? load(from) : load_first(F32{}, from, count);
+    };
+    vf top = splat(-__builtin_inff());
+    for (int64_t g = 0; g < num_groups; ++g) top = max(of_group(groups.best, g), top);
+    const vf reference = bits_to_float(float_to_bits(top) & reinterpret_cast<vu>(top > -__builtin_inff() & top < __builtin_inff()));
+    vf total{};
+    vi above{};
+    for (int64_t g = 0; g < num_groups; ++g) {
+      total += of_group(groups.sum, g) * exp(of_group(groups.best, g) - reference);
+      vi counts{};
+      std::memcpy(&counts, groups.above + g * m + i, static_cast<size_t>(count) * 4);
+      above += counts;
+    }
+    for (int r = 0; r < count; ++r) {
+      const bool has_nan = total[r] != total[r];
+      out.best[i + r] = top[r];
+      out.log_sum[i + r] = has_nan ? total[r] : is_finite(top[r]) ? top[r] + __builtin_logf(total[r]) : top[r];
+      out.above[i + r] = above[r];
+    }
+  }
+}
+
 // c: [rows, kGroupColumns] sums of the item's tiles; row 0 is row `row` of the call.
 void finish(const LinearItem& item, int64_t row, int rows, float* c) {
   const LinearCall& call = *item.call;
@@ -239,6 +376,13 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
   const int width = tiles * kTileColumns;
   const int64_t remaining = call.weight.n - first;
   const int columns = remaining < width ? static_cast<int>(remaining) : width;
+  if (is_stored(call.epilogue)) {
+    switch (call.out_dtype) {
+      case DType::F32: return store_rows(F32{}, item, row, rows, columns, c);
+      case DType::BF16: return store_rows(Bf16{}, item, row, rows, columns, c);
+      case DType::F16: return store_rows(F16{}, item, row, rows, columns, c);
+    }
+  }
   if (call.bias || call.soft_cap > 0) {
     for (int r = 0; r < rows; ++r) {
       float* y = c + r * kGroupColumns;
@@ -250,14 +394,15 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
       }
     }
   }
+  if (call.epilogue == Epilogue::Summary) return summarise(item, row, rows, columns, c);
   for (int r = 0; r < rows; ++r) {
     float* y = c + r * kGroupColumns;
     const int64_t out_row = (row + r) * call.out_stride;
     switch (call.epilogue) {
-      case Epilogue::Store: {
-        store_as(call.out_dtype, y, columns, call.out, out_row + first);
-        break;
-      }
+      case Epilogue::Store:
+      case Epilogue::Gelu:
+      case Epilogue::GeluTanh:
+      case Epilogue::Silu: break;
       case Epilogue::AddResidual: {
         float* out = static_cast<float*>(call.out) + out_row + first;
         int j = 0;
@@ -266,6 +411,7 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
         break;
       }
       case Epilogue::SiluMul:
+      case Epilogue::GeluMul:
       case Epilogue::GeluTanhMul:
       case Epilogue::ClampedSwiGluMul: {
         float products[kGroupColumns / 2];
@@ -275,9 +421,15 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
         break;
       }
       case Epilogue::ArgMax: {
-        update_arg_max(y, columns, first, item.best + row + r, item.best_column + row + r);
+        update_arg_max(y, columns, first, greatest(y, columns), item.best + row + r, item.best_column + row + r);
         break;
       }
+      case Epilogue::Pick: {
+        const int64_t column = call.targets[row + r] - first;
+        if (column >= 0 && column < columns) call.picked[row + r] = y[column];
+        break;
+      }
+      case Epilogue::Summary: break;
     }
   }
 }
@@ -459,10 +611,25 @@ void widen(const void* src, DType dtype, int64_t n, float* dst) {
   }
 }
 
+void pack_tile(const uint32_t* rows, int64_t stride, int64_t groups, uint32_t* tile) {
+  int64_t g = 0;
+  for (; g + kLanes <= groups; g += kLanes)
+    for (int first = 0; first < kTileColumns; first += kLanes) {
+      vf square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) std::memcpy(&square[i], rows + (first + i) * stride + g, sizeof(vf));
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) std::memcpy(tile + (g + i) * kTileColumns + first, &square[i], sizeof(vf));
+    }
+  for (; g < groups; ++g)
+    for (int lane = 0; lane < kTileColumns; ++lane) tile[g * kTileColumns + lane] = rows[lane * stride + g];
+}
+
 }  // namespace
 
 const LinearKernels& linear_kernels() {
-  static constexpr LinearKernels kernels = {kBf16Dot, run_item, widen};
+  static constexpr LinearKernels kernels = {kBf16Dot, run_item, widen, finish, pack_tile, join_summaries};
   return kernels;
 }
 

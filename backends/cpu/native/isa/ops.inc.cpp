@@ -69,6 +69,45 @@ void rms_norm(const void* x, DType x_dtype, const float* weight, int64_t n, floa
   });
 }
 
+// Sum of f(i, count) over a row's vectors, in kSums independent ones; f gives zero in the lanes from `count` on.
+template <class F>
+HP_INLINE float row_sum(int64_t n, F&& f) {
+  vf sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kLanes <= n; i += kSums * kLanes)
+#pragma GCC unroll 4
+    for (int s = 0; s < kSums; ++s) sums[s] += f(i + s * kLanes, kLanes);
+  for_vectors(n - i, [&](int64_t j, int count) { sums[0] += f(i + j, count); });
+  return hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+void layer_norm(const void* x, const void* branch, DType dtype, const float* weight, const float* bias, int64_t n, float eps,
+                float* sums, void* out) {
+  with_type(dtype, [&](auto type) {
+    const auto* row = typed(type, x);
+    const auto* added = typed(type, branch);
+    const float mean = row_sum(n, [&](int64_t i, int count) {
+      vf y = load_some(type, row + i, count);
+      if (added) y += load_some(type, added + i, count);
+      store_some(F32{}, sums + i, y, count);
+      return y;
+    }) / static_cast<float>(n);
+    // Lanes beyond the row would add the mean's square.
+    const vi lane = iota();
+    const float squares = row_sum(n, [&](int64_t i, int count) {
+      vf y = load_some(F32{}, sums + i, count) - mean;
+      if (count < kLanes) y = lane < count ? y : vf{};
+      return y * y;
+    });
+    const float scale = 1.0f / __builtin_sqrtf(squares / static_cast<float>(n) + eps);
+    auto* to = typed(type, out);
+    for_vectors(n, [&](int64_t i, int count) {
+      const vf y = (load_some(F32{}, sums + i, count) - mean) * scale;
+      store_some(type, to + i, fma(y, load_some(F32{}, weight + i, count), bias ? load_some(F32{}, bias + i, count) : vf{}), count);
+    });
+  });
+}
+
 void accumulate_rms_norm(const void* x, DType x_dtype, const float* weight, int64_t n, float eps, float* sum) {
   with_type(x_dtype, [&](auto in) {
     const auto* row = typed(in, x);
@@ -202,8 +241,8 @@ void weighted_sum(const float* rows, int64_t stride, const int64_t* places, cons
 }  // namespace
 
 const OpKernels& op_kernels_here() {
-  static constexpr OpKernels kernels = {rms_norm, accumulate_rms_norm, add,           rotate,      gate,
-                                        arg_max,  log_sum_exp,         top_k_softmax, weighted_sum};
+  static constexpr OpKernels kernels = {rms_norm, layer_norm, accumulate_rms_norm, add,          rotate,
+                                        gate,     arg_max,    log_sum_exp,         top_k_softmax, weighted_sum};
   return kernels;
 }
 

@@ -1,7 +1,7 @@
 """Paged attention of the CPU backend, over the native kernels.
 
-The KV cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim]: keys, then values. Results of a sequence depend
-neither on the batch around it nor on the number of threads.
+The KV cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim]: keys, then values. A cache of float8_e4m3fn is widened tile
+by tile into the queries' dtype, exactly. Results of a sequence depend neither on the batch around it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 # Codes of hp::DType.
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def kv_format_code(dtype: DType, kv_dtype: DType) -> int:
+    """Return hp::KvFormat of a cache of `kv_dtype` under queries of `dtype`: 0 where they are the same, 1 for float8_e4m3fn."""
+    return 0 if kv_dtype is dtype else 1
 
 
 @contextmanager
@@ -124,9 +129,10 @@ class CpuAttention(AttentionBackend):
         """Write the step's keys and values to their slots; a slot of -1 is not written."""
         spec = metadata.plan.kv_cache
         keys, values = _cache_addresses(kv_cache, spec)
-        shape = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim)
-        _check_rows("k", k, shape, kv_cache.dtype)
-        _check_rows("v", v, shape, kv_cache.dtype)
+        shape, request = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim), metadata.plan.request
+        dtype = request.dtype.to_torch()
+        _check_rows("k", k, shape, dtype)
+        _check_rows("v", v, shape, dtype)
         _native.write_kv(
             metadata.prepared(kv_cache.shape[1]),
             metadata.layers[layer],
@@ -134,7 +140,8 @@ class CpuAttention(AttentionBackend):
             k.stride(0),
             v.data_ptr(),
             v.stride(0),
-            _DTYPE_CODES[kv_cache.dtype],
+            _DTYPE_CODES[dtype],
+            kv_format_code(request.dtype, request.kv_dtype),
             keys,
             values,
         )
@@ -158,13 +165,14 @@ class CpuAttention(AttentionBackend):
         """
         request, numbers = metadata.plan.request, metadata.plan.request.layers[layer]
         shape = (metadata.num_tokens, numbers.num_heads, numbers.head_dim)
+        dtype = request.dtype.to_torch()
         if request.bidirectional:
-            dtype, num_blocks, strides = request.dtype.to_torch(), 0, (k.stride(0), v.stride(0))
+            num_blocks, strides = 0, (k.stride(0), v.stride(0))
             for name, rows in (("k", k), ("v", v)):
                 _check_rows(name, rows, (metadata.num_tokens, numbers.num_kv_heads, numbers.head_dim), dtype)
             keys, values = k.data_ptr(), v.data_ptr()
         else:
-            dtype, num_blocks, strides = kv_cache.dtype, kv_cache.shape[1], (0, 0)
+            num_blocks, strides = kv_cache.shape[1], (0, 0)
             keys, values = _cache_addresses(kv_cache, metadata.plan.kv_cache)
         _check_rows("q", q, shape, dtype)
         _check_rows("out", out, shape, dtype)
@@ -178,6 +186,7 @@ class CpuAttention(AttentionBackend):
                 q.data_ptr(),
                 q.stride(0),
                 _DTYPE_CODES[dtype],
+                kv_format_code(request.dtype, request.kv_dtype),
                 keys,
                 values,
                 out.data_ptr(),
@@ -232,20 +241,24 @@ class CpuAttention(AttentionBackend):
     def _layers_of(self, plan: AttentionPlan) -> tuple[_native.AttentionLayer, ...]:
         found = self._native_layers.get(plan.request)
         if found is None:
-            found = tuple(
-                _native.AttentionLayer(
-                    num_heads=layer.num_heads,
-                    num_kv_heads=layer.num_kv_heads,
-                    head_dim=layer.head_dim,
-                    scale=layer.scale,
-                    window=layer.sliding_window or 0,
-                    soft_cap=layer.soft_cap or 0.0,
-                    block_size=plan.block_size,
-                )
-                for layer in plan.request.layers
-            )
+            found = tuple(native_layer(layer, plan.block_size) for layer in plan.request.layers)
             self._native_layers[plan.request] = found
         return found
+
+
+def native_layer(layer: AttentionLayer, block_size: int) -> _native.AttentionLayer:
+    """Return a layer's numbers in native form."""
+    return _native.AttentionLayer(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        scale=layer.scale,
+        window=layer.sliding_window or 0,
+        soft_cap=layer.soft_cap or 0.0,
+        block_size=block_size,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+    )
 
 
 def _cache_addresses(kv_cache: Tensor, spec: KVCacheSpec) -> tuple[int, int]:

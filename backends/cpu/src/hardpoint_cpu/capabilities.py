@@ -23,7 +23,7 @@ def capabilities(device: Device) -> Capabilities:
     return Capabilities(
         attention=AttentionCapabilities(
             dtypes=_DTYPES,
-            kv_dtypes={dtype: frozenset({dtype}) for dtype in _DTYPES},
+            kv_dtypes={dtype: frozenset({dtype, DType.FLOAT8_E4M3}) for dtype in _DTYPES},
             head_dims=IntSet.between(8, 256, multiple_of=8),
             block_sizes=IntSet.of(8, 16, 32, 64, 128),
             default_block_size=32,
@@ -38,6 +38,7 @@ def capabilities(device: Device) -> Capabilities:
                     AttentionFeature.CHUNKED_PREFILL,
                     AttentionFeature.MIXED_BATCH,
                     AttentionFeature.BIDIRECTIONAL,
+                    AttentionFeature.FP8_KV_SCALES,
                 }
             ),
             determinism=Determinism.BATCH_INVARIANT,

@@ -6,7 +6,8 @@ Weights are packed into the tiles that the native kernels read (native/gemm.hpp)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from hardpoint.interfaces import (
     WEIGHTS,
     Activation,
     AttentionLayer,
+    BlockFormat,
     DecoderProgram,
     DeviceAllocator,
     DType,
@@ -27,7 +29,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import HardpointError
 from hardpoint_cpu import _native
-from hardpoint_cpu.attention import CpuStep
+from hardpoint_cpu.attention import CpuStep, kv_format_code, native_layer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +37,19 @@ if TYPE_CHECKING:
 
 # Codes of hp::DType, hp::Epilogue and hp::DecoderOutput.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3, Activation.CLAMPED_SWIGLU: 5}
+ACTIVATION_CODES = {Activation.SILU: 2, Activation.GELU_TANH: 3, Activation.CLAMPED_SWIGLU: 5, Activation.GELU: 8}
 _LOGITS, _ARG_MAX = 0, 1
+_SCORED_ROWS = 512
+"""Rows whose log probabilities are computed in one pass over the head's weights: few passes, and the rows stay near in the caches."""
+NO_BLOCKS = -1
+"""Code of hp::BlockFormat for a weight that is not in blocks; others are ggml's numbers."""
 
 DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 _TILE = 16
 _MAX_HEAD_DIM = 256
 _ALIGNMENT = 64
+
+_NO_ROWS, _NO_EMBEDDINGS = torch.empty(0, dtype=torch.int64), torch.empty(0)
 
 RopeTables = tuple[tuple["Tensor", "Tensor"], ...]
 """Pairs (cos, sin), each float32[max_context, rotary_dim / 2]."""
@@ -140,11 +148,13 @@ class _Place:
 
     Attributes:
         parts: for a matrix, (rows, first tile, tile step) of each stacked part; empty for a vector.
+        blocks: the format of a matrix in blocks.
     """
 
     offset: int
     shape: tuple[int, ...]
     parts: tuple[tuple[int, int, int], ...] = ()
+    blocks: BlockFormat | None = None
 
     @property
     def stored_columns(self) -> int:
@@ -165,17 +175,19 @@ class CpuDecoder(DecoderProgram):
         allocator: DeviceAllocator,
         tables: RopeTables,
         names: Mapping[str, str],
+        blocks: Mapping[str, BlockFormat],
     ) -> None:
         """Lay out the weights, uninitialised, and working memory for the largest step.
 
         Args:
             tables: the rotary tables that `spec.rope_tables` counts.
             names: the spec's name of each of the model's parameters.
+            blocks: the formats of weights in blocks, by the spec's names.
         """
         self._spec, self._request, self._names = spec, request, names
         self._dtype = request.dtype.to_torch()
         self._code = DTYPE_CODES[self._dtype]
-        self._places, size = _lay_out(spec, self._code)
+        self._places, size = _lay_out(spec, self._code, blocks)
         self._arena = allocator.empty((size,), DType.UINT8, WEIGHTS)
         self._rope = self._copy_of(tables, allocator)
         self._native = self._make_native(spec)
@@ -183,25 +195,39 @@ class CpuDecoder(DecoderProgram):
         states = request.max_num_tokens * spec.hidden_size * request.dtype.itemsize
         scratch = self._native.scratch_bytes()
         self._hidden = allocator.empty((states,), DType.UINT8, DEFAULT, Policy.DISCARD)
-        logits = request.max_num_samples * max(4 * spec.vocab_size, 8)
+        logits = request.max_num_samples * max(4 * spec.vocab_size, 8, self._native.summary_bytes())
         self._output = allocator.empty((logits,), DType.UINT8, DEFAULT, Policy.DISCARD)
         self._scratch = allocator.empty((scratch,), DType.UINT8, DEFAULT, Policy.DISCARD)
         self._native.set_scratch(self._scratch.data_ptr(), scratch)
 
-    def load_weight(self, name: str, tensor: Tensor) -> None:
-        """Copy one weight into its place; raises InvalidOperand (a ValueError) on a wrong name or shape."""
-        place = self._place(name)
-        if tuple(tensor.shape) != place.shape:
-            raise InvalidOperand(f"weight '{name}' is {list(place.shape)}", found=f"shape {list(tensor.shape)}")
+    def load_weight(self, name: str, tensor: Tensor, first_row: int | None = None) -> None:
+        """Copy one weight, or rows of it, into its place; raises InvalidOperand (a ValueError) on a wrong name or shape."""
+        place, blocks = self._place(name), self._place(name).blocks
+        shape = place.shape if blocks is None else (place.shape[0], blocks.row_bytes(place.shape[1]))
+        first, end = (0, shape[0]) if first_row is None else (first_row, first_row + tensor.shape[0])
+        fits = tuple(tensor.shape) == (end - first, *shape[1:]) and 0 <= first <= end <= shape[0]
+        if not fits or (tensor.dtype is torch.uint8) != (blocks is not None):
+            raise InvalidOperand(
+                f"weight '{name}' is {list(shape)}{'' if blocks is None else f', uint8 blocks of {blocks}'}",
+                found=f"shape {list(tensor.shape)} of {tensor.dtype} for the rows from {first} on",
+            )
         if not place.parts:
-            self._vector(place).copy_(tensor)
+            self._vector(place)[first:end].copy_(tensor)
             return
-        source = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
-        row_bytes = place.shape[1] * source.element_size()
-        begin = source.data_ptr()
-        for rows, first_tile, step in place.parts:
-            k = place.shape[1]
-            _native.pack_weight(begin, k, rows, k, self._code, 0, first_tile, step, self._address(place))
+        source = tensor.detach().to(device="cpu", dtype=self._dtype if blocks is None else torch.uint8).contiguous()
+        row_bytes = source.shape[1] * source.element_size()
+        begin, k, address = source.data_ptr(), place.shape[1], self._address(place)
+        part_begin = 0
+        for part_rows, first_tile, step in place.parts:
+            row = max(first - part_begin, 0)
+            rows = min(end - part_begin, part_rows) - row
+            part_begin += part_rows
+            if rows <= 0:
+                continue
+            if blocks is None:
+                _native.pack_weight(begin, k, rows, k, self._code, row, first_tile, step, address)
+            else:
+                _native.pack_blocks(begin, rows, k, blocks.type_id, row, first_tile, step, address)
             begin += rows * row_bytes
 
     def read_weight(self, name: str) -> Tensor:
@@ -209,6 +235,14 @@ class CpuDecoder(DecoderProgram):
         place = self._place(name)
         if not place.parts:
             return self._vector(place).clone()
+        if place.blocks is not None:
+            k, type_id = place.shape[1], place.blocks.type_id
+            raw = torch.empty((place.shape[0], place.blocks.row_bytes(k)), dtype=torch.uint8)
+            begin = raw.data_ptr()
+            for rows, first_tile, step in place.parts:
+                _native.unpack_blocks(self._address(place), rows, k, type_id, 0, first_tile, step, begin)
+                begin += rows * raw.shape[1]
+            return raw
         out = torch.empty(place.shape, dtype=self._dtype)
         begin = out.data_ptr()
         for rows, first_tile, step in place.parts:
@@ -226,7 +260,13 @@ class CpuDecoder(DecoderProgram):
         return self._scratch.nbytes + self._hidden.nbytes + self._output.nbytes
 
     def run(
-        self, token_ids: Tensor, positions: Tensor, metadata: tuple[object, ...], kv_cache: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[object, ...],
+        kv_cache: Tensor,
+        rows: Tensor,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one step and return the hidden states of the given token rows: a view that the next step overwrites."""
         self._check_cache(kv_cache)
@@ -234,6 +274,7 @@ class CpuDecoder(DecoderProgram):
         if len(steps) != len(metadata) or not steps:
             raise InvalidOperand("the step's metadata is what CpuAttention.prepare returned", found=repr(metadata))
         wanted = rows.to(torch.int32).contiguous()
+        places, given = self._given(embedded)
         out = self._view(self._hidden, (len(wanted), self._spec.hidden_size), self._dtype)
         try:
             self._native.run(
@@ -244,10 +285,25 @@ class CpuDecoder(DecoderProgram):
                 wanted.data_ptr(),
                 len(wanted),
                 out.data_ptr(),
+                places.data_ptr(),
+                len(places),
+                given.data_ptr(),
             )
         except (ValueError, IndexError) as error:
             raise InvalidOperand("cannot run the decoder's step", found=str(error)) from error
         return out
+
+    def _given(self, embedded: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the indices and embeddings as the native step takes them: int64[k] and float32[k, hidden_size], contiguous."""
+        if embedded is None:
+            return _NO_ROWS, _NO_EMBEDDINGS
+        places, given = embedded
+        if places.ndim != 1 or tuple(given.shape) != (len(places), self._spec.hidden_size):
+            raise InvalidOperand(
+                f"given embeddings are one row of {self._spec.hidden_size} for each index",
+                found=f"indices {list(places.shape)}, embeddings {list(given.shape)}",
+            )
+        return places.long().contiguous(), given.float().contiguous()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[rows, vocab_size] of hidden states: a view that the next call overwrites."""
@@ -257,13 +313,43 @@ class CpuDecoder(DecoderProgram):
         """Return int64[rows], the tokens of the highest logits: a view that the next call overwrites."""
         return self._head(hidden, _ARG_MAX, (len(hidden),), torch.int64)
 
-    def _head(self, hidden: Tensor, output: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def logprobs(self, hidden: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return log probabilities without the logits, whose memory traffic takes as long as the product; for a `count` of 0 or 1."""
+        if count > 1:
+            return None
+        hidden, token_ids, rows = self._checked(hidden), token_ids.contiguous(), len(hidden)
+        ids = torch.empty((rows, 1 + count), dtype=torch.int64)
+        values = torch.empty((rows, 1 + count), dtype=torch.float32)
+        ranks = torch.empty(rows, dtype=torch.int64)
+        most = min(_SCORED_ROWS, self._request.max_num_tokens, self._output.nbytes // self._native.summary_bytes())
+        blocks = -(-rows // most)
+        places = [rows * block // blocks for block in range(blocks + 1)] if rows else [0]
+        for begin, end in pairwise(places):
+            try:
+                self._native.logprobs(
+                    hidden[begin:].data_ptr(),
+                    end - begin,
+                    token_ids[begin:].data_ptr(),
+                    bool(count),
+                    self._output.data_ptr(),
+                    ids[begin:].data_ptr(),
+                    values[begin:].data_ptr(),
+                    ranks[begin:].data_ptr(),
+                )
+            except (ValueError, IndexError) as error:
+                raise InvalidOperand("cannot compute log probabilities", found=str(error)) from error
+        return ids, values, ranks
+
+    def _checked(self, hidden: Tensor) -> Tensor:
         if hidden.shape[1:] != (self._spec.hidden_size,) or hidden.dtype is not self._dtype:
             raise InvalidOperand(
                 f"hidden states are [rows, {self._spec.hidden_size}] of {self._dtype}",
                 found=f"{list(hidden.shape)} of {hidden.dtype}",
             )
-        hidden = hidden.contiguous()
+        return hidden.contiguous()
+
+    def _head(self, hidden: Tensor, output: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        hidden = self._checked(hidden)
         out = self._view(self._output, shape, dtype)
         try:
             self._native.head(hidden.data_ptr(), len(hidden), output, out.data_ptr())
@@ -288,21 +374,16 @@ class CpuDecoder(DecoderProgram):
         layers, places = [], places_of(request.groups)
         for index, (attention, table) in enumerate(zip(spec.attention, spec.rope_tables, strict=True)):
             group, cache_layer = places[index]
+            # Scales of the cache are the plan's: the modules have none.
+            planned = request.groups[group].plan.request.layers[cache_layer]
+            scaled = replace(attention, k_scale=planned.k_scale, v_scale=planned.v_scale)
             prefix = f"layers.{index}."
             named = {
                 name.removeprefix(prefix): place for name, place in self._places.items() if name.startswith(prefix)
             }
             layers.append(
                 _native.DecoderLayer(
-                    attention=_native.AttentionLayer(
-                        num_heads=attention.num_heads,
-                        num_kv_heads=attention.num_kv_heads,
-                        head_dim=attention.head_dim,
-                        scale=attention.scale,
-                        window=attention.sliding_window or 0,
-                        soft_cap=attention.soft_cap or 0.0,
-                        block_size=request.groups[0].plan.block_size,
-                    ),
+                    attention=native_layer(scaled, request.groups[0].plan.block_size),
                     kv_group=group,
                     cache_layer=cache_layer,
                     rope_table=table,
@@ -312,6 +393,7 @@ class CpuDecoder(DecoderProgram):
             )
         return _native.Decoder(
             dtype=self._code,
+            kv_format=kv_format_code(request.dtype, request.groups[0].plan.kv_cache.dtype),
             vocab=spec.vocab_size,
             hidden=spec.hidden_size,
             intermediate=spec.intermediate_size,
@@ -336,8 +418,9 @@ class CpuDecoder(DecoderProgram):
     def _address(self, place: _Place) -> int:
         return self._arena.data_ptr() + place.offset
 
-    def _tuple(self, place: _Place) -> tuple[int, int, int, int]:
-        return self._address(place), place.stored_columns, place.shape[1], self._code
+    def _tuple(self, place: _Place) -> tuple[int, int, int, int, int]:
+        blocks = NO_BLOCKS if place.blocks is None else place.blocks.type_id
+        return self._address(place), place.stored_columns, place.shape[1], self._code, blocks
 
     def _vector(self, place: _Place) -> Tensor:
         return self._arena[place.offset : place.offset + 4 * prod(place.shape)].view(torch.float32)
@@ -357,9 +440,9 @@ class CpuDecoder(DecoderProgram):
         inner = (cache.num_kv_heads, cache.block_size, cache.head_dim)
         shape = tuple(kv_cache.shape)
         good = len(shape) == 6 and shape[:2] == (cache.num_layers, 2) and shape[3:] == inner
-        if not good or not kv_cache.is_contiguous() or kv_cache.dtype is not self._dtype:
+        if not good or not kv_cache.is_contiguous() or kv_cache.dtype is not cache.dtype.to_torch():
             raise InvalidOperand(
-                f"the cache is [{cache.num_layers}, 2, blocks, {', '.join(map(str, inner))}] of {self._dtype}, contiguous",
+                f"the cache is [{cache.num_layers}, 2, blocks, {', '.join(map(str, inner))}] of {cache.dtype}, contiguous",
                 found=f"{list(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}",
             )
 
@@ -368,7 +451,7 @@ def _tiles(rows: int) -> int:
     return -(-rows // _TILE)
 
 
-def _lay_out(spec: DecoderSpec, code: int) -> tuple[dict[str, _Place], int]:
+def _lay_out(spec: DecoderSpec, code: int, blocks: Mapping[str, BlockFormat]) -> tuple[dict[str, _Place], int]:
     """Return every weight's place in the arena, in the order of use, and the arena's size in bytes."""
     places: dict[str, _Place] = {}
     offset = 0
@@ -378,8 +461,12 @@ def _lay_out(spec: DecoderSpec, code: int) -> tuple[dict[str, _Place], int]:
         else:
             half = shape[0] // 2
             parts = ((half, 0, 2), (half, 1, 2)) if name.endswith(".gate_up") else ((shape[0], 0, 1),)
-            place = _Place(offset, shape, parts)
-            size = _native.packed_bytes(place.stored_columns, shape[1], code)
+            format = blocks.get(name)
+            place = _Place(offset, shape, parts, format)
+            columns, k = place.stored_columns, shape[1]
+            size = _native.packed_bytes(columns, k, code)
+            if format is not None:
+                size = _native.packed_block_bytes(columns, k, format.type_id)
         places[name] = place
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, offset
@@ -391,7 +478,7 @@ def refusals(spec: DecoderSpec, request: FuseRequest) -> tuple[str, ...]:
     reasons = []
     if request.dtype not in DTYPES:
         reasons.append(f"dtype {request.dtype} is not supported (supported: {', '.join(DTYPES)})")
-    if cache.dtype is not request.dtype:
+    if cache.dtype not in (request.dtype, DType.FLOAT8_E4M3):
         reasons.append(f"a KV cache of {cache.dtype} with activations of {request.dtype} is not supported")
     if cache.axes != ("kv", "block", "head", "token", "dim"):
         reasons.append(f"a KV cache with axes {cache.axes} is not supported")

@@ -11,6 +11,9 @@ import torch
 
 from hardpoint.interfaces import (
     Activation,
+    AdapterRows,
+    AdapterWeights,
+    BlockFormat,
     DecoderProgram,
     Device,
     DeviceAllocator,
@@ -25,9 +28,10 @@ from hardpoint.interfaces import (
     SamplingTables,
 )
 from hardpoint_cpu import _native
+from hardpoint_cpu.adapters import add_adapters
 from hardpoint_cpu.decoder import ACTIVATION_CODES, DTYPE_CODES, DTYPES, CpuDecoder, InvalidOperand, refusals
 from hardpoint_cpu.experts import CpuExperts
-from hardpoint_cpu.linear import CpuLinear
+from hardpoint_cpu.linear import BLOCK_FORMATS, CpuBlockLinear, CpuLinear
 from hardpoint_cpu.recognition import recognise
 
 if TYPE_CHECKING:
@@ -66,6 +70,35 @@ class CpuKernels(KernelSet):
             n,
             _code(x),
             scale.data_ptr(),
+            eps,
+            out.data_ptr(),
+            n,
+        )
+        return out
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, branch: Tensor | None = None
+    ) -> Tensor:
+        """Return the layer normalisation of x, or of the sum of x and a branch, computed in float32, in x's dtype."""
+        n = x.shape[-1]
+        rows, scale = _rows("x", x), _vector("weight", weight, n)
+        offsets = None if bias is None else _vector("bias", bias, n)
+        added = None if branch is None else _rows("branch", branch)
+        if branch is not None and (branch.shape != x.shape or branch.dtype is not x.dtype):
+            raise InvalidOperand(
+                f"branch is {list(x.shape)} of {x.dtype}, as x", found=f"{list(branch.shape)} of {branch.dtype}"
+            )
+        out = torch.empty(x.shape, dtype=x.dtype)
+        _native.layer_norm(
+            rows.data_ptr(),
+            rows.stride(0),
+            0 if added is None else added.data_ptr(),
+            0 if added is None else added.stride(0),
+            len(rows),
+            n,
+            _code(x),
+            scale.data_ptr(),
+            0 if offsets is None else offsets.data_ptr(),
             eps,
             out.data_ptr(),
             n,
@@ -160,6 +193,11 @@ class CpuKernels(KernelSet):
         )
         return ids, values, ranks
 
+    def add_adapters(self, out: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows) -> bool:
+        """Add what adapters make of rows; see `KernelSet.add_adapters`."""
+        add_adapters(out, x, weights, rows)
+        return True
+
     def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
         """Return the fused decoder, or why this model cannot be run by it."""
         found = recognise(model)
@@ -168,11 +206,17 @@ class CpuKernels(KernelSet):
         if reasons := refusals(found.spec, request):
             return Refusal(reasons)
         tables = tuple(rope.table(request.max_context) for rope in found.ropes)
-        return CpuDecoder(found.spec, request, allocator, tables, found.names)
+        return CpuDecoder(found.spec, request, allocator, tables, found.names, found.blocks)
 
     def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
         """Return a native linear layer over packed weights, or why it does not run in the dtype."""
-        return _dtype_refusal(request.dtype) or CpuLinear(request)
+        return _dtype_refusal(request.dtype) or (
+            CpuLinear(request) if request.blocks is None else CpuBlockLinear(request)
+        )
+
+    def block_formats(self) -> frozenset[BlockFormat]:
+        """Return the formats of blocks that native/block_weight.hpp knows."""
+        return BLOCK_FORMATS
 
     def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
         """Return the native experts, or why they do not run in the dtype."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from hardpoint.interfaces import Refusal
+from hardpoint.interfaces import BlockFormat, Refusal
 from hardpoint.layers import Attention, GatedMLP, Linear, LMHead, RMSNorm, Rope, VocabEmbedding
 from hardpoint.models.decoder import CausalLM, Decoder
 from hardpoint.models.gemma2 import Gemma2Layer
 from hardpoint.models.llama import LlamaLayer
-from hardpoint.quantization import DENSE
+from hardpoint.quantization import DENSE, Blocks
 from hardpoint_cpu.decoder import DecoderSpec
 
 
@@ -28,11 +28,13 @@ class Recognised:
     Attributes:
         ropes: the rotary tables that `spec.rope_tables` counts.
         names: the spec's name of each of the model's parameters.
+        blocks: the formats of weights in blocks, by the spec's names.
     """
 
     spec: DecoderSpec
     ropes: tuple[Rope, ...]
     names: dict[str, str]
+    blocks: dict[str, BlockFormat]
 
 
 _PRE_NORM = {
@@ -100,7 +102,11 @@ def recognise(model: nn.Module) -> Recognised | Refusal:
         logit_soft_cap=None if head is None else head.soft_cap,
     )
     ropes = tuple(module.rope for module in tables)
-    return Recognised(spec, ropes, dict(_names(model, layers, spec)))
+    names = dict(_names(model, layers, spec))
+    blocks = {
+        names[name]: stored.blocks for name, stored in model.stored_weights().items() if stored.blocks is not None
+    }
+    return Recognised(spec, ropes, names, blocks)
 
 
 def _names(model: CausalLM, layers: Sequence[nn.Module], spec: DecoderSpec) -> Iterator[tuple[str, str]]:
@@ -154,7 +160,7 @@ def _unknown(model: nn.Module) -> Iterator[str]:
         if type(part) is not known:
             yield f"its {what} is {type(part).__name__}"
     for module in model.modules():
-        if isinstance(module, Linear) and module.method is not DENSE:
+        if isinstance(module, Linear) and module.method is not DENSE and not isinstance(module.method, Blocks):
             yield f"its weights are stored by {type(module.method).__name__}"
 
 

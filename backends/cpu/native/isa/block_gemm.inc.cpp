@@ -1,0 +1,491 @@
+// Products with weights in blocks, compiled once per instruction set; the arithmetic is that of block_weight.hpp.
+#include <utility>
+
+#include "activations.hpp"
+#include "block_gemm.hpp"
+#include "simd.hpp"
+#if defined(__AMX_INT8__)
+#include "amx.hpp"
+#endif
+
+namespace hp::HP_ISA {
+namespace {
+
+constexpr int kTileVectors = kTileColumns / kLanes;
+constexpr int kGroupColumns = kGroupTiles * kTileColumns;
+constexpr int kVectorBytes = kLanes * 4;
+constexpr int kSteps = kBlockTerms / 4;  // dot products of four terms in a block
+
+#if HP_VW == 16
+constexpr int kRows = 8;
+#elif HP_VW == 8
+constexpr int kRows = 4;
+#else
+constexpr int kRows = 2;
+#endif
+
+HP_INLINE vi load_ints(const void* p) {
+  vi x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+HP_INLINE vi splat_int(int32_t x) { return vi{} + x; }
+HP_INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
+
+// The sums of two products of 16-bit numbers in each lane.
+typedef int16_t vs __attribute__((vector_size(HP_VW * 4)));
+HP_INLINE vi multiply_pairs(vs a, vs b) {
+#if defined(HP_SIMD_AVX512)
+  return reinterpret_cast<vi>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(HP_SIMD_AVX2)
+  return reinterpret_cast<vi>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#elif defined(HP_SIMD_SSE2)
+  return reinterpret_cast<vi>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  vi sums;
+  for (int i = 0; i < kLanes; ++i) sums[i] = int32_t{a[2 * i]} * b[2 * i] + int32_t{a[2 * i + 1]} * b[2 * i + 1];
+  return sums;
+#endif
+}
+
+// acc + the sum of four products: bytes of w, not negative, with those of x, signed, in each lane.
+#if defined(__AVX512VNNI__) && HP_VW == 16
+struct Terms {
+  vi x;
+  HP_INLINE_MEMBER explicit Terms(const int8_t* four) {
+    int32_t word;
+    std::memcpy(&word, four, 4);
+    x = splat_int(word);
+  }
+};
+HP_INLINE vi dot(vi acc, vi w, const Terms& t) {
+  return reinterpret_cast<vi>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc), reinterpret_cast<__m512i>(w), reinterpret_cast<__m512i>(t.x)));
+}
+#else
+// Even and odd bytes as numbers of 16 bits.
+struct Terms {
+  vs even, odd;
+  HP_INLINE_MEMBER explicit Terms(const int8_t* four) {
+    even = reinterpret_cast<vs>(splat_int((four[0] & 0xffff) | four[2] * 65536));
+    odd = reinterpret_cast<vs>(splat_int((four[1] & 0xffff) | four[3] * 65536));
+  }
+};
+HP_INLINE vi dot(vi acc, vi w, const Terms& t) {
+  const vs even = reinterpret_cast<vs>(w & 0x00ff00ff), odd = reinterpret_cast<vs>(reinterpret_cast<vi>(reinterpret_cast<vu>(w) >> 8) & 0x00ff00ff);
+  return acc + multiply_pairs(even, t.even) + multiply_pairs(odd, t.odd);
+}
+#endif
+
+HP_INLINE vf load_halves_as_floats(const char* p) { return load(F16{}, reinterpret_cast<const uint16_t*>(p)); }
+
+typedef int8_t vc __attribute__((vector_size(HP_VW)));
+HP_INLINE vi widen_bytes(const char* p) {
+  vc bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return __builtin_convertvector(bytes, vi);
+}
+
+// The scales of block b of 16 rows, and what is beside them, from a tile's first scale on.
+template <BlockFormat F>
+HP_INLINE const char* scales_of(const char* scales, int64_t b) {
+  return scales + b / block_layout(F).together * tile_scale_bytes(F);
+}
+template <BlockFormat F>
+HP_INLINE const char* seconds(const char* of_block, int v) {
+  return of_block + 16 * block_layout(F).scale_bytes + v * kLanes * 2;
+}
+// Vector v of the bytes that group b of 8 has beside the scales: the first or the second row of them.
+template <BlockFormat F>
+HP_INLINE vi group_bytes(const char* of_block, int64_t b, int row, int v) {
+  return widen_bytes(of_block + 16 * block_scale_bytes(F) + b % 8 * 32 + row * 16 + v * kLanes);
+}
+
+template <BlockFormat F>
+HP_INLINE vf block_scale(const char* scales, int64_t b, int v) {
+  const char* of_block = scales_of<F>(scales, b);
+  if constexpr (block_layout(F).scale_bytes == 4) {
+    return reinterpret_cast<vf>(load_ints(of_block + v * kVectorBytes));
+  } else {
+    const vf scale = load_halves_as_floats(of_block + v * kLanes * 2);
+    if constexpr (block_layout(F).together > 1 && !block_layout(F).has_halves) return scale * to_floats(group_bytes<F>(of_block, b, 0, v));
+    return scale;
+  }
+}
+
+template <BlockFormat F>
+HP_INLINE vf block_minimum(const char* scales, int64_t b, int v) {
+  const char* of_block = scales_of<F>(scales, b);
+  const vf minimum = load_halves_as_floats(seconds<F>(of_block, v));
+  if constexpr (block_layout(F).together > 1) return -minimum * to_floats(group_bytes<F>(of_block, b, 1, v));
+  return minimum;
+}
+
+// Vector v of 16 blocks' zero points, times a row's sum, negated, of the block, which 16 bits hold.
+typedef int16_t vz __attribute__((vector_size(HP_VW * 2)));
+template <BlockFormat F>
+HP_INLINE vi zeros(const char* scales, int v) {
+  vz found;
+  std::memcpy(&found, seconds<F>(scales, v), sizeof(found));
+  return __builtin_convertvector(found, vi);
+}
+HP_INLINE vi times_zeros(vi zeros, int32_t sum) { return multiply_pairs(reinterpret_cast<vs>(zeros & 0xffff), reinterpret_cast<vs>(splat_int(sum))); }
+
+// Vector v of the numbers of step j of a block.
+template <BlockFormat F>
+HP_INLINE vi numbers(const char* block, int j, int v) {
+  if constexpr (block_layout(F).number_bytes < 32) {
+    const vu packed = reinterpret_cast<vu>(load_ints(block + j % 4 * 64 + v * kVectorBytes));
+    vu low = (j < 4 ? packed : packed >> 4) & 0x0f0f0f0fu;
+    if constexpr (block_layout(F).number_bytes == 20) {
+      low |= (reinterpret_cast<vu>(load_ints(block + 4 * 64 + v * kVectorBytes)) >> j & 0x01010101u) << 4;
+    } else if constexpr (block_layout(F).number_bytes == 24) {
+      low |= (reinterpret_cast<vu>(load_ints(block + (4 + j / 4) * 64 + v * kVectorBytes)) >> (2 * (j % 4)) & 0x03030303u) << 4;
+    }
+    return reinterpret_cast<vi>(low);
+  } else {
+    return load_ints(block + j * 64 + v * kVectorBytes);
+  }
+}
+
+HP_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+HP_INLINE int32_t largest(vi x) {
+#if defined(HP_SIMD_AVX512)
+  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(x));
+#else
+  int32_t most = x[0];
+  for (int i = 1; i < kLanes; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+HP_INLINE int32_t sum_of(vi x) {
+#if defined(HP_SIMD_AVX512)
+  return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x));
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+typedef int8_t Bytes __attribute__((vector_size(HP_VW)));
+
+template <class T>
+void quantise_as(T type, const typename T::type* x, int64_t k, BlockFormat format, const BlockRows& rows, int64_t i) {
+  constexpr int kVectors = kBlockTerms / kLanes;
+  constexpr int64_t kPiece = 16;  // blocks whose scales are computed together
+  const BlockLayout layout = block_layout(format);
+  char* to = rows.bytes + i * rows.row_bytes;
+  for (int64_t first = 0; first < k / kBlockTerms; first += kPiece) {
+    const int64_t count = k / kBlockTerms - first < kPiece ? k / kBlockTerms - first : kPiece;
+    // Of numbers that are not negative the bits have their order, and what is not finite is above all others.
+    alignas(64) int32_t tops[kPiece] = {};
+    alignas(64) float scales[kPiece], steps[kPiece];
+    for (int64_t b = 0; b < count; ++b) {
+      vi bits{};
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const vf values = load(type, x + (first + b) * kBlockTerms + v * kLanes);
+        bits = larger(bits, reinterpret_cast<vi>(float_to_bits(values) & 0x7fffffffu));
+      }
+      tops[b] = largest(bits);
+    }
+#pragma GCC unroll 4
+    for (int64_t b = 0; b < kPiece; b += kLanes) {
+      constexpr int32_t kInfinite = 0x7f800000, kLeast = 0x0d800000;  // 2^-100
+      const vi top = load_ints(tops + b), none = top < kLeast, endless = top >= kInfinite;
+      // Of a block without a greatest number that can be divided by, one: it and its quotient are masked.
+      const vf most = reinterpret_cast<vf>((top & ~(none | endless)) | (0x3f800000 & (none | endless)));
+      store(scales + b, reinterpret_cast<vf>((reinterpret_cast<vi>(most / splat(127.0f)) & ~(none | endless)) | (0x7fc00000 & endless)));
+      store(steps + b, reinterpret_cast<vf>(reinterpret_cast<vi>(splat(127.0f) / most) & ~(none | endless)));
+    }
+    for (int64_t b = 0; b < count; ++b) {
+      const int64_t block = first + b;
+      const vf step = splat(steps[b]);
+      vi sums[2] = {};  // of each half of the block
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        vi q{};
+        if (steps[b] > 0) q = __builtin_convertvector(round_nearest(load(type, x + block * kBlockTerms + v * kLanes) * step), vi);
+        sums[v * kLanes / 16] += q;
+        const Bytes bytes = __builtin_convertvector(q, Bytes);
+        std::memcpy(to + block * kBlockTerms + v * kLanes, &bytes, sizeof(bytes));
+      }
+      int32_t total = sum_of(sums[0] + sums[1]);
+      if (layout.has_halves) {
+        const int32_t second = sum_of(sums[1]), shift = -layout.zero * second;
+        std::memcpy(rows.second_offsets + block * rows.stride + i, &shift, 4);
+        total -= second;
+      }
+      const float product = scales[b] * static_cast<float>(total);
+      const int32_t shift = -layout.zero * total;
+      rows.scales[block * rows.stride + i] = scales[b];
+      std::memcpy(rows.offsets + block * rows.stride + i, layout.has_minimum ? static_cast<const void*>(&product) : &shift, 4);
+    }
+  }
+}
+
+void quantise(const void* x, DType dtype, int64_t k, BlockFormat format, const BlockRows& rows, int64_t i) {
+  switch (dtype) {
+    case DType::F32: return quantise_as(F32{}, static_cast<const float*>(x), k, format, rows, i);
+    case DType::BF16: return quantise_as(Bf16{}, static_cast<const uint16_t*>(x), k, format, rows, i);
+    case DType::F16: return quantise_as(F16{}, static_cast<const uint16_t*>(x), k, format, rows, i);
+  }
+}
+
+BlockRows rows_of(const LinearItem& item) { return {const_cast<void*>(item.x), item.call->m, item.call->weight.k}; }
+
+HP_INLINE int32_t as_integer(const float* p) {
+  int32_t value;
+  std::memcpy(&value, p, 4);
+  return value;
+}
+
+// c: [MR, kGroupColumns], of one tile; from row `first` on.
+template <BlockFormat F, int MR>
+void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, int64_t k, float* c) {
+  constexpr bool kMinimum = block_layout(F).has_minimum, kZero = block_layout(F).has_zero, kHalves = block_layout(F).has_halves;
+  const int64_t blocks = k / kBlockTerms;
+  const char* scales = tile + blocks * tile_number_bytes(F);
+  const int8_t* x = reinterpret_cast<const int8_t*>(rows.bytes) + first * rows.row_bytes;
+  const float* row_scales = rows.scales + first;
+  const float* row_offsets = rows.offsets + first;
+  const float* row_seconds = rows.second_offsets + first;
+  vf acc[MR][kTileVectors];
+  [[maybe_unused]] vi first_sum[MR];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVectors; ++v) acc[r][v] = vf{};
+  for (int64_t b = 0; b < blocks; ++b) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVectors; ++v) {
+      vi sum[MR];
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; ++r) {
+        if constexpr (kZero) {
+          sum[r] = times_zeros(zeros<F>(scales_of<F>(scales, b), v), as_integer(row_offsets + r));
+        } else {
+          sum[r] = kMinimum ? vi{} : splat_int(as_integer(row_offsets + r));
+        }
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kSteps; ++j) {
+        if constexpr (kHalves) {
+          if (j == kSteps / 2) {
+            const vi by = group_bytes<F>(scales_of<F>(scales, b), b, 0, v);
+#pragma GCC unroll 16
+            for (int r = 0; r < MR; ++r) first_sum[r] = sum[r] * by, sum[r] = splat_int(as_integer(row_seconds + r));
+          }
+        }
+        const vi w = numbers<F>(tile, j, v);
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r) sum[r] = dot(sum[r], w, Terms(x + r * rows.row_bytes + j * 4));
+      }
+      if constexpr (kHalves) {
+        const vi by = group_bytes<F>(scales_of<F>(scales, b), b, 1, v);
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r) sum[r] = first_sum[r] + sum[r] * by;
+      }
+      const vf scale = block_scale<F>(scales, b, v);
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; ++r) {
+        acc[r][v] = fma(scale * splat(row_scales[r]), to_floats(sum[r]), acc[r][v]);
+        if constexpr (kMinimum) acc[r][v] = fma(block_minimum<F>(scales, b, v), splat(row_offsets[r]), acc[r][v]);
+      }
+    }
+    tile += tile_number_bytes(F);
+    x += kBlockTerms, row_scales += rows.stride, row_offsets += rows.stride, row_seconds += rows.stride;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVectors; ++v) store(c + r * kGroupColumns + v * kLanes, acc[r][v]);
+}
+
+using DotKernel = void (*)(const BlockRows&, int64_t, const char*, int64_t, float*);
+
+template <BlockFormat F, int... R>
+DotKernel dot_kernel_for(int rows, std::integer_sequence<int, R...>) {
+  static constexpr DotKernel table[] = {dot_kernel<F, R + 1>...};
+  return table[rows - 1];
+}
+
+template <BlockFormat F>
+void run_rows(const LinearItem& item) {
+  const PackedWeight& weight = item.call->weight;
+  const int64_t stride = block_tile_bytes(F, weight.k);
+  const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
+  const BlockRows x = rows_of(item);
+  const int64_t rows = item.row_end - item.row_begin, parts = ceil_div(rows, kRows);
+  alignas(64) float c[kRows * kGroupColumns];
+  for (int64_t p = 0; p < parts; ++p) {
+    const int64_t begin = item.row_begin + rows * p / parts, end = item.row_begin + rows * (p + 1) / parts;
+    const int count = static_cast<int>(end - begin);
+    const DotKernel kernel = dot_kernel_for<F>(count, std::make_integer_sequence<int, kRows>());
+    for (int t = 0; t < item.tile_count; ++t) kernel(x, begin, tiles + t * stride, weight.k, c + t * kTileColumns);
+    linear_kernels().finish(item, begin, count, c);
+  }
+}
+
+#if defined(__AMX_INT8__)
+constexpr int kFewestTileRows = 12;   // below, dot products are faster
+constexpr int kPanelRows = 128;       // whose sums are under way at a time
+constexpr int64_t kPanelBlocks = 64;  // of a tile, expanded to bytes at a time
+constexpr int kLag = 2;               // blocks between a product of tiles being stored and being read
+
+struct WeightPanel {
+  alignas(64) uint8_t numbers[kPanelBlocks][kSteps][64];
+  alignas(64) float scales[kPanelBlocks][16];
+  union {
+    alignas(64) float minima[kPanelBlocks][16];
+    alignas(64) int32_t zeros[kPanelBlocks][16];
+  };
+};
+
+template <BlockFormat F>
+void expand(const char* tile, int64_t k, int64_t first, int64_t count, WeightPanel& panel) {
+  const char* block = tile + first * tile_number_bytes(F);
+  const char* scales = tile + k / kBlockTerms * tile_number_bytes(F);
+  for (int64_t b = 0; b < count; ++b, block += tile_number_bytes(F)) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kSteps; ++j) {
+      const vi w = numbers<F>(block, j, 0);
+      std::memcpy(panel.numbers[b][j], &w, 64);
+    }
+    store(panel.scales[b], block_scale<F>(scales, first + b, 0));
+    if constexpr (block_layout(F).has_minimum) store(panel.minima[b], block_minimum<F>(scales, first + b, 0));
+    if constexpr (block_layout(F).has_zero) {
+      const vi points = zeros<F>(scales_of<F>(scales, first + b), 0);
+      std::memcpy(panel.zeros[b], &points, 64);
+    }
+  }
+}
+
+// Adds `count` blocks from `first` on to c: [16, kGroupColumns], of one tile, for rows from `row` on. The registers have the shape of the rows that
+// there are; what c gets for the others has no meaning. A block's product is begun two blocks before it is stored, and stored two before it is read, so that
+// neither is waited for.
+template <BlockFormat F, bool kWhole>
+void tile_rows(const BlockRows& rows, int64_t row, int64_t first, int64_t count, const WeightPanel& panel, float* c) {
+  constexpr bool kMinimum = block_layout(F).has_minimum, kZero = block_layout(F).has_zero;
+  constexpr int kRing = 4;
+  const char* x = rows.bytes + row * rows.row_bytes + first * kBlockTerms;
+  const int64_t x_stride = rows.row_bytes, stride = rows.stride;
+  const float* row_scales = rows.scales + first * stride + row;
+  const float* row_offsets = rows.offsets + first * stride + row;
+  alignas(64) int32_t sums[kRing][16][16];
+  if constexpr (!kWhole) std::memset(sums, 0, sizeof(sums));
+  vf acc[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; ++r) acc[r] = load(c + r * kGroupColumns);
+  const auto add = [&](int64_t b) __attribute__((always_inline)) {
+    if (b < 0 || b >= count) return;
+    const vf scale = load(panel.scales[b]), minimum = kMinimum ? load(panel.minima[b]) : vf{};
+    const float* s = row_scales + b * stride;
+    const float* o = row_offsets + b * stride;
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+      vi sum = load_ints(sums[b % kRing][r]);
+      if constexpr (kZero) {
+        sum += times_zeros(load_ints(panel.zeros[b]), as_integer(o + r));
+      } else if constexpr (!kMinimum) {
+        sum += splat_int(as_integer(o + r));
+      }
+      acc[r] = fma(scale * splat(s[r]), to_floats(sum), acc[r]);
+      if constexpr (kMinimum) acc[r] = fma(minimum, splat(o[r]), acc[r]);
+    }
+  };
+  // Blocks after the last are begun as the last one again, and not read.
+#define HP_BEGIN_BLOCK(sum, a, b, block)                                                     \
+  {                                                                                          \
+    const int64_t at = (block) < count ? (block) : count - 1;                                \
+    _tile_zero(sum);                                                                         \
+    _tile_loadd(a, x + at * kBlockTerms, x_stride);                                          \
+    _tile_loadd(b, panel.numbers[at], kTileRegisterBytes);                                   \
+    _tile_dpbsud(sum, a, b);                                                                 \
+  }
+#define HP_BLOCK(stored, begun, a, b, block)                                                 \
+  HP_BEGIN_BLOCK(begun, a, b, (block) + kLag)                                                \
+  _tile_stored(stored, sums[(block) % kRing], kTileRegisterBytes);                           \
+  TileRegisters::settle_memory();                                                            \
+  add((block)-kLag);
+  TileRegisters::settle_memory();
+  HP_BEGIN_BLOCK(0, 4, 6, 0)
+  HP_BEGIN_BLOCK(1, 5, 7, 1)
+  for (int64_t block = 0; block < count + kLag; block += kRing) {
+    HP_BLOCK(0, 2, 4, 6, block)
+    HP_BLOCK(1, 3, 5, 7, block + 1)
+    HP_BLOCK(2, 0, 4, 6, block + 2)
+    HP_BLOCK(3, 1, 5, 7, block + 3)
+  }
+#undef HP_BLOCK
+#undef HP_BEGIN_BLOCK
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; ++r) store(c + r * kGroupColumns, acc[r]);
+}
+#endif
+
+template <BlockFormat F>
+void run_format(const LinearItem& item) {
+#if defined(__AMX_INT8__)
+  const int64_t all = item.row_end - item.row_begin;
+  // A product of tiles has one sum for a block, not one for each half.
+  if (block_layout(F).has_halves || all < kFewestTileRows) return run_rows<F>(item);
+  const PackedWeight& weight = item.call->weight;
+  const int64_t stride = block_tile_bytes(F, weight.k), blocks = weight.k / kBlockTerms;
+  const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
+  alignas(64) float c[kPanelRows * kGroupColumns];
+  WeightPanel panel;
+  const BlockRows x = rows_of(item);
+  TileRegisters registers;
+  registers.shape(6, 2, kSteps);
+  int shaped = 0;
+  for (int64_t begin = item.row_begin; begin < item.row_end; begin += kPanelRows) {
+    const int rows = static_cast<int>(item.row_end - begin < kPanelRows ? item.row_end - begin : kPanelRows);
+    std::memset(c, 0, sizeof(float) * kGroupColumns * static_cast<size_t>(ceil_div(rows, 16) * 16));
+    for (int64_t first = 0; first < blocks; first += kPanelBlocks) {
+      const int64_t count = blocks - first < kPanelBlocks ? blocks - first : kPanelBlocks;
+      for (int t = 0; t < item.tile_count; ++t) {
+        expand<F>(tiles + t * stride, weight.k, first, count, panel);
+        for (int r = 0; r < rows; r += kTileRegisterRows) {
+          const int part = rows - r < kTileRegisterRows ? rows - r : kTileRegisterRows;
+          if (part != shaped) {
+            registers.shape(0, 4, part);
+            registers.shape(4, 2, part, kBlockTerms);
+            registers.load();
+            shaped = part;
+          }
+          const auto add = part == kTileRegisterRows ? tile_rows<F, true> : tile_rows<F, false>;
+          add(x, begin + r, first, count, panel, c + r * kGroupColumns + t * kTileColumns);
+        }
+      }
+    }
+    linear_kernels().finish(item, begin, rows, c);
+  }
+#else
+  run_rows<F>(item);
+#endif
+}
+
+void run_item(const LinearItem& item) {
+  switch (item.call->weight.blocks) {
+    case BlockFormat::Q4_0: return run_format<BlockFormat::Q4_0>(item);
+    case BlockFormat::Q4_1: return run_format<BlockFormat::Q4_1>(item);
+    case BlockFormat::Q5_0: return run_format<BlockFormat::Q5_0>(item);
+    case BlockFormat::Q5_1: return run_format<BlockFormat::Q5_1>(item);
+    case BlockFormat::Q4_K: return run_format<BlockFormat::Q4_K>(item);
+    case BlockFormat::Q5_K: return run_format<BlockFormat::Q5_K>(item);
+    case BlockFormat::Q6_K: return run_format<BlockFormat::Q6_K>(item);
+    case BlockFormat::Int4: return run_format<BlockFormat::Int4>(item);
+    case BlockFormat::Int8: return run_format<BlockFormat::Int8>(item);
+    default: return run_format<BlockFormat::Q8_0>(item);
+  }
+}
+
+}  // namespace
+
+const BlockKernels& block_kernels() {
+  static constexpr BlockKernels kernels = {quantise, run_item};
+  return kernels;
+}
+
+}  // namespace hp::HP_ISA
