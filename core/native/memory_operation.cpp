@@ -65,7 +65,11 @@ size_t PoolOperation::threads(bool files) const {
 void PoolOperation::run(const std::vector<Group>& groups, size_t threads, const std::function<void(const Group&, Mover&)>& work) {
   std::vector<Mover> movers(std::max<size_t>(threads, 1));
   std::function<void()> watch;
-  if (progress_) watch = [this] { progress_(bytes_done_, bytes_in_all_); };
+  if (progress_) {
+    watch = [this] {
+      if (bytes_done_ > 0) progress_(bytes_done_, bytes_in_all_);
+    };
+  }
   try {
     run_workers(threads, groups.size(), [&](size_t item, size_t worker) { work(groups[item], movers[worker]); }, watch);
   } catch (...) {

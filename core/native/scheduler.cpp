@@ -14,29 +14,31 @@ constexpr int32_t kStepsBetweenTrials = 16;
 
 }  // namespace
 
-Plan::Plan(size_t max_tokens, size_t max_seqs, size_t num_groups)
+Plan::Plan(size_t max_tokens, size_t max_seqs, size_t max_samples, size_t num_groups)
     : token_ids(max_tokens),
       positions(max_tokens),
       seq_ids(max_seqs),
-      sample_seq_ids(max_seqs),
+      sample_seq_ids(max_samples),
       slot_mapping(num_groups * max_tokens),
       query_start(max_seqs + 1),
       context_lens(max_seqs),
       rows(max_seqs),
       state_rows(max_seqs),
-      sample_rows(max_seqs),
-      sample_state_rows(max_seqs),
-      sample_positions(max_seqs),
+      sample_rows(max_samples),
+      sample_state_rows(max_samples),
+      sample_positions(max_samples),
+      sample_tokens(max_samples),
       sequences(max_seqs) {}
 
 Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(config), blocks_(config.blocks), num_free_rows_(config.max_num_seqs) {
   const auto max_seqs = static_cast<size_t>(config.max_num_seqs);
-  max_blocks_per_seq = blocks_.blocks_for(static_cast<int64_t>(config.max_model_len) + config.num_lookahead_slots);
+  max_blocks_per_seq = blocks_.blocks_for(config.max_model_len);
   const auto num_groups = static_cast<size_t>(blocks_.num_groups());
   block_table = Array<BlockId>(num_groups * max_seqs * max_blocks_per_seq);
   for (int32_t i = 0; i <= config.steps_in_flight; ++i)
-    plans_.emplace_back(static_cast<size_t>(config.max_num_batched_tokens), max_seqs, num_groups);
+    plans_.emplace_back(static_cast<size_t>(config.max_num_batched_tokens), max_seqs, static_cast<size_t>(max_samples()), num_groups);
+  draft_stats_.accepted_at.resize(static_cast<size_t>(config.drafts.num_tokens));
   running_.reserve(max_seqs);
   for (int32_t row = config.max_num_seqs - 1; row >= 0; --row) free_rows_.push_back(row);
 }
@@ -90,10 +92,11 @@ int64_t Scheduler::add_request(Request request) {
     sequence->min_total = static_cast<int32_t>(std::min<int64_t>(prompt_len + request.min_tokens, kNever));
     sequence->priority = config_.policy == Policy::priority ? request.priority : 0;
     sequence->arrival = request.arrival;
-    sequence->skip_prefix_cache = request.skip_prefix_cache;
+    sequence->max_cached_tokens = request.max_cached_tokens;
     sequence->pooling = request.pooling;
     sequence->plan_ahead = request.plan_ahead && !request.beams;
     sequence->is_beam = request.beams;
+    if (request.drafts && config_.drafts.num_tokens > 0) sequence->drafter = std::make_unique<Drafter>(config_.drafts);
     sequence->state = SequenceState::dormant;
     set_stop_ids(*sequence, request.stop_token_ids);
     sequence->table.root = blocks_.cache().acquire_root(request.salt);
@@ -138,10 +141,12 @@ const Plan* Scheduler::schedule() {
   row_copies.clear();
   preempted.clear();
   planned_.clear();
+  drafted_.clear();
   plan.swapped_out.clear();
 
   schedule_decodes();
   budget_ -= plan.counts.num_seqs;
+  for (const Chunk& drafted : drafted_) budget_ -= 1 + drafted.length;
   // A long step is a long gap between two tokens of each sequence that decodes.
   if (has_decodes_) budget_ = std::min(budget_, config_.mixed_prefill_tokens);
   if (has_prefills_) schedule_prefills();
@@ -149,6 +154,7 @@ const Plan* Scheduler::schedule() {
   if (may_admit_ && swapped_.empty() && !waiting_.empty()) schedule_waiting();
 
   complete_decodes();
+  for (const Chunk& drafted : drafted_) emit_drafted(*drafted.sequence, drafted.length);
   for (const Chunk& chunk : planned_) emit_chunk(*chunk.sequence, chunk.length);
   plan.query_start[plan.counts.num_seqs] = plan.counts.num_tokens;
   // Where all others wait for their tokens, a sequence may be swapped out in a step that computes nothing.
@@ -160,6 +166,7 @@ const Plan* Scheduler::schedule() {
 
 void Scheduler::schedule_decodes() {
   int32_t row = 0;
+  draft_slots_ = std::min(config_.drafts.num_slots, config_.max_num_batched_tokens - static_cast<int32_t>(running_.size()));
   // Preemption shortens running_ from its end, which this loop has not reached yet.
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& sequence = *running_[i];
@@ -167,7 +174,7 @@ void Scheduler::schedule_decodes() {
       has_prefills_ = true;
       continue;
     }
-    if (sequence.waits_for_token()) {
+    if (sequence.waits_for_token() || (sequence.drafter && sequence.in_flight != 0 && awaits_drafts(sequence))) {
       has_decodes_ = true;
       continue;
     }
@@ -176,10 +183,33 @@ void Scheduler::schedule_decodes() {
       if (readiness == Readiness::preempted) break;
       if (readiness == Readiness::complete) continue;
     }
-    emit_decode(sequence, row++);
+    const int32_t num_drafts = sequence.drafter ? plan_drafts(sequence) : 0;
+    if (num_drafts > 0) {
+      drafted_.push_back({&sequence, num_drafts});
+      draft_slots_ -= num_drafts;
+    } else {
+      emit_decode(sequence, row++);
+    }
   }
   plan_->counts.num_seqs = row;
-  has_decodes_ |= row > 0;
+  has_decodes_ |= row > 0 || !drafted_.empty();
+}
+
+// How many guesses at a sequence's next tokens this step computes, in slots that it has.
+int32_t Scheduler::plan_drafts(Sequence& sequence) {
+  const int32_t position = sequence.num_computed;
+  if (position + 1 != sequence.num_tokens) return 0;  // its last token is in flight
+  Drafter& drafter = *sequence.drafter;
+  drafter.propose(sequence.tokens, sequence.num_tokens);
+  const int32_t room = std::min({draft_slots_, sequence.max_total - sequence.num_tokens - 1,
+                                 sequence.table.num_blocks * config_.blocks.block_size - position - 1});
+  return std::max(0, std::min(room, drafter.worth(step_cost_, static_cast<int32_t>(running_.size()), trust_)));
+}
+
+// Whether the token in flight is better waited for: with what is known before it, more than that one can be guessed.
+bool Scheduler::awaits_drafts(Sequence& sequence) {
+  sequence.drafter->propose(sequence.tokens, sequence.num_tokens);
+  return sequence.drafter->worth(step_cost_, static_cast<int32_t>(running_.size()), trust_) > 1;
 }
 
 Scheduler::Readiness Scheduler::prepare_decode(Sequence& sequence) {
@@ -222,7 +252,8 @@ Scheduler::Readiness Scheduler::prepare_beams(size_t first) {
 }
 
 int64_t Scheduler::slots_wanted(int64_t num_tokens) const {
-  return std::max(num_tokens, std::min(num_tokens + config_.num_lookahead_slots, pool_slots()));
+  const int64_t limit = std::min<int64_t>(config_.max_model_len, pool_slots());
+  return std::max(num_tokens, std::min(num_tokens + config_.num_lookahead_slots, limit));
 }
 
 void Scheduler::locate(Sequence& sequence, int64_t position) {
@@ -262,6 +293,7 @@ void Scheduler::complete_decodes() {
   for (int32_t row = 0; row < count; ++row) plan.context_lens[row] = static_cast<int32_t>(plan.positions[row]) + 1;
   std::copy_n(plan.state_rows.data(), count, plan.sample_state_rows.data());
   std::copy_n(plan.seq_ids.data(), count, plan.sample_seq_ids.data());
+  for (int32_t row = 0; row < count; ++row) plan.sample_tokens[row] = row;
 }
 
 int32_t Scheduler::chunk_of(const Sequence& sequence) const {
@@ -359,7 +391,10 @@ AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
   blocks_.open(sequence.table, sequence.table.root);
   kv::PrefixMatch match;
   match.parent = sequence.table.parent;
-  if (!sequence.skip_prefix_cache) match = blocks_.match_prefix(sequence.table, sequence.tokens, sequence.num_tokens);
+  if (sequence.max_cached_tokens > 0) {
+    const int64_t shareable = std::min<int64_t>(sequence.num_tokens - 1, sequence.max_cached_tokens);
+    match = blocks_.match_prefix(sequence.table, sequence.tokens, shareable + 1);
+  }
   const int32_t num_cached = match.num_blocks * config_.blocks.block_size;
   const AllocStatus status = blocks_.can_allocate(match, total);
   const bool fits_budget = config_.enable_chunked_prefill || sequence.num_tokens - num_cached <= budget_;
@@ -373,7 +408,7 @@ AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
     return AllocStatus::later;
   }
   blocks_.allocate(sequence.table, match, total);
-  if (config_.blocks.enable_prefix_caching && !sequence.skip_prefix_cache)
+  if (config_.blocks.enable_prefix_caching && sequence.max_cached_tokens > 0)
     blocks_.count_lookup(sequence.num_tokens, match);
   if (sequence.num_cached < 0) sequence.num_cached = num_cached;
   sequence.num_computed = num_cached;
@@ -382,7 +417,8 @@ AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
   return AllocStatus::ok;
 }
 
-void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
+// Writes a row of the sequence's next tokens, of which those that it has are known; returns the row.
+int32_t Scheduler::emit_tokens(Sequence& sequence, int32_t length) {
   Plan& plan = *plan_;
   const int32_t size = config_.blocks.block_size;
   const int32_t first = sequence.num_computed, last = first + length;
@@ -390,10 +426,9 @@ void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
   const int32_t* tokens = sequence.tokens + first;
   int64_t* ids = plan.token_ids.data() + plan.counts.num_tokens;
   int64_t* at = plan.positions.data() + plan.counts.num_tokens;
-  for (int32_t i = 0; i < length; ++i) {
-    ids[i] = static_cast<uint32_t>(tokens[i]);
-    at[i] = static_cast<uint32_t>(first + i);
-  }
+  const int32_t num_known = std::min(length, sequence.remaining());
+  for (int32_t i = 0; i < num_known; ++i) ids[i] = static_cast<uint32_t>(tokens[i]);
+  for (int32_t i = 0; i < length; ++i) at[i] = static_cast<uint32_t>(first + i);
   for (int32_t group = 0; group < blocks_.num_groups(); ++group) {
     const BlockId* blocks = sequence.table.blocks + group * sequence.table.group_stride;
     int32_t* slots = plan.slot_mapping.data() + group * static_cast<size_t>(config_.max_num_batched_tokens) + plan.counts.num_tokens;
@@ -412,20 +447,49 @@ void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
   plan.counts.num_tokens += length;
   sequence.num_computed = last;
   ++sequence.in_flight;
+  return row;
+}
+
+// `token`: of the step; its logits are sampled for the token at `position` of the sequence.
+void Scheduler::emit_sample(const Sequence& sequence, int32_t row, int32_t token, int32_t position) {
+  Plan& plan = *plan_;
+  const int32_t sample = plan.counts.num_samples++;
+  plan.sample_rows[sample] = row;
+  plan.sample_tokens[sample] = token;
+  plan.sample_state_rows[sample] = sequence.state_row;
+  plan.sample_positions[sample] = position - sequence.prompt_len;
+  plan.sample_seq_ids[sample] = sequence.id;
+}
+
+void Scheduler::emit_chunk(Sequence& sequence, int32_t length) {
+  Plan& plan = *plan_;
+  const int32_t row = emit_tokens(sequence, length);
+  const int32_t last = sequence.num_computed;
   if (last == sequence.num_tokens && !sequence.pooling) {
     sequence.decoding = true;
     for (int32_t i = 0; i <= sequence.pending_forks; ++i) {
       Sequence* sampled = i == 0 ? &sequence : find_unfinished(sequence.id + i);
       if (sampled == nullptr) continue;
       if (sampled->state_row < 0) take_state_row(*sampled);
-      const int32_t sample = plan.counts.num_samples++;
-      plan.sample_rows[sample] = row;
-      plan.sample_state_rows[sample] = sampled->state_row;
-      plan.sample_positions[sample] = last - sequence.prompt_len;
-      plan.sample_seq_ids[sample] = sampled->id;
+      emit_sample(*sampled, row, plan.counts.num_tokens - 1, last);
     }
   }
   plan.state_rows[row] = sequence.state_row;
+}
+
+// The last token and the drafts that follow it.
+void Scheduler::emit_drafted(Sequence& sequence, int32_t num_drafts) {
+  Plan& plan = *plan_;
+  const int32_t first = plan.counts.num_tokens, position = sequence.num_computed;
+  const std::vector<int32_t>& drafts = sequence.drafter->propose(sequence.tokens, sequence.num_tokens);
+  const int32_t row = emit_tokens(sequence, 1 + num_drafts);
+  for (int32_t i = 0; i < num_drafts; ++i) plan.token_ids[first + 1 + i] = drafts[i];
+  for (int32_t i = 0; i <= num_drafts; ++i) emit_sample(sequence, row, first + i, position + 1 + i);
+  plan.state_rows[row] = sequence.state_row;
+  ++plan.counts.num_drafted;
+  sequence.is_drafted = true;
+  ++draft_stats_.num_drafts;
+  draft_stats_.num_draft_tokens += num_drafts;
 }
 
 void Scheduler::note_passed_over(const Sequence& admitted) {
@@ -563,12 +627,14 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
 
   finished_.ids.clear();
   finished_.reasons.clear();
+  kept_.clear();
   if (num_in_flight_ == 0) return finished_;
   const Plan& plan = take_oldest();
   for (const auto& [sequence, id] : plan.swapped_out)
     if (sequence->id == id) --sequence->in_flight;
   const StepCounts& step = plan.counts;
   for (int32_t row = 0; row < step.num_decodes; ++row) {
+    if (step.num_drafted > 0) kept_.push_back(row);
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
     --sequence->in_flight;
@@ -579,6 +645,11 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
   for (int32_t row = step.num_decodes; row < step.num_seqs; ++row) {
     const int32_t first = sample;
     while (sample < step.num_samples && plan.sample_rows[sample] == row) ++sample;
+    if (row < step.num_decodes + step.num_drafted) {
+      book_drafted(plan, row, first, sampled);
+      continue;
+    }
+    for (int32_t i = first; i < sample && step.num_drafted > 0; ++i) kept_.push_back(i);
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
     --sequence->in_flight;
@@ -596,6 +667,29 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
   }
   if (has_ended_) sweep_running();
   return finished_;
+}
+
+// Takes the samples of a row with drafts up to the first that is not what was guessed: the row's next token was the wrong one.
+void Scheduler::book_drafted(const Plan& plan, int32_t row, int32_t sample, const int64_t* sampled) {
+  Sequence* sequence = plan.sequences[row];
+  if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) return;
+  --sequence->in_flight;
+  sequence->is_drafted = false;
+  const int64_t* ids = plan.token_ids.data() + plan.query_start[row];
+  const int32_t num_drafts = plan.query_start[row + 1] - plan.query_start[row] - 1;
+  for (int32_t i = 0;; ++i) {
+    const int64_t token = sampled[sample + i];
+    kept_.push_back(sample + i);
+    computed(*sequence, sequence->num_tokens);
+    accept(*sequence, static_cast<int32_t>(token));
+    const bool is_right = i < num_drafts && token == ids[i + 1];
+    if (is_right) {
+      ++draft_stats_.num_accepted_tokens;
+      ++draft_stats_.accepted_at[static_cast<size_t>(i)];
+    }
+    if (!is_right || sequence->state == SequenceState::finished) break;
+  }
+  sequence->num_computed = std::min(sequence->num_computed, sequence->num_tokens - 1);
 }
 
 Plan& Scheduler::take_oldest() {
@@ -626,6 +720,7 @@ void Scheduler::accept(Sequence& sequence, int32_t token) {
     sequence.is_sampled = true;
     return;
   }
+  if (sequence.drafter) sequence.drafter->note(sequence.num_tokens, token, trust_);
   append(sequence, token);
   const FinishReason reason = stop_reason(sequence, token);
   if (reason == FinishReason::none) return;

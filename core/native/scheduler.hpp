@@ -15,6 +15,10 @@
 // are free at once, even those that steps in flight use: the worker runs steps in the order of their plans, so a later step
 // writes to them only after earlier ones are done. A preempted sequence waits until no step in flight has it.
 //
+// Drafts. A decoding sequence may have guesses at its next tokens (drafts.hpp) computed in the same step: a row of several tokens, all of
+// which are sampled, in slots that were kept ready. update() takes the samples up to the first that is not what was guessed; the positions
+// after it are computed again. A guess is taken where the model's own draw is that token, so that tokens are those of a run without drafts.
+//
 // Beams. The sequences of a beam search go on together: what is sampled for one is not appended to it, and it is planned again when
 // advance_beams() has said, for all of them, which one each continues and with which token. They are admitted and preempted together, so
 // that none waits for another one's blocks, and are computed again after a preemption, never swapped.
@@ -22,12 +26,14 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
 
+#include "drafts.hpp"
 #include "kv_array.hpp"
 #include "kv_block_manager.hpp"
 
@@ -59,6 +65,7 @@ struct SchedulerConfig {
   double recompute_seconds_per_token = 0;
   Policy policy = Policy::fcfs;
   int32_t starvation_limit = 8;
+  DraftConfig drafts;
 };
 
 struct Request {
@@ -70,10 +77,11 @@ struct Request {
   int32_t priority = 0;  // lower is served earlier
   int64_t arrival = 0;
   std::string salt;
-  bool skip_prefix_cache = false;
+  int64_t max_cached_tokens = 0;  // that the prefix cache may give
   bool pooling = false;
   bool plan_ahead = true;  // false: each step is planned only when the token before is booked
   bool beams = false;      // the n sequences are those of a beam search
+  bool drafts = false;     // guesses at next tokens are verified
 };
 
 enum class SequenceState : uint8_t {
@@ -108,6 +116,7 @@ struct alignas(kCacheLine) Sequence {
   bool is_beam = false;
   bool is_sampled = false;  // a beam whose next token waits for the others'
   uint8_t in_flight = 0;    // steps that compute it or swap it out, and are not booked
+  bool is_drafted = false;  // a step in flight computes guesses at its next tokens
 
   int32_t min_total = 0;
   int32_t stop_ids[4] = {-1, -1, -1, -1};
@@ -125,17 +134,21 @@ struct alignas(kCacheLine) Sequence {
   int64_t arrival = 0;
   int32_t num_preemptions = 0, num_passed_over = 0;
   bool boosted = false;
-  bool skip_prefix_cache = false;
+  int64_t max_cached_tokens = 0;
   bool pooling = false;
+  std::unique_ptr<Drafter> drafter;  // null where none is wanted
 
   Rank rank() const { return {!boosted, priority, arrival, id}; }
   int32_t remaining() const { return num_tokens - num_computed; }
   // It is not planned before its sampled token is known: forks share its blocks from then on.
-  bool waits_for_token() const { return is_sampled || (in_flight != 0 && (!plan_ahead || pending_forks > 0)); }
+  bool waits_for_token() const {
+    return is_sampled || (in_flight != 0 && (!plan_ahead || pending_forks > 0 || is_drafted));
+  }
 };
 
 struct StepCounts {
   int32_t num_tokens = 0, num_seqs = 0, num_decodes = 0, num_samples = 0;
+  int32_t num_drafted = 0;  // rows of sequences with drafts; they follow the decodes
 };
 
 // One step, planned and not booked.
@@ -143,12 +156,12 @@ struct Plan {
   StepCounts counts;
   Array<int64_t> token_ids, positions, seq_ids, sample_seq_ids;
   Array<int32_t> slot_mapping;  // of each group, max_tokens entries
-  Array<int32_t> query_start, context_lens, rows, state_rows, sample_rows, sample_state_rows, sample_positions;
+  Array<int32_t> query_start, context_lens, rows, state_rows, sample_rows, sample_state_rows, sample_positions, sample_tokens;
   // Of each row. One whose id differs from the row's was released since.
   std::vector<Sequence*> sequences;
   std::vector<std::pair<Sequence*, int64_t>> swapped_out;  // with their ids
 
-  Plan(size_t max_tokens, size_t max_seqs, size_t num_groups);
+  Plan(size_t max_tokens, size_t max_seqs, size_t max_samples, size_t num_groups);
 };
 
 struct Finished {
@@ -203,6 +216,12 @@ class Scheduler {
   int32_t num_in_flight() const { return num_in_flight_; }
   std::vector<Plan>& plans() { return plans_; }
   SchedulerStats stats() const;
+  const DraftStats& draft_stats() const { return draft_stats_; }
+  // What steps take, by which drafts are made.
+  void set_step_cost(const StepCost& cost) { step_cost_ = cost; }
+  int32_t max_samples() const { return config_.max_num_seqs + config_.drafts.num_slots; }
+  // Of the step that was booked last, which samples count; in a step without drafts all do, and this is empty.
+  const std::vector<int32_t>& kept() const { return kept_; }
   kv::BlockStats block_stats() const { return blocks_.stats(); }
   void reset_prefix_cache() { blocks_.reset_prefix_cache(); }
   // The first invariant that does not hold, or an empty string. Slow; for tests.
@@ -254,7 +273,12 @@ class Scheduler {
   AllocStatus admit(Sequence& sequence, bool is_reserved = false);
   void admit_beams(const Sequence& first);
   void emit_decode(Sequence& sequence, int32_t row);
+  int32_t plan_drafts(Sequence& sequence);
+  bool awaits_drafts(Sequence& sequence);
+  void emit_drafted(Sequence& sequence, int32_t num_drafts);
   void complete_decodes();
+  int32_t emit_tokens(Sequence& sequence, int32_t length);
+  void emit_sample(const Sequence& sequence, int32_t row, int32_t token, int32_t position);
   void emit_chunk(Sequence& sequence, int32_t length);
   int64_t slots_wanted(int64_t num_tokens) const;
   // Slots of the pool that one sequence can fill: it takes a block of each group.
@@ -275,6 +299,7 @@ class Scheduler {
   void take_state_row(Sequence& sequence);
 
   Plan& take_oldest();
+  void book_drafted(const Plan& plan, int32_t row, int32_t sample, const int64_t* sampled);
   void computed(Sequence& sequence, int32_t num_computed);
   void accept(Sequence& sequence, int32_t token);
   void append(Sequence& sequence, int32_t token);
@@ -312,9 +337,15 @@ class Scheduler {
   bool may_admit_ = true;  // nothing was preempted in this step
   bool has_prefills_ = false;
   bool has_decodes_ = false;  // in this step, or waiting for the token of one in flight
+  StepCost step_cost_;
+  Trust trust_ = initial_trust();
+  DraftStats draft_stats_;
+  std::vector<int32_t> kept_;
   std::vector<BlockPair> next_row_copies_;  // row_copies of the next plan
   bool has_ended_ = false;  // running_ holds sequences that are no longer running
   int32_t budget_ = 0;
+  int32_t draft_slots_ = 0;      // that the step has left
+  std::vector<Chunk> drafted_;   // sequences with this many drafts, emitted after the decodes
   std::vector<Chunk> planned_;  // prefill chunks of this step, emitted after the decodes
   Finished finished_;
   SchedulerStats stats_;

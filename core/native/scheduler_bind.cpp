@@ -11,6 +11,7 @@ namespace {
 
 namespace py = pybind11;
 using kv::BlockStats;
+using scheduler::DraftStats;
 using scheduler::BlockPair;
 using scheduler::Finished;
 using scheduler::FinishReason;
@@ -48,6 +49,11 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "long_prefill_token_threshold", config.long_prefill_token_threshold);
   take(settings, "mixed_prefill_budget", config.mixed_prefill_tokens);
   take(settings, "num_lookahead_slots", config.num_lookahead_slots);
+  take(settings, "num_speculative_tokens", config.drafts.num_tokens);
+  take(settings, "num_draft_slots", config.drafts.num_slots);
+  take(settings, "prompt_lookup_min", config.drafts.lookup_min);
+  take(settings, "prompt_lookup_max", config.drafts.lookup_max);
+  take(settings, "vocab_size", config.drafts.vocab_size);
   take(settings, "steps_in_flight", config.steps_in_flight);
   take(settings, "swap_seconds_per_block", config.swap_seconds_per_block);
   take(settings, "recompute_seconds_per_token", config.recompute_seconds_per_token);
@@ -90,14 +96,14 @@ py::array_t<int32_t> copy_tokens(const Sequence& sequence, int32_t from) {
   return py::array_t<int32_t>(sequence.num_tokens - first, sequence.tokens + first);
 }
 
-// ((tokens, sequences, decodes, samples), whether anything moves, which of the plans), or None.
+// ((tokens, sequences, decodes, samples, sequences with drafts), whether anything moves, which of the plans), or None.
 py::object schedule(Scheduler& self) {
   const Plan* plan = self.schedule();
   if (plan == nullptr) return py::none();
   const StepCounts& step = plan->counts;
   const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.row_copies.empty() &&
                        self.preempted.empty());
-  return py::make_tuple(py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples), moves,
+  return py::make_tuple(py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples, step.num_drafted), moves,
                         plan - self.plans().data());
 }
 
@@ -105,14 +111,16 @@ py::object schedule(Scheduler& self) {
 py::list buffers(const py::object& owner) {
   auto& self = owner.cast<Scheduler&>();
   const py::ssize_t seqs = self.config().max_num_seqs, tokens = self.config().max_num_batched_tokens;
+  const py::ssize_t samples = self.max_samples();
   py::list plans;
   for (Plan& plan : self.plans())
     plans.append(py::make_tuple(view(owner, plan.token_ids, {tokens}), view(owner, plan.positions, {tokens}),
                                 view(owner, plan.slot_mapping, {tokens}), view(owner, plan.query_start, {seqs + 1}),
                                 view(owner, plan.context_lens, {seqs}), view(owner, plan.rows, {seqs}),
                                 view(owner, plan.state_rows, {seqs}), view(owner, plan.seq_ids, {seqs}),
-                                view(owner, plan.sample_rows, {seqs}), view(owner, plan.sample_seq_ids, {seqs}),
-                                view(owner, plan.sample_state_rows, {seqs}), view(owner, plan.sample_positions, {seqs})));
+                                view(owner, plan.sample_rows, {samples}), view(owner, plan.sample_seq_ids, {samples}),
+                                view(owner, plan.sample_state_rows, {samples}), view(owner, plan.sample_positions, {samples}),
+                                view(owner, plan.sample_tokens, {samples})));
   return plans;
 }
 
@@ -168,13 +176,19 @@ void bind_scheduler(py::module_& m) {
       .def_readonly("preemptions_by_swap", &SchedulerStats::preemptions_by_swap)
       .def_readonly("preemptions_by_recompute", &SchedulerStats::preemptions_by_recompute);
 
+  py::class_<DraftStats>(m, "DraftStats")
+      .def_readonly("num_drafts", &DraftStats::num_drafts)
+      .def_readonly("num_draft_tokens", &DraftStats::num_draft_tokens)
+      .def_readonly("num_accepted_tokens", &DraftStats::num_accepted_tokens)
+      .def_readonly("accepted_at", &DraftStats::accepted_at);
+
   py::class_<Scheduler>(m, "SchedulerCore")
       .def(py::init([](const py::object& given) { return std::make_unique<Scheduler>(config_from(given)); }),
            py::arg("config"))
       .def("add_request",
            [](Scheduler& self, py::object prompt, int64_t token_limit, int32_t n, int64_t max_tokens, int64_t min_tokens,
               std::vector<int32_t> stop_token_ids, int32_t priority, int64_t arrival, std::string salt,
-              bool skip_prefix_cache, bool pooling, bool plan_ahead, bool beams) {
+              int64_t max_cached_tokens, bool pooling, bool plan_ahead, bool beams, bool drafts) {
              Request request;
              request.prompt = token_ids_from(prompt, token_limit, std::min(max_tokens, scheduler::kReservedOutput));
              request.n = n;
@@ -184,10 +198,11 @@ void bind_scheduler(py::module_& m) {
              request.priority = priority;
              request.arrival = arrival;
              request.salt = std::move(salt);
-             request.skip_prefix_cache = skip_prefix_cache;
+             request.max_cached_tokens = max_cached_tokens;
              request.pooling = pooling;
              request.plan_ahead = plan_ahead;
              request.beams = beams;
+             request.drafts = drafts;
              return self.add_request(std::move(request));
            })
       .def("schedule", &schedule)
@@ -234,6 +249,15 @@ void bind_scheduler(py::module_& m) {
              return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies), pairs(self.row_copies),
                                    py::array_t<int64_t>(static_cast<py::ssize_t>(self.preempted.size()), self.preempted.data()));
            })
+      .def("kept",
+           [](const Scheduler& self) {
+             const std::vector<int32_t>& kept = self.kept();
+             return py::array_t<int32_t>(static_cast<py::ssize_t>(kept.size()), kept.data());
+           })
+      .def("set_step_cost",
+           [](Scheduler& self, double fixed, double per_token) { self.set_step_cost({fixed, per_token}); },
+           py::arg("fixed"), py::arg("per_token"))
+      .def("draft_stats", &Scheduler::draft_stats)
       .def("stats", &Scheduler::stats)
       .def("block_stats", &Scheduler::block_stats)
       .def("reset_prefix_cache", &Scheduler::reset_prefix_cache)
