@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import dspy
 import httpx
+import outlines
 import pytest
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from openai import OpenAI as OpenAIClient
+from pydantic import BaseModel, Field
 
 from hardpoint_conformance.tiny_model import demo_file
 from tests.server.test_command import command
@@ -23,7 +28,7 @@ from tests.server.test_command import command
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices otherwise
 
 QUESTION, PROMPT = "What is the capital of France?", "The capital of France is"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +42,8 @@ def expected(url: str) -> tuple[str, str]:
     """The answer to the question, and how the prompt goes on, as they come without any client."""
     asked: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 8}
     messages = [{"role": "user", "content": QUESTION}]
-    answer = httpx.post(f"{url}/v1/chat/completions", json=asked | {"messages": messages}, timeout=60).json()
-    text = httpx.post(f"{url}/v1/completions", json=asked | {"prompt": PROMPT}, timeout=60).json()
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked | {"messages": messages}, timeout=240).json()
+    text = httpx.post(f"{url}/v1/completions", json=asked | {"prompt": PROMPT}, timeout=240).json()
     assert "Paris" in text["choices"][0]["text"]
     return answer["choices"][0]["message"]["content"], text["choices"][0]["text"]
 
@@ -126,6 +131,42 @@ def test_lm_eval_scores_through_local_completions(
     run("lm_eval", "run", "--model", "local-completions", "--model_args", model, *where, environment=environment)
     (results,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(results.read_text())["results"]["capitals"]["acc,none"] == 1.0
+
+
+class Capital(BaseModel):
+    country: Literal["France", "Italy"]
+    city: str = Field(max_length=12)
+
+
+def test_outlines(url: str) -> None:
+    """Its model for vLLM's server: a JSON schema, a choice, a regular expression, and a stream of one."""
+    client = OpenAIClient(base_url=f"{url}/v1", api_key="none")
+    model = outlines.from_vllm(client, "demo")
+    asked: dict[str, Any] = {"max_tokens": 48, "temperature": 0}
+    answer = model(f"{QUESTION} Answer in JSON.", Capital, **asked)
+    assert isinstance(answer, str)
+    assert Capital.model_validate_json(answer).country in ("France", "Italy")
+    assert model(QUESTION, Literal["Rome", "Paris"], **asked) == "Paris"
+    year = outlines.regex("[12][0-9]{3}")
+    found = model("In which year did the First World War begin?", year, **asked)
+    assert isinstance(found, str)
+    assert re.fullmatch("[12][0-9]{3}", found)
+    assert "".join(model.stream("In which year did the First World War begin?", year, **asked)) == found
+
+
+def test_dspy(url: str) -> None:
+    """A signature's fields as JSON, which the server holds to a schema: of a model that it does not know, dspy asks none itself."""
+
+    class Answer(BaseModel):
+        capital: Literal["Rome", "Paris"]
+
+    where: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 64}
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
+    model = dspy.LM("openai/demo", cache=False, num_retries=0, response_format=schema, **where)
+    with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
+        answer = dspy.Predict("question -> capital: Literal['Rome', 'Paris']")(question=QUESTION)
+    assert answer.capital in ("Rome", "Paris")
+    assert model.history[-1]["usage"]["completion_tokens"] > 0
 
 
 def test_guidellm(url: str, tokenizer: str, environment: dict[str, str], tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.picture_models import save_picture_model
+
 COMMIT = "0" * 40
 
 CHAT_TEMPLATE = """{% for tool in tools or [] %}tool {{ tool.function.name }}
@@ -26,27 +28,40 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
     "tiny/llama": {"model_type": "llama"},
     "tiny/mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "tiny/mistral": {"model_type": "mistral", "sliding_window": 32},
+    "tiny/reranker": {"model_type": "qwen3"},
 }
+_LABELS = {"id2label": {0: "low", 1: "middle", 2: "high"}, "num_key_value_heads": 4}
+HEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "tiny/classifier": ("SequenceClassification", _LABELS),
+    "tiny/cross-encoder": ("SequenceClassification", {"num_labels": 1, "num_key_value_heads": 4}),
+    "tiny/entities": ("TokenClassification", _LABELS),
+}
+"""Encoders with a head that labels texts or tokens."""
+
+PICTURES = "tiny/idefics3"
 
 
 def write_cache(cache: Path) -> None:
     """Write all models into a cache as huggingface_hub keeps it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    tokenizer = _tokenizer()
-    for name, changes in DECODERS.items():
+    made = {name: ("CausalLM", changes) for name, changes in DECODERS.items()}
+    made |= {name: (head, {"model_type": "bert", **changes}) for name, (head, changes) in HEADS.items()}
+    for name, (kind, changes) in made.items():
         folder = _snapshot(cache, name)
         torch.manual_seed(0)
-        values = {**SHAPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **changes}
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        vocab_size = write_tokenizer(folder, pairs=name in HEADS)
+        values = {**SHAPE, "vocab_size": vocab_size, "eos_token_id": vocab_size - 1, **changes}
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        model_class = getattr(transformers, f"AutoModelFor{kind}")
+        model_class.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    save_picture_model(_snapshot(cache, PICTURES))
 
 
 def snapshots(cache: Path) -> dict[str, str]:
     """Return the models' ids by the folders in which they lie."""
-    return {str(_folder(cache, name)): name for name in DECODERS}
+    return {str(_folder(cache, name)): name for name in (*DECODERS, *HEADS, PICTURES)}
 
 
 def _folder(cache: Path, name: str) -> Path:
@@ -63,19 +78,31 @@ def _snapshot(cache: Path, name: str) -> Path:
     return folder
 
 
-def _tokenizer() -> Any:
-    """Return a tokenizer of bytes, which writes any text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def write_tokenizer(folder: Path, *, pairs: bool = False) -> int:
+    """Write a tokenizer of bytes, which writes any text, and return how many tokens it has.
+
+    Args:
+        pairs: two texts have `</s>` between them, and tokens of two types.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    made.add_special_tokens(["<pad>", "<s>", "</s>"])
+    if pairs:
+        separator = [("</s>", made.token_to_id("</s>"))]
+        made.post_processor = processors.TemplateProcessing(
+            single="$A:0", pair="$A:0 </s>:0 $B:1", special_tokens=separator
+        )
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
         chat_template=CHAT_TEMPLATE,
     )
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)

@@ -55,7 +55,13 @@ def run_scripts(scripts: Sequence[Path] = SCRIPTS) -> list[Run]:
         cache, reports = Path(folder) / "cache", Path(folder) / "reports"
         reports.mkdir()
         write_cache(cache)
-        variables = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HARDPOINT_BACKEND": "cpu", "PYTHONPATH": ""}
+        variables = {
+            "HF_HUB_CACHE": str(cache),
+            "HF_HUB_OFFLINE": "1",
+            "HARDPOINT_BACKEND": "cpu",
+            "PYTHONPATH": "",
+            "OMP_WAIT_POLICY": "passive",  # as ranks have it, which are forks of what reads it
+        }
         subprocess.run(
             [sys.executable, "-m", "tests.vllm_scripts.warm", str(reports), *map(str, scripts)],
             env=os.environ | variables,

@@ -55,7 +55,7 @@ def test_commands_run_on_the_scripts_beside_them(tmp_path: Path) -> None:
             python, *arguments = command.split()
             assert python == "python"
             done = subprocess.run(
-                [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100
+                [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240
             )
             assert done.returncode == 0, done.stderr
             assert "Paris" in done.stdout

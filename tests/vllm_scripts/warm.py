@@ -1,12 +1,13 @@
 """`python -m tests.vllm_scripts.warm FOLDER SCRIPT...` runs each script in a process of its own, forked from this one.
 
-A fork has torch and this engine imported, which would take most of a short script's time; it shares nothing else. What it printed and
-what became of it is written to FOLDER, one JSON file for each script.
+A fork has torch and this engine imported, which would take most of a short script's time, and so have its ranks; it shares nothing else.
+What it printed and what became of it is written to FOLDER, one JSON file for each script.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -16,7 +17,9 @@ import threading
 import traceback
 from pathlib import Path
 
-SECONDS = 100
+from tests.warm_processes import WarmPopen, children_by, start_server
+
+SECONDS = 240
 """Most time that a script may take."""
 
 
@@ -31,9 +34,11 @@ def _run(script: Path, report: Path) -> None:
         os.dup2(output.fileno(), 2)
     sys.argv = [str(script)]
     sys.path[0] = str(script.parent)
+    start_server()
     error: BaseException | None = None
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with children_by(WarmPopen):
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         error = ended if ended.code else None
     except BaseException as raised:
@@ -73,6 +78,9 @@ def main() -> None:
     installed().records("cpu")
     # A thread would be missing in a fork, with whatever it holds.
     assert threading.active_count() == 1, threading.enumerate()
+    # A garbage collection in a fork does not go through what all share, nor copy its pages.
+    gc.collect()
+    gc.freeze()
     for script in scripts:
         report = folder / f"{script.stem}.json"
         process = os.fork()

@@ -2,4 +2,5 @@
 
 from vllm import LLM
 
-LLM("tiny/llama", hf_overrides={"num_hidden_layers": 1})
+llm = LLM("tiny/llama", hf_overrides={"max_position_embeddings": 2048})
+assert llm.llm_engine.model_config.max_model_len == 2048

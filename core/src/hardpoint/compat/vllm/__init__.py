@@ -10,11 +10,14 @@ import sys
 
 from hardpoint import (
     BeamSearchParams,
+    ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingRequestOutput,
-    PoolingParams,
+    EmbedsPrompt,
+    PoolingRequestOutput,
     RequestOutput,
     RequestOutputKind,
+    ScoringRequestOutput,
     TextPrompt,
     TokensPrompt,
 )
@@ -22,7 +25,7 @@ from hardpoint.compat.vllm import paths
 from hardpoint.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from hardpoint.compat.vllm.engines import AsyncLLM, LLMEngine
 from hardpoint.compat.vllm.llm import LLM
-from hardpoint.compat.vllm.requests import LoRARequest, SamplingParams, StructuredOutputsParams
+from hardpoint.compat.vllm.requests import LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
 from hardpoint.compat.vllm.tools import (
     Counter,
     UsageContext,
@@ -36,7 +39,7 @@ from hardpoint.compat.vllm.tools import (
     trainer_init,
 )
 from hardpoint.engine.inputs import Prompt as PromptType
-from hardpoint.engine.outputs import EmbeddingOutput
+from hardpoint.engine.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, ScoringOutput
 from hardpoint.interfaces.errors import ConfigError
 
 __all__ = [
@@ -45,20 +48,27 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Counter",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

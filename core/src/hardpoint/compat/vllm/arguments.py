@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from hardpoint import EngineConfig
-from hardpoint.compat.vllm.requests import NO_ADAPTERS
+from hardpoint.interfaces.blocks import Quantization
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.validation import did_you_mean, shown
 
@@ -32,10 +33,9 @@ _QUIET = frozenset(
             "show_hidden_metrics_for_version",
             "use_tqdm_on_load",
         ),
-        *("max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras", "lora_dtype", "lora_extra_vocab_size"),
-        *("limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type"),
-        *("disable_mm_preprocessor_cache", "skip_mm_profiling", "interleave_mm_strings", "media_io_kwargs"),
-        *("allowed_local_media_path", "allowed_media_domains", "language_model_only", "chat_template"),
+        *("fully_sharded_loras", "lora_dtype", "lora_extra_vocab_size"),
+        *("mm_processor_cache_gb", "mm_processor_cache_type", "disable_mm_preprocessor_cache", "skip_mm_profiling"),
+        "chat_template",
     }
 )
 """Arguments about logs, or about what is refused elsewhere where it is asked for: any value is taken."""
@@ -54,40 +54,41 @@ _TUNING = frozenset(
 )
 """Arguments that tune how vLLM computes, and not what: any value is taken, and said to have no effect."""
 
-_ONE_ENGINE = "Start one engine for each part, or serve replicas (docs/ranks.md)"
+_BY_THE_FIRST = "The first process starts the engines of data_parallel_size: start the script once, without a rank"
+_STORED_AS = ("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin")
+"""vLLM's names of formats whose weights are multiplied by as they are stored, where the backend can."""
 _FROM_CHECKPOINT = "Weights are used as the checkpoint stores them: give a checkpoint that is quantised so"
 _PER_REQUEST = "Pass functions with each request: SamplingParams(logits_processors=[...])"
 
 _REFUSED: Mapping[str, str] = {
     "additional_config": "There are no plugins of the platform to configure: leave it out",
+    "allowed_media_domains": "Give pictures as data: URLs, as PIL images, or as files below allowed_local_media_path",
     "code_revision": "Give revision, which is of the model and its code",
     "config_format": "Configurations are read as Hugging Face writes them, and of GGUF files",
-    "convert": "Leave it out: a checkpoint's own head decides",
     "cpu_offload_gb": "Weights are on the device as a whole: choose a smaller or quantised checkpoint, or more ranks",
-    "data_parallel_backend": _ONE_ENGINE,
-    "data_parallel_rank": _ONE_ENGINE,
-    "data_parallel_size": _ONE_ENGINE,
+    "data_parallel_rank": _BY_THE_FIRST,
     "decode_context_parallel_size": "Use tensor_parallel_size or pipeline_parallel_size",
     "disable_sliding_window": "Layers see the window that the model has: leave it out",
     "ec_transfer_config": "Encoders run in the engine: leave it out",
     "enable_dbo": "Leave it out",
     "enable_eplb": "Leave it out",
     "enable_expert_parallel": "Use tensor_parallel_size, by which experts are divided, too",
-    "enable_lora": NO_ADAPTERS,
-    "enable_prompt_embeds": "Give text or token ids",
     "enable_reasoning": "Use StructuredOutputsParams(after='</think>'), or the server, which tells reasoning from answers",
     "hf_config_path": "Give a folder that holds the configuration and the weights",
-    "hf_overrides": "Edit config.json in a copy of the model's folder, and give that",
     "hf_token": "Set HF_TOKEN in the environment",
+    "interleave_mm_strings": "Leave it out: the chat template puts pictures where the message has them",
     "io_processor_plugin": "Prepare the data before the call",
     "kv_cache_memory_bytes": "Give num_gpu_blocks_override, or gpu_memory_utilization",
     "kv_events_config": "Leave it out: the server's metrics say what the prefix cache does",
     "kv_offloading_size": "Give swap_space, to which preempted requests go",
     "kv_sharing_fast_prefill": "Leave it out",
     "kv_transfer_config": "Prefill and decode run in one engine: leave it out",
+    "language_model_only": "Give limit_mm_per_prompt={'image': 0} to take no pictures",
     "logits_processor_pattern": _PER_REQUEST,
     "logits_processors": _PER_REQUEST,
+    "media_io_kwargs": "Prepare the pictures before the call",
     "mm_encoder_only": "Leave it out",
+    "mm_processor_kwargs": "Edit preprocessor_config.json in a copy of the model's folder, and give that",
     "nnodes": "Ranks on several machines run over Ray: distributed_executor_backend='ray'",
     "node_rank": "Ranks on several machines run over Ray: distributed_executor_backend='ray'",
     "override_generation_config": "Give SamplingParams with the request, or generation_config, a folder with another such file",
@@ -95,14 +96,13 @@ _REFUSED: Mapping[str, str] = {
     "override_pooler_config": "Give PoolingParams with the request",
     "pooler_config": "Give PoolingParams with the request",
     "prefill_context_parallel_size": "Use tensor_parallel_size or pipeline_parallel_size",
-    "quantization": _FROM_CHECKPOINT,
+    "profiler_config": "Give it to LLM, or set VLLM_TORCH_PROFILER_DIR",
     "quantization_config": _FROM_CHECKPOINT,
     "reasoning_parser": "Use StructuredOutputsParams(after='</think>'), or the server, which tells reasoning from answers",
     "rope_scaling": "Edit config.json in a copy of the model's folder, and give that",
     "rope_theta": "Edit config.json in a copy of the model's folder, and give that",
     "scheduler_cls": "Give scheduling_policy and the other settings of the scheduler",
-    "speculative_config": "Each token is computed by the model itself: leave it out",
-    "speculative_model": "Each token is computed by the model itself: leave it out",
+    "speculative_model": "Give speculative_config={'method': 'ngram'}",
     "tokenizer_revision": "Give tokenizer, a folder with the other one",
     "weight_transfer_config": "Use update_weights with (name, tensor) pairs, or reload_weights",
     "worker_cls": "Write a backend (docs/adding-a-device.md)",
@@ -112,10 +112,7 @@ _REFUSED: Mapping[str, str] = {
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
-    "convert": ("auto", "none"),
     "hf_token": (True,),
-    "data_parallel_backend": ("mp",),
-    "data_parallel_size": (1,),
     "decode_context_parallel_size": (1,),
     "nnodes": (1,),
     "prefill_context_parallel_size": (1,),
@@ -124,9 +121,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _ASKS_NOTHING: tuple[Any, ...] = (False, 0, 0.0, "", {}, [], (), set())
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "data_parallel_backend": ("mp", "ray"),
     "model_impl": ("auto", "vllm"),
-    "runner": ("auto", "generate", "pooling"),
-    "task": ("auto", "generate", "embed", "embedding"),
+    "task": ("auto", "generate", "embed", "embedding", "classify", "score", "reward"),
     "tokenizer_mode": ("auto", "hf"),
 }
 """Arguments of which some values are what this engine does anyway."""
@@ -156,6 +153,8 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _REFUSED:
             if not _is_in(value, _NEUTRAL.get(name, ()) + _ASKS_NOTHING):
                 raise ConfigError(f"{name} is not supported", found=f"{name}={shown(value)}", hint=_REFUSED[name])
+        elif name == "quantization":
+            settings[name] = _quantization(value)
         elif name in _NAMES:
             settings[name] = value
         else:
@@ -165,13 +164,30 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
     if without_effect:
         _log.warning("without effect here: %s", ", ".join(sorted(without_effect)))
-    _place_ranks(settings)
+    _place_ranks(
+        settings, arguments.get("data_parallel_backend") == "ray" and settings.get("data_parallel_size", 1) != 1
+    )
     if isinstance(settings.get("device"), str):
         # vLLM's name of a kind of device is that of a backend.
         settings["backend"] = settings.pop("device")
         if settings["backend"] == "auto":
             del settings["backend"]
     return settings
+
+
+def profile_folder(config: Any) -> str | None:
+    """Return the folder of profiles that vLLM's `profiler_config` names, else VLLM_TORCH_PROFILER_DIR; raises ConfigError."""
+    if config is None:
+        return os.environ.get("VLLM_TORCH_PROFILER_DIR")
+    values = dict(config) if isinstance(config, Mapping) else {}
+    kind, folder = values.pop("profiler", None), values.pop("torch_profiler_dir", None)
+    if kind != "torch" or values or not isinstance(folder, str):
+        raise ConfigError(
+            "profiler_config is not supported as given",
+            found=f"profiler_config={shown(config)}",
+            hint="Give {'profiler': 'torch', 'torch_profiler_dir': FOLDER}",
+        )
+    return folder
 
 
 def choose(name: str, value: Any, known: tuple[Any, ...]) -> Any:
@@ -181,7 +197,27 @@ def choose(name: str, value: Any, known: tuple[Any, ...]) -> Any:
     return value
 
 
-def _place_ranks(settings: dict[str, Any]) -> None:
+def _quantization(name: Any) -> Any:
+    """Return the engine's setting for vLLM's name of a checkpoint's format; raises ConfigError."""
+    if name in _STORED_AS:
+        return Quantization.AUTO.value
+    if name not in set(Quantization):
+        known = ", ".join((*_STORED_AS, Quantization.INT8, Quantization.INT4))
+        raise ConfigError(
+            "quantization is not supported as given", found=f"quantization={shown(name)}", hint=f"Use one of: {known}"
+        )
+    return name
+
+
+def _place_ranks(settings: dict[str, Any], engines_on_ray: bool) -> None:
+    if engines_on_ray:
+        if settings.setdefault("distributed_executor_backend", "ray") != "ray":
+            raise ConfigError(
+                "engines of a Ray cluster have their ranks in it",
+                found=f"data_parallel_backend='ray', distributed_executor_backend={shown(settings['distributed_executor_backend'])}",
+                hint="Leave distributed_executor_backend out",
+            )
+        return
     if settings.get("distributed_executor_backend") != "external_launcher":
         return
     if settings.get("tensor_parallel_size", 1) != 1 or settings.get("pipeline_parallel_size", 1) != 1:

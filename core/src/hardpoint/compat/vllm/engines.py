@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import hardpoint
-from hardpoint import EngineConfig, PoolingParams, RequestOutput, SamplingParams
-from hardpoint.compat.vllm.arguments import engine_settings
+from hardpoint import EngineConfig, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
+from hardpoint.compat.vllm.arguments import engine_settings, profile_folder
 from hardpoint.compat.vllm.engine_args import arguments_of
+from hardpoint.compat.vllm.metrics import Metric, under_their_names
 from hardpoint.compat.vllm.requests import check_options
 from hardpoint.engine.inputs import Prompt
+from hardpoint.engine.outputs import PoolingOutput
 from hardpoint.interfaces.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,6 +44,13 @@ def call_on_rank(
     return [getattr(engine, method)(*args, **(kwargs or {}))]
 
 
+def with_tensor(output: PoolingRequestOutput[Any]) -> PoolingRequestOutput[Any]:
+    """Return a pooling request's result with its data as a tensor of torch, which vLLM's users expect there."""
+    import torch
+
+    return replace(output, outputs=PoolingOutput(torch.from_numpy(output.outputs.data)))  # type: ignore[arg-type]
+
+
 class LLMEngine:
     """`hardpoint.LLMEngine` under vLLM's names; what is not written here is its own."""
 
@@ -68,14 +78,23 @@ class LLMEngine:
         params: SamplingParams | PoolingParams,
         *,
         priority: int = 0,
+        lora_request: Any = None,
         **options: Any,
     ) -> None:
         """Queue a request, whose outputs `step` returns; see `hardpoint.LLMEngine.add_request`."""
-        check_options({name: value for name, value in options.items() if name != "arrival_time"})
+        check_options({name: value for name, value in options.items() if name != "arrival_time"}, self.add_request)
         if isinstance(params, PoolingParams):
-            self._engine.add_embedding_request(request_id, prompt, params)
+            self._engine.add_pooling_request(request_id, prompt, params)
         else:
-            self._engine.add_request(request_id, prompt, params, priority=priority)
+            self._engine.add_request(request_id, prompt, params, priority=priority, lora_request=lora_request)
+
+    def start_profile(self) -> None:
+        """Record what every rank does, in the folder of VLLM_TORCH_PROFILER_DIR; see `hardpoint.LLM.start_profile`."""
+        self._engine.start_profile(profile_folder(None))
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics under vLLM's names; see `hardpoint.LLM.get_metrics`."""
+        return under_their_names(self._engine.get_metrics())
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer."""
@@ -130,18 +149,19 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: Any = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield its outputs as they come; see `hardpoint.AsyncLLM.generate`."""
-        check_options(options)
-        return self._engine.generate(prompt, sampling_params, request_id, priority=priority)
+        check_options(options, self.generate)
+        return self._engine.generate(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Yield the embedding of a prompt."""
-        check_options(options)
-        yield await self._engine.embed(prompt, pooling_params, request_id)
+        """Yield what is made of a prompt's hidden states; see `hardpoint.AsyncLLM.encode`."""
+        check_options(options, self.encode)
+        yield with_tensor(await self._engine.encode(prompt, pooling_params, request_id))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; whoever reads one gets what was streamed of it."""
@@ -169,6 +189,10 @@ class AsyncLLM:
     async def is_paused(self) -> bool:
         """Return whether the engine computes no steps."""
         return await self._engine.is_sleeping()
+
+    async def start_profile(self) -> None:
+        """Record what every rank does, in the folder of VLLM_TORCH_PROFILER_DIR; see `hardpoint.LLM.start_profile`."""
+        await self._engine.start_profile(profile_folder(None))
 
     async def check_health(self) -> None:
         """Raise EngineDead where the engine cannot go on."""

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import hardpoint
-from hardpoint import RequestOutput
-from hardpoint.compat.vllm.arguments import choose, engine_settings
+from hardpoint import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from hardpoint.compat.vllm.arguments import choose, engine_settings, profile_folder
 from hardpoint.compat.vllm.engine_args import arguments_of
-from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank
+from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank, with_tensor
+from hardpoint.compat.vllm.metrics import Metric, under_their_names
 from hardpoint.compat.vllm.requests import check_options
 from hardpoint.engine.inputs import Message, Prompt
 from hardpoint.interfaces.errors import ConfigError
@@ -31,6 +38,7 @@ class LLM(hardpoint.LLM):
 
     def __init__(self, model: str, **arguments: Any) -> None:
         given = {name: value for name, value in arguments.items() if value is not None}
+        self._profiles = profile_folder(given.pop("profiler_config", None))
         self._chat_template = _template(given.pop("chat_template", None))
         super().__init__(model, **engine_settings(given))
 
@@ -54,18 +62,22 @@ class LLM(hardpoint.LLM):
         sampling_params: hardpoint.SamplingParams | Sequence[hardpoint.SamplingParams] | None = None,
         *,
         use_tqdm: Any = True,
+        lora_request: Any = None,
         priority: Any = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; see `hardpoint.LLM.generate`."""
-        check_options(options)
-        return super().generate(prompts, sampling_params, use_tqdm=bool(use_tqdm), priority=priority)
+        check_options(options, self.generate)
+        return super().generate(
+            prompts, sampling_params, use_tqdm=bool(use_tqdm), lora_request=lora_request, priority=priority
+        )
 
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Iterable[Message]],
         sampling_params: hardpoint.SamplingParams | Sequence[hardpoint.SamplingParams] | None = None,
         use_tqdm: Any = True,
+        lora_request: Any = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -77,11 +89,12 @@ class LLM(hardpoint.LLM):
     ) -> list[RequestOutput]:
         """Answer conversations; see `hardpoint.LLM.chat`."""
         choose("chat_template_content_format", chat_template_content_format, ("auto", "string"))
-        check_options(options)
+        check_options(options, self.chat)
         return super().chat(
             messages,
             sampling_params,
             use_tqdm=bool(use_tqdm),
+            lora_request=lora_request,
             chat_template=chat_template or self._chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -89,6 +102,71 @@ class LLM(hardpoint.LLM):
             chat_template_kwargs=chat_template_kwargs,
             priority=priority,
         )
+
+    def encode(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: hardpoint.PoolingParams | Sequence[hardpoint.PoolingParams] | None = None,
+        *,
+        use_tqdm: Any = True,
+        pooling_task: str | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """Return what is made of prompts' hidden states, as tensors of torch; see `hardpoint.LLM.encode`."""
+        check_options(options, self.encode)
+        found = super().encode(prompts, pooling_params, pooling_task=pooling_task, use_tqdm=bool(use_tqdm))
+        return [with_tensor(one) for one in found]
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: hardpoint.PoolingParams | Sequence[hardpoint.PoolingParams] | None = None,
+        *,
+        use_tqdm: Any = True,
+        **options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return embeddings; see `hardpoint.LLM.embed`."""
+        check_options(options, self.embed)
+        found = super().encode(prompts, pooling_params, pooling_task="embed", use_tqdm=bool(use_tqdm))
+        return [EmbeddingRequestOutput.from_base(one) for one in found]
+
+    def classify(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: hardpoint.PoolingParams | Sequence[hardpoint.PoolingParams] | None = None,
+        *,
+        use_tqdm: Any = True,
+        **options: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of prompts' labels; see `hardpoint.LLM.classify`."""
+        check_options(options, self.classify)
+        found = super().encode(prompts, pooling_params, pooling_task="classify", use_tqdm=bool(use_tqdm))
+        return [ClassificationRequestOutput.from_base(one) for one in found]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        pooling_params: hardpoint.PoolingParams | None = None,
+        chat_template: str | None = None,
+        use_tqdm: Any = True,
+        **options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts fit; see `hardpoint.LLM.score`."""
+        check_options(options, self.score)
+        return super().score(
+            data_1, data_2, pooling_params=pooling_params, chat_template=chat_template, use_tqdm=bool(use_tqdm)
+        )
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record what every rank does; without a folder, in that of `profiler_config` or of VLLM_TORCH_PROFILER_DIR."""
+        super().start_profile(folder or self._profiles)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics under vLLM's names; see `hardpoint.LLM.get_metrics`."""
+        return under_their_names(super().get_metrics())
 
     def collective_rpc(
         self,

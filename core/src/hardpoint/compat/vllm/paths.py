@@ -13,7 +13,17 @@ from typing import Any
 HOME = "hardpoint.compat.vllm"
 
 _PARAMS = ("BeamSearchParams", "SamplingParams", "RequestOutputKind", "StructuredOutputsParams", "GuidedDecodingParams")
-_PROMPTS = ("PromptType", "TextPrompt", "TokensPrompt")
+_OUTPUTS = (
+    *(
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+    ),
+    *("PoolingOutput", "PoolingRequestOutput", "RequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+)
+_PROMPTS = ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt")
 _ENGINE_ARGS = ("AsyncEngineArgs", "EngineArgs")
 _ASYNC = ("AsyncLLM", "AsyncLLMEngine")
 _NETWORK = ("get_ip", "get_open_port")
@@ -37,7 +47,7 @@ _MODULES: Mapping[str, Sequence[str]] = {
     "logger": ("init_logger",),
     "lora": (),
     "lora.request": ("LoRARequest",),
-    "outputs": ("CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "RequestOutput"),
+    "outputs": _OUTPUTS,
     "pooling_params": ("PoolingParams",),
     "sampling_params": _PARAMS,
     "tokenizers": ("get_tokenizer",),
@@ -53,10 +63,12 @@ _MODULES: Mapping[str, Sequence[str]] = {
     "v1.engine": (),
     "v1.engine.async_llm": _ASYNC,
     "v1.engine.llm_engine": ("LLMEngine",),
+    "v1.metrics": (),
+    "v1.metrics.reader": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
 }
 
 _REFUSED: Mapping[str, str] = {
-    "assets": "Text only is taken: there are no sample pictures, sounds and films",
+    "assets": "There are no sample pictures, sounds and films: open pictures with Pillow",
     "benchmarks": "`hardpoint bench` measures, offline and of a server",
     "compilation": "There is nothing to configure: leave it out",
     "config": "Give the engine's arguments themselves, and PoolingParams with a request",
@@ -64,7 +76,7 @@ _REFUSED: Mapping[str, str] = {
     "entrypoints.openai": "`hardpoint serve MODEL` is the server",
     "envs": "Settings are arguments, or variables of the environment that begin with HARDPOINT_",
     "model_executor": "Models are those of `hardpoint.models`; others run with transformers' code",
-    "multimodal": "Text only is taken",
+    "multimodal": "Pictures are given as multi_modal_data, or in messages",
     "platforms": "`hardpoint doctor` shows backends and devices; platforms such as TPU need a backend of their own",
     "plugins": "Plugins are backends here (docs/adding-a-device.md)",
     "v1.sample": "Pass functions with each request: SamplingParams(logits_processors=[...])",
@@ -87,7 +99,8 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in self.__all__:
             raise AttributeError(f"Hardpoint has no {name!r} for {self.__name__!r}")
-        return getattr(importlib.import_module(HOME), name)
+        home = f"{HOME}.metrics" if self.__name__.endswith(".metrics.reader") else HOME
+        return getattr(importlib.import_module(home), name)
 
 
 class _Loader(Loader):

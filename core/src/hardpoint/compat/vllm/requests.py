@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import hardpoint
+from hardpoint.engine.argument_names import check_names
 from hardpoint.interfaces.errors import HardpointError, InvalidRequest, InvalidSamplingParams
 from hardpoint.validation import shown
 
-NO_ADAPTERS = "Merge the adapter into the model's weights (peft: merge_and_unload), and load the merged folder"
+_NO_ADAPTERS = "Give LoRA adapters to generate() and chat()"
 
 _SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
@@ -32,6 +34,13 @@ _STRUCTURED: Mapping[str, tuple[Any, ...]] = {
     "disable_any_whitespace": (False,),
     "structural_tag": (),
     "whitespace_pattern": (),
+}
+_POOLING: Mapping[str, tuple[Any, ...]] = {
+    "extra_kwargs": ({},),
+    "late_interaction_params": (),
+    "output_kind": (hardpoint.RequestOutputKind.FINAL_ONLY,),
+    "requires_token_ids": (False, True),
+    "skip_reading_prefix_cache": (False, True),
 }
 """Parameters that are not here, with the values beside None that ask for nothing."""
 
@@ -84,21 +93,43 @@ class StructuredOutputsParams(hardpoint.StructuredOutputsParams):
         return cls(**given)
 
 
-@dataclass(frozen=True)
-class LoRARequest:
-    """An adapter by name, which requests may name only where there is none: adapters are not supported."""
+class PoolingParams(hardpoint.PoolingParams):
+    """`hardpoint.PoolingParams` under all of vLLM's names; None means the default.
 
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""
+    `normalize`, `softmax` and `activation` are former names of `use_activation`. Raises InvalidRequest, also for what is not here.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *args: object, **values: object) -> Self:
+        """Leave the names to `__init__`."""
+        return object.__new__(cls)
+
+    def __init__(self, **given: Any) -> None:
+        values = _without_neutral(given, _POOLING, InvalidRequest)
+        for former in ("normalize", "softmax", "activation"):
+            if former in values:
+                flag = values.pop(former)
+                if values.setdefault("use_activation", flag) is not flag:
+                    raise InvalidRequest(
+                        f"{former} is a former name of use_activation", found="both", hint="Give one of them"
+                    )
+        self._check_names(values)
+        super().__init__(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest(hardpoint.LoRARequest):
+    """`hardpoint.LoRARequest` with vLLM's further fields, of which the model's name says nothing here; raises InvalidRequest."""
+
     base_model_name: str | None = None
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for options of a call that ask for what is not here; None asks for nothing."""
+def check_options(options: Mapping[str, Any], call: Callable[..., Any]) -> None:
+    """Raise InvalidRequest for options of a call that it does not have, or that ask for what is not here; None asks for nothing."""
+    named = [name for name, one in inspect.signature(call).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    check_names(call.__name__, options.keys() - _OPTIONS.keys(), named)
     for name, value in options.items():
-        if name not in _OPTIONS:
-            raise InvalidRequest(f"{name!r} is not an option of this call")
         if value is not None and value not in ({}, [], False):
             raise InvalidRequest(f"{name} is not supported", found=f"{name}={shown(value)}", hint=_OPTIONS[name])
 
@@ -107,9 +138,9 @@ _OPTIONS: Mapping[str, str] = {
     "arrival_time": "Leave it out: requests arrive when they are added",
     "data_parallel_rank": "Leave it out",
     "kv_hints": "Leave it out",
-    "lora_request": NO_ADAPTERS,
+    "lora_request": _NO_ADAPTERS,
     "mm_processor_kwargs": "Leave it out",
-    "prompt_adapter_request": NO_ADAPTERS,
+    "prompt_adapter_request": _NO_ADAPTERS,
     "prompt_text": "Leave it out: give 'prompt' or 'prompt_token_ids'",
     "reasoning_ended": "Leave it out",
     "reasoning_parser_kwargs": "Leave it out",
