@@ -10,17 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hardpoint.engine.adapters import LoRARequest
     from hardpoint.engine.async_llm import AsyncLLM
     from hardpoint.engine.config import EngineConfig
-    from hardpoint.engine.inputs import TextPrompt, TokensPrompt
+    from hardpoint.engine.inputs import EmbedsPrompt, TextPrompt, TokensPrompt
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.llm_engine import LLMEngine
     from hardpoint.engine.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
+        PoolingRequestOutput,
         RequestOutput,
+        ScoringRequestOutput,
     )
     from hardpoint.sampling import (
         BeamSearchParams,
@@ -38,14 +42,19 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineConfig",
     "LLMEngine",
+    "LoRARequest",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -59,14 +68,19 @@ _HOMES = {
     "BeamSearchOutput": "hardpoint.engine.outputs",
     "BeamSearchParams": "hardpoint.sampling",
     "BeamSearchSequence": "hardpoint.engine.outputs",
+    "ClassificationRequestOutput": "hardpoint.engine.outputs",
     "CompletionOutput": "hardpoint.engine.outputs",
     "EmbeddingRequestOutput": "hardpoint.engine.outputs",
+    "EmbedsPrompt": "hardpoint.engine.inputs",
     "EngineConfig": "hardpoint.engine.config",
     "LLMEngine": "hardpoint.engine.llm_engine",
+    "LoRARequest": "hardpoint.engine.adapters",
     "PoolingParams": "hardpoint.sampling",
+    "PoolingRequestOutput": "hardpoint.engine.outputs",
     "RequestOutput": "hardpoint.engine.outputs",
     "RequestOutputKind": "hardpoint.sampling",
     "SamplingParams": "hardpoint.sampling",
+    "ScoringRequestOutput": "hardpoint.engine.outputs",
     "StructuredOutputsParams": "hardpoint.sampling",
     "TextPrompt": "hardpoint.engine.inputs",
     "TokensPrompt": "hardpoint.engine.inputs",

@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.text import Text
 
 from hardpoint.cli.options import EngineOptions, SamplingOptions, takes
-from hardpoint.cli.session import backend_name, describe, prefix_cache, sampling_params, show_rate, stream, timings
+from hardpoint.cli.session import (
+    backend_name,
+    describe,
+    prefix_cache,
+    sampling_params,
+    show_formats,
+    show_rate,
+    stream,
+    timings,
+)
 
 if TYPE_CHECKING:
     from hardpoint.engine.inputs import TokenizedPrompt
@@ -156,7 +165,7 @@ def _print(prompts: list[str], outputs: list[RequestOutput]) -> None:
 def _print_summary(llm: LLM) -> None:
     stats, info = llm.stats(), llm.info
     line = (
-        f"{info.model} on {backend_name(info)}: load {info.load_seconds:.1f} s, "
+        f"{info.model} on {backend_name(info)}: {show_formats(info)}load {info.load_seconds:.1f} s, "
         f"prefill {show_rate(stats.prefill_tokens, stats.prefill_seconds)}, "
         f"decode {show_rate(stats.decode_tokens, stats.decode_seconds)}"
     )

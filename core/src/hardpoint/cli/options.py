@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 _ENGINE = "Engine"
 _SAMPLING = "Sampling"
+_QUANTIZATION_HELP = (
+    "Quantised weights: auto (multiplied as stored where the backend does so), gguf (likewise, or refused) or none (expanded). Dense ones: "
+    "int8 or int4 (rounded)."
+)
 
 MODEL_HELP = "'demo', a folder with a model, a GGUF file, or a hub id: ORG/NAME, ORG/NAME@REVISION, ORG/NAME:FILE.gguf."
 
@@ -52,6 +57,13 @@ class ServedEngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help="fcfs (by arrival), priority (by the requests' priority), or shortest (short prompts of a burst go first).",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "fcfs"
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block.", rich_help_panel=_ENGINE)] = None
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="KV blocks; without it, what fits.", rich_help_panel=_ENGINE)
@@ -69,6 +81,17 @@ class ServedEngineOptions:
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel=_ENGINE)
     ] = "auto"
+    runner: Annotated[
+        str, typer.Option(help="What the model is for: auto, generate or pooling.", rich_help_panel=_ENGINE)
+    ] = "auto"
+    convert: Annotated[
+        str, typer.Option(help="Another head: auto, none, embed or classify.", rich_help_panel=_ENGINE)
+    ] = "auto"
+    hf_overrides: Annotated[
+        str | None,
+        typer.Option(help="A JSON object: values of the model's configuration.", rich_help_panel=_ENGINE),
+    ] = None
+    quantization: Annotated[str, typer.Option(help=_QUANTIZATION_HELP, rich_help_panel=_ENGINE)] = "none"
     threads: Annotated[int | None, typer.Option(min=1, help="Host threads for computing.", rich_help_panel=_ENGINE)] = (
         None
     )
@@ -78,9 +101,42 @@ class ServedEngineOptions:
     pipeline_parallel_size: Annotated[
         int, typer.Option(min=1, help="Stages that the layers are divided into.", rich_help_panel=_ENGINE)
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(min=1, help="Engines of the model, among which requests are shared out.", rich_help_panel=_ENGINE),
+    ] = 1
     executor: Annotated[
         str, typer.Option(help="Where ranks run: auto, in_process, multi_process or ray.", rich_help_panel=_ENGINE)
     ] = "auto"
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        typer.Option(
+            help='Most pictures of a prompt, as JSON: {"image": 2}.', show_default="999", rich_help_panel=_ENGINE
+        ),
+    ] = None
+    allowed_local_media_path: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of which file: URLs may name pictures.", show_default="none", rich_help_panel=_ENGINE
+        ),
+    ] = None
+    enable_prompt_embeds: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prompt-embeds",
+            help="Take prompts that are embeddings.",
+            rich_help_panel=_ENGINE,
+            show_default=False,
+        ),
+    ] = False
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help='Guess next tokens and verify several in a step, as JSON: {"method": "ngram"}.',
+            show_default="none",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=_ENGINE)
     ] = False
@@ -90,13 +146,24 @@ class ServedEngineOptions:
         settings = asdict(self)
         settings["num_device_blocks"] = settings.pop("num_blocks")
         settings["enable_prefix_caching"] = settings.pop("prefix_caching")
+        settings["limit_mm_per_prompt"] = _json(settings["limit_mm_per_prompt"], "--limit-mm-per-prompt")
+        settings["hf_overrides"] = _json(settings["hf_overrides"], "--hf-overrides")
+        settings["speculative_config"] = _json(settings["speculative_config"], "--speculative-config")
         return settings
+
+
+def _json(text: str | None, option: str) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint=option) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ServedEngineOptions):
-    """The engine that a command runs."""
+    """The engine that a command runs. Unlike a served one it multiplies by quantised weights as they are stored, where it can."""
 
+    quantization: Annotated[str, typer.Option(help=_QUANTIZATION_HELP, rich_help_panel=_ENGINE)] = "auto"
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)] = None
     model_option: Annotated[
         str | None, typer.Option("--model", "-m", help="The same as an option.", rich_help_panel=_ENGINE)

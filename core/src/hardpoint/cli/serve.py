@@ -98,6 +98,30 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A LoRA adapter as NAME=FOLDER, which requests name as their model; once for each, of the only model.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    enable_lora: Annotated[
+        bool,
+        typer.Option(help="Take adapters that operators load; given with --lora-modules.", rich_help_panel=_SERVER),
+    ] = False,
+    max_loras: Annotated[
+        int | None,
+        typer.Option(
+            help="Most adapters in one step.", show_default="as many as --lora-modules", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    max_lora_rank: Annotated[int, typer.Option(help="Greatest rank of an adapter.", rich_help_panel=_SERVER)] = 16,
+    max_cpu_loras: Annotated[
+        int | None,
+        typer.Option(
+            help="Most adapters kept on the host.", show_default="as many as --max-loras", rich_help_panel=_SERVER
+        ),
+    ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="File in PEM.", rich_help_panel=_SERVER)] = None,
     otlp_endpoint: Annotated[
@@ -191,8 +215,14 @@ def serve(
             "reasoning_parser": reasoning_parser,
         }
     )
+    adapters = _adapters(lora_modules or [])
+    if len(models) > 1 and adapters:
+        raise ConfigError(
+            "adapters are of one model", found=", ".join(models), hint="Load them by the control interface instead"
+        )
     if replicas is not None:
         refused = {
+            "--lora-modules or --enable-lora": adapters or enable_lora or None,
             "--device-memory": device_memory,
             "--control-port": control_port,
             "--control-socket": control_socket,
@@ -212,13 +242,20 @@ def serve(
         return
     limit = None if device_memory is None else size_of(device_memory)
     chosen = engine.settings() | ({} if limit is None else within(limit, engine))
+    if adapters or enable_lora:
+        chosen |= {
+            "enable_lora": True,
+            "max_loras": max_loras or len(adapters) or 1,
+            "max_lora_rank": max_lora_rank,
+            "max_cpu_loras": max_cpu_loras,
+        }
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tracing = None if not otlp_endpoint else _tracing(otlp_endpoint)
     metrics = Metrics(tracing)
 
     async def whole() -> None:
         budget = None if limit is None else DeviceBudget(limit, min_awake)
-        served = [_served(one, chosen, options, metrics) for one in models]
+        served = [_served(one, chosen, options, metrics, adapters) for one in models]
         server = HardpointServer(settings, served, metrics, budget)
         ready = asyncio.Event()
         telling = asyncio.create_task(_tell(server, ready))
@@ -296,6 +333,8 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
     await ready.wait()
     # What was loaded stays; to look through it again and again for garbage takes a sixth of the time of answering.
     gc.freeze()
+    # Answers leave little that only a search finds, and the default is one every few tokens: a twentieth of the time of answering.
+    gc.set_threshold(10_000)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for model in server.fleet:
         info = model.llm.info
@@ -326,11 +365,24 @@ def _tracing(endpoint: str) -> Tracing:
     return Tracing(endpoint)
 
 
-def _served(given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics) -> ServedModel:
+def _served(
+    given: str, settings: dict[str, Any], options: ServingOptions, metrics: Metrics, adapters: dict[str, str]
+) -> ServedModel:
     from hardpoint.server.served_model import ServedModel
 
     name, model = _named(given)
-    return ServedModel(name, model, settings, options, metrics.of(name))
+    return ServedModel(name, model, settings, options, metrics.of(name), adapters)
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    """Return the folders of adapters by their names."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, path = one.partition("=")
+        if not name or not path or name in found:
+            raise ConfigError("an adapter is NAME=FOLDER, each with a name of its own", found=one)
+        found[name] = path
+    return found
 
 
 def _named(given: str) -> tuple[str, str]:

@@ -98,6 +98,14 @@ def backend_name(info: EngineInfo) -> str:
     return f"{info.backend} ({info.device}{', simulated' if info.simulated else ''})"
 
 
+def show_formats(info: EngineInfo) -> str:
+    """Return in which blocks weights are multiplied by, as the beginning of a list; empty where all are in the model's dtype."""
+    from hardpoint.interfaces.blocks import BlockFormat
+
+    counts = [f"{count} in {name}" for name, count in sorted(info.weight_formats.items()) if name in set(BlockFormat)]
+    return f"matrices multiplied as blocks: {', '.join(counts)}; " if counts else ""
+
+
 def describe(info: EngineInfo) -> dict[str, Any]:
     """Return what an engine is, for JSON."""
     return {
@@ -107,10 +115,12 @@ def describe(info: EngineInfo) -> dict[str, Any]:
             "path": info.path,
             "tensor_parallel_size": info.tensor_parallel_size,
             "pipeline_parallel_size": info.pipeline_parallel_size,
+            "data_parallel_size": info.data_parallel_size,
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
             "num_device_blocks": info.num_device_blocks,
             "weight_bytes": info.weight_bytes,
+            "weight_formats": dict(info.weight_formats),
             "kv_bytes": info.kv_bytes,
         },
     }

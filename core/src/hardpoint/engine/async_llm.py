@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from hardpoint.engine.adapters import AdapterName, LoRARequest, adapter_name
+from hardpoint.engine.argument_names import named_arguments
 from hardpoint.engine.commands import (
     Abort,
     Command,
@@ -21,21 +22,32 @@ from hardpoint.engine.commands import (
     Generate,
     GetStats,
     GetStatus,
+    ListAdapters,
+    LoadAdapter,
     RegisterParticipant,
     ReloadWeights,
     Reply,
     ResetPrefixCache,
     Resume,
     Sleep,
+    StopProfile,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineInfo, EngineStats
-from hardpoint.engine.front import pause_command, start_engine
+from hardpoint.engine.data_parallel import process_loop
+from hardpoint.engine.front import pause_command, profile_command, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations, check_params
-from hardpoint.engine.loops import ThreadLoop
-from hardpoint.engine.outputs import CompletionLogprobs, EmbeddingRequestOutput, FlatLogprobs, RequestOutput
+from hardpoint.engine.loops import Deliver, RunningLoop, ThreadLoop
+from hardpoint.engine.outputs import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from hardpoint.engine.pooling import PoolingModel, for_use
 from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
 from hardpoint.engine.sleep import (
@@ -48,7 +60,7 @@ from hardpoint.engine.sleep import (
     WakeReport,
 )
 from hardpoint.interfaces.errors import EngineDead, RequestTimeout
-from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling import BeamSearchParams, PoolingParams, PoolingUse, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,26 +68,18 @@ if TYPE_CHECKING:
 
 
 class _Mailbox:
-    """What the reader of a request has not taken yet: at most one output, and the error that ended the request.
-
-    Attributes:
-        joins: a later output is added to one that was not taken, instead of taking its place.
-    """
+    """What the reader of a request has not taken yet: what makes its next output, and the error that ended the request."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        self.joins = False
         self._event_loop = event_loop
-        self._output: Output | None = None
+        self._make: Callable[[], Output] | None = None
         self._error: Exception | None = None
         # Not an Event, whose every wait asks the system for its process id, to find the loop.
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, output: Output) -> None:
-        """Take an output."""
-        before = self._output
-        if self.joins and isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
-            output = _joined(before, output)
-        self._output = output
+    def put(self, make: Callable[[], Output]) -> None:
+        """Take what makes the next output, which has what the one before would have had."""
+        self._make = make
         self._notify()
 
     def fail(self, error: Exception) -> None:
@@ -85,42 +89,18 @@ class _Mailbox:
 
     async def get(self) -> Output:
         """Wait for an output and return it; raises the error once none is left."""
-        if self._output is None and self._error is None:
+        if self._make is None and self._error is None:
             self._reader = self._event_loop.create_future()
             await self._reader
-        output, self._output = self._output, None
-        if output is None:
+        make, self._make = self._make, None
+        if make is None:
             assert self._error is not None
             raise self._error
-        return output
+        return make()
 
     def _notify(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Return two deltas of one request as one."""
-    completions = [
-        replace(
-            later,
-            text=earlier.text + later.text,
-            token_ids=[*earlier.token_ids, *later.token_ids],
-            logprobs=_joined_logprobs(earlier.logprobs, later.logprobs),
-        )
-        for earlier, later in zip(first.outputs, second.outputs, strict=True)
-    ]
-    return replace(second, outputs=completions)
-
-
-def _joined_logprobs(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    if first is None or second is None:
-        return second
-    if isinstance(first, FlatLogprobs) and isinstance(second, FlatLogprobs):
-        joined = first[:]
-        joined.extend(second)
-        return joined
-    return [*first, *second]
 
 
 class AsyncLLM:
@@ -150,7 +130,7 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._closed = False
         config = EngineConfig.from_arguments(model, settings)
-        kind = ProcessLoop if config.engine_process else ThreadLoop
+        kind: Callable[[EngineConfig, Deliver], RunningLoop] = process_loop if config.other_engines else ThreadLoop
         self._loop, self._maker = start_engine(config, lambda one: kind(one, self._deliver))
         self.info: EngineInfo = self._loop.info
 
@@ -160,7 +140,7 @@ class AsyncLLM:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine; None where it runs in this process."""
+        """Process id of the engine; None where it runs in this process, or where there are several."""
         return self._loop.pid if isinstance(self._loop, ProcessLoop) else None
 
     @classmethod
@@ -173,6 +153,7 @@ class AsyncLLM:
             making.add_done_callback(_close_unused)
             raise
 
+    @named_arguments
     async def generate(
         self,
         prompt: Prompt | TokenizedPrompt,
@@ -180,6 +161,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: AdapterName = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield its outputs as they come, as `params.output_kind` says; the last one is finished.
@@ -190,6 +172,7 @@ class AsyncLLM:
         taken becomes one output, of all deltas together, or the latest of others.
 
         Args:
+            lora_request: an adapter that the request goes through.
             timeout: seconds from now after which the request is aborted with RequestTimeout.
 
         Raises:
@@ -201,14 +184,16 @@ class AsyncLLM:
         grammar = None
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.to_thread(self._maker.grammar, params)
+        if isinstance(lora_request, LoRARequest):
+            await self.load_adapter(lora_request)
+        adapter = adapter_name(lora_request, lambda loaded: None)
         arrived = _Mailbox(asyncio.get_running_loop())
         recipient, name = Recipient(arrived.put, arrived.fail), self._name(request_id)
         request: AnyRequest
         if isinstance(params, BeamSearchParams):
-            request, command = self._maker.beam_search(name, prompt, params, priority, recipient)
+            request, command = self._maker.beam_search(name, prompt, params, priority, recipient, adapter)
         else:
-            request, command = self._maker.generation(name, prompt, params, priority, recipient, grammar)
-            arrived.joins = params.output_kind is RequestOutputKind.DELTA
+            request, command = self._maker.generation(name, prompt, params, priority, recipient, grammar, adapter)
         timer = None
         if timeout is not None:
             late = RequestTimeout(
@@ -223,6 +208,7 @@ class AsyncLLM:
             if timer is not None:
                 timer.cancel()
 
+    @named_arguments
     def chat(
         self,
         messages: Iterable[Message],
@@ -230,6 +216,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: AdapterName = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -248,18 +235,34 @@ class AsyncLLM:
             variables=chat_template_kwargs,
             truncate=None if params is None else params.truncate_prompt_tokens,
         )
-        return self.generate(prompt, params, request_id, priority=priority)
+        return self.generate(prompt, params, request_id, priority=priority, lora_request=lora_request)
 
+    @named_arguments
+    async def encode(
+        self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Return what is made of a prompt's hidden states, as the parameters say, or else as the model is for; errors as for `generate`."""
+        arrived = _Mailbox(asyncio.get_running_loop())
+        recipient = Recipient(arrived.put, arrived.fail)
+        request, command = self._maker.pooling(self._name(request_id), prompt, params, recipient)
+        found = [output async for output in self._outputs(request, command, arrived)]
+        assert isinstance(found[0], PoolingRequestOutput)
+        return found[0]
+
+    @named_arguments
     async def embed(
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
         """Return the embedding of a prompt; errors as for `generate`."""
-        arrived = _Mailbox(asyncio.get_running_loop())
-        recipient = Recipient(arrived.put, arrived.fail)
-        request, command = self._maker.embedding(self._name(request_id), prompt, params, recipient)
-        found = [output async for output in self._outputs(request, command, arrived)]
-        assert isinstance(found[0], EmbeddingRequestOutput)
-        return found[0]
+        if params is not None:
+            check_params(params, PoolingParams)
+        output = await self.encode(prompt, for_use(PoolingUse.EMBED, params), request_id)
+        return EmbeddingRequestOutput.from_base(output)
+
+    @property
+    def pooling_model(self) -> PoolingModel:
+        """What the model gives for prompts that are pooled."""
+        return self._maker.pooling_model
 
     async def sleep(self, **arguments: Any) -> SleepReport:
         """Put the engine to sleep; arguments and errors as for `LLM.sleep`."""
@@ -307,6 +310,28 @@ class AsyncLLM:
         """Let something take part in sleep and wake; its methods are called in another thread than the event loop's."""
         await self._call(RegisterParticipant(participant))
 
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        """Load a LoRA adapter; see `LLMEngine.load_adapter`."""
+        await self._call(LoadAdapter(adapter.lora_name, adapter.lora_path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; see `LLMEngine.unload_adapter`."""
+        await self._call(UnloadAdapter(name))
+
+    async def adapters(self) -> list[str]:
+        """Return the names of the LoRA adapters that are loaded."""
+        names: list[str] = await self._call(ListAdapters())
+        return names
+
+    async def start_profile(self, folder: str | None = None) -> None:
+        """Record what every rank does; see `LLMEngine.start_profile`."""
+        await self._call(profile_command(folder))
+
+    async def stop_profile(self) -> list[str]:
+        """Write the profile and return its files; see `LLMEngine.stop_profile`."""
+        files: list[str] = await self._call(StopProfile())
+        return files
+
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prompt beginnings."""
         await self._call(ResetPrefixCache())
@@ -319,11 +344,22 @@ class AsyncLLM:
         """
         return self._maker.process(prompt, reserve=reserve, truncate=truncate)
 
+    def load_embeds(self, serialised: bytes) -> Any:
+        """Return embeddings that `torch.save` wrote, for a prompt `{"prompt_embeds": ...}`, read without running code of theirs.
+
+        Safe to call from any thread. Raises InvalidRequest.
+        """
+        return self._maker.process.load_embeds(serialised)
+
     def process_text(
         self, text: str, *, add_special_tokens: bool = True, reserve: int = 1, truncate: int | None = None
     ) -> TokenizedPrompt:
         """Return a text's checked token ids, with or without those that the model's publisher adds; otherwise as `process`."""
         return self._maker.process.text(text, add_special_tokens=add_special_tokens, reserve=reserve, truncate=truncate)
+
+    def process_pair(self, text: str, second: str, *, truncate: int | None = None) -> TokenizedPrompt:
+        """Return two texts as the prompt of a model whose head scores them; otherwise as `process`."""
+        return self._maker.process.pair(text, second, truncate=truncate)
 
     def process_chat(
         self,

@@ -13,6 +13,7 @@ import msgspec
 
 from hardpoint.engine.sleep import SleepMode, SleepParticipant, SleepRequest
 from hardpoint.interfaces.batch import (
+    EmbeddingSource,
     FloatArray,
     Int32Array,
     Int64Array,
@@ -45,6 +46,19 @@ class BeamSearch(_Message, frozen=True):
     eos_token_ids: tuple[int, ...]
 
 
+class EmbeddedSpans(_Message, frozen=True):
+    """A source of embeddings that stand in the place of those of a prompt's tokens.
+
+    Attributes:
+        digest: of everything that its embeddings follow from. Sources of one digest are the same to the prefix cache.
+        spans: (start, end) of the tokens, in order; together as many as the source has embeddings.
+    """
+
+    digest: bytes
+    source: EmbeddingSource
+    spans: tuple[tuple[int, int], ...]
+
+
 class Generate(_Message, frozen=True):
     """Queue a generation request.
 
@@ -52,8 +66,12 @@ class Generate(_Message, frozen=True):
         key: the client's own number of the request.
         sampling: of each of its sequences, without prompt, id and row, which the loop fills in.
         stop_token_ids, max_tokens, min_tokens, priority, salt: see `Scheduler.add_request`.
-        prompt_logprobs: see `SamplingParams`.
+        prompt_logprobs, prompt_logprobs_start: see `SamplingParams`.
         beams: the sequences are those of a beam search.
+        embedded: what the prompt has beside tokens.
+        positions: int64[3, tokens] by time, row and column, for models that place the tokens of pictures so; those that follow the prompt
+            go on from the greatest. None where a token's position is its number.
+        adapter: name of the LoRA adapter that the tokens go through; empty for none.
     """
 
     key: int
@@ -65,7 +83,11 @@ class Generate(_Message, frozen=True):
     priority: int = 0
     salt: str = ""
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     beams: BeamSearch | None = None
+    embedded: tuple[EmbeddedSpans, ...] = ()
+    positions: Int64Array | None = None
+    adapter: str = ""
 
 
 class Embed(_Message, frozen=True):
@@ -147,6 +169,33 @@ class RegisterParticipant(_Message, frozen=True):
     participant: SleepParticipant
 
 
+class LoadAdapter(_Message, frozen=True):
+    """Load a LoRA adapter from a folder; nothing where it is loaded from there already. Raises InvalidAdapter, AdapterInUse."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(_Message, frozen=True):
+    """Forget a LoRA adapter; raises AdapterNotFound, AdapterInUse."""
+
+    name: str
+
+
+class ListAdapters(_Message, frozen=True):
+    """Ask for the names of the adapters that are loaded: a list."""
+
+
+class StartProfile(_Message, frozen=True):
+    """Let every rank record what its host and device do."""
+
+    folder: str
+
+
+class StopProfile(_Message, frozen=True):
+    """Let every rank write what it recorded: the paths of the files."""
+
+
 class CheckStep(_Message, frozen=True):
     """Ask whether a request is in progress; raises EngineAsleep, WeightsMissing or EngineDead in a state without steps."""
 
@@ -171,6 +220,11 @@ Command: TypeAlias = (
     | GetStatus
     | ResetPrefixCache
     | RegisterParticipant
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
+    | StartProfile
+    | StopProfile
     | CheckStep
     | ShutDown
 )

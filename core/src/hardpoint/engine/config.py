@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
+from hardpoint.engine.speculation import SpeculativeConfig, parse_speculative_config
 from hardpoint.executor import RankLimits, RaySettings
 from hardpoint.interfaces.allocator import SleepPlan
 from hardpoint.interfaces.batch import LogprobsMode
+from hardpoint.interfaces.blocks import Quantization
 from hardpoint.interfaces.capabilities import SleepTier
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError
@@ -24,8 +28,10 @@ _ALIASES = {
     "distributed_executor_backend": "executor",
 }
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+_COMPUTED_IN = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 _EXECUTOR_ALIASES = {None: "auto", "uni": "in_process", "mp": "multi_process"}
 _TIERS = (SleepTier.HOST, SleepTier.DISK, SleepTier.SOURCE)
+_MAX_LORA_RANK = 512
 _IGNORED = frozenset({"disable_log_stats", "use_tqdm_on_load"})
 
 
@@ -50,6 +56,9 @@ class EngineConfig(SchedulerSettings):
         memory_utilization: share of the device's memory for this engine; None for the backend's default.
         num_device_blocks: KV blocks on the device; None to measure what fits.
         swap_space: GiB of host memory for preempted requests.
+        limit_mm_per_prompt: most pictures of a prompt, {"image": 2} for example.
+        allowed_local_media_path: folder of which file: URLs in messages may name pictures; None for no local files.
+        encoder_cache_space: GiB on the device for embeddings of pictures, which later steps and requests with the same picture use.
         enforce_eager: no captured graphs.
         disable_hybrid_kv_cache_manager: keep the keys and values of all tokens also in layers that see a window of them only.
         enable_sleep_mode: require a backend that can sleep, and make ready for it while the model loads.
@@ -60,9 +69,18 @@ class EngineConfig(SchedulerSettings):
         sleep_disk_budget: most GiB of backups there; None for what the file system has free.
         sleeping_requests: "reject" requests that come while the engine sleeps, or "queue" them until it wakes.
         max_queued_while_asleep: most requests in that queue.
+        runner: "generate" or "pooling": what the model is for; "auto" leaves both to a model that can.
+        convert: "embed" leaves out a language model's head, "classify" puts one in its place that labels texts; "auto" does the first for
+            runner="pooling", and "none" nothing.
+        hf_overrides: values of the model's configuration instead of those in its file.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights from the configuration.
+        quantization: of weights that the checkpoint has quantised (GGUF's blocks, GPTQ, AWQ, compressed-tensors): "auto" multiplies by them
+            as they are stored where the backend does so and expands the others, "gguf" refuses the others, "none" expands all. Of weights
+            that are not quantised: "int8" and "int4" round them while they are loaded, in groups of 32 with a scale each.
+            `EngineInfo.weight_formats` says what became of them.
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages that the layers are divided into; there are as many ranks as the two sizes' product.
+        data_parallel_size: engines of the model behind one interface, each in a process of its own, with all of the model's ranks.
         executor: where ranks run: "in_process" (one rank only), "multi_process" (a process for each, on this machine) or "ray"; "auto" is
             the first with one rank, and the second with several.
         rank_limits: seconds that ranks in other processes may take, by name; see `hardpoint.executor.RankLimits`.
@@ -70,9 +88,15 @@ class EngineConfig(SchedulerSettings):
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
         engine_process: run the engine in a process of its own; one that crashes is an EngineDead of its client.
+        enable_lora: take LoRA adapters, as PEFT writes them, for single requests. The model then runs by the core's layers.
+        max_loras: most adapters in one step; the device has memory for as many of `max_lora_rank`, with the tag "adapters".
+        max_lora_rank: greatest rank of an adapter.
+        max_cpu_loras: most adapters that are kept on the host, from `max_loras` on, which is the default; others are read again.
+        enable_prompt_embeds: take prompts that are embeddings, `{"prompt_embeds": tensor}`.
         max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
         logprobs_mode: what `SamplingParams.logprobs` returns: "raw_logprobs" and "raw_logits" are of the logits as the model computed them,
             "processed_logprobs" and "processed_logits" of those that tokens are drawn from. Of prompts it is always the first.
+        speculative_config: guesses at next tokens that one step verifies, by name; see `hardpoint.engine.speculation.SpeculativeConfig`.
         seed: of sampling without a seed of its own, and of dummy weights.
     """
 
@@ -95,6 +119,9 @@ class EngineConfig(SchedulerSettings):
     memory_utilization: Share | None = None
     num_device_blocks: PositiveInt | None = None
     swap_space: GiB = 4.0
+    limit_mm_per_prompt: Mapping[str, NonNegativeInt] | None = None
+    allowed_local_media_path: FileName | None = None
+    encoder_cache_space: GiB = 0.25
     enforce_eager: bool = False
     disable_hybrid_kv_cache_manager: bool = False
     enable_sleep_mode: bool = False
@@ -104,18 +131,29 @@ class EngineConfig(SchedulerSettings):
     sleep_disk_budget: GiB | None = None
     sleeping_requests: Literal["reject", "queue"] = "reject"
     max_queued_while_asleep: PositiveInt = 1024
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    convert: Literal["auto", "none", "embed", "classify"] = "auto"
+    hf_overrides: Mapping[str, Any] | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    quantization: Literal["auto", "gguf", "int4", "int8", "none"] = "none"
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
+    data_parallel_size: PositiveInt = 1
     executor: Literal["auto", "in_process", "multi_process", "ray"] = "auto"
     rank_limits: RankLimits | Mapping[str, float] | None = None
     ray: RaySettings | Mapping[str, Any] | None = None
     communication_timeout: Seconds = 60.0
     threads: PositiveInt | None = None
     engine_process: bool = False
+    enable_lora: bool = False
+    max_loras: PositiveInt = 1
+    max_lora_rank: Annotated[int, Meta(ge=1, le=_MAX_LORA_RANK)] = 16
+    max_cpu_loras: PositiveInt | None = None
+    enable_prompt_embeds: bool = False
     max_commands: PositiveInt = 16384
     use_fused_decoder: bool = True
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     seed: Int64 = 0
 
     def __post_init__(self) -> None:
@@ -123,7 +161,14 @@ class EngineConfig(SchedulerSettings):
             value = getattr(self, name)  # perhaps torch's
             object.__setattr__(self, name, value if isinstance(value, str) else shown(value).removeprefix("torch."))
         self._check_types()
+        parse_speculative_config(self.speculative_config)
         self._check_ranks()
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is not possible",
+                found=f"max_loras={self.max_loras}",
+                hint="What a step goes through is on the host too: give max_loras or more",
+            )
         _parse_dtype("dtype", self.dtype)
         _parse_dtype("kv_dtype", self.kv_dtype)
 
@@ -143,12 +188,19 @@ class EngineConfig(SchedulerSettings):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the engine has."""
+        """How many ranks one engine has."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def other_engines(self) -> bool:
+        """The engine, or each of several, runs in a process of its own."""
+        return self.engine_process or self.data_parallel_size > 1
 
     @property
     def other_processes(self) -> str:
         """The setting by which the model runs in other processes than the client's; empty where it does not."""
+        if self.data_parallel_size > 1:
+            return f"data_parallel_size={self.data_parallel_size}"
         if self.engine_process:
             return "engine_process=True"
         if self.executor in ("multi_process", "ray"):
@@ -175,6 +227,17 @@ class EngineConfig(SchedulerSettings):
     def queue_while_asleep(self) -> int:
         """Most requests to queue while the engine sleeps; 0 where they are rejected."""
         return self.max_queued_while_asleep if self.sleeping_requests == "queue" else 0
+
+    @property
+    def encoder_cache_bytes(self) -> int:
+        """`encoder_cache_space` in bytes."""
+        return int(self.encoder_cache_space * (1 << 30))
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most guesses at a sequence's next tokens in a step; 0 without speculative decoding."""
+        speculation = parse_speculative_config(self.speculative_config)
+        return 0 if speculation is None else speculation.num_tokens
 
     def sleep_settings(self, *, accelerator: bool, tiers: Set[SleepTier]) -> SleepPlan:
         """Return how the engine sleeps on a device with these tiers, as far as no request says it.
@@ -205,10 +268,12 @@ class EngineConfig(SchedulerSettings):
             "dtype": _parse_dtype("dtype", self.dtype),
             "kv_dtype": _parse_dtype("kv_dtype", self.kv_dtype),
             "swap_space": _gib(self.swap_space),
+            "quantization": Quantization(self.quantization),
             "world_size": self.num_ranks,
             # Stages have layers of their own, whose groups need not be alike.
             "kv_cache_groups": self.pipeline_parallel_size == 1 and not self.disable_hybrid_kv_cache_manager,
             "prepare_sleep": prepare_sleep,
+            "max_loras": self.max_loras if self.enable_lora else 0,
         }
         return WorkerConfig(**shared | own)
 
@@ -220,8 +285,13 @@ def _gib(size: float | None) -> int | None:
 def _parse_dtype(name: str, text: str) -> DType | None:
     if text == "auto":
         return None
+    allowed = _COMPUTED_IN if name == "dtype" else tuple(DType)
     try:
-        return DType.of(_DTYPE_ALIASES.get(text, text))
+        dtype = DType.of(_DTYPE_ALIASES.get(text, text))
     except ValueError:
-        known = ["auto", *(dtype.value for dtype in DType), *_DTYPE_ALIASES]
-        raise ConfigError(f"{name}={shown(text)} is not an element type", hint=did_you_mean(text, known)) from None
+        dtype = None
+    if dtype in allowed:
+        return dtype
+    problem = "is not an element type" if dtype is None else "is not an element type that models compute in"
+    known = ["auto", *(one.value for one in allowed), *(a for a, full in _DTYPE_ALIASES.items() if full in allowed)]
+    raise ConfigError(f"{name}={shown(text)} {problem}", hint=did_you_mean(text, known))

@@ -6,14 +6,15 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
+from hardpoint.engine.adapters import Adapters, salted
 from hardpoint.engine.beam_search import Search
 from hardpoint.engine.commands import (
     Abort,
@@ -31,6 +32,8 @@ from hardpoint.engine.commands import (
     Generate,
     GetStats,
     GetStatus,
+    ListAdapters,
+    LoadAdapter,
     Lost,
     Pause,
     RegisterParticipant,
@@ -40,12 +43,17 @@ from hardpoint.engine.commands import (
     Resume,
     ShutDown,
     Sleep,
+    StartProfile,
     StepDone,
+    StopProfile,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.inputs import check_checkpoint, weight_pairs
+from hardpoint.engine.notices import warn_once
+from hardpoint.engine.prompt_embeddings import PromptEmbeddings, StepEmbeddings
 from hardpoint.engine.sleep import (
     EngineState,
     LifeCycle,
@@ -55,9 +63,12 @@ from hardpoint.engine.sleep import (
     SleepTotals,
     WakeReport,
 )
+from hardpoint.engine.speculation import StepCosts, check_speculation, parse_speculative_config, takes_drafts
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import (
+    EmbeddingKind,
+    Int32Array,
     Int64Array,
     PromptScoring,
     SequencePooling,
@@ -72,6 +83,7 @@ from hardpoint.interfaces.errors import (
     CapabilityRefused,
     DrainTimeout,
     EngineDead,
+    InvalidRequest,
     KVCacheTooSmall,
     RankFailed,
     SleepRefused,
@@ -94,9 +106,10 @@ class EngineInfo:
 
     Attributes:
         path: how the model runs: "fused" (one native call per step), "lean" (the core's torch decoder) or "transformers".
-        weight_bytes, kv_bytes: of all ranks together.
+        weight_bytes, kv_bytes: of all ranks and engines together; so are the numbers of blocks, of all engines.
+        weight_formats: how many of the weights' matrices, of all ranks and engines, are stored in which format of blocks or dtype.
         accelerator: the device has memory of its own; False where it is the host's.
-        notice: one line where a backend of higher priority was passed over; logged as a warning when the engine is made.
+        notice: one line where a backend of higher priority was passed over; logged as a warning when the first engine is made on a machine.
     """
 
     backend: str
@@ -117,10 +130,12 @@ class EngineInfo:
     notice: str = ""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    weight_formats: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share the model."""
+        """How many ranks share the model; of one engine, where there are several."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -151,6 +166,8 @@ class EngineStats:
     """Counters since the engine was made; see StepTotals for the first ones.
 
     Attributes:
+        drafts, draft_tokens, accepted_tokens: of speculative decoding: sequences in steps with guesses at their next tokens, these
+            guesses, and those that were right.
         prefix_queries, prefix_hits: prompt tokens looked up in, and found in, the prefix cache.
         blocks_used, blocks_free, blocks_cached: device blocks; those cached hold reusable prefixes, in use or free.
         sleep: what sleeps and wakes did.
@@ -173,6 +190,9 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     swapped: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -193,7 +213,7 @@ class _Scoring:
 
     token_ids: Int64Array
     count: int
-    next: int = 1
+    next: int
 
     def of_step(self, context: int, length: int) -> PromptScoring | None:
         """Return what a step is asked for that computes the last `length` tokens of `context`."""
@@ -246,16 +266,17 @@ class EngineCore:
         start = time.perf_counter()
         resolved = resolve_backend(config.backend, device=config.device, require_accelerator=config.require_accelerator)
         if resolved.notice:
-            _log.warning(resolved.notice)
+            warn_once(resolved.notice)
         memory = resolved.descriptor.capabilities(resolved.device).memory
         settings = config.sleep_settings(accelerator=resolved.descriptor.accelerator, tiers=memory.tiers)
         _check_sleep(config, resolved, memory, settings)
-        worker_config = config.worker_config(_prepared_sleep(config, resolved, settings))
+        self._worker_config = worker_config = config.worker_config(_prepared_sleep(config, resolved, settings))
         if config.num_ranks > 1:
             # It brings torch, which an engine whose ranks are in other processes does without.
             from hardpoint.worker.ranks import check_claims
 
             check_claims(worker_config, resolved.descriptor, resolved.device)
+        self._step_costs: StepCosts | None = None
         self.executor = _make_executor(config, resolved, worker_config)
         try:
             self.model = self._start(resolved, start)
@@ -275,6 +296,17 @@ class EngineCore:
         self._scoring: dict[int, _Scoring] = {}
         self._searches: dict[int, Search] = {}
         self._search_of: dict[int, int] = {}
+        model = self.model
+        self._prompt_embeddings = PromptEmbeddings(
+            model.vocab_size, model.hidden_size * model.dtype.itemsize, config.encoder_cache_bytes
+        )
+        held = max(config.max_loras, config.max_cpu_loras or 0)
+        self._adapters = Adapters(
+            config.max_loras if config.enable_lora else 0, held, self._load_adapter, self._unload_adapter
+        )
+        # Of sequences, their adapters' numbers and names; and requests that wait for room among the adapters of a step.
+        self._adapter_of: dict[int, tuple[int, str]] = {}
+        self._waiting: deque[Generate] = deque()
         self._forgotten: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
@@ -297,6 +329,11 @@ class EngineCore:
             GetStatus: lambda command: self.lifecycle.status(),
             ResetPrefixCache: lambda command: self.scheduler.reset_prefix_cache(),
             RegisterParticipant: lambda command: self.lifecycle.register(command.participant),
+            LoadAdapter: lambda command: self._adapters.load(command.name, command.path),
+            UnloadAdapter: lambda command: self._adapters.unload(command.name),
+            ListAdapters: lambda command: self._adapters.names,
+            StartProfile: self._start_profile,
+            StopProfile: self._stop_profile,
             CheckStep: lambda command: self._check_step(),
             ShutDown: lambda command: self.shutdown(),
         }
@@ -307,7 +344,7 @@ class EngineCore:
         models: list[ModelInfo] = call("load")
         profiles: list[MemoryProfile] = call("profile")
         if not resolved.descriptor.accelerator:
-            profiles = [_share(profile, len(profiles)) for profile in profiles]
+            profiles = [_share(profile, len(profiles) * self.config.data_parallel_size) for profile in profiles]
         model = models[0]
         spec = model.attention.kv_cache
         num_blocks = min(map(self._num_device_blocks, profiles, models))
@@ -318,6 +355,12 @@ class EngineCore:
             # What a state follows from is lost with it: such sequences are computed from their first token.
             num_host, overridden["enable_prefix_caching"] = 0, False
             _log.info("%s keeps recurrent states: prefixes are not cached, and nothing is swapped", model.architecture)
+        speculation = parse_speculative_config(self.config.speculative_config)
+        if speculation is not None:
+            check_speculation(model)
+            overridden |= speculation.scheduler_settings(self._worker_config.num_draft_slots)
+            if speculation.adaptive:
+                self._step_costs = StepCosts(max(profile.seconds_per_token for profile in profiles))
         call("initialize_kv", num_blocks, num_host)
         call("warm_up")
         config = self.config
@@ -362,6 +405,7 @@ class EngineCore:
             notice=resolved.notice,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
+            weight_formats=dict(sum((Counter(one.weight_formats) for one in models), Counter())),
         )
         return model
 
@@ -375,20 +419,12 @@ class EngineCore:
         if spec.block_bytes == 0:
             # Blocks without bytes number the tokens of sequences, none of which waits for them.
             return needed * self.config.max_num_seqs
-        num_blocks = profile.kv_bytes // spec.block_bytes
+        kv_bytes = profile.kv_bytes
+        if EmbeddingKind.IMAGE in model.embedding_kinds:
+            kv_bytes -= self.config.encoder_cache_bytes
+        num_blocks = kv_bytes // spec.block_bytes
         if num_blocks < needed:
-            fits = max(num_blocks, 0) // num_groups * spec.block_size
-            raise KVCacheTooSmall(
-                f"one request of {model.max_model_len} tokens needs {needed * spec.block_bytes} bytes of KV cache",
-                found=(
-                    f"{profile.kv_bytes} bytes are left of {profile.total} at a memory utilisation of"
-                    f" {profile.utilization} ({profile.used} in use, {profile.peak - profile.current} for the largest step,"
-                    f" {profile.graphs} for captured decodes)"
-                ),
-                hint=(
-                    f"Lower max_model_len (at most {fits} fits), max_num_batched_tokens or max_num_seqs, or raise memory_utilization"
-                ),
-            )
+            raise _too_small(profile, model, needed, max(num_blocks, 0) // num_groups * spec.block_size)
         return int(num_blocks)
 
     # Commands
@@ -401,6 +437,48 @@ class EngineCore:
 
     def _generate(self, command: Generate) -> None:
         self._check_admission()
+        name = command.adapter
+        if not name:
+            self._add(command, None)
+        elif self._waiting or not self._adapters.has_room(name):
+            # In the order in which they came, so that none waits for ever.
+            self._adapters.has_room(name)
+            self._adapters.wait(name)
+            self._waiting.append(command)
+        else:
+            self._add_adapted(command)
+
+    def _add_adapted(self, command: Generate) -> None:
+        name = command.adapter
+        number = self._adapters.begin(name)
+        try:
+            self._add(command, (number, name))
+        except BaseException:
+            self._adapters.end(name)
+            raise
+
+    def _add_waiting(self) -> None:
+        """Begin the requests that have waited for others' adapters to end, as far as there is room now."""
+        while self._waiting and self._adapters.has_room(self._waiting[0].adapter):
+            command = self._waiting.popleft()
+            try:
+                self._add_adapted(command)
+            except (InvalidRequest, WorkerError) as error:
+                self._events.append(Lost((command.key,), error))
+            finally:
+                self._adapters.end_wait(command.adapter)
+
+    def _load_adapter(self, number: int, path: str) -> None:
+        with self._between_steps():
+            self.executor.call("load_adapter", number, path)
+
+    def _unload_adapter(self, number: int) -> None:
+        with self._between_steps():
+            self.executor.call("unload_adapter", number)
+
+    def _add(self, command: Generate, adapter: tuple[int, str] | None) -> None:
+        scored_from = None if command.prompt_logprobs is None else command.prompt_logprobs_start
+        contents = self._prompt_embeddings.contents(command.embedded) if command.embedded else ()
         handle = self.scheduler.add_request(
             command.prompt_token_ids,
             n=len(command.sampling),
@@ -408,21 +486,36 @@ class EngineCore:
             min_tokens=command.min_tokens,
             stop_token_ids=command.stop_token_ids,
             priority=command.priority,
-            salt=command.salt,
-            skip_prefix_cache=command.prompt_logprobs is not None,
+            arrival=self._arrival(command.prompt_token_ids),
+            salt=command.salt if adapter is None else salted(adapter[0], command.salt),
+            max_cached_tokens=None if scored_from is None else max(scored_from - 1, 0),
             # A function or a grammar is given the tokens before, so that they have to be here.
             plan_ahead=not any(
                 one.logits_processors or one.bad_words or one.grammar is not None for one in command.sampling
             ),
             beams=command.beams is not None,
+            contents=contents,
+            drafts=command.beams is None and all(map(takes_drafts, command.sampling)),
         )
+        if contents:
+            seq_ids = range(handle, handle + len(command.sampling))
+            self._prompt_embeddings.add(
+                seq_ids, command.prompt_token_ids, command.embedded, contents, command.positions
+            )
         if command.beams is not None:
             self._begin_search(command, command.beams, handle)
+        if adapter is not None:
+            self._adapter_of.update(dict.fromkeys(range(handle, handle + len(command.sampling)), adapter))
         self._arrivals[handle] = time.perf_counter()
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
-        if command.prompt_logprobs is not None and len(command.prompt_token_ids) > 1:
-            self._scoring[handle] = _Scoring(np.asarray(command.prompt_token_ids, np.int64), command.prompt_logprobs)
+        if command.prompt_logprobs is not None and len(command.prompt_token_ids) > max(
+            command.prompt_logprobs_start, 1
+        ):
+            token_ids = np.asarray(command.prompt_token_ids, np.int64)
+            self._scoring[handle] = _Scoring(
+                token_ids, command.prompt_logprobs, next=max(command.prompt_logprobs_start, 1)
+            )
         self._note_added(command.key, handle, len(command.sampling))
 
     def _begin_search(self, command: Generate, asked: BeamSearch, handle: int) -> None:
@@ -434,11 +527,15 @@ class EngineCore:
 
     def _embed(self, command: Embed) -> None:
         self._check_admission()
-        handle = self.scheduler.add_request(command.prompt_token_ids, pooling=True, skip_prefix_cache=True)
+        tokens = command.prompt_token_ids
+        handle = self.scheduler.add_request(tokens, arrival=self._arrival(tokens), pooling=True, max_cached_tokens=0)
         self._pooling[handle] = SequencePooling(
             command.pooling, len(command.prompt_token_ids), command.task, command.second_text
         )
         self._note_added(command.key, handle, 1)
+
+    def _arrival(self, prompt: Sequence[int]) -> int | None:
+        return self.scheduler.config.arrival(len(prompt), time.monotonic())
 
     def _check_admission(self) -> None:
         self._queued &= self._requests.keys()
@@ -455,9 +552,16 @@ class EngineCore:
     def _abort(self, command: Abort) -> None:
         for key in command.keys:
             request = self._requests.get(key)
+            if request is None and self._waiting:
+                self._stop_waiting(key)
             if request is not None:
                 self.scheduler.abort([request.handle])
                 self._forget(sorted(request.alive))
+
+    def _stop_waiting(self, key: int) -> None:
+        for command in [one for one in self._waiting if one.key == key]:
+            self._waiting.remove(command)
+            self._adapters.end_wait(command.adapter)
 
     def _finish(self, command: Finish) -> None:
         for seq_id in command.seq_ids:
@@ -475,11 +579,15 @@ class EngineCore:
             self._scoring.pop(seq_id, None)
             self._searches.pop(seq_id, None)
             self._search_of.pop(seq_id, None)
+            self._prompt_embeddings.remove(seq_id)
             key = self._keys.pop(seq_id)
             request = self._requests[key]
             request.alive.discard(seq_id)
+            adapter = self._adapter_of.pop(seq_id, None)
             if not request.alive:
                 del self._requests[key]
+                if adapter is not None:
+                    self._adapters.end(adapter[1])
         self._forgotten.extend(seq_ids)
         self.scheduler.release(seq_ids)
 
@@ -507,10 +615,19 @@ class EngineCore:
         with self._between_steps():
             return self.lifecycle.wake(command.tags)
 
+    def _start_profile(self, command: StartProfile) -> None:
+        with self._between_steps():
+            self.executor.call("start_trace", command.folder)
+
+    def _stop_profile(self, command: StopProfile) -> list[str]:
+        with self._between_steps():
+            return self.executor.call("stop_trace")
+
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
         """Do what no step may be in flight for; a rank that is found gone meanwhile ends the engine."""
         self._book_all()
+        self._prompt_embeddings.forget_held()
         try:
             yield
         except RankFailed as error:
@@ -524,6 +641,7 @@ class EngineCore:
 
     def _stats(self) -> EngineStats:
         blocks, totals, queues = self.scheduler.block_stats, self.totals, self.scheduler.stats
+        drafts = self.scheduler.draft_stats
         return EngineStats(
             **{f.name: getattr(totals, f.name) for f in fields(totals) if f.name != "sleep"},
             sleep=replace(totals.sleep),
@@ -535,6 +653,9 @@ class EngineCore:
             running=queues.num_running,
             waiting=queues.num_waiting,
             swapped=queues.num_swapped,
+            drafts=drafts.num_drafts,
+            draft_tokens=drafts.num_draft_tokens,
+            accepted_tokens=drafts.num_accepted_tokens,
         )
 
     # Sleep
@@ -550,7 +671,7 @@ class EngineCore:
         self.cancel_drain()
         drain.reply.set_exception(
             SleepRefused(
-                "the sleep that waited for requests was given up", found=f"{len(self._requests)} are in progress"
+                "the sleep that waited for requests was given up", found=f"{self._in_progress} are in progress"
             )
         )
 
@@ -560,7 +681,7 @@ class EngineCore:
         start = time.perf_counter() if drained is None else drained.start
         if self.lifecycle.state is EngineState.RUNNING:
             self._queued.clear()
-        if drained is None and request.mode is SleepMode.WAIT and self._requests:
+        if drained is None and request.mode is SleepMode.WAIT and self._in_progress:
             self.lifecycle.begin_drain(request)
             limit = math.inf if request.drain_timeout is None else request.drain_timeout
             self._drain = _Drain(request, Future(), start, time.monotonic() + limit)
@@ -568,12 +689,14 @@ class EngineCore:
         with self._between_steps():
             report = self.lifecycle.sleep(request, start)
         if request.mode is not SleepMode.ABORT:
-            return replace(report, kept=len(self._requests))
-        aborted = len(self._requests)
-        for one in list(self._requests.values()):
-            self.scheduler.abort([one.handle])
-            ended = [self._ended(seq_id, FinishReason.ABORT) for seq_id in sorted(one.alive)]
-            self._events.append(StepDone(_NO_IDS, _NO_IDS, ended=ended))
+            return replace(report, kept=self._in_progress)
+        aborted = self._in_progress
+        while self._in_progress:
+            for one in list(self._requests.values()):
+                self.scheduler.abort([one.handle])
+                ended = [self._ended(seq_id, FinishReason.ABORT) for seq_id in sorted(one.alive)]
+                self._events.append(StepDone(_NO_IDS, _NO_IDS, ended=ended))
+            self._add_waiting()
         return replace(report, aborted=aborted)
 
     def _check_drain(self) -> bool:
@@ -582,14 +705,14 @@ class EngineCore:
         Returns whether it did one of them.
         """
         drain = self._drain
-        if drain is None or (self._requests and time.monotonic() < drain.deadline):
+        if drain is None or (self._in_progress and time.monotonic() < drain.deadline):
             return False
         self.cancel_drain()
         try:
-            if self._requests:
+            if self._in_progress:
                 raise DrainTimeout(
                     f"requests were still running after {drain.request.drain_timeout} seconds",
-                    found=f"{len(self._requests)} in progress",
+                    found=f"{self._in_progress} in progress",
                     hint="Give more time, or sleep with the mode 'keep' or 'abort'",
                 )
             drain.reply.set_result(self._sleep(Sleep(drain.request), drain))
@@ -601,7 +724,7 @@ class EngineCore:
         """Give up a sleep that waits for requests; the engine runs on. Does nothing where there is none."""
         if self._drain is not None:
             self._drain = None
-            self.lifecycle.end_drain(failed=bool(self._requests))
+            self.lifecycle.end_drain(failed=bool(self._in_progress))
 
     # Steps
 
@@ -613,7 +736,12 @@ class EngineCore:
     @property
     def can_advance(self) -> bool:
         """There are requests in progress and the engine is in a state to serve them, steps in flight, or a sleep that waits."""
-        return bool(self._in_flight or self._drain) or (bool(self._requests) and self.lifecycle.can_step)
+        return bool(self._in_flight or self._drain) or (bool(self._in_progress) and self.lifecycle.can_step)
+
+    @property
+    def _in_progress(self) -> int:
+        """How many requests have not ended, those included that wait for the adapters of others."""
+        return len(self._requests) + len(self._waiting)
 
     @property
     def has_events(self) -> bool:
@@ -636,6 +764,7 @@ class EngineCore:
         if self._check_drain():
             return
         self.lifecycle.check_step()
+        self._add_waiting()
         try:
             while len(self._in_flight) <= self.model.steps_in_flight and self._submit():
                 pass
@@ -650,7 +779,7 @@ class EngineCore:
 
     def _check_step(self) -> bool:
         self.lifecycle.check_step()
-        return bool(self._requests)
+        return bool(self._in_progress)
 
     def _submit(self) -> bool:
         """Plan and submit the next step; returns whether there is one."""
@@ -669,9 +798,15 @@ class EngineCore:
         pooled = {s: pooling[s] for s in batch.seq_ids.tolist() if s in pooling} if pooling else {}
         scored = self._scored(batch) if self._scoring else {}
         forgotten, self._forgotten = tuple(self._forgotten), []
+        given = self._prompt_embeddings.of_step(batch)
         try:
-            self.executor.submit(StepInput(batch, first, forgotten, pooled, scored))
+            step = _step_input(batch, first, forgotten, pooled, scored, given)
+            if self._adapter_of:
+                adapted = {seq: self._adapter_of[seq][0] for seq in batch.seq_ids.tolist() if seq in self._adapter_of}
+                step = replace(step, adapters=adapted)
+            self.executor.submit(step)
         except Exception as error:
+            self._prompt_embeddings.forget_held(given)
             # The worker may not have come to forget them; to forget twice does no harm.
             self._forgotten[:0] = forgotten
             while self._in_flight:
@@ -700,17 +835,25 @@ class EngineCore:
             output = self.executor.collect()
             step = self._in_flight[0]
             seq_ids, batch = step.batch.sample_seq_ids.copy(), step.batch
-            prefill_tokens, preempted = batch.num_tokens - batch.num_decodes, len(batch.preempted)
+            decode_tokens, preempted = _decode_tokens(batch), len(batch.preempted)
+            num_tokens, prefill_tokens = batch.num_tokens, batch.num_tokens - decode_tokens
             finished = self.scheduler.update(output.token_ids)
+            kept = self.scheduler.kept()
         except Exception as error:
             self._in_flight.popleft()
             self._lose_oldest(error)
             return
         self._in_flight.popleft()
+        if kept is not None:
+            seq_ids, output = seq_ids[kept], _kept(output, kept)
         for index, reason in output.failed.items():
             _log.warning("sequence %d ends with an error: %s", seq_ids[index], reason)
         now = time.perf_counter()
-        self._count(now - max(step.start, self._last_booking), prefill_tokens, len(seq_ids), preempted)
+        seconds = now - max(step.start, self._last_booking)
+        self._count(seconds, prefill_tokens, len(seq_ids), preempted)
+        if self._step_costs is not None and num_tokens and not prefill_tokens:
+            self._step_costs.note(num_tokens, seconds)
+            self.scheduler.set_step_cost(*self._step_costs.line())
         self._last_booking = now
         scheduler, keys = self.scheduler, self._keys
         num_cached = {seq_id: scheduler.num_cached_tokens(seq_id) for seq_id in step.first if seq_id in keys}
@@ -792,6 +935,7 @@ class EngineCore:
 
     def _lose_oldest(self, error: Exception) -> None:
         """End the requests of the oldest step, which failed; with the engine, where a rank is gone."""
+        self._prompt_embeddings.forget_held()
         lost = [seq_id for seq_id, _ in self.scheduler.fail_step()]
         if isinstance(error, EngineDead):
             self._mark_dead(error)
@@ -815,6 +959,7 @@ class EngineCore:
         self._is_dead = True
         self.lifecycle.mark_dead(error)
         self._in_flight.clear()
+        self._waiting.clear()
         while self.scheduler.num_in_flight:
             self.scheduler.fail_step()
         self._abort(Abort(tuple(self._requests)))
@@ -845,6 +990,36 @@ class EngineCore:
         self.executor.shutdown()
 
 
+def _decode_tokens(batch: StepBatch) -> int:
+    """Return how many tokens of a step are of decoding sequences; one with drafts has as many as are sampled for it."""
+    if not len(batch.sample_tokens):
+        return batch.num_decodes
+    _, counts = np.unique(batch.sample_seq_ids, return_counts=True)
+    return batch.num_decodes + int(counts[counts > 1].sum())
+
+
+def _kept(output: StepOutput, kept: Int32Array) -> StepOutput:
+    """Return the output of the samples that count, under their new numbers."""
+    places = {int(sample): place for place, sample in enumerate(kept)}
+    logprobs = {places[sample]: entry for sample, entry in output.logprobs.items() if sample in places}
+    failed = {places[sample]: reason for sample, reason in output.failed.items() if sample in places}
+    return replace(output, token_ids=output.token_ids[kept], logprobs=logprobs, failed=failed)
+
+
+def _step_input(
+    batch: StepBatch,
+    first: tuple[SequenceSampling, ...],
+    forgotten: tuple[int, ...],
+    pooled: dict[int, SequencePooling],
+    scored: dict[int, PromptScoring],
+    given: StepEmbeddings | None,
+) -> StepInput:
+    if given is None:
+        return StepInput(batch, first, forgotten, pooled, scored)
+    embedded, dropped = tuple(given.embedded), given.dropped_sources
+    return StepInput(batch, first, forgotten, pooled, scored, embedded, given.new_sources, dropped, given.positions)
+
+
 def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: WorkerConfig) -> Executor:
     kind = config.executor
     if kind == "ray":
@@ -858,8 +1033,31 @@ def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: Work
     return InProcessExecutor(resolved.descriptor.worker()(context))
 
 
+def _too_small(profile: MemoryProfile, model: ModelInfo, num_blocks: int, fits: int) -> KVCacheTooSmall:
+    """Return what is said where the KV cache of one request needs `num_blocks`, and there is room for one of `fits` tokens."""
+    needed = num_blocks * model.attention.kv_cache.block_bytes
+    enough = math.ceil(1000 * (profile.utilization + (needed - profile.kv_bytes) / profile.total)) / 1000
+    ways = [f"lower max_model_len (at most {fits} fits)"] if fits else []
+    ways += ["lower max_num_batched_tokens or max_num_seqs"] if profile.peak > profile.current else []
+    ways += [
+        f"raise memory_utilization to {enough} or more"
+        if enough <= 1
+        else "choose a smaller or quantised checkpoint or more ranks, or free memory of the device"
+    ]
+    left = f"{profile.kv_bytes} bytes are left" if profile.kv_bytes > 0 else f"{-profile.kv_bytes} bytes are missing"
+    hint = ", or ".join(ways)
+    return KVCacheTooSmall(
+        f"one request of {model.max_model_len} tokens needs {needed} bytes of KV cache, beside {model.weight_bytes} bytes of weights",
+        found=(
+            f"{left} of {profile.total} at a memory utilisation of {profile.utilization} ({profile.used} in use,"
+            f" {profile.peak - profile.current} for the largest step, {profile.graphs} for captured decodes)"
+        ),
+        hint=hint[0].upper() + hint[1:],
+    )
+
+
 def _share(profile: MemoryProfile, ranks: int) -> MemoryProfile:
-    """Return the profile of one of several ranks in the same memory: its part of what the engine may use there."""
+    """Return the profile of one of several ranks in the same memory, of one engine or more: its part of what may be used there."""
     limit = profile.kv_limit
     return replace(profile, total=profile.total // ranks, kv_limit=None if limit is None else limit // ranks)
 

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hardpoint.engine.commands import BeamSearch, Embed, Generate, Pause
+from hardpoint.engine.commands import BeamSearch, Embed, Generate, Pause, StartProfile
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.loops import Loop
-from hardpoint.engine.request import BeamRequest, EmbeddingRequest, Recipient, Request
+from hardpoint.engine.media import Media
+from hardpoint.engine.pooling import PoolingModel
+from hardpoint.engine.prompt_embeds import PromptEmbeds
+from hardpoint.engine.request import BeamRequest, PoolingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
-from hardpoint.interfaces.batch import LogprobsMode, PoolingTask
-from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams, ModelError
+from hardpoint.interfaces.batch import EmbeddingKind, LogprobsMode
+from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
-from hardpoint.models import ModelSource, TokenizerBackend, load_tokenizer, open_model
+from hardpoint.models import ModelSource, PoolingDefaults, TokenizerBackend, converted, load_tokenizer, open_model
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.random import stream_key
+from hardpoint.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 L = TypeVar("L", bound=Loop)
+
+PROFILE_VARIABLE = "HARDPOINT_PROFILE_DIR"
+"""Environment variable: the folder of profiles, where a call names none."""
 
 _UNSEEDED = 0x6861726470_6F696E74
 """Keeps the seeds of requests without one apart from those that users choose."""
@@ -41,7 +51,9 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         generation_config=config.generation_config,
         revision=config.revision,
         download_dir=config.download_dir,
+        hf_overrides=config.hf_overrides,
     )
+    config, source = _converted(config, source)
     if source.hub is not None:
         # The ranks of this machine take what was fetched; those of others fetch the same commit.
         elsewhere = config.executor == "ray" and config.download_dir is None
@@ -52,8 +64,9 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         tokenizer = background.submit(_load_tokenizer, config, source)
         loop = make_loop(config)
         try:
-            eos_ids, normalize = frozenset(source.eos_token_ids), source.pooling_files.normalize
-            return loop, RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, normalize)
+            eos_ids, pooling = frozenset(source.eos_token_ids), source.pooling_defaults
+            media = Media(config, loop.model, source.path, tokenizer.result())
+            return loop, RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, pooling, media)
         except BaseException:
             loop.shutdown()
             raise
@@ -65,7 +78,11 @@ class RequestMaker:
     Args:
         eos_ids: the model's end-of-text tokens.
         default_sampling_params: for callers that give none.
-        normalize: embeddings of callers that do not say it.
+        pooling: what the model's files say of embeddings and labels.
+        media: takes the pictures of prompts.
+
+    Attributes:
+        pooling_model: what the model gives for prompts that are pooled.
     """
 
     def __init__(
@@ -75,12 +92,20 @@ class RequestMaker:
         tokenizer: PreTrainedTokenizerBase | None,
         eos_ids: frozenset[int],
         default_sampling_params: SamplingParams,
-        normalize: bool = True,
+        pooling: PoolingDefaults,
+        media: Media,
     ) -> None:
         self.tokenizer = tokenizer
         self.default_sampling_params = default_sampling_params
-        self._normalize = normalize
-        self.process = PromptProcessor(tokenizer, model.vocab_size, model.max_model_len)
+        self.pooling_model = PoolingModel(model, pooling)
+        self.process = PromptProcessor(
+            tokenizer,
+            model.vocab_size,
+            model.max_model_len,
+            media,
+            embeds=PromptEmbeds(model, enabled=config.enable_prompt_embeds),
+            separates=pooling.separates,
+        )
         self._config, self._model, self._eos_ids = config, model, eos_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._keys, self._numbers = itertools.count(), itertools.count()
@@ -112,11 +137,13 @@ class RequestMaker:
         priority: int,
         recipient: Recipient,
         grammar: str | None,
+        adapter: str = "",
     ) -> tuple[Request, Generate]:
         """Return a generation request and the command that queues it; raises InvalidRequest.
 
         Args:
             grammar: what `grammar` returned for the parameters.
+            adapter: name of one that is loaded; empty for none.
         """
         RequestArguments(request_id, priority)
         check_params(params, SamplingParams)
@@ -124,6 +151,12 @@ class RequestMaker:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
         tokens = self.process(prompt, truncate=params.truncate_prompt_tokens)
         params.check_vocab(self._model.vocab_size)
+        if params.prompt_logprobs is not None and any(one.source.kind is EmbeddingKind.ROWS for one in tokens.embedded):
+            raise InvalidSamplingParams(
+                "embeddings have no log probabilities, as tokens have",
+                found="prompt_logprobs with prompt_embeds",
+                hint="Leave prompt_logprobs out",
+            )
         bad_words = self._bad_words(params)
         if params.logits_processors and self._config.other_processes:
             raise InvalidSamplingParams(
@@ -160,7 +193,11 @@ class RequestMaker:
             min_tokens=params.min_tokens,
             priority=priority,
             salt=tokens.cache_salt or "",
+            embedded=tokens.embedded,
+            positions=tokens.positions,
             prompt_logprobs=self._model.vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs,
+            prompt_logprobs_start=params.prompt_logprobs_start,
+            adapter=adapter,
         )
         request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
         return request, command
@@ -189,6 +226,7 @@ class RequestMaker:
         params: BeamSearchParams,
         priority: int,
         recipient: Recipient,
+        adapter: str = "",
     ) -> tuple[BeamRequest, Generate]:
         """Return a beam search and the command that queues it; raises InvalidRequest."""
         RequestArguments(request_id, priority)
@@ -226,35 +264,33 @@ class RequestMaker:
             max_tokens=params.max_tokens,
             priority=priority,
             salt=tokens.cache_salt or "",
+            embedded=tokens.embedded,
+            positions=tokens.positions,
             beams=BeamSearch(width, params.length_penalty, eos_ids),
+            adapter=adapter,
         )
         return BeamRequest(request_id, command.key, tokens, params, self._detokenizer, recipient), command
 
-    def embedding(
+    def pooling(
         self,
         request_id: str,
         prompt: Prompt | TokenizedPrompt,
         params: PoolingParams | None,
         recipient: Recipient,
-    ) -> tuple[EmbeddingRequest, Embed]:
+    ) -> tuple[PoolingRequest, Embed]:
         """Return a request whose hidden states are pooled, and the command that queues it; raises InvalidRequest."""
         RequestArguments(request_id)
-        params = PoolingParams() if params is None else params
-        check_params(params, PoolingParams)
-        model = self._model
-        if params.task is PoolingTask.CLASSIFY and not model.num_labels:
+        if params is not None:
+            check_params(params, PoolingParams)
+        plan = self.pooling_model.plan(params)
+        tokens = self.process(prompt, reserve=0, truncate=plan.params.truncate_prompt_tokens)
+        if tokens.embedded:
             raise InvalidRequest(
-                "the model has no head that classifies",
-                found=f"the architecture {model.architecture}",
-                hint="Use embed, or a model with such a head (a ...ForSequenceClassification)",
+                "prompts that are pooled are text", found="a prompt with pictures or embeddings", hint="Give text alone"
             )
-        tokens = self.process(prompt, reserve=0, truncate=params.truncate_prompt_tokens)
-        command = Embed(
-            next(self._keys), tokens.token_ids, params.pooling or model.pooling, params.task, tokens.second_text
-        )
-        if params.normalize is None:
-            params = replace(params, normalize=self._normalize)
-        return EmbeddingRequest(request_id, command.key, tokens, params, recipient), command
+        command = Embed(next(self._keys), tokens.token_ids, plan.pooling, plan.task, tokens.second_text)
+        finish = partial(self.pooling_model.finish, plan, tokens.token_ids)
+        return PoolingRequest(request_id, command.key, tokens, finish, recipient), command
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of tokens; raises InvalidRequest without a tokenizer, TokenOutOfRange."""
@@ -270,9 +306,52 @@ def pause_command(mode: str, drain_timeout: float | None) -> Pause:
     return Pause(request.mode, request.drain_timeout)
 
 
+def profile_command(folder: str | None) -> StartProfile:
+    """Return the command that begins a profile in a folder, or in that of HARDPOINT_PROFILE_DIR; raises InvalidRequest without one."""
+    found = folder or os.environ.get(PROFILE_VARIABLE)
+    if not isinstance(found, str):
+        raise InvalidRequest(
+            "there is no folder for profiles", found=shown(folder), hint=f"Name one, or set {PROFILE_VARIABLE}"
+        )
+    return StartProfile(str(Path(found).absolute()))
+
+
 def unseeded(engine_seed: int, number: int) -> int:
     """Return the seed of an engine's `number`-th request that names none: of a stream that no seed given by a caller is in."""
     return stream_key(stream_key(engine_seed ^ _UNSEEDED) + number)
+
+
+def _converted(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, ModelSource]:
+    """Return configuration and model for what the model is to be; raises ConfigError where it cannot be that."""
+    use = config.convert
+    if use == "auto":
+        use = "embed" if config.runner == "pooling" else "none"
+    if config.runner == "generate" and not source.is_generative:
+        raise ConfigError(
+            "the model has no language-model head",
+            found=f"runner='generate' with the architecture {source.architecture}",
+            hint="Leave runner out, or give runner='pooling'",
+        )
+    if use == "none":
+        return config, source
+    if config.runner == "generate":
+        raise ConfigError(
+            f"a model that is to generate keeps its head, and convert='{use}' takes it", hint="Leave convert out"
+        )
+    architecture = converted(source.architecture, use)
+    if use == "classify" and not architecture.endswith(
+        ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
+    ):
+        raise ConfigError(
+            "the model cannot have a head that labels texts",
+            found=f"convert='classify' with the architecture {source.architecture}",
+            hint="Models of the core's own families can: `hardpoint models` lists them",
+        )
+    if architecture != source.architecture:
+        overrides = {**(config.hf_overrides or {}), "architectures": [architecture]}
+        config = replace(config, hf_overrides=overrides)
+        source = replace(source, architecture=architecture, hf_overrides=overrides)
+    return config, source
 
 
 def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeAlias, TypedD
 
 from msgspec import Meta
 
+from hardpoint.engine.commands import EmbeddedSpans
+from hardpoint.engine.media import Media, Picture
+from hardpoint.engine.prompt_embeds import PromptEmbeds
 from hardpoint.executor.interrupts import allow_between
 from hardpoint.interfaces.errors import (
     ConfigError,
@@ -27,15 +30,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt"
-"""A text, token ids, what `PromptProcessor` made of them, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, which keeps
-prefix caches apart), such as `TextPrompt` and `TokensPrompt`."""
+"""A text, token ids, what `PromptProcessor` made of them, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds` (and
+`cache_salt`, which keeps prefix caches apart, and `multi_modal_data` with the text's pictures), such as `TextPrompt`, `TokensPrompt` and
+`EmbedsPrompt`."""
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text; `cache_salt` keeps prefix caches apart."""
+    """A prompt as text; `cache_salt` keeps prefix caches apart.
+
+    `multi_modal_data` has the pictures of the text's placeholders, `{"image": picture}` or a list of them, and `multi_modal_uuids` names of
+    their contents, which are compared in the place of their pixels.
+    """
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -45,13 +55,17 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings [tokens, hidden_size], which stand in the place of tokens'; see `enable_prompt_embeds`."""
+
+    prompt_embeds: Any
+    cache_salt: NotRequired[str]
+
+
 Message: TypeAlias = Mapping[str, Any]
-"""One message of a conversation: `role` and `content`, a text or a list of parts `{"type": "text", "text": ...}`, and whatever
-else the model's chat template knows."""
-
-
-_MEDIA = frozenset({"mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids"})
-"""Keys of vLLM's prompts that say something of pictures, sounds and films."""
+"""One message of a conversation: `role` and `content`, a text or a list of parts (`{"type": "text", "text": ...}`, and for models that take
+pictures `{"type": "image_url", "image_url": {"url": "data:..."}}` and `{"type": "image_pil", "image_pil": ...}`), and whatever else the
+model's chat template knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +77,11 @@ class _PromptKeys(Validated):
 
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
+    prompt_embeds: Any = None
     cache_salt: str | None = None
+    multi_modal_data: Any = None
+    multi_modal_uuids: Any = None
+    mm_processor_kwargs: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +107,10 @@ class TokenizedPrompt(Validated):
     cache_salt: str | None = None
     second_text: NonNegativeInt = 0
     """Place of the token with which the second of two texts begins, for models that tell them apart; 0 for one text."""
+    embedded: tuple[EmbeddedSpans, ...] = ()
+    """What stands in the place of tokens' embeddings."""
+    positions: Any = None
+    """See `Generate.positions`."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -103,6 +125,12 @@ class TokenizedPrompt(Validated):
         dropped = len(self.token_ids) - count
         if dropped <= 0:
             return self
+        if self.embedded:
+            raise InvalidRequest(
+                "a prompt with pictures or embeddings is not cut",
+                found=f"{len(self.token_ids)} tokens, of which {count} would stay",
+                hint="Leave truncate_prompt_tokens out",
+            )
         second = max(self.second_text - dropped, 0)
         return replace(self, token_ids=self.token_ids[dropped:], second_text=second)
 
@@ -112,10 +140,27 @@ class TokenizedPrompt(Validated):
 
 
 class PromptProcessor:
-    """Tokenizes prompts and checks them against the model's limits."""
+    """Tokenizes prompts and checks them against the model's limits.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int) -> None:
+    Args:
+        embeds: takes prompts of embeddings.
+        separates: two texts of a pair have what the tokenizer puts between them; otherwise one follows the other.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        max_model_len: int,
+        media: Media | None = None,
+        *,
+        embeds: PromptEmbeds | None = None,
+        separates: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._separates = separates
+        self._media = media
+        self._embeds = embeds
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
@@ -130,12 +175,20 @@ class PromptProcessor:
         Raises EmptyPrompt, PromptTooLong, TokenOutOfRange, InvalidRequest.
         """
         if not isinstance(prompt, TokenizedPrompt):
-            text, token_ids, salt = self._parse(prompt)
-            if token_ids is None:
-                assert text is not None
-                token_ids = self.encode(text)
-            self.check_ids(token_ids)  # Not all of them are integers of 64 bits.
-            prompt = TokenizedPrompt(text, token_ids, salt)
+            keys = self._parse(prompt)
+            pictures = self._pictures(keys)
+            if pictures and keys.prompt is not None:
+                prompt = self._with_pictures(keys.prompt, pictures, add_special_tokens=True).salted(keys.cache_salt)
+            else:
+                embedded: tuple[EmbeddedSpans, ...] = ()
+                if keys.prompt_embeds is not None:
+                    token_ids, embedded = self._need_embeds().prompt(keys.prompt_embeds)
+                elif keys.prompt is not None:
+                    token_ids = self.encode(keys.prompt)
+                else:
+                    token_ids = list(keys.prompt_token_ids or ())
+                self.check_ids(token_ids)  # Not all of them are integers of 64 bits.
+                prompt = TokenizedPrompt(keys.prompt, token_ids, keys.cache_salt, embedded=embedded)
         return self._checked(prompt, reserve, truncate)
 
     def text(
@@ -152,6 +205,12 @@ class PromptProcessor:
         self._check(prompt.token_ids, reserve)
         return prompt
 
+    @property
+    def pad_token_ids(self) -> list[int]:
+        """The token that fills batches, of tokenizers that have one."""
+        found = getattr(self._tokenizer, "pad_token_id", None)
+        return [] if found is None else [int(found)]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids; raises InvalidRequest when the engine has no tokenizer, or one that cannot read it."""
         _check_unicode("the prompt", text)
@@ -163,11 +222,24 @@ class PromptProcessor:
             raise InvalidRequest("the model's tokenizer cannot read this text", found=str(error)) from error
         return ids
 
-    def pair(self, text: str, second: str) -> TokenizedPrompt:
-        """Return two texts as one prompt, with the tokens that the model's publisher puts between them; errors as for a call."""
+    def pair(
+        self, text: str, second: str, *, template: str | None = None, truncate: int | None = None
+    ) -> TokenizedPrompt:
+        """Return two texts as one prompt, as the model's publisher puts them together; errors as for a call.
+
+        Args:
+            template: a chat template that writes them instead, as messages of the roles "query" and "document".
+            truncate: as for a call.
+        """
         for one in (text, second):
             _check_unicode("the prompt", one)
         tokenizer = self._need_tokenizer()
+        if template is not None:
+            messages = [{"role": "query", "content": text}, {"role": "document", "content": second}]
+            written = self._write_chat(messages, template, add_generation_prompt=False)
+            return self.text(written, reserve=0, truncate=truncate)
+        if not self._separates:
+            return self.text(text + second, reserve=0, truncate=truncate)
         try:
             with panics_as_errors():
                 encoded = tokenizer(text, second, return_token_type_ids=True)
@@ -175,8 +247,8 @@ class PromptProcessor:
             raise InvalidRequest("the model's tokenizer cannot read these texts", found=str(error)) from error
         types: list[int] = encoded["token_type_ids"]
         token_ids: list[int] = encoded["input_ids"]
-        self._check(token_ids, reserve=0)
-        return TokenizedPrompt(None, token_ids, second_text=types.index(1) if 1 in types else 0)
+        pair = TokenizedPrompt(None, token_ids, second_text=types.index(1) if 1 in types else 0)
+        return self._checked(pair, 0, truncate)
 
     def chat(
         self,
@@ -210,24 +282,75 @@ class PromptProcessor:
             )
         if not messages:
             raise EmptyPrompt("the conversation has no messages", hint="Give at least one message")
-        written = [_with_plain_content(message) for message in messages]
-        try:
-            text = write_chat(
-                tokenizer,
-                written,
-                template,
-                add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                variables=variables,
+        pictures: list[Picture] = []
+        written = self._written(messages, tokenizer.chat_template if template is None else template, pictures)
+        text = self._write_chat(
+            written,
+            template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=variables,
+        )
+        if not pictures:
+            return self._checked(TokenizedPrompt(text, self.encode(text, add_special_tokens=False)), 1, truncate)
+        return self._checked(self._with_pictures(text, pictures, add_special_tokens=False), 1, truncate)
+
+    def _written(self, messages: Sequence[Message], template: object, pictures: list[Picture]) -> list[Message]:
+        """Return messages as the chat template takes them, and add their pictures."""
+        media = self._media
+        if media is None or not media.takes_pictures:
+            return [_with_plain_content(message) for message in messages]
+        in_parts = "image" in str(template)
+        return [media.of_message(message, pictures, in_parts=in_parts) for message in messages]
+
+    def _pictures(self, keys: _PromptKeys) -> list[Picture]:
+        """Return a prompt's pictures."""
+        if keys.mm_processor_kwargs:
+            raise InvalidRequest(
+                "the model's processor of pictures runs with its own settings",
+                found=f"mm_processor_kwargs={shown(keys.mm_processor_kwargs)}",
+                hint="Change its preprocessor_config.json",
             )
+        if keys.multi_modal_data is None and keys.multi_modal_uuids is None:
+            return []
+        if self._media is None:
+            raise InvalidRequest("the model takes no pictures", found="multi_modal_data", hint="Give text alone")
+        data = {} if keys.multi_modal_data is None else keys.multi_modal_data
+        pictures = self._media.of_prompt(data, {} if keys.multi_modal_uuids is None else keys.multi_modal_uuids)
+        if pictures and keys.prompt is None:
+            raise InvalidRequest(
+                "pictures belong to a prompt that is a text", found="prompt_token_ids", hint="Give 'prompt'"
+            )
+        return pictures
+
+    def _with_pictures(self, text: str, pictures: Sequence[Picture], *, add_special_tokens: bool) -> TokenizedPrompt:
+        """Return a text with pictures as a prompt."""
+        _check_unicode("the prompt", text)
+        assert self._media is not None
+        token_ids, embedded, positions = self._media.prompt(text, pictures, add_special_tokens=add_special_tokens)
+        return TokenizedPrompt(text, token_ids, embedded=embedded, positions=positions)
+
+    def _write_chat(
+        self, messages: Sequence[Message], template: str | None, *, add_generation_prompt: bool, **how: Any
+    ) -> str:
+        try:
+            return write_chat(self._need_tokenizer(), messages, template, add_generation_prompt, **how)
         except Exception as error:
             raise InvalidRequest(
                 "the chat template cannot write this conversation",
                 found=f"{type(error).__name__}: {error}",
                 hint="Each message needs a 'role' that the template knows and a 'content'",
             ) from error
-        return self._checked(TokenizedPrompt(text, self.encode(text, add_special_tokens=False)), 1, truncate)
+
+    def load_embeds(self, serialised: bytes) -> Any:
+        """Return the embeddings that `torch.save` wrote; see `PromptEmbeds.load`."""
+        return self._need_embeds().load(serialised)
+
+    def _need_embeds(self) -> PromptEmbeds:
+        if self._embeds is None:
+            raise InvalidRequest("prompts are text or token ids here", found="prompt_embeds")
+        return self._embeds
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -235,26 +358,19 @@ class PromptProcessor:
         return self._tokenizer
 
     @staticmethod
-    def _parse(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+    def _parse(prompt: Prompt) -> _PromptKeys:
         if isinstance(prompt, str):
-            return prompt, None, None
+            return _PromptKeys(prompt=prompt)
         if not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
-        if any(prompt.get(key) for key in _MEDIA):
-            raise InvalidRequest(
-                "prompts are text: pictures, sounds and films are not supported",
-                found=f"keys {sorted(prompt)}",
-                hint="Give 'prompt' or 'prompt_token_ids' alone",
-            )
-        prompt = {key: value for key, value in prompt.items() if key not in _MEDIA}
         keys = _PromptKeys.parse(prompt)
-        if (keys.prompt is None) == (keys.prompt_token_ids is None):
+        if sum(one is not None for one in (keys.prompt, keys.prompt_token_ids, keys.prompt_embeds)) != 1:
             raise InvalidRequest(
-                "a prompt has either a text or token ids",
+                "a prompt has either a text or token ids or embeddings",
                 found=f"keys {sorted(prompt)}",
-                hint="Give 'prompt' or 'prompt_token_ids'",
+                hint="Give one of 'prompt', 'prompt_token_ids' and 'prompt_embeds'",
             )
-        return keys.prompt, None if keys.prompt_token_ids is None else list(keys.prompt_token_ids), keys.cache_salt
+        return keys
 
     def _check(self, token_ids: list[int], reserve: int) -> None:
         if not token_ids:
@@ -401,6 +517,10 @@ def _with_plain_content(message: Message) -> Message:
     texts = []
     for part in _as_list(content, "the content of a message must be a text or a list of parts"):
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image_url", "image_pil"):
+            raise InvalidRequest(
+                "the model takes no pictures", found=f"a part of the type {kind!r}", hint="Give text alone"
+            )
         if kind != "text":
             raise InvalidRequest(
                 "content parts other than text are not supported",

@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from hardpoint.engine.adapters import AdapterName, LoRARequest, adapter_name
+from hardpoint.engine.argument_names import named_arguments
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineInfo
-from hardpoint.engine.inputs import Message, Prompt, as_conversations, as_prompts, check_params, pair_with_params
+from hardpoint.engine.inputs import (
+    Message,
+    Prompt,
+    TokenizedPrompt,
+    as_conversations,
+    as_prompts,
+    check_params,
+    pair_with_params,
+)
 from hardpoint.engine.llm_engine import EngineStats, LLMEngine
-from hardpoint.engine.outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.metrics import Metric
+from hardpoint.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from hardpoint.engine.pooling import cosine_score, for_use, text_pairs
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import Recipient
 from hardpoint.engine.sleep import SleepParticipant, SleepReport, SleepStatus, WakeReport
-from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.interfaces.errors import InvalidRequest
+from hardpoint.sampling import BeamSearchParams, PoolingParams, PoolingUse, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model on a backend, ready to generate, chat and embed.
+    """A model on a backend, ready to generate, chat, embed, classify and score.
 
     The settings are those of `EngineConfig`, also under the names that vLLM uses, so that a script moves over by changing its
     import. An engine is a context manager; `shutdown` gives its memory back.
@@ -53,6 +76,10 @@ class LLM:
         """Tokens, times, preemptions and prefix-cache hits since the engine was made."""
         return self.engine.stats()
 
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics as values; see `LLMEngine.get_metrics`."""
+        return self.engine.get_metrics()
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the model's tokenizer."""
         return self.engine.tokenizer
@@ -61,12 +88,14 @@ class LLM:
         """Return a copy of what `generate` and `chat` use where no parameters are given: the publisher's, see `generation_config`."""
         return self.engine.default_sampling_params.clone()
 
+    @named_arguments
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: AdapterName | Sequence[AdapterName] = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt and return the outputs in the same order.
@@ -77,6 +106,7 @@ class LLM:
             prompts: one or several texts, token id lists, or mappings with `prompt` or `prompt_token_ids`.
             sampling_params: for all prompts, or one for each; None for `get_default_sampling_params`.
             use_tqdm: show a progress bar with prefill and decode tokens per second, where stderr is a terminal.
+            lora_request: an adapter that the prompts go through, or one (or None) for each; see `enable_lora`.
             priority: one value per prompt, lower first; only with scheduling_policy="priority".
 
         Raises:
@@ -90,14 +120,16 @@ class LLM:
             self.engine.process(prompt, truncate=one.truncate_prompt_tokens)
             for prompt, one in zip(many, params, strict=True)
         ]
-        return self._generate(tokenized, params, use_tqdm, priority)
+        return self._generate(tokenized, params, use_tqdm, priority, lora_request)
 
+    @named_arguments
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Iterable[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: AdapterName | Sequence[AdapterName] = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -129,8 +161,25 @@ class LLM:
             )
             for conversation, one in zip(conversations, params, strict=True)
         ]
-        return self._generate(tokenized, params, use_tqdm, priority)
+        return self._generate(tokenized, params, use_tqdm, priority, lora_request)
 
+    @named_arguments
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: AdapterName = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield what is new of one prompt's completions, step by step; the last output is finished. Errors as for `generate`.
+
+        The request ends with the iterator: one that is left before its end is aborted. Requests of other threads are served meanwhile.
+        """
+        check_params(params := sampling_params or self.engine.default_sampling_params, SamplingParams)
+        tokenized = self.engine.process(prompt, truncate=params.truncate_prompt_tokens)
+        return self._stream(tokenized, params.clone(output_kind=RequestOutputKind.DELTA), lora_request)
+
+    @named_arguments
     def beam_search(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -150,22 +199,109 @@ class LLM:
 
         return [self._beams_of(output) for output in self._run(len(tokenized), submit, use_tqdm)]
 
+    @named_arguments
+    def encode(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what is made of each prompt's hidden states; errors as for `generate`.
+
+        Args:
+            pooling_params: for all prompts, or one for each; None for the model's own way.
+            pooling_task: "embed", "classify", "token_embed" or "token_classify"; None for what
+                the parameters say, or else the model is for.
+        """
+        many = as_prompts(prompts)
+        params: list[PoolingParams] = pair_with_params(len(many), pooling_params, PoolingParams())
+        if pooling_task is not None:
+            use = PoolingParams(task=pooling_task).task  # type: ignore[arg-type]  # it is checked there
+            assert use is not None
+            params = [for_use(use, one) for one in params]
+        return self._encode(many, params, use_tqdm)
+
+    @named_arguments
     def embed(
         self,
         prompts: Prompt | Iterable[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return one embedding per prompt, pooled from the final hidden states."""
-        many = as_prompts(prompts)
-        tokenized = [self.engine.process(prompt, reserve=0) for prompt in many]
+        """Return one embedding per prompt, pooled from the final hidden states; arguments and errors as for `encode`."""
+        found = self.encode(prompts, pooling_params, pooling_task=PoolingUse.EMBED, use_tqdm=use_tqdm)
+        return [EmbeddingRequestOutput.from_base(one) for one in found]
 
-        def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
-            return self.engine.submit_embedding_request(request_id, tokenized[index], pooling_params, recipient)
+    @named_arguments
+    def classify(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each prompt's labels, by the model's head; arguments and errors as for `encode`."""
+        found = self.encode(prompts, pooling_params, pooling_task=PoolingUse.CLASSIFY, use_tqdm=use_tqdm)
+        return [ClassificationRequestOutput.from_base(one) for one in found]
 
-        return self._run(len(tokenized), submit, use_tqdm)
+    @named_arguments
+    def reward(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the rewards of each prompt, by the model's head: of the text, or of each token where the head is for tokens.
 
+        Arguments and errors as for `encode`.
+        """
+        own = self.engine.pooling_model.own_use
+        task = own if own.labels else PoolingUse.CLASSIFY
+        return self.encode(prompts, pooling_params, pooling_task=task, use_tqdm=use_tqdm)
+
+    @named_arguments
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts fit: by a head with one label, for which the two are one prompt, or by the cosine of their embeddings.
+
+        Args:
+            data_1: a text, which is scored with each of `data_2`, or as many texts as there.
+            chat_template: writes the prompt of two texts for the model's head, as messages of the roles "query" and "document".
+
+        Raises:
+            InvalidRequest: the lists do not fit, or the model has another head; and as for `encode`.
+        """
+        first, second = text_pairs(data_1, data_2)
+        model = self.engine.pooling_model
+        params = model.check_scores(pooling_params)
+        if not model.scores_pairs:
+            if chat_template is not None:
+                raise InvalidRequest(
+                    "chat_template is of models whose head scores two texts as one prompt", hint="Leave it out"
+                )
+            found = self._encode([*first, *second], [params] * (len(first) + len(second)), use_tqdm)
+            ones = found[: len(first)] * (len(second) // len(first))
+            separator = self.engine.process.pad_token_ids
+            return [cosine_score(*both, separator) for both in zip(ones, found[len(first) :], strict=True)]
+        pairs = [
+            self.engine.process.pair(one, other, template=chat_template, truncate=params.truncate_prompt_tokens)
+            for one, other in zip(first * (len(second) // len(first)), second, strict=True)
+        ]
+        return [ScoringRequestOutput.from_base(one) for one in self._encode(pairs, [params] * len(pairs), use_tqdm)]
+
+    @named_arguments
     def sleep(
         self,
         level: int = 1,
@@ -215,6 +351,14 @@ class LLM:
         """Say that the weights are right as they stand; see `LLMEngine.declare_weights_valid`."""
         self.engine.declare_weights_valid()
 
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record what every rank does; see `LLMEngine.start_profile`."""
+        self.engine.start_profile(folder)
+
+    def stop_profile(self) -> list[str]:
+        """Write the profile and return its files; see `LLMEngine.stop_profile`."""
+        return self.engine.stop_profile()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompt beginnings."""
         self.engine.reset_prefix_cache()
@@ -235,23 +379,94 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    def _encode(
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: bool
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        for one in params:
+            self.engine.pooling_model.plan(one)
+        tokenized = [
+            self.engine.process(prompt, reserve=0, truncate=one.truncate_prompt_tokens)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+
+        def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
+            return self.engine.submit_pooling_request(request_id, tokenized[index], params[index], recipient)
+
+        return self._run(len(tokenized), submit, use_tqdm)
+
     def _generate(
-        self, prompts: Sequence[Any], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int] | None
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        lora_request: AdapterName | Sequence[AdapterName],
     ) -> list[RequestOutput]:
         priorities = pair_with_params(len(prompts), priority, 0)
+        adapters = self._adapters(len(prompts), lora_request)
 
         def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
             final = params[index].clone(output_kind=RequestOutputKind.FINAL_ONLY)
-            return self.engine.submit_request(request_id, prompts[index], final, recipient, priorities[index])
+            return self.engine.submit_request(
+                request_id, prompts[index], final, recipient, priorities[index], adapters[index]
+            )
 
         return self._run(len(prompts), submit, use_tqdm)
+
+    def _adapters(self, count: int, given: AdapterName | Sequence[AdapterName]) -> list[str | None]:
+        """Return the name of each prompt's adapter; each is loaded once."""
+        if given is None or isinstance(given, (str, LoRARequest)) or not isinstance(given, Sequence):
+            return [adapter_name(given, self.engine.load_adapter) or None] * count
+        if len(given) != count:
+            raise InvalidRequest(
+                f"there are {len(given)} adapters for {count} prompts", hint="Give one, or one for each"
+            )
+        loaded: dict[str, LoRARequest] = {}
+
+        def load(adapter: LoRARequest) -> None:
+            if loaded.get(adapter.lora_name) != adapter:
+                self.engine.load_adapter(adapter)
+                loaded[adapter.lora_name] = adapter
+
+        return [adapter_name(one, load) or None for one in given]
+
+    def load_adapter(self, adapter: LoRARequest) -> None:
+        """Load a LoRA adapter before the first request that goes through it; see `LLMEngine.load_adapter`."""
+        self.engine.load_adapter(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; see `LLMEngine.unload_adapter`."""
+        self.engine.unload_adapter(name)
+
+    def _stream(
+        self, prompt: TokenizedPrompt, params: SamplingParams, lora_request: AdapterName
+    ) -> Iterator[RequestOutput]:
+        request_id = self._next_id()
+        new: deque[Any] = deque()
+        failures: list[Exception] = []
+        try:
+            recipient = Recipient(lambda make: new.append(make()), failures.append)
+            self.engine.submit_request(request_id, prompt, params, recipient, 0, lora_request).result()
+            finished = False
+            while not finished:
+                self.engine.serve([request_id], new, failures, None)
+                output: RequestOutput = new.popleft()
+                finished = output.finished
+                yield output
+        finally:
+            self.engine.abort_request(request_id)
 
     def _run(self, count: int, submit: Callable[[int, str, Recipient], Future[None]], use_tqdm: bool) -> list[Any]:
         """Add requests, drive the engine until they have ended, and return their outputs in order; aborts them if that fails."""
         ids = [self._next_id() for _ in range(count)]
         done: dict[str, Any] = {}
         failures: list[Exception] = []
-        recipient = Recipient(lambda output: done.setdefault(output.request_id, output), failures.append)
+
+        def take(make: Callable[[], Any]) -> None:
+            output = make()
+            done[output.request_id] = output
+
+        recipient = Recipient(take, failures.append)
         try:
             for taken in [submit(index, request_id, recipient) for index, request_id in enumerate(ids)]:
                 taken.result()

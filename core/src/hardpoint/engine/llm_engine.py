@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.engine.adapters import AdapterName, LoRARequest, adapter_name
 from hardpoint.engine.commands import (
     Abort,
     Command,
@@ -20,22 +21,26 @@ from hardpoint.engine.commands import (
     Finish,
     GetStats,
     GetStatus,
+    ListAdapters,
+    LoadAdapter,
     RegisterParticipant,
     ReloadWeights,
     Reply,
     ResetPrefixCache,
     Resume,
     Sleep,
+    StopProfile,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineStats
-from hardpoint.engine.front import RequestMaker, pause_command, start_engine
+from hardpoint.engine.data_parallel import process_loop
+from hardpoint.engine.front import RequestMaker, pause_command, profile_command, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
 from hardpoint.engine.loops import InlineLoop, Loop
-from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
-from hardpoint.engine.process_loop import ProcessLoop
+from hardpoint.engine.metrics import Metric, RequestMetricsBook, engine_metrics
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
 from hardpoint.engine.sleep import (
@@ -80,36 +85,45 @@ class LLMEngine:
         self.process = self._maker.process
         self.tokenizer = self._maker.tokenizer
         self.default_sampling_params = self._maker.default_sampling_params
+        self.pooling_model = self._maker.pooling_model
         self._lock = threading.RLock()
-        self._requests = RequestTable()
+        self._book = RequestMetricsBook()
+        self._requests = RequestTable(self._book.note)
         self._undelivered: list[Output] = []
         self._failures: list[Exception] = []
-        self._own = Recipient(self._undelivered.append, self._failures.append)
+        self._own = Recipient(lambda make: self._undelivered.append(make()), self._failures.append)
         self._dead = False
         _engines.add(self)
 
     def add_request(
-        self, request_id: str, prompt: Prompt | TokenizedPrompt, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        lora_request: AdapterName = None,
     ) -> None:
         """Queue a request, whose outputs `step` returns.
 
         Args:
             request_id: unique among the requests in progress.
             priority: lower values go first; only with scheduling_policy="priority".
+            lora_request: an adapter that the request goes through.
 
         Raises:
             InvalidRequest: the prompt or a parameter is not possible, or the request could never fit; nothing was queued.
             EngineAsleep, WeightsMissing: the engine sleeps, or has no weights, and queues no (more) requests.
         """
         with DeferredInterrupts():
-            self._wait(request_id, self.submit_request(request_id, prompt, params, self._own, priority))
+            self._wait(request_id, self.submit_request(request_id, prompt, params, self._own, priority, lora_request))
 
-    def add_embedding_request(
+    def add_pooling_request(
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None
     ) -> None:
-        """Queue an embedding request; arguments as for `add_request`. Raises InvalidRequest, EngineAsleep, WeightsMissing."""
+        """Queue a request whose hidden states are pooled; arguments and errors as for `add_request`."""
         with DeferredInterrupts():
-            self._wait(request_id, self.submit_embedding_request(request_id, prompt, params, self._own))
+            self._wait(request_id, self.submit_pooling_request(request_id, prompt, params, self._own))
 
     def submit_request(
         self,
@@ -118,6 +132,7 @@ class LLMEngine:
         params: SamplingParams,
         recipient: Recipient,
         priority: int = 0,
+        lora_request: AdapterName = None,
     ) -> Future[None]:
         """Hand a request over, and return what raises if the engine does not take it; it is then to be aborted.
 
@@ -126,7 +141,8 @@ class LLMEngine:
         """
         self._check_alive()
         grammar = self._maker.grammar(params)
-        return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient, grammar))
+        adapter = adapter_name(lora_request, self.load_adapter)
+        return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient, grammar, adapter))
 
     def submit_beam_search(
         self,
@@ -135,21 +151,23 @@ class LLMEngine:
         params: BeamSearchParams,
         recipient: Recipient,
         priority: int = 0,
+        lora_request: AdapterName = None,
     ) -> Future[None]:
         """Hand a beam search over; see `submit_request`."""
         self._check_alive()
-        return self._submit(*self._maker.beam_search(request_id, prompt, params, priority, recipient))
+        adapter = adapter_name(lora_request, self.load_adapter)
+        return self._submit(*self._maker.beam_search(request_id, prompt, params, priority, recipient, adapter))
 
-    def submit_embedding_request(
+    def submit_pooling_request(
         self,
         request_id: str,
         prompt: Prompt | TokenizedPrompt,
         params: PoolingParams | None,
         recipient: Recipient,
     ) -> Future[None]:
-        """Hand an embedding request over; see `submit_request`."""
+        """Hand a request over whose hidden states are pooled; see `submit_request`."""
         self._check_alive()
-        return self._submit(*self._maker.embedding(request_id, prompt, params, recipient))
+        return self._submit(*self._maker.pooling(request_id, prompt, params, recipient))
 
     def _submit(self, request: AnyRequest, command: Command) -> Future[None]:
         with self._lock, DeferredInterrupts():
@@ -170,6 +188,24 @@ class LLMEngine:
         with self._lock, DeferredInterrupts():
             self._apply(self._loop.pending())
 
+    def load_adapter(self, adapter: LoRARequest) -> None:
+        """Load a LoRA adapter, which requests can name then; does nothing where it is loaded from that folder.
+
+        Raises InvalidAdapter, AdapterInUse.
+        """
+        self._check_alive()
+        self._call(LoadAdapter(adapter.lora_name, adapter.lora_path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; raises AdapterNotFound, and AdapterInUse while requests go through it."""
+        self._check_alive()
+        self._call(UnloadAdapter(name))
+
+    def adapters(self) -> list[str]:
+        """Return the names of the LoRA adapters that are loaded."""
+        names: list[str] = self._loop.call(ListAdapters())
+        return names
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens; raises InvalidRequest where there is no tokenizer or an id is not in the vocabulary."""
         return self._maker.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -184,7 +220,7 @@ class LLMEngine:
         """
         return self.process.chat(messages, template, add_generation_prompt, **how)
 
-    def step(self) -> list[RequestOutput | EmbeddingRequestOutput]:
+    def step(self) -> list[Output]:
         """Compute one step and return the outputs of requests that have something new.
 
         Outputs that came up while the engine went to sleep, or while another thread drove it, are returned first, without a step.
@@ -263,6 +299,27 @@ class LLMEngine:
         """Return the counters."""
         stats: EngineStats = self._loop.call(GetStats())
         return stats
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Record by torch's profiler what every rank does, until `stop_profile`.
+
+        Args:
+            folder: for the files; None for that of HARDPOINT_PROFILE_DIR.
+
+        Raises InvalidRequest where there is none or it cannot be written to, or a profile is being recorded.
+        """
+        self._check_alive()
+        self._call(profile_command(folder))
+
+    def stop_profile(self) -> list[str]:
+        """Write the profile, a file for each rank that Perfetto and chrome://tracing show, and return the files; raises InvalidRequest."""
+        self._check_alive()
+        files: list[str] = self._call(StopProfile())
+        return files
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the counters, and the times and sizes of the requests that ended, under the names of the server's `/metrics`."""
+        return engine_metrics(self.stats(), self.config.model, self._book)
 
     def shutdown(self) -> None:
         """End the engine: requests in progress are dropped, memory is given back. Idempotent."""
@@ -438,4 +495,4 @@ def _let_steps_end() -> None:
 
 
 def _make_loop(config: EngineConfig) -> Loop:
-    return ProcessLoop(config) if config.engine_process else InlineLoop(config)
+    return process_loop(config) if config.other_engines else InlineLoop(config)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias, overload
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, Self, TypeAlias, TypeVar, overload
 
-from hardpoint.interfaces.batch import FloatArray, TokenLogprobs
+import numpy as np
+
+from hardpoint.interfaces.batch import FloatArray, PromptLogprobs, TokenLogprobs
+
+TextOf: TypeAlias = Callable[[int], str | None]
+"""Gives the text of a token alone; None without detokenization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +50,37 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
         self.ranks: list[int] = []
         self.decoded_tokens: list[str | None] = []
 
-    def add(self, entry: TokenLogprobs | None, texts: Sequence[str | None] = ()) -> None:
-        """Take the next position; None for one without log probabilities. Arguments as for `position_logprobs`."""
+    def add_empty(self, positions: int) -> None:
+        """Take so many positions without log probabilities."""
+        self.start_indices += [len(self.token_ids)] * positions
+        self.end_indices += [len(self.token_ids)] * positions
+
+    def append(self, position: PositionLogprobs) -> None:
+        """Take the next position."""
         self.start_indices.append(len(self.token_ids))
-        if entry is not None:
-            token_ids = entry.token_ids.tolist()
-            # The token itself is among the best ones once more, or not.
-            others = [place for place, token_id in enumerate(token_ids) if place == 0 or token_id != token_ids[0]]
-            self.token_ids += [token_ids[place] for place in others]
-            self.logprobs += entry.logprobs[others].tolist()
-            self.ranks += [entry.rank, *others[1:]]
-            self.decoded_tokens += [texts[place] for place in others]
+        self.token_ids += position
+        for one in position.values():
+            self.logprobs.append(one.logprob)
+            self.ranks.append(one.rank)
+            self.decoded_tokens.append(one.decoded_token)
         self.end_indices.append(len(self.token_ids))
+
+    def add(self, entries: PromptLogprobs, text_of: TextOf) -> None:
+        """Take the next positions, of a prompt."""
+        ids = entries.token_ids
+        # The token itself is among the best ones once more, or not.
+        kept = ids != ids[:, :1]
+        kept[:, 0] = True
+        ranks = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
+        ranks[:, 0] = entries.ranks
+        ends = len(self.token_ids) + np.cumsum(kept.sum(axis=1))
+        token_ids: list[int] = ids[kept].tolist()
+        self.start_indices += [len(self.token_ids), *ends[:-1].tolist()] if len(ends) else []
+        self.end_indices += ends.tolist()
+        self.token_ids += token_ids
+        self.logprobs += entries.logprobs[kept].tolist()
+        self.ranks += ranks[kept].tolist()
+        self.decoded_tokens += [text_of(token_id) for token_id in token_ids]
 
     def __len__(self) -> int:
         return len(self.start_indices)
@@ -99,19 +125,86 @@ CompletionLogprobs: TypeAlias = Sequence[PositionLogprobs] | FlatLogprobs
 """By position."""
 
 
-def position_logprobs(entry: TokenLogprobs, texts: Sequence[str | None]) -> PositionLogprobs:
+def position_logprobs(entry: TokenLogprobs, text_of: TextOf) -> PositionLogprobs:
     """Return the log probabilities of one position as results show them.
 
     Args:
         entry: from the worker; its first token is the sampled one, whose rank it states.
-        texts: of each of `entry.token_ids`.
     """
-    token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
-    result = {token_ids[0]: Logprob(values[0], entry.rank, texts[0])}
-    for rank, (token_id, value, text) in enumerate(zip(token_ids[1:], values[1:], texts[1:], strict=True), start=1):
-        if token_id != token_ids[0]:
-            result[token_id] = Logprob(value, rank, text)
+    return _mapping(entry.token_ids.tolist(), entry.logprobs.tolist(), entry.rank, text_of)
+
+
+def _mapping(token_ids: list[int], values: list[float], rank: int, text_of: TextOf) -> PositionLogprobs:
+    first = token_ids[0]
+    result = {first: Logprob(values[0], rank, text_of(first))}
+    for place in range(1, len(token_ids)):
+        token_id = token_ids[place]
+        if token_id != first:
+            result[token_id] = Logprob(values[place], place, text_of(token_id))
     return result
+
+
+class PromptPositions:
+    """Log probabilities of a prompt's tokens as the worker gives them, made into what results show when they are first read.
+
+    Args:
+        without: positions that have none, before all others.
+        flat: results show them as `FlatLogprobs`.
+    """
+
+    def __init__(self, without: int, text_of: TextOf, *, flat: bool) -> None:
+        self._text_of = text_of
+        self._waiting: list[PromptLogprobs] = []
+        self._mappings: list[PositionLogprobs | None] = [None] * without
+        self._flat = FlatLogprobs() if flat else None
+        if self._flat is not None:
+            self._flat.add_empty(without)
+        # Guards what waits and what is made of it: several threads may read one result.
+        self._lock = threading.Lock()
+
+    def add(self, entries: PromptLogprobs) -> None:
+        """Take those of the next tokens."""
+        with self._lock:
+            self._waiting.append(entries)
+
+    def made(self) -> list[PositionLogprobs | None] | FlatLogprobs:
+        """Return those of all tokens so far, the same object each time."""
+        with self._lock:
+            for entries in self._waiting:
+                if self._flat is not None:
+                    self._flat.add(entries, self._text_of)
+                else:
+                    rows = entries.token_ids.tolist(), entries.logprobs.tolist(), entries.ranks.tolist()
+                    self._mappings += [_mapping(*row, self._text_of) for row in zip(*rows, strict=True)]
+            self._waiting.clear()
+        return self._mappings if self._flat is None else self._flat
+
+
+class _MadeWhenRead:
+    """A dataclass's slot that may be given `PromptPositions`, and gives what is made of them."""
+
+    def __init__(self, slot: Any) -> None:
+        self._slot = slot
+
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        value = self._slot.__get__(instance, owner)
+        return value.made() if isinstance(value, PromptPositions) else value
+
+    def __set__(self, instance: object, value: object) -> None:
+        self._slot.__set__(instance, value)
+
+
+C = TypeVar("C")
+
+
+def _made_when_read(name: str) -> Callable[[type[C]], type[C]]:
+    def decorate(cls: type[C]) -> type[C]:
+        setattr(cls, name, _MadeWhenRead(vars(cls)[name]))
+        return cls
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +264,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@_made_when_read("prompt_logprobs")
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The state or the result of a generation request.
@@ -181,7 +275,7 @@ class RequestOutput:
         finished: all completions have ended.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
         prompt_logprobs: where asked for, one entry for each token of the prompt that was computed so far; None for the first, which
-            follows nothing.
+            follows nothing, and for those before `SamplingParams.prompt_logprobs_start`.
     """
 
     request_id: str
@@ -223,27 +317,100 @@ class BeamSearchOutput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EmbeddingOutput:
-    """What was made of a prompt: float32[width], with the pooling ALL float32[tokens, width]; see `StepOutput.embeddings`."""
+class PoolingOutput:
+    """What was made of a prompt: float32[width], or with a task of tokens float32[tokens, width]; nothing of one that was aborted."""
 
-    embedding: FloatArray
+    data: FloatArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EmbeddingRequestOutput:
-    """The result of an embedding request; see RequestOutput.
+class EmbeddingOutput:
+    """The embedding of a prompt, float32[width]."""
+
+    embedding: FloatArray
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of the embedding."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The labels of a prompt: a probability for each, or its logit with `use_activation=False`."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How well two texts fit: the probability or logit of the model's only label, or the cosine of two embeddings."""
+
+    score: float
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingRequestOutput(Generic[T]):
+    """The result of a pooling request; see RequestOutput.
 
     Attributes:
-        finish_reason: "stop", or "abort" for a request that ended before its prompt was computed; its embedding is empty.
+        finish_reason: "stop", or "abort" for a request that ended before its prompt was computed, of which nothing was made.
     """
 
     request_id: str
-    outputs: EmbeddingOutput
+    outputs: T
     prompt_token_ids: Sequence[int]
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     finish_reason: str = "stop"
+
+    def _as(self, kind: type[R], outputs: Any) -> R:
+        shared = {one.name: getattr(self, one.name) for one in fields(self)}
+        return kind(**shared | {"outputs": outputs})
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The result of `embed`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Return a pooling request's result as an embedding."""
+        return output._as(cls, EmbeddingOutput(output.outputs.data))
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The result of `classify`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Return a pooling request's result as labels."""
+        return output._as(cls, ClassificationOutput(output.outputs.data.tolist()))
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The result of `score`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Return the result of a pooling request with one value as a score; not a number where the request was aborted."""
+        data = output.outputs.data
+        return output._as(cls, ScoringOutput(float(data.item()) if data.size else math.nan))
 
 
 def best_completions(outputs: Iterable[CompletionOutput], n: int) -> list[CompletionOutput]:

@@ -91,6 +91,10 @@ class ProcessLoop(RunningLoop):
                 self.give_up(command)
             raise
 
+    def kill(self) -> None:
+        """End the process at once, without waiting for that; `shutdown` is still to be called."""
+        self._process.kill()
+
     def shutdown(self) -> None:
         """End the loop after its present step, and the process."""
         self._finalizer()

@@ -25,6 +25,8 @@ from hardpoint.engine.commands import (
     Generate,
     GetStats,
     GetStatus,
+    ListAdapters,
+    LoadAdapter,
     Lost,
     Pause,
     RegisterParticipant,
@@ -33,7 +35,10 @@ from hardpoint.engine.commands import (
     Resume,
     ShutDown,
     Sleep,
+    StartProfile,
     StepDone,
+    StopProfile,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
@@ -60,7 +65,9 @@ REPLIES: Mapping[type, Any] = {
     ReloadWeights: int,
     GetStats: EngineStats,
     GetStatus: SleepStatus,
+    StopProfile: list[str],
     CheckStep: bool,
+    ListAdapters: list[str],
 }
 """Types of answers, where there is one."""
 
@@ -103,6 +110,11 @@ Sent: TypeAlias = (
     | GetStatus
     | ResetPrefixCache
     | RegisterRemote
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
+    | StartProfile
+    | StopProfile
     | CheckStep
     | ShutDown
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -14,18 +15,19 @@ from hardpoint.engine.detokenizer import Detokenizer, TextStream
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import (
     CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
     FlatLogprobs,
+    PoolingOutput,
+    PoolingRequestOutput,
     PositionLogprobs,
+    PromptPositions,
     RequestMetrics,
     RequestOutput,
     best_completions,
     position_logprobs,
 )
-from hardpoint.interfaces.batch import PoolingTask, PromptLogprobs, TokenLogprobs
+from hardpoint.interfaces.batch import FloatArray, PromptLogprobs, TokenLogprobs
 from hardpoint.interfaces.errors import InvalidRequest
-from hardpoint.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from hardpoint.scheduler import FinishReason
 
 
@@ -53,7 +55,7 @@ class Completion:
         return self.finish_reason is not None
 
 
-Output: TypeAlias = RequestOutput | EmbeddingRequestOutput
+Output: TypeAlias = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +63,37 @@ class Recipient:
     """Who is told what becomes of a request; called wherever the client reads the loop's events.
 
     Attributes:
-        deliver: takes each output, as the request's `output_kind` says; the last one is finished.
+        deliver: takes what makes the next output, as the request's `output_kind` says; the last one is finished. Called later, it makes
+            one output of all that came until then.
         fail: takes the error with which the request ended, after which nothing more comes.
     """
 
-    deliver: Callable[[Output], object]
+    deliver: Callable[[Callable[[], Output]], object]
     fail: Callable[[Exception], object]
 
 
 @dataclass(slots=True)
-class EmbeddingRequest:
-    """An embedding request in progress."""
+class PoolingRequest:
+    """A request whose hidden states are pooled, in progress.
+
+    Attributes:
+        finish: makes the result of what the worker pooled.
+    """
 
     request_id: str
     key: int
     prompt: TokenizedPrompt
-    params: PoolingParams
+    finish: Callable[[FloatArray], FloatArray]
     recipient: Recipient
 
-    def output(self, ended: Ended | None, event: StepDone | None) -> EmbeddingRequestOutput:
+    def output(self, ended: Ended | None, event: StepDone | None) -> PoolingRequestOutput[PoolingOutput]:
         """Return its output; without one in the event, of a request that was ended before."""
-        vector = None if ended is None or event is None else event.embeddings.get(ended.seq_id)
-        reason = "stop"
-        if vector is None:
-            vector, reason = np.empty(0, np.float32), "abort"
-        elif self.params.normalize and self.params.task is PoolingTask.EMBED:
-            vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
-        return EmbeddingRequestOutput(
+        pooled = None if ended is None or event is None else event.embeddings.get(ended.seq_id)
+        return PoolingRequestOutput(
             request_id=self.request_id,
-            outputs=EmbeddingOutput(embedding=vector),
+            outputs=PoolingOutput(np.empty(0, np.float32) if pooled is None else self.finish(pooled)),
             prompt_token_ids=self.prompt.token_ids,
-            finished=True,
-            finish_reason=reason,
+            finish_reason="abort" if pooled is None else "stop",
         )
 
 
@@ -150,9 +151,7 @@ class BeamRequest:
         chosen = np.array([1 + place]), np.arange(1, len(entry.token_ids))
         order = np.concatenate(chosen)
         found = TokenLogprobs(entry.token_ids[order], entry.logprobs[order], place + 1)
-        text_of = None if self.detokenizer is None else self.detokenizer.token_text
-        texts = [None if text_of is None else text_of(one) for one in found.token_ids.tolist()]
-        return position_logprobs(found, texts)
+        return position_logprobs(found, _no_text if self.detokenizer is None else self.detokenizer.token_text)
 
 
 class Request:
@@ -182,12 +181,12 @@ class Request:
         self.recipient = recipient
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
         self.num_cached_tokens = 0
-        self._prompt_logprobs: list[PositionLogprobs | None] | FlatLogprobs | None = None
+        self._text_of = detokenizer.token_text if detokenizer is not None and params.detokenize else _no_text
+        self._prompt_logprobs: PromptPositions | None = None
         if params.prompt_logprobs is not None:
-            self._prompt_logprobs = FlatLogprobs() if params.flat_logprobs else [None]
-            if isinstance(self._prompt_logprobs, FlatLogprobs):
-                self._prompt_logprobs.add(None)
-        self._detokenizer = detokenizer
+            # The first token follows nothing.
+            without = min(max(params.prompt_logprobs_start, 1), len(prompt.token_ids))
+            self._prompt_logprobs = PromptPositions(without, self._text_of, flat=bool(params.flat_logprobs))
         self._eos_ids = eos_ids
         self._stop_ids = params.all_stop_token_ids(eos_ids)
         self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -221,9 +220,7 @@ class Request:
     def extend_prompt(self, entries: PromptLogprobs) -> None:
         """Take the log probabilities of the prompt's next tokens."""
         assert self._prompt_logprobs is not None
-        for token_ids, values, rank in zip(entries.token_ids, entries.logprobs, entries.ranks.tolist(), strict=True):
-            texts = [self._text_of(token_id) for token_id in token_ids.tolist()]
-            _add_logprobs(self._prompt_logprobs, TokenLogprobs(token_ids, values, rank), texts)
+        self._prompt_logprobs.add(entries)
 
     def append(self, completion: Completion, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
         """Take a followed sequence's next token; returns True when its text has reached a stop text.
@@ -271,7 +268,7 @@ class Request:
             finished=self.finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=cast("FlatLogprobs | None", self._prompt_logprobs),  # made when it is read
         )
 
     def _output_of(self, completion: Completion) -> CompletionOutput:
@@ -292,35 +289,28 @@ class Request:
     def _append_logprobs(self, completion: Completion, entry: TokenLogprobs) -> None:
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(entry.logprobs[0])
         if self.params.logprobs is not None:
-            _add_logprobs(completion.logprobs, entry, [self._text_of(t) for t in entry.token_ids.tolist()])
-
-    def _text_of(self, token_id: int) -> str | None:
-        if self._detokenizer is None or not self.params.detokenize:
-            return None
-        return self._detokenizer.token_text(token_id)
+            completion.logprobs.append(position_logprobs(entry, self._text_of))
 
 
-def _add_logprobs(
-    kept: list[PositionLogprobs] | list[PositionLogprobs | None] | FlatLogprobs,
-    entry: TokenLogprobs,
-    texts: Sequence[str | None],
-) -> None:
-    if isinstance(kept, FlatLogprobs):
-        kept.add(entry, texts)
-    else:
-        kept.append(position_logprobs(entry, texts))
+def _no_text(token_id: int) -> None:
+    return None
 
 
-AnyRequest: TypeAlias = Request | EmbeddingRequest | BeamRequest
+AnyRequest: TypeAlias = Request | PoolingRequest | BeamRequest
 
 
 class RequestTable:
-    """A client's requests in progress, and what the loop's events make of them. Not safe to use from several threads at once."""
+    """A client's requests in progress, and what the loop's events make of them. Not safe to use from several threads at once.
 
-    def __init__(self) -> None:
+    Args:
+        note: is told of each generation request that has ended by itself.
+    """
+
+    def __init__(self, note: Callable[[Request], None] | None = None) -> None:
+        self._note = note
         self._by_id: dict[str, AnyRequest] = {}
         self._by_key: dict[int, AnyRequest] = {}
-        self._wholes: dict[int, EmbeddingRequest | BeamRequest] = {}
+        self._wholes: dict[int, PoolingRequest | BeamRequest] = {}
         self._completions: dict[int, tuple[Request, Completion]] = {}
         self._streaming: dict[int, tuple[Request, Completion]] = {}
 
@@ -365,13 +355,13 @@ class RequestTable:
     def abort(self, request_id: str) -> int | None:
         """End a request with what its client knows of it; returns its key, None where it is not in progress."""
         request = self._by_id.get(request_id)
-        if isinstance(request, (EmbeddingRequest, BeamRequest)):
-            request.recipient.deliver(request.output(None, None))
+        if isinstance(request, (PoolingRequest, BeamRequest)):
+            request.recipient.deliver(partial(request.output, None, None))
         elif request is not None:
             for completion in request.completions:
                 if not completion.finished:
                     request.finish(completion, FinishReason.ABORT, ())
-            request.recipient.deliver(request.output())
+            request.recipient.deliver(request.output)
         return self.remove(request_id)
 
     def apply(self, event: Event) -> list[int]:
@@ -391,7 +381,7 @@ class RequestTable:
 
     def _added(self, event: Added) -> None:
         request = self._by_key.get(event.key)
-        if isinstance(request, (EmbeddingRequest, BeamRequest)):
+        if isinstance(request, (PoolingRequest, BeamRequest)):
             self._wholes[event.first_seq_id] = request
         elif request is not None:
             for seq_id, completion in enumerate(request.completions, start=event.first_seq_id):
@@ -425,22 +415,26 @@ class RequestTable:
             elif ended.seq_id in self._wholes:
                 whole = self._wholes.pop(ended.seq_id)
                 self.remove(whole.request_id)
-                whole.recipient.deliver(whole.output(ended, event))
+                whole.recipient.deliver(partial(whole.output, ended, event))
         for request in changed.values():
+            if request.finished and self._note is not None:
+                self._note(request)
             if request.is_streamed or request.finished:
-                request.recipient.deliver(request.output())
+                request.recipient.deliver(request.output)
         return stopped
 
     def _follow(self, event: StepDone, changed: dict[int, Request], stopped: list[int]) -> None:
         """Give followed completions their tokens; end those whose text has reached a stop string."""
         ended = {one.seq_id for one in event.ended} if event.ended else ()
+        # A sequence with drafts may have several tokens, and ends with the last one.
+        last = {seq_id: sample for sample, seq_id in enumerate(event.seq_ids.tolist())} if ended else {}
         followed, logprobs = self._streaming, event.logprobs
         for sample, (seq_id, token_id) in enumerate(zip(event.seq_ids.tolist(), event.token_ids.tolist(), strict=True)):
             entry = followed.get(seq_id)
             if entry is None or token_id < 0:
                 continue
             request, completion = entry
-            ends = seq_id in ended
+            ends = seq_id in ended and last[seq_id] == sample
             if request.append(completion, token_id, logprobs.get(sample) if logprobs else None, ends=ends):
                 if not ends:
                     stopped.append(seq_id)

@@ -13,6 +13,7 @@ _KINDS = {
     "initialize_kv": "load",
     "warm_up": "load",
     "write_weights": "load",
+    "stop_trace": "load",
     "begin": "sleep",
     "commit": "sleep",
     "rollback": "sleep",
@@ -25,7 +26,7 @@ class RankLimits(Validated):
 
     Attributes:
         start: for a process to be there with its backend, and for its `start`.
-        load: for each of `load`, `profile`, `initialize_kv` and `warm_up`, and for changes of weights.
+        load: for each of `load`, `profile`, `initialize_kv` and `warm_up`, for changes of weights, and for writing a profile.
         step: for one step.
         sleep: for each call of a sleep or wake.
         other: for questions.

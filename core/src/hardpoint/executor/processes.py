@@ -257,7 +257,12 @@ class ChildProcesses:
 def _spawn(module: str, files: LinkFiles, shared: Sequence[int], *, spins: bool) -> subprocess.Popen[bytes]:
     arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
     # The same modules as here, and nothing that happens to lie in the current folder.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    # Torch's threads wait asleep: those of the backend's kernels need the cores in between.
+    environment = (
+        {"OMP_WAIT_POLICY": "passive"}
+        | os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    )
     # Not `subprocess.DEVNULL`: where no file is left for the pipe, what Popen opened for it stays open.
     with open(os.devnull, "rb") as nothing:
         return subprocess.Popen(

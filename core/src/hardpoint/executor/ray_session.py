@@ -83,6 +83,11 @@ class RaySession:
             _current._users += 1
             return _current
 
+    @property
+    def address(self) -> str:
+        """Of the cluster, for other processes of this machine that join it."""
+        return str(self._ray.get_runtime_context().gcs_address)
+
     def leave(self) -> None:
         """Leave the cluster, unless another executor is in it or this process had joined it before."""
         global _current

@@ -17,7 +17,11 @@ import numpy as np
 from hardpoint._native import StepPacker, StepUnpacker
 from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.interfaces.batch import (
+    EmbeddedTokens,
+    EmbeddingSource,
     FloatArray,
+    Int32Array,
+    Int64Array,
     KVGroupSlots,
     PromptLogprobs,
     PromptScoring,
@@ -44,6 +48,12 @@ class _Sequences(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     """Steps of the KV cache groups after the first, with slots, contexts and rows alone."""
     scoring: dict[int, PromptScoring] = {}
     row_copies: tuple[tuple[int, int], ...] = ()
+    embedded: tuple[EmbeddedTokens, ...] = ()
+    new_sources: dict[int, EmbeddingSource] = {}
+    dropped_sources: tuple[int, ...] = ()
+    positions: Int64Array | None = None
+    adapters: dict[int, int] = {}
+    sample_tokens: Int32Array | None = None
 
 
 class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -110,12 +120,31 @@ class StepEncoder:
                 or step.scoring
                 or batch.more_groups
                 or has_pairs
+                or step.embedded
+                or step.dropped_sources
+                or step.positions is not None
+                or step.adapters
+                or len(batch.sample_tokens)
             ):
                 new = tuple(map(_with_list, step.new_sequences))
                 groups = self._encode_groups(batch)
                 pooling, scoring = dict(step.pooling), dict(step.scoring)
                 pairs = tuple(map(tuple, batch.row_copies.tolist()))
-                last = b"".join(encode(_Sequences(new, step.finished_seq_ids, pooling, groups, scoring, pairs)))
+                sequences = _Sequences(
+                    new,
+                    step.finished_seq_ids,
+                    pooling,
+                    groups,
+                    scoring,
+                    pairs,
+                    step.embedded,
+                    dict(step.new_sources),
+                    step.dropped_sources,
+                    step.positions,
+                    dict(step.adapters),
+                    batch.sample_tokens if len(batch.sample_tokens) else None,
+                )
+                last = b"".join(encode(sequences))
             message = self._packer.pack(
                 self.block_size,
                 batch.num_decodes,
@@ -208,7 +237,20 @@ class StepDecoder:
             batch.more_groups = self._decode_groups(sequences.groups)
         if sequences.row_copies:
             batch.row_copies = np.array(sequences.row_copies, np.int32)
-        return StepInput(batch, sequences.new, sequences.finished, sequences.pooling, sequences.scoring)
+        if sequences.sample_tokens is not None:
+            batch.sample_tokens = sequences.sample_tokens
+        return StepInput(
+            batch,
+            sequences.new,
+            sequences.finished,
+            sequences.pooling,
+            sequences.scoring,
+            sequences.embedded,
+            sequences.new_sources,
+            sequences.dropped_sources,
+            sequences.positions,
+            sequences.adapters,
+        )
 
     def _decode_groups(self, messages: tuple[bytes, ...]) -> tuple[KVGroupSlots, ...]:
         while len(self._group_unpackers) < len(messages):

@@ -6,6 +6,7 @@ Nothing here imports torch. The contract is versioned (`API_VERSION`) and guarde
 
 from hardpoint.interfaces import errors
 from hardpoint.interfaces.allocator import (
+    ADAPTERS,
     BUFFERS,
     DEFAULT,
     GRAPHS,
@@ -34,6 +35,9 @@ from hardpoint.interfaces.attention import (
 )
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
 from hardpoint.interfaces.batch import (
+    EmbeddedTokens,
+    EmbeddingKind,
+    EmbeddingSource,
     LogprobsMode,
     Pooling,
     PoolingTask,
@@ -46,6 +50,7 @@ from hardpoint.interfaces.batch import (
     StepOutput,
     TokenLogprobs,
 )
+from hardpoint.interfaces.blocks import BlockFormat, Quantization
 from hardpoint.interfaces.capabilities import (
     AttentionCapabilities,
     AttentionFeature,
@@ -65,6 +70,8 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.graphs import GraphRunner
 from hardpoint.interfaces.kernels import (
     Activation,
+    AdapterRows,
+    AdapterWeights,
     DecoderProgram,
     ExpertsProgram,
     ExpertsRequest,
@@ -87,6 +94,7 @@ from hardpoint.interfaces.worker import (
 )
 
 __all__ = [
+    "ADAPTERS",
     "API_VERSION",
     "BUFFERS",
     "DEFAULT",
@@ -95,6 +103,8 @@ __all__ = [
     "WEIGHTS",
     "WORKER_CALLS",
     "Activation",
+    "AdapterRows",
+    "AdapterWeights",
     "AttentionBackend",
     "AttentionCapabilities",
     "AttentionFeature",
@@ -102,6 +112,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionRequest",
     "BackendDescriptor",
+    "BlockFormat",
     "Capabilities",
     "Collectives",
     "Column",
@@ -111,6 +122,9 @@ __all__ = [
     "Determinism",
     "Device",
     "DeviceAllocator",
+    "EmbeddedTokens",
+    "EmbeddingKind",
+    "EmbeddingSource",
     "ExpertsProgram",
     "ExpertsRequest",
     "FileExtent",
@@ -140,6 +154,7 @@ __all__ = [
     "ProbeResult",
     "PromptLogprobs",
     "PromptScoring",
+    "Quantization",
     "Refusal",
     "SampleFailure",
     "SamplingTables",

@@ -19,6 +19,7 @@ WEIGHTS = "weights"
 BUFFERS = "buffers"
 KV_CACHE = "kv_cache"
 GRAPHS = "graphs"
+ADAPTERS = "adapters"
 DEFAULT = "default"
 
 

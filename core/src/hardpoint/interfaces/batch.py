@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     Int32Array: TypeAlias = npt.NDArray[np.int32]
     Int64Array: TypeAlias = npt.NDArray[np.int64]
     FloatArray: TypeAlias = npt.NDArray[np.float32]
+    AnyArray: TypeAlias = npt.NDArray[Any]
 else:
     # Descriptors import this package, and a descriptor must not cost the import of numpy.
-    Int32Array = Int64Array = FloatArray = LogitsProcessor = Any
+    Int32Array = Int64Array = FloatArray = AnyArray = LogitsProcessor = Any
 
 
 def _no_rows() -> Int32Array:
@@ -65,7 +66,7 @@ class StepBatch:
         seq_ids: int64[R].
         num_decodes: how many sequences, from the first, have one token and a context.
         sample_rows: int32[S], index in 0..R of the sequence whose last token's logits are sampled; a prompt with n forks
-            that ends in this step appears n times.
+            that ends in this step appears n times, and one with k drafted tokens 1 + k times.
         sample_seq_ids: int64[S], the sequence that each sample belongs to.
         swap_out: int32[k, 2], (device block, host block).
         swap_in: int32[k, 2], (host block, device block).
@@ -80,6 +81,9 @@ class StepBatch:
             (`ModelInfo.kv_group_windows`). All groups share one pool of blocks.
         row_copies: int32[k, 2], (source, destination) rows of `block_table`, of sequences that were forked, or became another beam: a
             worker that keeps recurrent states by rows reads all the sources before it writes a destination, before the forward.
+        sample_tokens: int32[S], index in 0..T of the token whose logits are sampled, where some sequence has drafted tokens: guesses at
+            what follows its last token, each of which is sampled as if all before it were right. Empty where all samples are of the
+            sequences' last tokens.
     """
 
     token_ids: Int64Array
@@ -102,6 +106,11 @@ class StepBatch:
     sample_positions: Int32Array = field(default_factory=_no_rows)
     more_groups: tuple[KVGroupSlots, ...] = ()
     row_copies: Int32Array = field(default_factory=_no_pairs)
+    sample_tokens: Int32Array = field(default_factory=_no_rows)
+
+    def sampled_tokens(self) -> Int32Array:
+        """Return the index in 0..T of the token whose logits each sample is of, int32[S]."""
+        return self.sample_tokens if len(self.sample_tokens) else self.query_start[self.sample_rows + 1] - 1
 
     def by_group(self) -> tuple[StepBatch, ...]:
         """Return the step as each KV cache group sees it: with the group's own slots and block table."""
@@ -252,6 +261,44 @@ class PromptScoring:
     count: int
 
 
+class EmbeddingKind(StrEnum):
+    """What a source of embeddings has: the embeddings themselves, or a picture of which the model makes them."""
+
+    ROWS = "rows"
+    IMAGE = "image"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSource:
+    """Of what embeddings are made that stand in the place of those of tokens.
+
+    Attributes:
+        arrays: for ROWS "rows", float32[num_rows, hidden_size]; for IMAGE what the model's own processor makes of a picture, by its names.
+        num_rows: how many embeddings come of it.
+    """
+
+    kind: EmbeddingKind
+    num_rows: int
+    arrays: Mapping[str, AnyArray]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedTokens:
+    """Tokens of a step, one after the other in a sequence, whose embeddings are those of a source and not those of their ids.
+
+    Attributes:
+        first: index in the step of the first one.
+        count: how many.
+        source: its number.
+        row: which of the source's embeddings is the first token's.
+    """
+
+    first: int
+    count: int
+    source: int
+    row: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """What the worker gets for one step.
@@ -262,6 +309,14 @@ class StepInput:
         finished_seq_ids: sequences whose state the worker forgets.
         pooling: the sequences of this step that belong to pooled requests, by id; they are not sampled.
         scoring: by sequence id, whose prompts' log probabilities are wanted.
+        embedded: tokens whose embeddings are given; of sources that came with this step, or with one before and were not dropped since.
+        new_sources: by number, sources whose embeddings a worker makes before it computes the step, and keeps.
+        dropped_sources: numbers of those that it forgets first; it may not have all of them. A worker forgets all by itself when it goes to
+            sleep, and when weights are written.
+        positions: int64[3, T], where the tokens of pictures have positions by time, row and column; `batch.positions` says the same of all
+            other tokens. None where no token of the step has such.
+        adapters: by sequence id, the number of the adapter (`Worker.load_adapter`) that its tokens go through; those of no adapter are left
+            out. No more of them than `WorkerConfig.max_loras` in one step.
     """
 
     batch: StepBatch
@@ -269,6 +324,11 @@ class StepInput:
     finished_seq_ids: tuple[int, ...] = ()
     pooling: Mapping[int, SequencePooling] = field(default_factory=dict)
     scoring: Mapping[int, PromptScoring] = field(default_factory=dict)
+    embedded: tuple[EmbeddedTokens, ...] = ()
+    new_sources: Mapping[int, EmbeddingSource] = field(default_factory=dict)
+    dropped_sources: tuple[int, ...] = ()
+    positions: Int64Array | None = None
+    adapters: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,18 @@ class InvalidSamplingParams(InvalidRequest):
     """A sampling parameter is out of range or contradicts another."""
 
 
+class InvalidAdapter(InvalidRequest):
+    """A LoRA adapter is damaged, made for another model, or of a kind that is not computed; nothing was loaded."""
+
+
+class AdapterNotFound(InvalidAdapter, LookupError):
+    """A request or command names an adapter that is not loaded."""
+
+
+class AdapterInUse(InvalidAdapter):
+    """An adapter is to be unloaded or replaced while requests go through it; nothing was done."""
+
+
 class RequestNeverFits(InvalidRequest):
     """A request needs more KV blocks or sequence slots than the engine has in all (`NEVER`)."""
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.attention import KVCacheGroup, Refusal
+from hardpoint.interfaces.blocks import BlockFormat
 from hardpoint.interfaces.contract import Contract
 from hardpoint.interfaces.dtypes import DType
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 
 
 class Activation(StrEnum):
-    """Activation of the gated feed-forward: `act(gate) * up`.
+    """Activation of the gated feed-forward, `act(gate) * up`, and of a linear layer.
 
-    CLAMPED_SWIGLU is GPT-OSS's: `(up + 1) * gate * sigmoid(1.702 * gate)`, gate at most 7 and up between -7 and 7.
+    GELU is the exact one, by the error function (arXiv:1606.08415).
+    CLAMPED_SWIGLU is GPT-OSS's, of gates only: `(up + 1) * gate * sigmoid(1.702 * gate)`, gate at most 7 and up between -7 and 7.
     """
 
     SILU = "silu"
+    GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     CLAMPED_SWIGLU = "clamped_swiglu"
 
@@ -59,10 +62,16 @@ class DecoderProgram(Contract, contract=True):
     """
 
     @abstractmethod
-    def load_weight(self, name: str, tensor: Tensor) -> None:
+    def load_weight(self, name: str, tensor: Tensor, first_row: int | None = None) -> None:
         """Copy one parameter (named and shaped as in the model, any dtype, host or device) into its place.
 
-        May be called again at any time between steps to update the weight. Raises ValueError on a wrong name or shape.
+        A parameter in blocks is uint8[rows, bytes of a row], as `BlockFormat` says.
+
+        May be called again at any time between steps to update the weight, and by several threads at once for rows that are not the same.
+        Raises ValueError on a wrong name or shape.
+
+        Args:
+            first_row: where the tensor's rows begin in the parameter, of which it may be a part; None for a whole parameter.
         """
 
     @abstractmethod
@@ -79,7 +88,13 @@ class DecoderProgram(Contract, contract=True):
 
     @abstractmethod
     def run(
-        self, token_ids: Tensor, positions: Tensor, metadata: tuple[object, ...], kv_cache: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[object, ...],
+        kv_cache: Tensor,
+        rows: Tensor,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one step, whose inputs are on the device, and return the hidden states [rows, hidden_size] after the final norm.
 
@@ -88,6 +103,8 @@ class DecoderProgram(Contract, contract=True):
             metadata: what the attention backend's `prepare` returned for each KV cache group of the step.
             kv_cache: the whole cache, all layers.
             rows: int32[rows], indices of tokens in the step (for sampling, the last token of each sampled sequence).
+            embedded: indices of tokens in the step, int64[k], and their embeddings, [k, hidden_size] in the request's dtype, which stand in
+                the place of those of their ids.
         """
 
     @abstractmethod
@@ -98,6 +115,17 @@ class DecoderProgram(Contract, contract=True):
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return int64[rows], the lowest id of the highest logit of each row; see `logits`."""
 
+    def logprobs(self, hidden: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return what `KernelSet.logprobs` does of these rows' logits, in tensors of its own, without the logits in memory.
+
+        None (the default) where this program does not do it for that `count`, and nothing was done.
+
+        Args:
+            hidden: as in `logits`, of as many rows as a step may have tokens.
+            token_ids: int64[rows] on the device, each in the vocabulary.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class LinearRequest:
@@ -105,11 +133,13 @@ class LinearRequest:
 
     Attributes:
         dtype: of the weight, the bias and the activations.
+        blocks: the weight's format where it is stored in blocks, one of `KernelSet.block_formats`.
     """
 
     rows: int
     columns: int
     dtype: DType
+    blocks: BlockFormat | None = None
 
 
 class LinearProgram(Contract, contract=True):
@@ -123,15 +153,30 @@ class LinearProgram(Contract, contract=True):
 
     @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
-        """Return the shape of the stored weight, in the request's dtype."""
+        """Return the shape of the stored weight, in the request's dtype; of one in blocks in uint8."""
 
     @abstractmethod
     def write(self, stored: Tensor, row: int, values: Tensor) -> None:
-        """Store rows [n, columns] of the weight, in any floating dtype, from `row` on."""
+        """Store rows [n, columns] of the weight, in any floating dtype, from `row` on; of one in blocks uint8[n, bytes of a row]."""
 
     @abstractmethod
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return `x @ weight.T + bias`, [..., rows], of x [..., columns] and the stored weight."""
+        """Return `x @ weight.T + bias`, [..., rows], of x [..., columns] and the stored weight.
+
+        With a weight in blocks a row's result is the same, bit for bit, whatever rows are beside it. A program may round activations
+        to 8 bits in blocks of 32, to the nearest: its error is then at most half a step, `max|x| / 254`, of each.
+        """
+
+    def run_activated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
+        """Return `act(x @ weight.T + bias)` as `run` does, in one pass and rounded once.
+
+        None (the default) where this program does not do it for that activation, and nothing was done.
+        """
+        return None
+
+    def gather(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """Return [n, columns] in the request's dtype: rows int64[n] of a stored weight in blocks. Asked of no other weights."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -211,6 +256,46 @@ class ExpertsProgram(Contract, contract=True):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """The adapters of one linear layer, in as many slots as a step may have adapters (LoRA, arXiv:2106.09685).
+
+    A layer that is merged of several has a part for each, with matrices of its own. What a slot has beyond its rank is zero.
+
+    Attributes:
+        down: [slots, parts * max_rank, columns], the matrices A in the activations' dtype, those of the parts one below the other.
+        up: [slots, max_rank, rows], the matrices B transposed, those of the parts side by side.
+        ranks: int32[slots, parts]; 0 where an adapter has nothing for the part.
+        scales: float32[slots, parts], by which the products are multiplied.
+        spans: (first, end) of each part's rows, one after the other.
+
+    All are on the device; `down` and `up` are contiguous within a slot, `ranks` and `scales` in their last axis.
+    """
+
+    down: Tensor
+    up: Tensor
+    ranks: Tensor
+    scales: Tensor
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Which of a step's tokens go through which adapter, those of one adapter together.
+
+    Attributes:
+        tokens: int64[k] on the device, indices in the step; each at most once.
+        slots, starts: int32[g] and int32[g + 1] on the device: group i goes through the adapter in `slots[i]`, and is
+            `tokens[starts[i]:starts[i + 1]]`. No two groups have one slot.
+        groups: the same on the host: (slot, first, end).
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    starts: Tensor
+    groups: tuple[tuple[int, int, int], ...]
+
+
 class KernelSet(Contract, contract=True):
     """Fused operators of one device; made by the descriptor's factory with the device as its only argument.
 
@@ -224,6 +309,18 @@ class KernelSet(Contract, contract=True):
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x to `residual` in place, and return RMSNorm of the sum."""
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, branch: Tensor | None = None
+    ) -> Tensor | None:
+        """Return `(y - mean(y)) / sqrt(variance(y) + eps) * weight + bias` over the last axis of `y = x + branch`, in x's dtype.
+
+        It is computed in float32 and rounded once. None (the default) where this kernel set does not do it, and torch does.
+
+        Args:
+            branch: as x; None for `y = x`.
+        """
+        return None
 
     @abstractmethod
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -265,6 +362,19 @@ class KernelSet(Contract, contract=True):
         """
         return None
 
+    def add_adapters(self, out: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows) -> bool:
+        """Add to rows of `out`, in place, what their adapters make of the same rows of x; other rows keep their bits.
+
+        For token t in the group of slot a, and part p with the rows from f to e: `out[t, f:e] += scales[a, p] * (x[t] @ A.T @ B.T)`, where
+        A and B are the part's matrices up to its rank. Products are summed in float32, what lies between the matrices is not rounded, and
+        the sum with `out` is rounded once. False (the default) where this kernel set does not do it, and nothing was done: torch does.
+
+        Args:
+            out: [T, rows] in x's dtype, contiguous in its last axis.
+            x: [T, columns].
+        """
+        return False
+
     def fuse(self, model: nn.Module, request: FuseRequest, allocator: DeviceAllocator) -> DecoderProgram | Refusal:
         """Return a program that computes what a model's modules compute, its weights uninitialised, or why there is none.
 
@@ -275,6 +385,10 @@ class KernelSet(Contract, contract=True):
             model: a `hardpoint.models.decoder.CausalLM`, whole, on the meta device.
         """
         return Refusal(("this kernel set has no fused decoder",))
+
+    def block_formats(self) -> frozenset[BlockFormat]:
+        """Return the formats of blocks that `plan_linear` and `fuse` multiply by as they are stored; others are expanded."""
+        return frozenset()
 
     def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
         """Return what multiplies by a weight in a layout of its own, or why the plain weight is left to torch."""

@@ -9,17 +9,19 @@ committed on all, or rolled back on all.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.allocator import MemoryChange, MemoryReport, MemoryStats, SleepPlan
 from hardpoint.interfaces.attention import AttentionPlan
 from hardpoint.interfaces.backend import BackendDescriptor, Device
-from hardpoint.interfaces.batch import Pooling, StepInput, StepOutput
+from hardpoint.interfaces.batch import EmbeddingKind, Pooling, StepInput, StepOutput
+from hardpoint.interfaces.blocks import Quantization
 from hardpoint.interfaces.contract import Contract, contract_methods
 from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import CapabilityRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,11 +39,13 @@ class WorkerConfig:
         max_model_len: longest context in tokens; None for the model's own.
         max_num_batched_tokens: most tokens in one step.
         max_num_seqs: most sequences in one step.
+        num_speculative_tokens: most drafted tokens of a sequence in one step.
         block_size: tokens per KV block; None lets the backend choose.
         memory_utilization: share of the device's memory that this engine may use, KV cache included; None for the worker's own
             default.
         swap_space: bytes of host memory for swapped KV blocks.
         enforce_eager: no captured graphs.
+        quantization: how weights are stored and multiplied by.
         use_fused_decoder: let the kernel set run whole steps where it can.
         threads: host threads for computing; None for all usable cores.
         rank, world_size: this rank's place among all ranks: `rank = stage * tensor_parallel_size + place in the stage`, and
@@ -55,6 +59,9 @@ class WorkerConfig:
             for each. Otherwise all layers keep all keys in one block table.
         prepare_sleep: the sleep that will be asked for; the worker readies the host for it once the weights are loaded.
         tokenizer: path of another tokenizer than the model's own, for sequences that follow a grammar.
+        hf_overrides: values of the model's configuration instead of those in its file.
+        max_loras: most adapters that one step goes through, for each of which the device has memory; 0 for a worker that takes none.
+        max_lora_rank: greatest rank of an adapter.
     """
 
     model: str
@@ -64,10 +71,12 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
+    num_speculative_tokens: int = 0
     block_size: int | None = None
     memory_utilization: float | None = None
     swap_space: int = 4 << 30
     enforce_eager: bool = False
+    quantization: Quantization = Quantization.NONE
     use_fused_decoder: bool = True
     trust_remote_code: bool = False
     threads: int | None = None
@@ -81,6 +90,19 @@ class WorkerConfig:
     kv_cache_groups: bool = False
     prepare_sleep: SleepPlan | None = None
     tokenizer: str | None = None
+    hf_overrides: Mapping[str, Any] | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 16
+
+    @property
+    def num_draft_slots(self) -> int:
+        """Most drafted tokens of all sequences in one step."""
+        return min(self.max_num_seqs * self.num_speculative_tokens, max(64, self.max_num_seqs))
+
+    @property
+    def max_num_samples(self) -> int:
+        """Most tokens that are sampled in one step."""
+        return self.max_num_seqs + self.num_draft_slots
 
     @property
     def tensor_rank(self) -> int:
@@ -107,6 +129,7 @@ class ModelInfo:
         dtype: of weights and activations.
         max_model_len: longest context in tokens, as it will be kept.
         weight_bytes: device bytes of the weights.
+        weight_formats: how many of the weights' matrices are stored in which format of blocks (`BlockFormat`) or dtype.
         path: how the model runs ("fused", "lean" or "transformers"), for display.
         is_generative: it has a language-model head.
         attention: the plan of the first KV cache group, whose shape is that of the KV cache.
@@ -118,6 +141,8 @@ class ModelInfo:
         whole_prompts: the layers see both sides of a token, so that a step has all tokens of a prompt; there is no KV cache.
         pooling: how hidden states of a prompt become one, by the model's own files.
         num_labels: of the head that classifies; 0 where there is none.
+        hidden_size: elements of a token's embedding.
+        embedding_kinds: sources of embeddings that steps may have in the place of tokens.
     """
 
     architecture: str
@@ -135,6 +160,9 @@ class ModelInfo:
     whole_prompts: bool = False
     pooling: Pooling = Pooling.LAST
     num_labels: int = 0
+    hidden_size: int = 0
+    embedding_kinds: frozenset[EmbeddingKind] = frozenset()
+    weight_formats: Mapping[str, int] = field(default_factory=dict)
 
     def step_tokens(self, budget: int) -> int:
         """Return the most tokens of a step for a budget, which is raised where a step has whole prompts."""
@@ -315,6 +343,30 @@ class Worker(Contract, contract=True):
     @abstractmethod
     def status(self) -> WorkerStatus:
         """Return this rank's account of its memory and weights."""
+
+    def load_adapter(self, number: int, path: str) -> None:
+        """Read a LoRA adapter from a folder as PEFT writes it, check it against the model, and keep it on the host; optional.
+
+        A step brings it to the device where it is not there. What a number stands for does not change until `unload_adapter`.
+
+        Raises InvalidAdapter, with which nothing was done; CapabilityRefused where the worker takes no adapters.
+        """
+        raise CapabilityRefused("adapters are not loaded here", [f"{type(self).__name__} has no load_adapter"])
+
+    def unload_adapter(self, number: int) -> None:
+        """Forget an adapter, which no step uses any more; numbers that are not known are passed over. Optional."""
+        raise CapabilityRefused("adapters are not loaded here", [f"{type(self).__name__} has no unload_adapter"])
+
+    def start_trace(self, folder: str) -> None:
+        """Record from here on what the host and the device do, for `stop_trace` to write to a file in `folder`; optional.
+
+        Raises CapabilityRefused where the worker cannot; InvalidRequest where the folder cannot be written to, or a recording goes on.
+        """
+        raise CapabilityRefused("profiles are not recorded here", [f"{type(self).__name__} has no start_trace"])
+
+    def stop_trace(self) -> str:
+        """Write what was recorded since `start_trace`, and return the file's path; raises InvalidRequest where nothing is recorded."""
+        raise CapabilityRefused("profiles are not recorded here", [f"{type(self).__name__} has no stop_trace"])
 
     @abstractmethod
     def shutdown(self) -> None:

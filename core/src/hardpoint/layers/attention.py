@@ -32,6 +32,7 @@ class Step:
         places: each layer's KV cache group and its number there.
         token_types: int64[T], to which of two texts each token belongs (0 or 1); None where all are 0.
         states: for layers that keep recurrent states; None where no layer of the model does.
+        embedded: tokens, int64[k], whose embeddings [k, hidden_size] are given; None where there are none.
     """
 
     positions: Tensor
@@ -41,6 +42,7 @@ class Step:
     places: tuple[tuple[int, int], ...]
     token_types: Tensor | None = None
     states: StateStep | None = None
+    embedded: tuple[Tensor, Tensor] | None = None
 
 
 class AttentionOverCache(Layer):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.interfaces.kernels import KernelSet
+from hardpoint.layers.adapters import AdapterSlots
 from hardpoint.layers.operators import TORCH_OPERATORS
 from hardpoint.layers.parallel import ALONE, NO_OTHERS, ParallelRank, Ranks
 from hardpoint.quantization import MethodOfShape, dense
@@ -24,6 +25,7 @@ class ModelContext:
         linear_method: chooses how a linear layer stores its weight.
         max_context: rows of the rotary tables; 0 where the model is only described.
         first_layer: number of the stage's first layer.
+        adapters: what linear layers add to their products; None for a model without adapters.
     """
 
     dtype: torch.dtype
@@ -33,3 +35,4 @@ class ModelContext:
     linear_method: MethodOfShape = dense
     max_context: int = 0
     first_layer: int = 0
+    adapters: AdapterSlots | None = None

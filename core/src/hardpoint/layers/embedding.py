@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hardpoint.layers.parallel import Span, aligned_obstacle, aligned_spans, length
 from hardpoint.layers.weights import Layer, StoredWeight, WeightShard, take_rows
-from hardpoint.quantization import DENSE, LinearMethod
+from hardpoint.quantization import DENSE, Blocks, LinearMethod
 
 if TYPE_CHECKING:
     from hardpoint.layers.context import ModelContext
@@ -33,6 +33,7 @@ class VocabEmbedding(Layer):
         super().__init__()
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.scale = scale
+        self.method: LinearMethod = DENSE
         self._ranks = context.ranks.tensor
         self._first, self._end = _vocabulary(vocab_size, context)
         whole = WeightShard("weight", (vocab_size, hidden_size))
@@ -41,14 +42,19 @@ class VocabEmbedding(Layer):
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return [T, hidden_size] of token ids int64[T]."""
         if self._ranks is None:
-            hidden = functional.embedding(token_ids, self.weight)
+            hidden = self._rows(token_ids)
         else:
             own = token_ids - self._first
             elsewhere = (own < 0) | (own >= self._end - self._first)
-            hidden = functional.embedding(own.masked_fill(elsewhere, 0), self.weight)
+            hidden = self._rows(own.masked_fill(elsewhere, 0))
             hidden = hidden.masked_fill(elsewhere[:, None], 0)
             self._ranks.all_reduce(hidden)
         return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def _rows(self, numbers: Tensor) -> Tensor:
+        if isinstance(self.method, Blocks):
+            return self.method.gather(self.weight, numbers)
+        return functional.embedding(numbers, self.weight)
 
     def tensor_obstacle(self, size: int) -> str | None:
         """Return why the layer cannot be divided among `size` ranks, or None."""
@@ -99,13 +105,17 @@ class LMHead(Layer):
         self._width = length(aligned_spans(vocab_size, context.rank.tensor_size)[0])
         self.method: LinearMethod = DENSE
         if tied is not None:
-            self.weight = tied.weight
+            self.tie(tied)
         else:
             rows, dtype = end - self._first, context.dtype
             self.method = method = context.linear_method(rows, hidden_size, dtype)
             shards = take_rows([WeightShard("weight", (vocab_size, hidden_size))], [(self._first, end)])
             stored = StoredWeight(shards, method.write, method.verbatim)
             self.add_stored("weight", stored, method.create(rows, hidden_size, dtype))
+
+    def tie(self, embedding: VocabEmbedding) -> None:
+        """Take the weight of an embedding, and its method."""
+        self.weight, self.method = embedding.weight, embedding.method
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[rows, vocab_size] of hidden states [rows, hidden_size]."""

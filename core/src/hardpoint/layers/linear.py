@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hardpoint.layers.activations import ACTIVATIONS, KERNEL_ACTIVATIONS
 from hardpoint.layers.parallel import Span, aligned_spans, head_spans, scaled, shifted
 from hardpoint.layers.weights import Layer, StoredWeight, WeightShard, take_rows
 
@@ -13,17 +14,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.capabilities import AttentionLayer
+    from hardpoint.interfaces.kernels import AdapterWeights
     from hardpoint.layers.context import ModelContext
 
 
 class Linear(Layer):
-    """`x @ weight.T + bias`; the weight has the outputs as rows, as in torch.
+    """`act(x @ weight.T + bias)`; the weight has the outputs as rows, as in torch.
 
     Args:
         tensors: (name, outputs) of the checkpoint's layers that this one is made of, beside it in the module that it is a part of.
         in_features: inputs of the whole layer.
         rows: outputs that the rank has, as spans of the stacked tensors; None for all.
         columns: inputs that the rank has; None for all.
+        activation: one of `ACTIVATIONS`.
     """
 
     def __init__(
@@ -35,8 +38,12 @@ class Linear(Layer):
         bias: bool = False,
         rows: Sequence[Span] | None = None,
         columns: Span | None = None,
+        activation: str = "identity",
     ) -> None:
         super().__init__()
+        self.activation = activation
+        self._adapters = context.adapters
+        self._adapter_weights: AdapterWeights | None = None
         weights = [WeightShard(f"{name}.weight", (size, in_features), columns=columns) for name, size in tensors]
         shards = _taken(weights, rows)
         size = sum(shard.num_rows for shard in shards)
@@ -52,8 +59,19 @@ class Linear(Layer):
             self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., outputs] of x [..., inputs]."""
-        return self.method.multiply(self, x, self.bias)
+        """Return [..., outputs] of x [..., inputs]; within a step, with what the adapters of its tokens add before the activation."""
+        adapters, weights = self._adapters, self._adapter_weights
+        if adapters is not None and weights is not None and adapters.rows is not None:
+            product = self.method.multiply(self, x, self.bias)
+            adapters.add(product, x, weights)
+            return ACTIVATIONS[self.activation](product)
+        known = KERNEL_ACTIVATIONS.get(self.activation)
+        out = None if known is None else self.method.multiply_activated(self, x, self.bias, known)
+        return ACTIVATIONS[self.activation](self.method.multiply(self, x, self.bias)) if out is None else out
+
+    def take_adapters(self, weights: AdapterWeights) -> None:
+        """Add from here on what adapters in these slots make of the inputs."""
+        self._adapter_weights = weights
 
 
 def _taken(shards: Sequence[WeightShard], rows: Sequence[Span] | None) -> tuple[WeightShard, ...]:
@@ -68,10 +86,18 @@ class ColumnLinear(Linear):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, context: ModelContext, *, span: Span, bias: bool = False
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        context: ModelContext,
+        *,
+        span: Span,
+        bias: bool = False,
+        activation: str = "identity",
     ) -> None:
         rows = None if context.rank.tensor_size == 1 else [span]
-        super().__init__([(name, out_features)], in_features, context, bias=bias, rows=rows)
+        super().__init__([(name, out_features)], in_features, context, bias=bias, rows=rows, activation=activation)
 
 
 class RowLinear(Linear):

@@ -93,15 +93,21 @@ class LayerNorm(Layer):
     def __init__(self, name: str, size: int, eps: float, context: ModelContext, *, bias: bool = True) -> None:
         super().__init__()
         self.eps, self.size = eps, size
+        self._operators = context.operators
         self.add_weight("weight", [WeightShard(f"{name}.weight", (size,))], dtype=context.dtype)
         if bias:
             self.add_weight("bias", [WeightShard(f"{name}.bias", (size,))], dtype=context.dtype)
         else:
             self.bias = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., size] normalised."""
-        return functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> Tensor:
+        """Return x [..., size], or the sum of x and a branch, normalised."""
+        out = self._operators.layer_norm(x, self.weight, self.bias, self.eps, branch)
+        if out is not None:
+            return out
+        return functional.layer_norm(
+            x if branch is None else x + branch, (self.size,), self.weight, self.bias, self.eps
+        )
 
 
 def _write_offset(offset: float, stored: Tensor, row: int, values: Tensor) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from hardpoint.interfaces.blocks import BlockFormat
     from hardpoint.layers.parallel import Span
+    from hardpoint.quantization import Blocks
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,20 @@ class WeightShard:
         """Rows of the parameter that it fills."""
         return self.end_row - self.first_row
 
+    @property
+    def num_columns(self) -> int:
+        """Elements of a row of the part."""
+        return self.shape[-1] if self.columns is None else self.columns[1] - self.columns[0]
+
     def of(self, values: Tensor) -> Tensor:
         """Return the wanted columns of rows of the tensor."""
         return values if self.columns is None else values[:, self.columns[0] : self.columns[1]]
+
+    def blocks_of(self, rows: Tensor, format: BlockFormat) -> Tensor:
+        """Return the wanted columns, whole blocks, of rows in blocks of a format."""
+        if self.columns is None:
+            return rows
+        return rows[:, format.row_bytes(self.columns[0]) : format.row_bytes(self.columns[1])]
 
 
 def take_rows(shards: Iterable[WeightShard], spans: Iterable[Span]) -> tuple[WeightShard, ...]:
@@ -81,11 +94,13 @@ class StoredWeight:
         shards: what its rows are, one below the other.
         write: stores rows of it.
         verbatim: whether the checkpoint's bytes, in the parameter's dtype, are the stored ones.
+        blocks: the format that the parameter is stored in; `write` takes a checkpoint's blocks of it as they are.
     """
 
     shards: tuple[WeightShard, ...]
     write: Write = write_rows
     verbatim: bool = True
+    blocks: BlockFormat | None = None
 
     @property
     def num_rows(self) -> int:
@@ -127,6 +142,13 @@ class Layer(nn.Module):
         """Register a parameter, still on the meta device, and where it comes from."""
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self._stored[name] = stored
+
+    def store_in_blocks(self, method: Blocks, dtype: torch.dtype) -> None:
+        """Store the parameter `weight`, which is on the meta device, in blocks; the layer's method is the caller's to set."""
+        stored = self._stored["weight"]
+        columns = stored.shards[0].num_columns
+        changed = replace(stored, write=method.write, verbatim=method.verbatim, blocks=method.format)
+        self.add_stored("weight", changed, method.create(stored.num_rows, columns, dtype))
 
     def stored_weights(self) -> Mapping[str, StoredWeight]:
         """Return where each of the layer's own parameters comes from, by its name."""

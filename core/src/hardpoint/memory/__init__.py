@@ -11,7 +11,7 @@ this package imports neither torch nor a driver.
 from hardpoint.memory.driver_table import DriverFlags, DriverQuirks, DriverStatus, DriverTable, Geometry
 from hardpoint.memory.factory_calls import factory_call_pool
 from hardpoint.memory.native_files import driver_file, include_dir, write_crash_frames
-from hardpoint.memory.pool import ALL_CLAIMS, PoolBooks, VirtualPool, default_sleep_directory
+from hardpoint.memory.pool import ALL_CLAIMS, PoolBooks, VirtualPool, cache_directory
 from hardpoint.memory.tensors import Accounting, TensorAllocator
 from hardpoint.memory.torch_graph_pool import TorchGraphPool
 from hardpoint.memory.torch_pool import (
@@ -40,8 +40,8 @@ __all__ = [
     "TorchPoolFunctions",
     "VirtualAllocator",
     "VirtualPool",
+    "cache_directory",
     "check_torch_build",
-    "default_sleep_directory",
     "driver_file",
     "factory_call_pool",
     "include_dir",

@@ -69,8 +69,13 @@ def default_sleep_directory() -> Path:
     named = os.environ.get(SLEEP_DIRECTORY_VARIABLE)
     if named:
         return Path(named)
+    return cache_directory() / "sleep"
+
+
+def cache_directory() -> Path:
+    """Return the folder in the user's cache directory (XDG_CACHE_HOME) for what can be made again."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "hardpoint" / "sleep"
+    return (Path(cache) if cache else Path.home() / ".cache") / "hardpoint"
 
 
 class VirtualMemory:

@@ -7,27 +7,43 @@ neither torch nor transformers.
 """
 
 from hardpoint.layers.parallel import ParallelRank, Ranks
+from hardpoint.models.adapters import AdaptedLayer, adapted_layers, adapter_targets
 from hardpoint.models.base import CapturableModel, RunnableModel
 from hardpoint.models.loader import attention_layers, load_model
-from hardpoint.models.registry import ARCHITECTURES
+from hardpoint.models.pictures import PictureProcessor, as_picture, picture_processor, read_picture
+from hardpoint.models.pooling import LabelActivation, PoolingDefaults
+from hardpoint.models.registry import ARCHITECTURES, converted
 from hardpoint.models.source import DEMO, LOAD_FORMATS, ModelFormat, ModelSource, open_model
 from hardpoint.models.tokenizer import TokenizerBackend, load_tokenizer, panics_as_errors, write_chat
+from hardpoint.weights.adapters import Adapter, read_adapter
 
 __all__ = [
     "ARCHITECTURES",
     "DEMO",
     "LOAD_FORMATS",
+    "AdaptedLayer",
+    "Adapter",
     "CapturableModel",
+    "LabelActivation",
     "ModelFormat",
     "ModelSource",
     "ParallelRank",
+    "PictureProcessor",
+    "PoolingDefaults",
     "Ranks",
     "RunnableModel",
     "TokenizerBackend",
+    "adapted_layers",
+    "adapter_targets",
+    "as_picture",
     "attention_layers",
+    "converted",
     "load_model",
     "load_tokenizer",
     "open_model",
     "panics_as_errors",
+    "picture_processor",
+    "read_adapter",
+    "read_picture",
     "write_chat",
 ]

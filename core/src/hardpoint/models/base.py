@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from hardpoint.interfaces.errors import WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.allocator import DeviceAllocator
-    from hardpoint.interfaces.batch import PoolingTask
+    from hardpoint.interfaces.batch import EmbeddingKind, PoolingTask
     from hardpoint.layers.states import StateTensor
     from hardpoint.models.source import ModelSource
 
@@ -33,22 +35,38 @@ class RunnableModel(ABC):
         kv_cache: Tensor,
         rows: Tensor,
         token_types: Tensor | None = None,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one step, whose inputs are on the device, and return the hidden states of the given tokens, after the final norm.
 
         Args:
             token_ids: int64[T].
-            positions: int64[T].
+            positions: int64[T], or int64[3, T] where they have three axes; see `StepInput.positions`.
             metadata: what the attention backend's `prepare` returned for each KV cache group of the step, and last, for a model with
                 `state_layers`, what is known of the sequences' states.
             kv_cache: the whole cache, all layers; the step's slots are written.
             rows: int32[rows], indices of tokens in the step.
             token_types: int64[T], to which of two texts each token belongs, for encoders; None where all are the first's.
+            embedded: indices of tokens in the step, int64[k], and their embeddings, [k, hidden_size] in the model's dtype, which stand in
+                the place of those of their ids; for models with `embedding_kinds`.
 
         Returns:
             [rows, hidden_size] in the model's dtype, on the model's device; no rows on a pipeline's stages before the last. Valid
             until the next step, which may use the same memory.
         """
+
+    @property
+    def embedding_kinds(self) -> frozenset[EmbeddingKind]:
+        """Sources of embeddings that steps may have in the place of tokens."""
+        return frozenset()
+
+    def encoded(self, kind: EmbeddingKind, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings [num_rows, hidden_size] of a source that is not embeddings itself; see `EmbeddingSource.arrays`."""
+        raise WorkerError(f"the model makes no embeddings of a source of the kind {kind}", found=type(self).__name__)
+
+    def largest_source(self) -> dict[str, Tensor]:
+        """Return arrays, on the host, of a source that takes the most memory to encode; empty where the model encodes nothing."""
+        return {}
 
     def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
         """Return what each layer that keeps recurrent states keeps of a sequence; empty for a model of attention alone."""
@@ -64,6 +82,10 @@ class RunnableModel(ABC):
     @abstractmethod
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return int64[rows], the lowest id of the highest logit of each row; see `logits`."""
+
+    def logprobs(self, hidden: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return log probabilities without the logits, or None for a model that cannot; see `DecoderProgram.logprobs`."""
+        return None
 
     @property
     def num_labels(self) -> int:
@@ -110,6 +132,11 @@ class RunnableModel(ABC):
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of the weights on the device."""
+
+    @property
+    @abstractmethod
+    def weight_formats(self) -> Mapping[str, int]:
+        """How many of the weights' matrices are stored in which format of blocks or dtype."""
 
     @property
     @abstractmethod

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hardpoint.layers import Attention, ColumnLinear, LayerNorm, Linear, RowLinear, SmallEmbedding, Step, VocabEmbedding
 from hardpoint.layers.parallel import aligned_obstacle, aligned_spans
 from hardpoint.models.encoder import Encoder
-from hardpoint.models.family import ACTIVATIONS, label_head
+from hardpoint.models.family import label_head
 
 if TYPE_CHECKING:
     from hardpoint.layers import ModelContext
@@ -44,26 +44,27 @@ class BertEmbeddings(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """`norm(x + attention(x))`, then `norm(x + down(act(up(x))))`."""
+    """`norm(x + attention(x))`, then `norm(x + down(act(up(x))))`; the sums are taken by the norms, the activation by `up`."""
 
     def __init__(self, config: ModelConfig, index: int, context: ModelContext) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
         ranks = context.rank
         span = aligned_spans(inner, ranks.tensor_size)[ranks.tensor_rank]
-        self.intermediate_size, self.activation = inner, str(config.values["hidden_act"])
+        self.intermediate_size = inner
+        activation = str(config.values["hidden_act"])
         layer = config.attention(causal=False)
         self.attention = Attention(
             index, layer, size, None, context, qkv_bias=True, output_bias=True, names=_QKV, output="output.dense"
         )
         self.attention_norm = _norm("attention.output.LayerNorm", config, context)
-        self.up = ColumnLinear("intermediate.dense", size, inner, context, span=span, bias=True)
+        self.up = ColumnLinear("intermediate.dense", size, inner, context, span=span, bias=True, activation=activation)
         self.down = RowLinear("output.dense", inner, size, context, span=span, bias=True)
         self.norm = _norm("output.LayerNorm", config, context)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        x = self.attention_norm(x + self.attention(x, step))
-        return self.norm(x + self.down(ACTIVATIONS[self.activation](self.up(x))))  # type: ignore[no-any-return]
+        x = self.attention_norm(x, self.attention(x, step))
+        return self.norm(x, self.down(self.up(x)))  # type: ignore[no-any-return]
 
     def tensor_obstacle(self, size: int) -> str | None:
         """Return why the layer cannot be divided among `size` ranks, or None."""

@@ -35,6 +35,27 @@ FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked
 
 
 @dataclass(frozen=True)
+class HeadTokens:
+    """Whose rows of the language model's head label a text.
+
+    Attributes:
+        tokens: as texts or ids.
+        is_difference: there is one label, whose row is that of the second token less that of the first: its sigmoid is the probability of
+            the second among the two.
+        tied: the rows are those of the embedding.
+    """
+
+    tokens: tuple[str | int, ...]
+    is_difference: bool
+    tied: bool
+
+    @property
+    def num_labels(self) -> int:
+        """Labels of the head."""
+        return 1 if self.is_difference else len(self.tokens)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Reads a configuration; every method raises ModelError for a value that cannot be.
 
@@ -107,21 +128,63 @@ class ModelConfig:
             raise self._unusable(name, value, "an object")
         return dict(value)
 
+    def part(self, name: str, defaults: Mapping[str, Any]) -> ModelConfig:
+        """Return the object of this name as a configuration, with defaults for what it does not say."""
+        return replace(self, values={**defaults, **self.mapping(name)}, where=f"{name} of {self.where}")
+
+    @property
+    def positions(self) -> ModelConfig:
+        """What the configuration says of rotary positions, under the present or the former name."""
+        return replace(self, values=self.mapping("rope_parameters") or self.mapping("rope_scaling"))
+
     @property
     def is_bare(self) -> bool:
         """The model has no head of its own (`LlamaModel`)."""
-        return not self.architecture.endswith("ForCausalLM")
+        return not self.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
 
     @property
     def labels_tokens(self) -> bool:
-        """The model has a head that labels each token."""
-        return self.architecture.endswith("ForTokenClassification")
+        """The model has a head that labels, or rewards, each token."""
+        return self.architecture.endswith("ForTokenClassification") or self.rewards_tokens
+
+    @property
+    def rewards_tokens(self) -> bool:
+        """The head has two layers: the reward of the text so far, or the probability that a step of it is right."""
+        return self.architecture.endswith(("ForRewardModel", "ForProcessRewardModel"))
+
+    @cached_property
+    def head_tokens(self) -> HeadTokens | None:
+        """The tokens whose rows of the language model's head are the head that labels texts; None where it has rows of its own.
+
+        As vLLM reads it: `classifier_from_token` with a `method`, or with `is_original_qwen3_reranker`.
+        """
+        tokens, method = self.values.get("classifier_from_token"), self.values.get("method")
+        original = self.flag("is_original_qwen3_reranker")
+        if not original and (tokens is None or method is None):
+            return None
+        if not isinstance(tokens, list) or not tokens or not all(isinstance(one, (str, int)) for one in tokens):
+            raise self._unusable("classifier_from_token", tokens, "a list of tokens")
+        method = "from_2_way_softmax" if original else method
+        if method not in ("from_2_way_softmax", "no_post_processing"):
+            raise self._unusable("method", method, "'from_2_way_softmax' or 'no_post_processing'")
+        is_difference = method == "from_2_way_softmax"
+        if is_difference and len(tokens) != 2:
+            raise self._unusable("classifier_from_token", tokens, "the two tokens that mean no and yes")
+        if self.labels_tokens or not self.architecture.endswith("ForSequenceClassification"):
+            raise self._unusable(
+                "architectures", [self.architecture], "of a model that labels texts, since it has classifier_from_token"
+            )
+        return HeadTokens(tuple(tokens), is_difference, self.tied)
 
     @cached_property
     def num_labels(self) -> int:
         """Labels of the head that classifies texts or tokens; 0 where the model has none."""
+        if self.rewards_tokens:
+            return 2 if self.architecture.endswith("ForProcessRewardModel") else 1
         if not self.labels_tokens and not self.architecture.endswith("ForSequenceClassification"):
             return 0
+        if self.head_tokens is not None:
+            return self.head_tokens.num_labels
         named = self.mapping("id2label")
         count = self.integer("num_labels", len(named) or 2)
         if named and len(named) != count:
@@ -255,7 +318,7 @@ class ModelConfig:
         Args:
             partial: the family may rotate a part of each head.
         """
-        given = self.mapping("rope_parameters") or self.mapping("rope_scaling")
+        given = dict(self.positions.values)
         kinds = list(dict.fromkeys(self.layer_types))
         nested = [kind for kind in kinds if isinstance(given.get(kind), Mapping)]
         entries = [dict(given[kind]) for kind in nested] if nested else [given]

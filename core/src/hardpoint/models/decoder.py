@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hardpoint.interfaces.attention import Refusal
+from hardpoint.interfaces.batch import EmbeddingKind
 from hardpoint.interfaces.errors import WorkerError
 from hardpoint.layers import (
     LayerWithStates,
@@ -29,7 +30,7 @@ from hardpoint.layers import (
 )
 from hardpoint.layers.parallel import ParallelRank, layers_of_stage
 from hardpoint.models.config import FULL, SLIDING
-from hardpoint.models.family import Family, label_head
+from hardpoint.models.family import Family, RewardHead, label_head
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.collectives import Collectives
@@ -58,6 +59,7 @@ class CausalLM(Family):
     """
 
     layer: ClassVar[MakesLayer]
+    embedding_kinds = frozenset({EmbeddingKind.ROWS})
     layer_kinds: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
     """Types of layers that the family has."""
 
@@ -65,8 +67,10 @@ class CausalLM(Family):
         super().__init__(config, context)
         self.model = Decoder(self, config, context)
         self.lm_head: LMHead | None = None
-        self.score: Linear | None = None
-        if context.rank.is_last and config.num_labels:
+        self.score: Linear | RewardHead | None = None
+        if context.rank.is_last and config.rewards_tokens:
+            self.score = RewardHead(config, context)
+        elif context.rank.is_last and config.num_labels:
             bias = config.labels_tokens and config.flag("token_classification_bias", True)
             self.score = label_head("score", config, context, bias=bias)
         elif context.rank.is_last and not config.is_bare:
@@ -149,7 +153,7 @@ class Decoder(nn.Module):
             token_ids: int64[T].
             rows: int[rows], the tokens of the step whose hidden states are wanted.
         """
-        stream = self._embedded(token_ids)
+        stream = self._embedded(token_ids, step)
         branch: Tensor | None = None
         for layer in self.layers.values():
             branch = layer(stream, branch, step)
@@ -161,9 +165,10 @@ class Decoder(nn.Module):
         # Nothing after the last layer mixes tokens.
         return self.norm(stream.index_select(0, rows), branch.index_select(0, rows))  # type: ignore[no-any-return]
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def _embedded(self, token_ids: Tensor, step: Step) -> Tensor:
         if self._rank.is_first and self.embed_tokens is not None:
-            return self.embed_tokens(token_ids)  # type: ignore[no-any-return]
+            stream: Tensor = self.embed_tokens(token_ids)
+            return stream if step.embedded is None else stream.index_copy_(0, *step.embedded)
         stream = torch.empty((len(token_ids), self.hidden_size), dtype=self._dtype, device=token_ids.device)
         self._link().receive(stream, self._rank.stage - 1)
         return stream

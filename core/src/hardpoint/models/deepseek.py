@@ -193,7 +193,7 @@ def _sizes(config: ModelConfig) -> tuple[int, int]:
 
 def _magnitude(config: ModelConfig) -> float:
     """Return YaRN's factor of queries and keys: `0.1 * mscale_all_dim * ln(factor) + 1`."""
-    given = replace(config, values=config.mapping("rope_parameters") or config.mapping("rope_scaling"))
+    given = config.positions
     kind = given.values.get("rope_type") or given.values.get("type") or "default"
     weight = given.values.get("mscale_all_dim")
     if kind == "default" or not weight or given.number("factor") <= 1:

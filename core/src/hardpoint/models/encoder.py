@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hardpoint.interfaces.batch import Pooling
+from hardpoint.layers.activations import ACTIVATIONS
 from hardpoint.models.config import FULL, SLIDING
-from hardpoint.models.family import ACTIVATIONS, Family
+from hardpoint.models.family import Family
 
 if TYPE_CHECKING:
     from hardpoint.models.config import ModelConfig

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS
 from hardpoint.interfaces.attention import KVCacheGroup, places_of
-from hardpoint.interfaces.batch import StepBatch, in_groups
+from hardpoint.interfaces.batch import EmbeddingKind, StepBatch, in_groups
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
@@ -348,11 +349,19 @@ class TransformersDecoder(RunnableModel):
         kv_cache: Tensor,
         rows: Tensor,
         token_types: Tensor | None = None,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        inputs = {"input_ids": token_ids[None]}
+        if embedded is not None:
+            inputs = {"inputs_embeds": self._base.get_input_embeddings()(token_ids).index_copy(0, *embedded)[None]}
         with _attending(_Step(self._attention, self._layers, kv_cache, metadata, self._places_in_cache)):
-            output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            output = self._base(**inputs, position_ids=positions[None], use_cache=False)
         self._output = type(output)
         return _tensor(output.last_hidden_state)[0, rows.long()]
+
+    @property
+    def embedding_kinds(self) -> frozenset[EmbeddingKind]:
+        return frozenset({EmbeddingKind.ROWS})
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -442,6 +451,10 @@ class TransformersDecoder(RunnableModel):
     @property
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    @property
+    def weight_formats(self) -> Mapping[str, int]:
+        return Counter(str(DType.of(parameter.dtype)) for parameter in self._model.parameters() if parameter.ndim > 1)
 
     @property
     def scratch_bytes(self) -> int:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hardpoint.interfaces.batch import Pooling, PoolingTask
+from hardpoint.interfaces.batch import EmbeddingKind, Pooling, PoolingTask
 from hardpoint.interfaces.errors import ModelError, WorkerError
 from hardpoint.layers import AttentionOverCache, Layer, Linear, RotaryEmbedding, Step, StoredWeight
 
@@ -19,17 +17,6 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.capabilities import AttentionLayer
     from hardpoint.layers import ModelContext, StateTensor
     from hardpoint.models.config import ModelConfig
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_new": partial(functional.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-    "identity": lambda x: x,
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "tanh": torch.tanh,
-}
-"""Of encoders and heads, by the names that configurations give them."""
 
 
 class Family(nn.Module):
@@ -43,6 +30,8 @@ class Family(nn.Module):
     """What published checkpoints have in place of parts of the modules' names."""
     norm_offset: ClassVar[float] = 0.0
     """What norms add to their stored weights."""
+    embedding_kinds: ClassVar[frozenset[EmbeddingKind]] = frozenset()
+    """Sources of embeddings that steps may have in the place of tokens."""
     pooling: ClassVar[Pooling] = Pooling.LAST
     """How hidden states of a text become one, where the model's files do not say it."""
 
@@ -58,7 +47,8 @@ class Family(nn.Module):
                     f"the dense layer {module.path} does not fit",
                     found=f"{module.in_features} inputs, where {width} come",
                 )
-            linear = Linear([(f"{module.path}.linear", module.out_features)], width, context, bias=module.bias)
+            tensors = [(f"{module.path}.linear", module.out_features)]
+            linear = Linear(tensors, width, context, bias=module.bias, activation=module.activation)
             self.add_module(f"projection_{number}", linear)
             width = module.out_features
 
@@ -108,13 +98,21 @@ class Family(nn.Module):
         """Return what a task wants of pooled hidden states [rows, hidden_size]: embeddings, or logits of labels [rows, num_labels]."""
         if task is PoolingTask.CLASSIFY:
             return self.scores(hidden.to(self._dtype))
-        for number, module in enumerate(self.dense_modules):
-            hidden = ACTIVATIONS[module.activation](self.get_submodule(f"projection_{number}")(hidden.to(self._dtype)))
+        for number in range(len(self.dense_modules)):
+            hidden = self.get_submodule(f"projection_{number}")(hidden.to(self._dtype))
         return hidden
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Return the logits of labels [rows, num_labels] of pooled hidden states."""
         raise WorkerError("the model has no head that classifies", hint="Ask for an embedding")
+
+    def encoded(self, kind: EmbeddingKind, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings [num_rows, hidden_size] of a source that is not embeddings itself; see `EmbeddingSource.arrays`."""
+        raise WorkerError(f"the model makes no embeddings of a source of the kind {kind}", found=type(self).__name__)
+
+    def largest_source(self) -> dict[str, Tensor]:
+        """Return arrays, on the host, of a source that takes the most memory to encode; empty where the model encodes nothing."""
+        return {}
 
     def stages_obstacle(self, stages: int) -> str | None:
         """Return why the layers cannot be divided into so many stages, or None."""
@@ -158,3 +156,17 @@ class Family(nn.Module):
 def label_head(name: str, config: ModelConfig, context: ModelContext, *, bias: bool) -> Linear:
     """Return the projection of hidden states to the logits of labels; every rank has all of it."""
     return Linear([(name, config.num_labels)], config.hidden_size, context, bias=bias)
+
+
+class RewardHead(nn.Module):
+    """Two layers from hidden states to rewards, as the checkpoints of Qwen2.5-Math-RM and -PRM have them (arXiv:2409.12122, 2501.07301)."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.dense = Linear([("0", size)], size, context, bias=True)
+        self.rewards = label_head("2", config, context, bias=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [rows, num_labels] of hidden states [rows, hidden_size]."""
+        return self.rewards(functional.relu(self.dense(hidden)))  # type: ignore[no-any-return]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from hardpoint.interfaces.kernels import DecoderProgram
 from hardpoint.models.modular import FamilyModel
+from hardpoint.weights.loading import load_weights
 from hardpoint.weights.sources import WeightReloader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from torch import Tensor
 
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.models.description import ModelDescription
     from hardpoint.models.family import Family
     from hardpoint.models.source import ModelSource
+    from hardpoint.weights.checkpoint import Checkpoint
     from hardpoint.weights.kv_scales import ScalesInUse
+    from hardpoint.weights.loading import Progress
 
 
 class FusedModel(FamilyModel):
@@ -43,8 +48,7 @@ class FusedModel(FamilyModel):
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as the model has them; a program's own layout may pad them."""
-        itemsize = self._description.dtype.itemsize
-        return sum(prod(parameter.shape) for parameter in self._model.parameters()) * itemsize
+        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     @property
     def scratch_bytes(self) -> int:
@@ -58,8 +62,9 @@ class FusedModel(FamilyModel):
         kv_cache: Tensor,
         rows: Tensor,
         token_types: Tensor | None = None,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        return self._program.run(token_ids, positions, metadata, kv_cache, rows)
+        return self._program.run(token_ids, positions, metadata, kv_cache, rows, embedded)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._program.logits(hidden)
@@ -67,9 +72,33 @@ class FusedModel(FamilyModel):
     def argmax(self, hidden: Tensor) -> Tensor:
         return self._program.argmax(hidden)
 
-    def _empty(self, name: str) -> Tensor:
-        parameter = self._model.get_parameter(name)
-        return torch.empty(parameter.shape, dtype=parameter.dtype)
+    def logprobs(self, hidden: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        return self._program.logprobs(hidden, token_ids, count)
+
+    def _fill(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None,
+        only: Collection[str] | None,
+        begin: Callable[[], None] | None,
+    ) -> None:
+        # Layers have weights of the same shapes, which are written into the same few tensors: fresh memory costs more than the copy.
+        written: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+
+        def place(name: str, rows: int) -> Tensor:
+            parameter = parameters[name]
+            shape = torch.Size((rows, *parameter.shape[1:]))
+            try:
+                return written[shape, parameter.dtype].pop()
+            except IndexError:
+                return torch.empty(shape, dtype=parameter.dtype)
+
+        def finish(name: str, row: int, tensor: Tensor) -> None:
+            self._program.load_weight(name, tensor, row)
+            written[tensor.shape, tensor.dtype].append(tensor)
+
+        load_weights(self._weights, checkpoint, place, finish, progress, divides=True, only=only, begin=begin)
 
     def _present(self, name: str) -> Tensor:
         return self._program.read_weight(name)

@@ -32,9 +32,6 @@ _SMALL_FILES = re.compile(r"[^/]+\.(json|jinja|txt|model|tiktoken)|[^/]+/[^/]+\.
 """Configuration, tokenizer and chat templates."""
 _TIMEOUT = 20.0
 """Seconds that a hub has to say what a repository holds."""
-_HOW_ELSE = (
-    "Copy the model to a folder and give that, or try again; HF_ENDPOINT names a mirror, and HF_TOKEN who you are"
-)
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def _download(model: HubModel, info: ModelInfo, cache: str | None, weights: bool
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     hashes = {one.rfilename: one.lfs.sha256 if one.lfs else None for one in info.siblings or ()}
-    wanted = _wanted(model, hashes, weights, code)
+    wanted = wanted_files(model, hashes, weights, code)
     fresh = [
         name
         for name in wanted
@@ -144,7 +141,7 @@ def _fetched(model: HubModel, folder: Path, wanted: list[str]) -> FetchedModel:
     return FetchedModel(path, replace(model, revision=folder.name))
 
 
-def _wanted(model: HubModel, names: Collection[str], weights: bool, code: bool) -> list[str]:
+def wanted_files(model: HubModel, names: Collection[str], weights: bool, code: bool) -> list[str]:
     """Return the files that a model needs of those in its repository, a GGUF file alone or first; raises ModelNotFound, ModelError."""
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
     if model.file is not None:
@@ -197,7 +194,7 @@ def _cached(model: HubModel, cache: str | None, weights: bool, code: bool) -> Fe
     folder = Path(found)
     names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
     try:
-        wanted = _wanted(model, names, weights, code)
+        wanted = wanted_files(model, names, weights, code)
     except ModelError:
         return None
     return _fetched(model, folder, wanted)
@@ -227,10 +224,14 @@ def _unreachable(model: HubModel, error: Exception) -> ModelNotFound:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     is_offline = isinstance(error, OfflineModeIsEnabled)
+    revision = f" --revision {model.revision}" if model.revision else ""
     return ModelNotFound(
         f"there is no folder or file '{model}', nor is it in the cache of the hub's models",
         found="HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached, {_first_line(error)}",
-        hint=_HOW_ELSE,
+        hint=(
+            f"{'Unset HF_HUB_OFFLINE' if is_offline else 'Let HF_ENDPOINT name a mirror that can be reached'}, or fetch it on a machine"
+            f" with a network, `hf download {model.repo}{revision} --local-dir FOLDER`, and give the folder or a GGUF file of it"
+        ),
     )
 
 

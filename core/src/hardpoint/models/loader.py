@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import DeviceAllocator
 from hardpoint.interfaces.attention import AttentionBackend, KVCacheGroup, Refusal, places_of
+from hardpoint.interfaces.batch import EmbeddingKind
+from hardpoint.interfaces.blocks import Quantization
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import ConfigError
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.kernels import FuseRequest, KernelSet
 from hardpoint.layers.parallel import ALONE, NO_OTHERS, ParallelRank, Ranks, layers_of_stage
 from hardpoint.models.base import RunnableModel
 from hardpoint.models.source import LOAD_FORMATS, ModelFormat, ModelSource
 from hardpoint.weights.kv_scales import scaled, takes_scales
+
+if TYPE_CHECKING:
+    from hardpoint.layers.adapters import AdapterSlots
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +63,14 @@ def load_model(
     max_num_samples: int,
     max_context: int,
     load_format: str = "auto",
+    quantization: Quantization = Quantization.NONE,
     use_fused_decoder: bool = True,
     use_lean_decoder: bool = True,
     seed: int = 0,
     rank: ParallelRank = ALONE,
     ranks: Ranks = NO_OTHERS,
     progress: Callable[[int, int], None] | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> RunnableModel:
     """Load a model by the first way that can run it: the kernel set's program, the core's layers, transformers' code.
 
@@ -75,17 +83,19 @@ def load_model(
         max_num_samples: most rows of logits in one step.
         max_context: longest context in tokens.
         load_format: "auto", or "dummy" for seeded random weights; otherwise as `source` was opened.
+        quantization: how weights are stored and multiplied by.
         use_fused_decoder, use_lean_decoder: False passes over that way.
         rank: whose share of the model is loaded; only the core's layers run anything less than the whole.
         ranks: the other ranks, where there are any.
         progress: called with (weights done, weights in all).
+        adapters: what the core's layers add to their products, and no other way does; None for a model without adapters.
 
     Raises:
         CorruptWeights: the checkpoint does not fit the configuration or is damaged.
         UnsupportedArchitecture: no way can run the model; says why.
         DeviceOutOfMemory: the weights do not fit.
         ConfigError: a load format that does not fit the source.
-        CapabilityRefused: the model cannot be divided like this.
+        CapabilityRefused: the model cannot be divided like this, or its weights not be stored as asked.
     """
     if load_format not in LOAD_FORMATS or (
         load_format not in ("auto", ModelFormat.DUMMY) and load_format != source.format
@@ -95,7 +105,19 @@ def load_model(
 
     dummy_seed = seed if dummy else None
     description = source.describe(dtype) if rank.is_alone else source.divided(dtype, rank)
-    if isinstance(description, Refusal) or (rank.is_alone and not use_lean_decoder):
+    from hardpoint.models.stored_blocks import store_in_blocks, wants_blocks
+
+    runs_layers = not isinstance(description, Refusal) and (use_lean_decoder or not rank.is_alone)
+    checkpoint = source.weights({}, dummy_seed)
+    in_blocks = wants_blocks(quantization, checkpoint, kernels, source.path, runs_layers=runs_layers)
+    if adapters is not None and (isinstance(description, Refusal) or not runs_layers):
+        reasons = description.reasons if isinstance(description, Refusal) else ("its own layers are passed over",)
+        raise CapabilityRefused(
+            f"{source.path} takes no LoRA adapters",
+            reasons,
+            hint="Leave enable_lora out, or merge the adapter into the model",
+        )
+    if isinstance(description, Refusal) or not runs_layers:
         from hardpoint.models.fallback import TransformersDecoder
 
         return TransformersDecoder.load(
@@ -107,23 +129,48 @@ def load_model(
     from hardpoint.quantization import packed
 
     scales = source.scales_in_use(groups[0].plan.request.kv_dtype)
+    checkpoint = source.weights(description.checkpoint_shapes, dummy_seed)
     loaded: FamilyModel | None = None
-    if kernels is not None and use_fused_decoder and rank.is_alone:
+    # A program has the language model alone.
+    encodes = EmbeddingKind.IMAGE in description.whole.embedding_kinds
+    if kernels is not None and use_fused_decoder and rank.is_alone and not encodes and adapters is None:
         request = FuseRequest(dtype, groups, max_num_tokens, max_num_samples, max_context)
-        program = kernels.fuse(description.whole, request, allocator)
+        whole = description.whole
+        if in_blocks:
+            whole = description.build(ModelContext(dtype.to_torch()))
+            store_in_blocks(whole, checkpoint, kernels, dtype, quantization, by_layers=False)
+        program = kernels.fuse(whole, request, allocator)
         if isinstance(program, Refusal):
             logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
         else:
-            loaded = FusedModel(description, description.whole, scales, seed, program)
+            loaded = FusedModel(description, whole, scales, seed, program)
     if loaded is None:
         # A program has a layout of its own for the whole model; modules have one for each layer.
         operators = TORCH_OPERATORS if kernels is None else kernels
         context = ModelContext(
-            dtype.to_torch(), rank, ranks, operators, linear_method=packed(operators), max_context=max_context
+            dtype.to_torch(),
+            rank,
+            ranks,
+            operators,
+            linear_method=packed(operators),
+            max_context=max_context,
+            adapters=adapters,
         )
         model = description.build(context)
+        if in_blocks and kernels is not None:
+            store_in_blocks(model, checkpoint, kernels, dtype, quantization, by_layers=True)
         loaded = ModularModel(
-            description, model, scales, seed, attention=attention, places=places_of(groups), allocator=allocator
+            description,
+            model,
+            scales,
+            seed,
+            attention=attention,
+            places=places_of(groups),
+            allocator=allocator,
+            token_head=source.token_head,
         )
-    loaded.load(source.weights(description.checkpoint_shapes, dummy_seed), progress)
+    if in_blocks and rank.is_first and rank.tensor_rank == 0:
+        counts = ", ".join(f"{count} in {format}" for format, count in sorted(loaded.weight_formats.items()))
+        logger.info("matrices of the weights: %s", counts)
+    loaded.load(checkpoint, progress)
     return loaded

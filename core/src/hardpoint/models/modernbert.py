@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.layers import Attention, LayerNorm, Linear, RotaryEmbedding, RowLinear, Step, VocabEmbedding
+from hardpoint.layers.activations import ACTIVATIONS, KERNEL_ACTIVATIONS
 from hardpoint.layers.linear import GateUpLinear
 from hardpoint.layers.parallel import aligned_obstacle, aligned_spans
 from hardpoint.models.config import FULL, SLIDING
 from hardpoint.models.encoder import Encoder
-from hardpoint.models.family import ACTIVATIONS, label_head
+from hardpoint.models.family import label_head
 
 if TYPE_CHECKING:
     from hardpoint.layers import ModelContext
@@ -46,12 +47,16 @@ class ModernBertMLP(nn.Module):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.intermediate_size, self.activation = config.intermediate_size, str(config.values["hidden_activation"])
+        self._operators = context.operators
         span = aligned_spans(self.intermediate_size, context.rank.tensor_size)[context.rank.tensor_rank]
         self.gate_up = GateUpLinear(config.hidden_size, self.intermediate_size, context, names=("Wi",))
         self.down = RowLinear("Wo", self.intermediate_size, config.hidden_size, context, span=span)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        both = self.gate_up(x)
+        if self.activation in KERNEL_ACTIVATIONS:
+            return self.down(self._operators.gated_activation(both, KERNEL_ACTIVATIONS[self.activation]))  # type: ignore[no-any-return]
+        gate, up = both.chunk(2, dim=-1)
         return self.down(ACTIVATIONS[self.activation](gate) * up)  # type: ignore[no-any-return]
 
     def tensor_obstacle(self, size: int) -> str | None:
@@ -119,9 +124,9 @@ class ModernBert(Encoder):
         self.model = ModernBertEncoder(config, context)
         self.classifier: Linear | None = None
         if config.num_labels:
-            size = config.hidden_size
-            self.activation = str(config.values["classifier_activation"])
-            self.dense = Linear([("head.dense", size)], size, context, bias=config.flag("classifier_bias"))
+            size, activation = config.hidden_size, str(config.values["classifier_activation"])
+            biased = config.flag("classifier_bias")
+            self.dense = Linear([("head.dense", size)], size, context, bias=biased, activation=activation)
             self.norm = _norm("head.norm", config, context)
             self.classifier = label_head("classifier", config, context, bias=True)
 
@@ -173,4 +178,4 @@ class ModernBert(Encoder):
     def scores(self, hidden: Tensor) -> Tensor:
         if self.classifier is None:
             return super().scores(hidden)
-        return self.classifier(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))  # type: ignore[no-any-return]
+        return self.classifier(self.norm(self.dense(hidden)))  # type: ignore[no-any-return]

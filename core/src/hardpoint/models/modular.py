@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,12 +24,13 @@ from hardpoint.weights.sources import WeightReloader, extents
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
-    from hardpoint.interfaces.batch import PoolingTask
+    from hardpoint.interfaces.batch import EmbeddingKind, PoolingTask
     from hardpoint.layers.states import StateTensor
     from hardpoint.models.description import ModelDescription
     from hardpoint.models.family import Family
     from hardpoint.models.source import ModelSource
     from hardpoint.weights.checkpoint import Checkpoint
+    from hardpoint.weights.token_head import TokenHead
 
 
 class FamilyModel(RunnableModel):
@@ -37,10 +39,19 @@ class FamilyModel(RunnableModel):
     Args:
         model: the rank's share, whose parameters have memory or stay on the meta device.
         seed: of dummy weights.
+        token_head: how the head is made of the language model's, where it is.
     """
 
-    def __init__(self, description: ModelDescription, model: Family, scales: ScalesInUse, seed: int) -> None:
+    def __init__(
+        self,
+        description: ModelDescription,
+        model: Family,
+        scales: ScalesInUse,
+        seed: int,
+        token_head: TokenHead | None = None,
+    ) -> None:
         self._description, self._model, self._scales, self._seed = description, model, scales, seed
+        self._token_head = token_head
         self._weights = description.weights_of(model)
 
     def load(
@@ -53,17 +64,32 @@ class FamilyModel(RunnableModel):
     ) -> None:
         """Fill the weights; raises CorruptWeights. For `only` and `begin` see `load_weights`."""
         with torch.no_grad():
-            load_weights(self._weights, checkpoint, self._empty, self._finish, progress, only=only, begin=begin)
+            self._fill(checkpoint, progress, only, begin)
+
+    @property
+    def weight_formats(self) -> Mapping[str, int]:
+        parameters = ((self._model.get_parameter(name), stored) for name, stored in self._weights.stored.items())
+        return Counter(
+            str(DType.of(parameter.dtype) if stored.blocks is None else stored.blocks)
+            for parameter, stored in parameters
+            if parameter.ndim > 1
+        )
 
     @property
     def num_labels(self) -> int:
         return self._description.config.num_labels
 
+    @property
+    def embedding_kinds(self) -> frozenset[EmbeddingKind]:
+        return self._model.embedding_kinds
+
     def weight_names(self) -> frozenset[str]:
         return self._weights.names()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], written: set[str] | None = None) -> int:
+        head = self._token_head
         with torch.no_grad():
+            weights = weights if head is None else head.with_head(weights)
             return update_weights(self._weights, weights, self._present, self._finish, self._scales, written)
 
     def reload(self, source: ModelSource, written: set[str] | None = None) -> int:
@@ -88,8 +114,14 @@ class FamilyModel(RunnableModel):
         return source.weights(self._weights.shapes, self._seed if source.format == "dummy" else None)
 
     @abstractmethod
-    def _empty(self, name: str) -> Tensor:
-        """Return a tensor that a parameter is written into as a whole."""
+    def _fill(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None,
+        only: Collection[str] | None,
+        begin: Callable[[], None] | None,
+    ) -> None:
+        """Write what a checkpoint has into its places; see `load_weights`."""
 
     @abstractmethod
     def _present(self, name: str) -> Tensor:
@@ -119,6 +151,7 @@ class ModularModel(FamilyModel, CapturableModel):
         attention: AttentionBackend,
         places: tuple[tuple[int, int], ...],
         allocator: DeviceAllocator,
+        token_head: TokenHead | None = None,
     ) -> None:
         """Take memory for the weights.
 
@@ -128,7 +161,7 @@ class ModularModel(FamilyModel, CapturableModel):
         allocator.materialise(model, WEIGHTS)
         with torch.no_grad():
             model.fill_buffers()
-        super().__init__(description, model, scales, seed)
+        super().__init__(description, model, scales, seed, token_head)
         self._attention, self._places = attention, places
         self._has_states = bool(model.state_layers())
         self._without_extents: frozenset[str] = frozenset()
@@ -169,10 +202,28 @@ class ModularModel(FamilyModel, CapturableModel):
         kv_cache: Tensor,
         rows: Tensor,
         token_types: Tensor | None = None,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         states = metadata[-1] if self._has_states else None
-        step = Step(positions, self._attention, metadata, kv_cache, self._places, token_types, states)
+        step = Step(positions, self._attention, metadata, kv_cache, self._places, token_types, states, embedded)
         return self._model(token_ids, step, rows)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def encoded(self, kind: EmbeddingKind, arrays: Mapping[str, Tensor]) -> Tensor:
+        return self._model.encoded(kind, arrays)
+
+    @property
+    def share(self) -> Family:
+        """The modules of the rank's share."""
+        return self._model
+
+    @property
+    def whole(self) -> Family:
+        """The modules of the whole model, on the meta device."""
+        return self._description.whole
+
+    def largest_source(self) -> dict[str, Tensor]:
+        return self._model.largest_source()
 
     def state_layers(self) -> tuple[tuple[StateTensor, ...], ...]:
         return self._model.state_layers()
@@ -189,8 +240,20 @@ class ModularModel(FamilyModel, CapturableModel):
     def pooled(self, hidden: Tensor, task: PoolingTask) -> Tensor:
         return self._model.pooled(hidden, task)
 
-    def _empty(self, name: str) -> Tensor:
-        return self._model.get_parameter(name)
+    def _fill(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None,
+        only: Collection[str] | None,
+        begin: Callable[[], None] | None,
+    ) -> None:
+        def place(name: str, rows: int) -> Tensor:
+            return self._model.get_parameter(name)
+
+        def finish(name: str, row: int, tensor: Tensor) -> None:
+            pass
+
+        load_weights(self._weights, checkpoint, place, finish, progress, only=only, begin=begin)
 
     def _present(self, name: str) -> Tensor:
         return self._model.get_parameter(name)

@@ -1,16 +1,20 @@
-"""How a model's hidden states become an embedding, as sentence-transformers' files beside it say: `modules.json` and what that names."""
+"""How a model's hidden states become embeddings and labels, as its configuration and sentence-transformers' files beside it say."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.errors import ModelError, UnsupportedArchitecture
 from hardpoint.validation import shown
+
+if TYPE_CHECKING:
+    from hardpoint.models.config import ModelConfig
 
 _MODULES = "modules.json"
 _MODES = {
@@ -54,6 +58,94 @@ class PoolingFiles:
     normalize: bool = True
     max_length: int | None = None
     dense: tuple[DenseModule, ...] = ()
+
+
+class LabelActivation(StrEnum):
+    """What turns logits of labels into what is returned of them.
+
+    PROBABILITIES: softmax, or sigmoid where there is a single label. The others work on each label alone.
+    """
+
+    PROBABILITIES = "probabilities"
+    SIGMOID = "sigmoid"
+    TANH = "tanh"
+    IDENTITY = "identity"
+
+
+_PROBLEMS = {
+    "regression": LabelActivation.IDENTITY,
+    "single_label_classification": LabelActivation.PROBABILITIES,
+    "multi_label_classification": LabelActivation.SIGMOID,
+}
+"""By the names of `problem_type` in configurations."""
+_LABEL_ACTIVATIONS = {
+    "Identity": LabelActivation.IDENTITY,
+    "Sigmoid": LabelActivation.PROBABILITIES,
+    "Softmax": LabelActivation.PROBABILITIES,
+    "Tanh": LabelActivation.TANH,
+}
+"""By the names of torch's modules. Sentence-transformers writes Sigmoid for models whose only label it is of, as vLLM reads it."""
+
+
+@dataclass(frozen=True)
+class PoolingDefaults:
+    """What a model's files say of its results, beside the pooling itself.
+
+    Attributes:
+        normalize: embeddings have the length 1.
+        activation: of labels.
+        label_names: of the labels, in order; empty for a model without.
+        dimensions: lengths to which embeddings may be cut (Matryoshka, arXiv:2205.13147); empty for a model that is not trained for it.
+        separates: the two texts of a pair have the tokenizer's separator between them.
+    """
+
+    normalize: bool = True
+    activation: LabelActivation = LabelActivation.PROBABILITIES
+    label_names: tuple[str, ...] = ()
+    dimensions: Sequence[int] = ()
+    separates: bool = True
+
+
+def pooling_defaults(config: ModelConfig, files: PoolingFiles) -> PoolingDefaults:
+    """Return what a configuration and the files beside it say of results; raises ModelError, UnsupportedArchitecture."""
+    return PoolingDefaults(
+        files.normalize,
+        _label_activation(config),
+        config.label_names,
+        _dimensions(config),
+        config.flag("use_sep_token", config.head_tokens is None),
+    )
+
+
+def _label_activation(config: ModelConfig) -> LabelActivation:
+    problem = config.values.get("problem_type")
+    if problem in _PROBLEMS:
+        return _PROBLEMS[problem]
+    named = config.mapping("sentence_transformers").get("activation_fn")
+    named = named or config.values.get("sbert_ce_default_activation_function")
+    if not config.num_labels or named is None:
+        return LabelActivation.PROBABILITIES
+    activation = str(named).rpartition(".")[2]
+    if activation not in _LABEL_ACTIVATIONS:
+        raise UnsupportedArchitecture(
+            f"{config.where} names an activation of labels that is not done here",
+            found=shown(named),
+            hint=f"One of {', '.join(_LABEL_ACTIVATIONS)} is",
+        )
+    return _LABEL_ACTIVATIONS[activation]
+
+
+def _dimensions(config: ModelConfig) -> Sequence[int]:
+    listed = config.integers("matryoshka_dimensions")
+    if not listed and not config.flag("is_matryoshka"):
+        return ()
+    size = config.dense[-1].out_features if config.dense else config.hidden_size
+    if any(not 0 < one <= size for one in listed):
+        raise ModelError(
+            f"{config.where} is not a usable configuration",
+            found=f"matryoshka_dimensions is {shown(listed)}, and embeddings have {size} elements",
+        )
+    return listed or range(1, size + 1)
 
 
 def read_pooling(folder: Path) -> PoolingFiles:

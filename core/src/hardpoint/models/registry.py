@@ -20,7 +20,9 @@ class _Entry(NamedTuple):
         model_type: what configurations call it.
         bare: architecture of the family's bare model; empty for `<class>Model`.
         whole: architecture of models that have the family's beside parts for pictures; empty where there are none.
+        pictures: the family's models take pictures; they are `<class>ForConditionalGeneration`.
         encoder: the family is of encoders, which have no `<class>ForCausalLM`; a `<class>ForMaskedLM` runs without its head.
+        rewards: there are reward models of the family whose head has two layers, for each token.
     """
 
     module: str
@@ -28,20 +30,27 @@ class _Entry(NamedTuple):
     bare: str = ""
     whole: str = ""
     encoder: bool = False
+    rewards: bool = False
+    pictures: bool = False
 
     def architectures(self, name: str) -> tuple[str, ...]:
         """Return what the family runs, its main architecture first."""
+        if self.pictures:
+            return (f"{name}ForConditionalGeneration",)
         bare = self.bare or f"{name}Model"
         stem = bare.removesuffix("Model")
         own = (bare, f"{name}ForMaskedLM") if self.encoder else (f"{name}ForCausalLM", bare)
-        return (*own, f"{stem}ForSequenceClassification", f"{stem}ForTokenClassification")
+        heads = ("SequenceClassification", "TokenClassification", *(_REWARDS if self.rewards else ()))
+        return (*own, *(f"{stem}For{head}" for head in heads))
 
+
+_REWARDS = ("RewardModel", "ProcessRewardModel")
 
 _FAMILIES = {
     "Llama": _Entry("llama", "llama"),
     "Llama4": _Entry("llama4", "llama4_text", "Llama4TextModel", "Llama4ForConditionalGeneration"),
     "Mistral": _Entry("llama", "mistral"),
-    "Qwen2": _Entry("qwen2", "qwen2"),
+    "Qwen2": _Entry("qwen2", "qwen2", rewards=True),
     "Qwen3": _Entry("qwen3", "qwen3"),
     "Mixtral": _Entry("mixtral", "mixtral"),
     "Qwen2Moe": _Entry("qwen2_moe", "qwen2_moe"),
@@ -60,6 +69,9 @@ _FAMILIES = {
     "Gemma": _Entry("gemma", "gemma"),
     "Gemma2": _Entry("gemma2", "gemma2"),
     "Gemma3": _Entry("gemma3", "gemma3_text", "Gemma3TextModel"),
+    "Idefics3": _Entry("idefics3", "idefics3", pictures=True),
+    "SmolVLM": _Entry("idefics3", "smolvlm", pictures=True),
+    "Qwen2_5_VL": _Entry("qwen2_5_vl", "qwen2_5_vl", pictures=True),
     "Bert": _Entry("bert", "bert", encoder=True),
     "Roberta": _Entry("bert", "roberta", encoder=True),
     "XLMRoberta": _Entry("bert", "xlm-roberta", encoder=True),
@@ -82,6 +94,23 @@ def family_of(architecture: str) -> type[Family] | None:
     return family
 
 
+def converted(architecture: str, use: str) -> str:
+    """Return the architecture of the same layers without a head ("embed"), or with one that labels texts ("classify").
+
+    One that has such a use anyway, and one of no family of the core, is returned as it is.
+    """
+    name = _name(architecture)
+    if name is None or _FAMILIES[name].pictures:
+        return architecture
+    known = _FAMILIES[name].architectures(name)
+    generates = not _FAMILIES[name].encoder and architecture == known[0]
+    bare = known[1] if generates else architecture
+    if use == "embed":
+        return bare
+    labels = next(one for one in known if one.endswith("ForSequenceClassification"))
+    return labels if generates or architecture in known[:2] else architecture
+
+
 def is_known(architecture: str) -> bool:
     """Whether a family of the core runs an architecture; imports nothing."""
     return _name(architecture) is not None
@@ -96,6 +125,12 @@ def architecture_of(model_type: object) -> str | None:
 def language_part(architecture: str) -> str | None:
     """Return the architecture of the language model of one that has more, where a family runs it; None for any other."""
     return next((f"{name}ForCausalLM" for name, entry in _FAMILIES.items() if entry.whole == architecture), None)
+
+
+def takes_pictures(architecture: str) -> bool:
+    """Whether a family of the core runs an architecture with its parts for pictures."""
+    name = _name(architecture)
+    return name is not None and _FAMILIES[name].pictures
 
 
 def _name(architecture: str) -> str | None:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,12 +17,21 @@ from hardpoint.interfaces.batch import Pooling
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
+from hardpoint.models import modelscope
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.hub import FetchedModel, HubModel, fetch
-from hardpoint.models.pooling import PoolingFiles, read_pooling
-from hardpoint.models.registry import ARCHITECTURES, ENCODERS, architecture_of, family_of, is_known, language_part
-from hardpoint.validation import NonNegativeInt, Validated, shown
+from hardpoint.models.pooling import PoolingDefaults, PoolingFiles, pooling_defaults, read_pooling
+from hardpoint.models.registry import (
+    ARCHITECTURES,
+    ENCODERS,
+    architecture_of,
+    family_of,
+    is_known,
+    language_part,
+    takes_pictures,
+)
+from hardpoint.validation import NonNegativeInt, Validated, did_you_mean, shown
 from hardpoint.weights.checkpoint import (
     SAFETENSORS_INDEX,
     Checkpoint,
@@ -32,8 +41,11 @@ from hardpoint.weights.checkpoint import (
     open_safetensors,
     safetensors_files,
 )
+from hardpoint.weights.float8_formats import Float8Format
 from hardpoint.weights.gguf_file import GGUFFile, read_gguf
+from hardpoint.weights.integer_formats import IntegerFormat
 from hardpoint.weights.kv_scales import Scales, ScalesInUse, check_format, quantises_weights, read_scales, takes_scales
+from hardpoint.weights.token_head import TokenHead, TokenHeadCheckpoint
 
 if TYPE_CHECKING:
     from hardpoint.layers.parallel import ParallelRank
@@ -77,7 +89,9 @@ class ModelSource:
         generation_config: whose sampling parameters are `generation_defaults`: "auto" for the model's own, "vllm" for none, or a
             folder or file.
         kv_quantisation: what the folder says of how its KV cache was calibrated; empty where it says nothing.
+        matrix_format: of quantised matrices, by the folder's configuration; None where they are dense.
         hub: where it was fetched from, at its commit; None where it was a local folder or file.
+        hf_overrides: what `values` have instead of what the file says.
     """
 
     path: Path
@@ -88,7 +102,9 @@ class ModelSource:
     gguf: GGUFFile | None = field(default=None, repr=False)
     generation_config: str = "auto"
     kv_quantisation: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    matrix_format: IntegerFormat | Float8Format | None = None
     hub: HubModel | None = None
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     _described: dict[DType, ModelDescription | Refusal] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -97,11 +113,36 @@ class ModelSource:
 
         Not for dummy weights, whose tensors depend on how the model runs: see `dummy_checkpoint`.
         """
+        main: Checkpoint
         if self.gguf is not None:
-            return GGUFCheckpoint(self.gguf, self.values["num_attention_heads"], self.values["num_key_value_heads"])
-        parts = {module.path: open_safetensors(self.path / module.path) for module in self.pooling_files.dense}
-        main = open_safetensors(self.path)
-        return JoinedCheckpoint(main, parts) if parts else main
+            main = GGUFCheckpoint(self.gguf, self.values["num_attention_heads"], self.values["num_key_value_heads"])
+        else:
+            parts = {module.path: open_safetensors(self.path / module.path) for module in self.pooling_files.dense}
+            plain = open_safetensors(self.path)
+            main = plain if self.matrix_format is None else self.matrix_format.open(plain)
+            main = JoinedCheckpoint(main, parts) if parts else main
+        return main if self.token_head is None else TokenHeadCheckpoint(main, self.token_head)
+
+    @cached_property
+    def token_head(self) -> TokenHead | None:
+        """The rows that the head is made of where it has none of its own; raises ModelError for a token that is not in the vocabulary."""
+        head = self.model_config.head_tokens
+        if head is None:
+            return None
+        ids = tuple(one if isinstance(one, int) else self._token_id(one) for one in head.tokens)
+        return TokenHead(ids, head.is_difference, head.tied)
+
+    def _token_id(self, token: str) -> int:
+        from hardpoint.models.tokenizer import load_tokenizer
+
+        found = load_tokenizer(self, self.trust_remote_code).convert_tokens_to_ids(token)
+        if not isinstance(found, int):
+            raise ModelError(
+                f"the model's tokenizer has no token {shown(token)}",
+                found="it is one of classifier_from_token",
+                hint="Give tokens as the vocabulary writes them, or their ids",
+            )
+        return found
 
     def close_weights(self) -> None:
         """Close the files, once the weights are loaded; `checkpoint` opens them again."""
@@ -110,7 +151,11 @@ class ModelSource:
     def opener(self) -> Callable[[], ModelSource]:
         """Return what opens this model again, from the same place; it keeps no file open."""
         return partial(
-            open_model, str(self.path), load_format=str(self.format), trust_remote_code=self.trust_remote_code
+            open_model,
+            str(self.path),
+            load_format=str(self.format),
+            trust_remote_code=self.trust_remote_code,
+            hf_overrides=self.hf_overrides,
         )
 
     def fingerprint(self) -> tuple[tuple[Path, tuple[int, int]], ...]:
@@ -148,6 +193,11 @@ class ModelSource:
         return said or (Pooling.LAST if family is None else family.pooling_of(config))
 
     @cached_property
+    def pooling_defaults(self) -> PoolingDefaults:
+        """What the model's files say of embeddings and labels; raises ModelError, UnsupportedArchitecture."""
+        return pooling_defaults(self.model_config, self.pooling_files)
+
+    @cached_property
     def dtype(self) -> DType:
         """The model's own element type: what its configuration names, else what its weights are stored in."""
         named = self.values.get("dtype") or self.values.get("torch_dtype")
@@ -175,6 +225,11 @@ class ModelSource:
         return self.model_config.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """Elements of a token's embedding; 0 where the configuration has another name for them."""
+        return self.model_config.hidden_size if "hidden_size" in self.model_config.values else 0
+
+    @property
     def max_model_len(self) -> int:
         """Longest context in tokens that the model was published for; raises ModelError where it does not say.
 
@@ -188,8 +243,10 @@ class ModelSource:
         family = family_of(self.architecture)
         if family is not None:
             length = family.context_length(config, length)
+        if length < 1:
+            raise ModelError(f"{self.path} is not a usable configuration", found=f"{length} positions for tokens")
         length = min(length, self.pooling_files.max_length or length)
-        rope = replace(config, values=config.mapping("rope_parameters") or config.mapping("rope_scaling"))
+        rope = config.positions
         kind, factor = rope.values.get("rope_type") or rope.values.get("type"), rope.optional_number("factor")
         if factor and kind == "linear":
             return int(length * factor)
@@ -352,6 +409,7 @@ def open_model(
     generation_config: str = "auto",
     revision: str | None = None,
     download_dir: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> ModelSource:
     """Find a model, fetch it where it is on a hub, and read its configuration.
 
@@ -363,18 +421,19 @@ def open_model(
         generation_config: see `ModelSource`.
         revision: of a model on a hub: a branch, tag or commit.
         download_dir: where models are fetched to; None for Hugging Face's cache.
+        hf_overrides: values of the configuration instead of those in its file; a mapping changes the parts that it names.
 
     Raises:
         ModelNotFound: there is no such model, or a folder without configuration or weights.
         ModelError: it cannot be fetched.
         UnsupportedArchitecture: transformers does not know it, or its checkpoint is quantised in a format not read here.
         CorruptWeights: a GGUF file is damaged.
-        ConfigError: `load_format` is unknown or does not fit the model.
+        ConfigError: `load_format` is unknown or does not fit the model; or a value is overridden that nothing reads.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("unknown load_format", found=repr(load_format), hint=f"Use one of: {', '.join(LOAD_FORMATS)}")
     fetched = _fetch(model, load_format, trust_remote_code, revision, download_dir)
-    source = _find(model if fetched is None else str(fetched.path), load_format, trust_remote_code)
+    source = _find(model if fetched is None else str(fetched.path), load_format, trust_remote_code, hf_overrides or {})
     source.generation_config = generation_config
     source.hub = None if fetched is None else fetched.model
     return source
@@ -390,7 +449,8 @@ def _fetch(
             raise ConfigError(f"revision='{revision}' is of models on a hub", found=f"model={shown(model)}")
         return None
     weights = load_format != ModelFormat.DUMMY
-    return fetch(named.at(revision), cache=download_dir, weights=weights, code=trust_remote_code)
+    fetch_it = modelscope.fetch if modelscope.is_chosen() else fetch
+    return fetch_it(named.at(revision), cache=download_dir, weights=weights, code=trust_remote_code)
 
 
 def _exists(model: str) -> bool:
@@ -400,7 +460,7 @@ def _exists(model: str) -> bool:
         return False
 
 
-def _find(model: str, load_format: str, trust_remote_code: bool) -> ModelSource:
+def _find(model: str, load_format: str, trust_remote_code: bool, overrides: Mapping[str, Any]) -> ModelSource:
     found = "neither a folder nor a file of this name"
     try:
         path = _demo_file() if model == DEMO else Path(model).expanduser()
@@ -414,11 +474,11 @@ def _find(model: str, load_format: str, trust_remote_code: bool) -> ModelSource:
             hint=f"Give a folder with config.json, a .gguf file, a hub id such as org/name, or {DEMO!r} for the packaged demo model",
         )
     if path.is_dir():
-        return _open_folder(path, load_format, trust_remote_code)
+        return _open_folder(path, load_format, trust_remote_code, overrides)
     if path.suffix == ".gguf":
-        return _open_gguf(path, load_format)
+        return _open_gguf(path, load_format, overrides)
     if path.suffix == ".safetensors":
-        return _open_folder(path.parent, load_format, trust_remote_code)
+        return _open_folder(path.parent, load_format, trust_remote_code, overrides)
     raise ModelNotFound(
         f"{path} is not a model that Hardpoint reads",
         found=f"a file with the suffix {path.suffix!r}",
@@ -452,15 +512,15 @@ def _not_regular(path: Path, found: str) -> ModelError:
     )
 
 
-def _open_gguf(path: Path, load_format: str) -> ModelSource:
+def _open_gguf(path: Path, load_format: str, overrides: Mapping[str, Any]) -> ModelSource:
     _check_regular([path])
     if not path.is_file():
         raise _not_regular(path, "a folder" if path.is_dir() else "a link that leads to no file")
     if load_format not in ("auto", ModelFormat.GGUF, ModelFormat.DUMMY):
         raise ConfigError(f"load_format {load_format!r} does not fit the model", found=f"a GGUF file, {path.name}")
     file = read_gguf(path)
-    values = config_from_gguf(file)
-    architecture = values["architectures"][0]
+    values = _overridden(config_from_gguf(file), overrides)
+    architecture = _architecture(path, values)
     try:
         config = ModelConfig(architecture, values, str(path))
         config.check()
@@ -468,15 +528,15 @@ def _open_gguf(path: Path, load_format: str) -> ModelSource:
     except ModelError as error:
         raise CorruptWeights(f"{path} has impossible hyperparameters", found=str(error)) from error
     form = ModelFormat.DUMMY if load_format == ModelFormat.DUMMY else ModelFormat.GGUF
-    return ModelSource(path, form, architecture, values, gguf=file)
+    return ModelSource(path, form, architecture, values, gguf=file, hf_overrides=overrides)
 
 
-def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> ModelSource:
+def _open_folder(folder: Path, load_format: str, trust_remote_code: bool, overrides: Mapping[str, Any]) -> ModelSource:
     _check_regular(folder.iterdir())
     if not (folder / "config.json").is_file():
         files = sorted(folder.glob("*.gguf"))
         if len(files) == 1:
-            return _open_gguf(files[0], load_format)
+            return _open_gguf(files[0], load_format, overrides)
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
         raise ModelNotFound(
             f"{folder} is not a model folder",
@@ -485,20 +545,30 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
         )
     if load_format == ModelFormat.GGUF:
         raise ConfigError("load_format 'gguf' does not fit the model", found=f"a folder with config.json, {folder}")
-    written = _read_json(folder / "config.json")
+    written = _overridden(_read_json(folder / "config.json"), overrides)
     _check_counts(folder / "config.json", written)
     architecture = _architecture(folder, written)
     part = language_part(architecture)
     if part is not None:
         _log.warning("%s runs on text alone: of %s the language model is loaded", folder, architecture)
         architecture, written = part, _language_values(folder, written)
+    elif takes_pictures(architecture):
+        # Older checkpoints say what is of the language model beside what is of all.
+        language = _language_values(folder, written) if "text_config" in written else written
+        written = {**language, **_of_pictures(written)}
     if is_known(architecture):
         values: Mapping[str, Any] = written
         ModelConfig(architecture, values, str(folder / "config.json")).check()
-        kv_quantisation = _quantisation(folder, written)
+        kv_quantisation, matrix_format = _quantisation(folder, written)
     else:
+        if overrides:
+            raise ConfigError(
+                "hf_overrides are for models that the core's own families run",
+                found=f"the architecture {architecture}, with {', '.join(map(str, overrides))}",
+                hint="Edit config.json in a copy of the model's folder, and give that",
+            )
         config = _read_config(folder, trust_remote_code)
-        kv_quantisation = _quantisation(folder, config.to_dict())
+        kv_quantisation, matrix_format = _quantisation(folder, config.to_dict())
         text = config.get_text_config(decoder=True)
         if not hasattr(text, "to_dict"):
             raise ModelError(
@@ -511,7 +581,43 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool) -> Mod
         (folder / SAFETENSORS_INDEX).is_file() or any(folder.glob("*.safetensors"))
     ):
         open_safetensors(folder)
-    return ModelSource(folder, form, architecture, values, trust_remote_code, kv_quantisation=kv_quantisation)
+    return ModelSource(
+        folder,
+        form,
+        architecture,
+        values,
+        trust_remote_code,
+        kv_quantisation=kv_quantisation,
+        matrix_format=matrix_format,
+        hf_overrides=overrides,
+    )
+
+
+_OVERRIDES = frozenset(
+    {
+        *("architectures", "id2label", "label2id", "max_position_embeddings", "num_labels", "problem_type"),
+        *("classifier_from_token", "is_original_qwen3_reranker", "method", "use_sep_token"),
+        *("is_matryoshka", "matryoshka_dimensions", "sentence_transformers", "sbert_ce_default_activation_function"),
+        *("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
+    }
+)
+"""Values that are read of configurations, and that a file need not have."""
+
+
+def _overridden(written: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with other values; raises ConfigError for one that nothing would read."""
+    for name in overrides:
+        if name not in written and name not in _OVERRIDES:
+            raise ConfigError(
+                f"hf_overrides names {shown(name)}, which nothing reads",
+                found="it is not in the model's configuration",
+                hint=did_you_mean(name, [*written, *_OVERRIDES]),
+            )
+    merged = dict(written)
+    for name, value in overrides.items():
+        before = merged.get(name)
+        merged[name] = {**before, **value} if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _language_values(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -521,6 +627,12 @@ def _language_values(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]
         raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=f"text_config={shown(text)}")
     of_all = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
     return {**{name: written[name] for name in of_all if name in written}, **text}
+
+
+def _of_pictures(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says beside its language model's: of pictures, and of the head, which is the whole model's."""
+    found = {name: written[name] for name in ("vision_config", "scale_factor", "image_token_id") if name in written}
+    return {**found, "tie_word_embeddings": written.get("tie_word_embeddings", False)}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -579,8 +691,10 @@ def _without_quantisation(config: Any) -> Any:
     return config
 
 
-def _quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how the KV cache was calibrated; refuse weights that are quantised."""
+def _quantisation(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], IntegerFormat | Float8Format | None]:
+    """Return how the KV cache was calibrated, and in which format matrices are quantised; refuse formats that are not read."""
     given: Any = config.get("quantization_config")
     if given is None:
         beside = folder / "hf_quant_config.json"
@@ -589,13 +703,10 @@ def _quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ModelError(
             f"{folder / 'config.json'} is not a usable configuration", found=f"quantization_config {given!r}"
         )
+    format: IntegerFormat | Float8Format | None = None
     if given and quantises_weights(given):
-        raise UnsupportedArchitecture(
-            f"{folder} is quantised in a format that Hardpoint does not read",
-            found=f"quant_method {given.get('quant_method', 'modelopt')!r}",
-            hint="Use the unquantised checkpoint, or a GGUF file",
-        )
-    return dict(given)
+        format = Float8Format.of(given, str(folder)) or IntegerFormat.of(given, str(folder))
+    return dict(given), format
 
 
 def _architecture(folder: Path, written: Mapping[str, Any]) -> str:

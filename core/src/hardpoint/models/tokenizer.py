@@ -191,7 +191,24 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
             hint="Put the model's tokenizer files beside its config.json",
         )
     light = _light_from_folder(source.path)
-    return _from_folder(source.path, trust_remote_code) if light is None else light
+    tokenizer = _from_folder(source.path, trust_remote_code) if light is None else light
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _template_of_processor(source.path)
+    return tokenizer
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    """Return the chat template that models with a processor of pictures were published with, beside their tokenizer's files."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        if not isinstance(template, str):
+            raise TypeError(f"chat_template is {type(template).__name__}")
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} has no chat template", found=str(error), hint="Download the file again") from error
+    return template
 
 
 def _from_folder(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from hardpoint.interfaces.kernels import Activation
+
 
 class LinearMethod(ABC):
     """How a linear layer's weight [rows, columns] is stored and multiplied by; without state of its own."""
@@ -28,6 +30,12 @@ class LinearMethod(ABC):
     @abstractmethod
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ weight.T + bias` for the layer's parameter `weight`; x is [..., columns]."""
+
+    def multiply_activated(
+        self, layer: nn.Module, x: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor | None:
+        """Return `act(x @ weight.T + bias)` in one pass; None where the method has no such pass, and nothing was done."""
+        return None
 
 
 MethodOfShape = Callable[[int, int, "torch.dtype"], LinearMethod]

@@ -15,7 +15,7 @@ from hardpoint.quantization.dense import DENSE
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hardpoint.interfaces.kernels import KernelSet, LinearProgram
+    from hardpoint.interfaces.kernels import Activation, KernelSet, LinearProgram
 
 
 class Packed(LinearMethod):
@@ -34,6 +34,11 @@ class Packed(LinearMethod):
 
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._program.run(x, cast("Tensor", layer.weight), bias)
+
+    def multiply_activated(
+        self, layer: nn.Module, x: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor | None:
+        return self._program.run_activated(x, cast("Tensor", layer.weight), bias, activation)
 
 
 def packed(kernels: KernelSet) -> MethodOfShape:

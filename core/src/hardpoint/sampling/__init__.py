@@ -4,7 +4,14 @@ Nothing here knows requests, blocks or schedules; the sampler (`hardpoint.sampli
 device torch has. Parameters do without torch.
 """
 
-from hardpoint.sampling.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from hardpoint.sampling.params import BeamSearchParams, PoolingParams, PoolingUse, RequestOutputKind, SamplingParams
 from hardpoint.sampling.structured import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "PoolingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "BeamSearchParams",
+    "PoolingParams",
+    "PoolingUse",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+from operator import attrgetter
 from typing import Annotated, Any, NoReturn, Self, TypeAlias
 
 from msgspec import Meta
 
-from hardpoint.interfaces.batch import LogprobsMode, Pooling, PoolingTask, SequenceSampling
+from hardpoint.interfaces.batch import LogprobsMode, Pooling, SequenceSampling
 from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.sampling.random import fork_seed
 from hardpoint.sampling.structured import StructuredOutputsParams
@@ -51,14 +52,40 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2
 
 
+class PoolingUse(StrEnum):
+    """What a pooling request is for, by the names that vLLM's users know.
+
+    EMBED: one vector. CLASSIFY: the labels of a text, by the model's head. TOKEN_EMBED, TOKEN_CLASSIFY: the same of each token.
+    """
+
+    EMBED = "embed"
+    CLASSIFY = "classify"
+    TOKEN_EMBED = "token_embed"
+    TOKEN_CLASSIFY = "token_classify"
+
+    @property
+    def of_tokens(self) -> bool:
+        """There is a result for each token."""
+        return self in (PoolingUse.TOKEN_EMBED, PoolingUse.TOKEN_CLASSIFY)
+
+    @property
+    def labels(self) -> bool:
+        """The results are those of a head that classifies."""
+        return self in (PoolingUse.CLASSIFY, PoolingUse.TOKEN_CLASSIFY)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolingParams(Validated):
     """What is made of a prompt's hidden states.
 
     Attributes:
-        pooling: which of them are taken; None for the model's own way.
-        normalize: scale embeddings to length 1; None for the model's own way, which is to do so unless its files leave it out.
-        task: "embed" for embeddings, "classify" for the logits of the labels of a model with such a head.
+        task: what for; None for what the call or, where that leaves it open, the model is for.
+        pooling: which hidden state stands for a text: "last", "cls" or "mean"; None for the model's own way.
+        use_activation: scale embeddings to length 1; turn logits of labels into probabilities (softmax, or sigmoid of a single label,
+            unless the model's files say otherwise). None for the model's own way, which is to do so unless its files leave it out.
+        dimensions: use the first so many elements of embeddings, of models that are trained for it (Matryoshka, arXiv:2205.13147).
+        step_tag_id: of labels of tokens, return those of the tokens with this id only.
+        returned_token_ids: of the labels, return those with these numbers only.
         truncate_prompt_tokens: use the last so many tokens of the prompt; -1 for as many as the context holds.
 
     Raises:
@@ -68,10 +95,22 @@ class PoolingParams(Validated):
     _error = InvalidRequest
     _called = "a pooling parameter"
 
+    task: PoolingUse | None = None
     pooling: Pooling | None = None
-    normalize: bool | None = None
-    task: PoolingTask = PoolingTask.EMBED
+    use_activation: bool | None = None
+    dimensions: PositiveInt | None = None
+    step_tag_id: NonNegativeInt | None = None
+    returned_token_ids: Sequence[NonNegativeInt] | None = None
     truncate_prompt_tokens: TruncatedTokens | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if self.pooling is Pooling.ALL:
+            raise InvalidRequest(
+                "pooling='all' is a task",
+                found="pooling='all'",
+                hint="Give task='token_embed' or task='token_classify'",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +175,9 @@ class SamplingParams(Validated):
         min_tokens: stop tokens cannot be sampled, and stop texts do not count, before this many tokens.
         logprobs: most probable tokens per position whose log probabilities are returned, beside the sampled token's; -1 for all tokens.
         prompt_logprobs: most probable tokens per position of the prompt whose log probabilities are returned, beside the prompt's own;
-            at most 100, or -1 for all tokens. The whole prompt is computed, whatever of it the prefix cache has.
+            at most 100, or -1 for all tokens. The prompt is computed from `prompt_logprobs_start` on, whatever of it the prefix cache has.
+        prompt_logprobs_start: position of the first token of the prompt whose log probability is returned; those before it have None,
+            and may come from the prefix cache. 0 and 1 are the same: the first token follows nothing.
         flat_logprobs: return log probabilities as `FlatLogprobs`, which cost less than a mapping for each position.
         bad_words: words that must not be generated, each also as it is written after a space. Words of several tokens are looked for as
             `logits_processors` are: the request's next step is not planned before its token is known.
@@ -182,6 +223,7 @@ class SamplingParams(Validated):
     min_tokens: NonNegativeInt = 0
     logprobs: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_PROMPT_LOGPROBS)] | None = None
+    prompt_logprobs_start: NonNegativeInt = 0
     flat_logprobs: bool = False
     bad_words: Sequence[str] | None = ()
     detokenize: bool = True
@@ -245,6 +287,10 @@ class SamplingParams(Validated):
                 f"stop={list(self.stop_texts)}, detokenize=False",
                 "Use stop_token_ids, which need no text.",
             )
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            _contradiction(
+                "prompt_logprobs_start needs prompt_logprobs", f"prompt_logprobs_start={self.prompt_logprobs_start}"
+            )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _contradiction("allowed_token_ids must name at least one token", "an empty list", "None allows all tokens.")
         for index, processor in enumerate(self.logits_processors or ()):
@@ -275,8 +321,18 @@ class SamplingParams(Validated):
 
     def clone(self, **changes: Any) -> Self:
         """Return a copy with some parameters changed, checked like a new one."""
-        values = {parameter.name: getattr(self, parameter.name) for parameter in fields(self)}
-        return type(self)(**(values | changes))
+        values = dict(zip(_NAMES, _VALUES(self), strict=True))
+        if not changes.keys() <= values.keys():
+            return type(self)(**(values | changes))
+        is_same = all(value is values[name] for name, value in changes.items())
+        # Each request makes copies: without the constructor, which sets parameters by `__setattr__`.
+        copy = object.__new__(type(self))
+        for name, value in (values | changes).items():
+            object.__setattr__(copy, name, value)
+        # Values that were checked and cannot have changed inside need no second look.
+        if not is_same or self.logit_bias or self.extra_args:
+            copy.__post_init__()
+        return copy
 
     def check_vocab(self, vocab_size: int) -> None:
         """Check all token ids, and the number of log probabilities, against the model's vocabulary.
@@ -368,7 +424,9 @@ class SamplingParams(Validated):
         )
 
 
-_LAST = fields(SamplingParams)[-1].name
+_NAMES = tuple(parameter.name for parameter in fields(SamplingParams))
+_VALUES = attrgetter(*_NAMES)
+_LAST = _NAMES[-1]
 
 
 def _contradiction(problem: str, found: str, hint: str | None = None) -> NoReturn:

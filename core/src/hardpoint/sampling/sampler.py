@@ -263,7 +263,7 @@ class Sampler:
 
         Args:
             logits: float32[S, vocab_size] on the device, not changed.
-            rows: int32[S], rows that were set, each at most once.
+            rows: int32[S], rows that were set; several times only one without a history, functions or a grammar.
             positions: int32[S], how many tokens the rows' sequences have.
 
         Raises:

@@ -14,6 +14,8 @@ from hardpoint.validation import INT32_MAX, NonNegativeFloat, NonNegativeInt, Po
 _MIXED_STEP_SECONDS = 0.2
 _FEWEST_MIXED_TOKENS = 256
 """Below this a step's own costs, such as to read all weights, outweigh those of its tokens."""
+_PATIENCE = 20
+"""With the policy "shortest": a burst of some hundred requests takes the server as long to take in as 20 short prompts to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class SchedulerSettings(Validated):
             the answers that are being written; None for what the device computes in about 0.2 s, by the speed that is measured when
             the engine starts. Fewer make shorter gaps, and let prompts wait longer.
         preemption_mode: "swap" wherever the host pool has room, "recompute", or "auto": whichever costs less time.
-        scheduling_policy: "fcfs" by arrival, "priority" by priority (lower first), then arrival.
+        scheduling_policy: "fcfs" by arrival, "priority" by priority (lower first), then arrival, "shortest" by the length of prompts, so
+            that of a burst most first tokens come earlier. A prompt waits for none that came later than 20 times its own computing time.
     """
 
     max_num_seqs: PositiveInt = 256
@@ -42,7 +45,7 @@ class SchedulerSettings(Validated):
     long_prefill_token_threshold: NonNegativeInt | None = None
     mixed_prefill_tokens: PositiveInt | None = None
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduling_policy: Literal["fcfs", "priority", "shortest"] = "fcfs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ class SchedulerConfig(SchedulerSettings):
             twice); with both unknown (0) it recomputes. By the latter, `mixed_prefill_tokens` is chosen.
         steps_in_flight: steps that may be planned beyond the oldest one that was not booked.
         num_lookahead_slots: slots kept ready behind each decoding sequence.
+        num_speculative_tokens: most guesses at a sequence's next tokens in a step; slots for them are kept ready.
+        num_draft_slots: most such guesses of all sequences in a step.
+        prompt_lookup_min, prompt_lookup_max: tokens of the text's end for which an earlier occurrence is looked for.
         starvation_limit: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
             this many times, goes before all others that were not.
         vocab_size: token ids are checked against it; 0 checks only that they fit int32.
@@ -78,6 +84,10 @@ class SchedulerConfig(SchedulerSettings):
     recompute_seconds_per_token: NonNegativeFloat = 0.0
     steps_in_flight: Annotated[int, Meta(ge=0, le=7)] = 0
     num_lookahead_slots: NonNegativeInt = 0
+    num_speculative_tokens: NonNegativeInt = 0
+    num_draft_slots: NonNegativeInt = 0
+    prompt_lookup_min: PositiveInt = 1
+    prompt_lookup_max: PositiveInt = 1
     starvation_limit: PositiveInt = 8
     vocab_size: NonNegativeInt = 0
     group_windows: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1, max_length=8)] = (0,)
@@ -134,6 +144,18 @@ class SchedulerConfig(SchedulerSettings):
             return self.max_num_batched_tokens
         fitting = max(_MIXED_STEP_SECONDS / self.recompute_seconds_per_token, _FEWEST_MIXED_TOKENS)
         return min(1 << round(math.log2(min(fitting, self.max_num_batched_tokens))), self.max_num_batched_tokens)
+
+    def arrival(self, num_tokens: int, now: float) -> int | None:
+        """Return the place of a prompt of `num_tokens` in the order of arrival, None for after all requests so far.
+
+        With the policy "shortest" it is the time in microseconds, later by 20 times what the prompt takes to compute.
+
+        Args:
+            now: seconds of a clock that never goes back.
+        """
+        if self.scheduling_policy != "shortest":
+            return None
+        return int((now + _PATIENCE * self.recompute_seconds_per_token * num_tokens) * 1e6)
 
     @property
     def max_seq_tokens(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hardpoint._native import BlockStats, SchedulerCore, SchedulerStats, SequenceState
+from hardpoint._native import BlockStats, DraftStats, SchedulerCore, SchedulerStats, SequenceState
 from hardpoint.interfaces.batch import Int32Array, Int64Array, KVGroupSlots, StepBatch
 from hardpoint.interfaces.errors import (
     EmptyPrompt,
@@ -46,6 +46,7 @@ class FinishReason(IntEnum):
 _REASONS: tuple[FinishReason | None, ...] = (None, *FinishReason)
 _NO_PAIRS = np.empty((0, 2), np.int32)
 _NO_IDS = np.empty(0, np.int64)
+_NO_ROWS = np.empty(0, np.int32)
 
 Finished: TypeAlias = list[tuple[int, FinishReason]]
 _Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int64Array]
@@ -98,10 +99,12 @@ class Scheduler:
         priority: int = 0,
         arrival: int | None = None,
         salt: str = "",
-        skip_prefix_cache: bool = False,
+        max_cached_tokens: int | None = None,
         pooling: bool = False,
         plan_ahead: bool = True,
         beams: bool = False,
+        contents: Sequence[tuple[int, int, int]] = (),
+        drafts: bool = False,
     ) -> int:
         """Queue a request.
 
@@ -113,12 +116,18 @@ class Scheduler:
             min_tokens: new tokens before a stop or end-of-text token counts (it is appended all the same).
             stop_token_ids, eos_token_ids: tokens that end a sequence; the latter not with `ignore_eos`.
             priority: lower is served earlier (scheduling_policy "priority").
-            arrival: place in the order of arrival; by default, after all requests so far.
+            arrival: place in the order of arrival, see `SchedulerConfig.arrival`; by default, after all requests so far.
             salt: requests share cached prefixes only within one salt (an adapter's name, a tenant's).
-            skip_prefix_cache: compute the whole prompt (for its log probabilities).
+            max_cached_tokens: most tokens that the prefix cache may give, where log probabilities of the others are wanted; None for
+                all but the last one.
             pooling: no sampling; the request ends when its prompt is computed.
             plan_ahead: False plans each of its steps only when the token before is booked; other requests go on meanwhile.
             beams: the n sequences are those of a beam search: they go on with `advance_beams`, and end with `abort`.
+            contents: (start, end, number) of tokens that stand for something else, which requests of the same number there have in
+                common: prefixes are shared by these numbers, 0 to 2^31 - 1. Steps have the number in the place of each of the tokens, and
+                no token id may be a number's.
+            drafts: guesses at its next tokens are computed with a decode's token (`num_speculative_tokens` of the settings), where they
+                are worth their rows; `update` takes those that are what the model drew.
 
         Returns:
             The handle, which is the id of the request's first sequence.
@@ -162,11 +171,14 @@ class Scheduler:
                 found=f"n={n}, with max_num_seqs={config.max_num_seqs}",
                 hint="Lower n or raise max_num_seqs",
             )
+        token_limit = self._token_limit
+        if contents:
+            prompt_token_ids, token_limit = self._with_contents(prompt_token_ids, contents), _TOKEN_LIMIT
         stop_ids = list(stop_token_ids) if ignore_eos else [*stop_token_ids, *eos_token_ids]
         try:
             handle = self._core.add_request(
                 prompt_token_ids,
-                self._token_limit,
+                token_limit,
                 n,
                 config.max_model_len if max_tokens is None else max_tokens,
                 min_tokens,
@@ -174,19 +186,32 @@ class Scheduler:
                 priority,
                 self._num_added if arrival is None else arrival,
                 salt,
-                skip_prefix_cache,
+                config.max_model_len if max_cached_tokens is None else max_cached_tokens,
                 pooling,
                 plan_ahead,
                 beams,
+                drafts,
             )
         except IndexError as error:
-            token, position = error.args
-            raise TokenOutOfRange(
-                "a token id is not in the vocabulary",
-                found=f"{token} at position {position}, with ids in 0 to {self._token_limit - 1}",
-            ) from None
+            raise self._out_of_range(*error.args) from None
         self._num_added += 1
         return handle
+
+    def _with_contents(self, prompt: TokenIds, contents: Sequence[tuple[int, int, int]]) -> Int64Array:
+        """Return a prompt with the numbers of what some of its tokens stand for in their place; raises TokenOutOfRange."""
+        tokens = np.array(prompt, np.int64)
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self._token_limit))
+        if len(bad):
+            raise self._out_of_range(int(tokens[bad[0]]), int(bad[0]))
+        for start, end, number in contents:
+            tokens[start:end] = number
+        return tokens
+
+    def _out_of_range(self, token: int, position: int) -> TokenOutOfRange:
+        return TokenOutOfRange(
+            "a token id is not in the vocabulary",
+            found=f"{token} at position {position}, with ids in 0 to {self._token_limit - 1}",
+        )
 
     def abort(self, handles: Sequence[int]) -> None:
         """End all sequences of these requests with ABORT, at any time; unknown and ended ones are left as they are.
@@ -266,6 +291,18 @@ class Scheduler:
             raise InvalidRequest(str(error)) from None
         return [] if finished is None else _named(finished)
 
+    def kept(self) -> Int32Array | None:
+        """Return which samples of the step that was booked last count, int32[k] in rising order; None where all do.
+
+        Samples behind a drafted token that was not sampled, or behind the end of a sequence, do not.
+        """
+        kept = self._core.kept()
+        return kept if len(kept) else None
+
+    def set_step_cost(self, fixed: float, per_token: float) -> None:
+        """Say what steps take, in seconds: by it, drafts are as long as they are worth. At first they cost nothing."""
+        self._core.set_step_cost(fixed, per_token)
+
     def fail_step(self) -> Finished:
         """Give up the oldest step, which the worker did not finish: its sequences end with ERROR, the others go on."""
         finished = self._core.fail_step()
@@ -312,6 +349,11 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Numbers of running, waiting, swapped and unreleased sequences, and preemptions since the beginning."""
         return self._core.stats()
+
+    @property
+    def draft_stats(self) -> DraftStats:
+        """Counts of drafts and their tokens since the beginning."""
+        return self._core.draft_stats()
 
     @property
     def block_stats(self) -> BlockStats:
@@ -377,8 +419,8 @@ class _PlanBatches:
         self._sizes: tuple[int, ...] = ()
         self._without_moves: StepBatch | None = None
 
-    def batch(self, sizes: tuple[int, int, int, int], moves: _Moves | None) -> StepBatch:
-        """Return the batch of a step of these numbers of (tokens, sequences, decodes, samples)."""
+    def batch(self, sizes: tuple[int, int, int, int, int], moves: _Moves | None) -> StepBatch:
+        """Return the batch of a step of these numbers of (tokens, sequences, decodes, samples, sequences with drafts)."""
         if self._without_moves is None or sizes != self._sizes:
             self._without_moves = self._make(*sizes)
             self._sizes = sizes
@@ -394,10 +436,10 @@ class _PlanBatches:
             preempted=preempted,
         )
 
-    def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int) -> StepBatch:
+    def _make(self, num_tokens: int, num_seqs: int, num_decodes: int, num_samples: int, num_drafted: int) -> StepBatch:
         tokens, seqs, samples = slice(num_tokens), slice(num_seqs), slice(num_samples)
         token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids, *sampled = self._buffers
-        sample_rows, sample_seq_ids, sample_state_rows, sample_positions = sampled
+        sample_rows, sample_seq_ids, sample_state_rows, sample_positions, sample_tokens = sampled
         # In the order of the fields: names would cost as much as the views.
         return StepBatch(
             token_ids[tokens],
@@ -420,6 +462,7 @@ class _PlanBatches:
             sample_positions[samples],
             tuple([KVGroupSlots(slots[tokens], table) for slots, table in self._groups]) if self._groups else (),
             _NO_PAIRS,
+            sample_tokens[samples] if num_drafted else _NO_ROWS,
         )
 
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from hardpoint import __version__
 from hardpoint.interfaces.errors import HardpointError
-from hardpoint.server import chat, completions, errors, page, responses, similarity, texts
+from hardpoint.server import chat, completions, errors, page, pooling, responses, similarity, texts
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.http import Gate
@@ -32,17 +32,18 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     about = "An OpenAI-compatible server of language models."
     app = FastAPI(title="Hardpoint", version=__version__, description=about, responses=errors.RESPONSES)
     errors.install(app)
-    for part in (completions, chat, responses, similarity, texts):
+    for part in (completions, chat, responses, pooling, similarity, texts):
         app.include_router(part.router(fleet))
     app.include_router(page.router("users"))
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
-        return ModelList(data=[await _card(model) for model in fleet])
+        served = [one for model in fleet for one in (model, *(fleet.asked(name) for name in model.adapters))]
+        return ModelList(data=[await _card(one) for one in served])
 
     @app.get("/v1/models/{name:path}", response_model=ModelCard)
     async def model(name: str) -> ModelCard:
-        return await _card(fleet.get(name))
+        return await _card(fleet.asked(name))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -87,4 +88,5 @@ async def _card(model: ServedModel) -> ModelCard:
         root=model.model,
         max_model_len=model.llm.info.max_model_len if model.is_open else None,
         state=await model.state(),
+        parent=model.parent,
     )

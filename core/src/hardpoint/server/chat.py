@@ -58,7 +58,7 @@ def router(fleet: Fleet) -> APIRouter:
 
     @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
+        return await respond(request, _Answer(fleet.asked(body.model), body, request), body.stream)
 
     return routes
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
@@ -35,13 +38,19 @@ from hardpoint.server.protocol import (
 from hardpoint.server.served_model import ServedModel
 
 
+class _Embeds(NamedTuple):
+    """A prompt of embeddings, as a tensor that `torch.save` wrote, in base64."""
+
+    text: str
+
+
 def router(fleet: Fleet) -> APIRouter:
     """Return the route."""
     routes = APIRouter()
 
     @routes.post("/v1/completions", response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
+        return await respond(request, _Answer(fleet.asked(body.model), body, request), body.stream)
 
     return routes
 
@@ -53,6 +62,7 @@ class _Answer:
         self._model, self._body = model, body
         self._options = stream_options(body)
         self._limits = request_limits(request)
+        self._check_embeds()
         more = {} if body.max_tokens is None else {"max_tokens": body.max_tokens}
         if body.echo and body.logprobs is not None:
             more["prompt_logprobs"] = body.logprobs
@@ -108,20 +118,45 @@ class _Answer:
                     self._counted.add(index, output)
                     yield index, output
 
-    def _prompts(self) -> Sequence[str | list[int]]:
-        given = self._body.prompt
-        if isinstance(given, str):
-            return [given]
-        if not given:
-            raise ApiError(400, "prompt: an empty list", "invalid_value", param="prompt")
-        return [given] if isinstance(given[0], int) else given
-
-    async def _tokenized(self, prompt: str | list[int]) -> TokenizedPrompt:
+    def _check_embeds(self) -> None:
         body = self._body
+        if body.prompt_embeds is None:
+            return
+        if body.echo:
+            raise ApiError(400, "echo: embeddings have no text", "invalid_value", param="echo")
+
+    def _prompts(self) -> Sequence[str | list[int] | _Embeds]:
+        """Return the prompts, of which those of embeddings come first."""
+        given, embeds = self._body.prompt, self._body.prompt_embeds
+        first = list(map(_Embeds, [embeds] if isinstance(embeds, str) else embeds or ()))
+        if given is None or given == []:
+            if not first:
+                text = "prompt: it is missing" if given is None else "prompt: an empty list"
+                raise ApiError(400, text, "invalid_value", param="prompt")
+            return first
+        if isinstance(given, str):
+            return [*first, given]
+        return [*first, given] if isinstance(given[0], int) else [*first, *given]
+
+    async def _tokenized(self, prompt: str | list[int] | _Embeds) -> TokenizedPrompt:
+        body = self._body
+        if isinstance(prompt, _Embeds):
+            made = await asyncio.to_thread(self._embedded, prompt, body.truncate_prompt_tokens)
+            return made.salted(body.cache_salt)
         made = await self._model.tokenize(
             prompt, add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens
         )
         return made.salted(self._body.cache_salt)
+
+    def _embedded(self, prompt: _Embeds, truncate: int | None) -> TokenizedPrompt:
+        try:
+            serialised = b64decode(prompt.text, validate=True)
+        except ValueError as error:
+            raise ApiError(
+                400, f"prompt_embeds: not base64: {error}", "invalid_value", param="prompt_embeds"
+            ) from error
+        llm = self._model.llm
+        return llm.process({"prompt_embeds": llm.load_embeds(serialised)}, truncate=truncate)
 
     def _new(self, index: int, output: RequestOutput) -> list[tuple[int, CompletionOutput]]:
         """Return the completions of an output in which something is new, each with its number among those of all prompts."""

@@ -106,6 +106,20 @@ class CallBody(_Body):
     timeout: float | None = None
 
 
+class AdapterBody(_Body):
+    """vLLM's `/v1/load_lora_adapter`: a folder on the server, and the name by which requests ask for it."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadedAdapterBody(_Body):
+    """vLLM's `/v1/unload_lora_adapter`; its number says nothing here."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 def control_app(fleet: Fleet, metrics: Metrics, token: str | None, max_upload: int) -> ASGIApp:
     """Return the application for operators.
 
@@ -342,6 +356,28 @@ def _vllm(control: _Control) -> APIRouter:
     async def reset(model: str | None = None) -> Response:
         found = control.fleet.get(model)
         return await control.run(found, "reset_prefix_cache", lambda note: found.llm.reset_prefix_cache(), True)
+
+    @routes.post("/start_profile")
+    async def start_profile(model: str | None = None) -> Response:
+        found = control.fleet.get(model)
+        return await control.run(found, "start_profile", lambda note: found.llm.start_profile(), True)
+
+    @routes.post("/stop_profile")
+    async def stop_profile(model: str | None = None) -> Response:
+        found = control.fleet.get(model)
+        return await control.run(found, "stop_profile", lambda note: found.llm.stop_profile(), True)
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: AdapterBody, model: str | None = None) -> Response:
+        found = control.fleet.get(model)
+        control.fleet.check_new(body.lora_name, found)
+        await found.load_adapter(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadedAdapterBody, model: str | None = None) -> Response:
+        await control.fleet.get(model).unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @routes.post("/collective_rpc")
     async def collective_rpc(body: CallBody, model: str | None = None) -> Response:

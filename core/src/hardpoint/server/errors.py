@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from hardpoint.interfaces.errors import (
+    AdapterInUse,
+    AdapterNotFound,
     CapabilityRefused,
     CorruptWeights,
     DeviceOutOfMemory,
@@ -22,6 +24,7 @@ from hardpoint.interfaces.errors import (
     HardpointError,
     HostBudgetExceeded,
     InboxFull,
+    InvalidAdapter,
     InvalidRequest,
     MemoryAsleep,
     MemoryBusy,
@@ -38,6 +41,9 @@ _RETRY_SECONDS = 5
 # The first class that fits counts.
 _STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
     (PromptTooLong, 400, "context_length_exceeded"),
+    (AdapterNotFound, 404, "adapter_not_found"),
+    (AdapterInUse, 409, "adapter_in_use"),
+    (InvalidAdapter, 400, "invalid_adapter"),
     (InvalidRequest, 400, "invalid_value"),
     (CapabilityRefused, 400, "unsupported"),
     (SleepRefused, 400, "sleep_refused"),

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hardpoint.engine.core import EngineStats
+from hardpoint.engine.metrics import COUNTERS, FIRST_TOKEN_SECONDS, GAUGES, PREFIX, TOKENS, WHOLE_SECONDS
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
 from hardpoint.interfaces.capabilities import SleepTier
@@ -19,10 +20,7 @@ from hardpoint.interfaces.capabilities import SleepTier
 if TYPE_CHECKING:
     from hardpoint.server.tracing import Tracing
 
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
-_WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SLEEP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _PLACES = ("allocated", "device", *(tier.value for tier in SleepTier))
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -43,20 +41,22 @@ class Metrics:
         label = ["model_name"]
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"hardpoint:{name}", text, [*label, *labels], registry=self.registry)
+            return Counter(f"{PREFIX}{name}", text, [*label, *labels], registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"hardpoint:{name}", text, [*label, *labels], registry=self.registry, buckets=buckets)
+            return Histogram(f"{PREFIX}{name}", text, [*label, *labels], registry=self.registry, buckets=buckets)
 
         self.finished = counter("request_success", "Requests that ended, by reason", "finished_reason")
         self.refused = counter("requests_refused", "Requests refused because too many were in progress")
         self.deaths = counter("engine_deaths", "Engines that died")
-        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
-        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step of the prompt", _FIRST_TOKEN)
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_SECONDS)
+        self.queue = histogram(
+            "request_queue_time_seconds", "Arrival to the first step of the prompt", FIRST_TOKEN_SECONDS
+        )
         self.inter_token = histogram("inter_token_latency_seconds", "Between two outputs of a stream", _INTER_TOKEN)
-        self.whole = histogram("e2e_request_latency_seconds", "Arrival to end", _WHOLE)
-        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self.output_tokens = histogram("request_generation_tokens", "Tokens that a request generated", _TOKENS)
+        self.whole = histogram("e2e_request_latency_seconds", "Arrival to end", WHOLE_SECONDS)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self.output_tokens = histogram("request_generation_tokens", "Tokens that a request generated", TOKENS)
         self.changes = histogram("sleep_operation_seconds", "Sleeps and wakes", _SLEEP, "operation")
         self.phases = counter("sleep_phase_seconds", "Time of sleeps and wakes, by phase", "operation", "phase")
         self.bytes = counter("sleep_bytes", "Bytes of sleeps and wakes, by what became of them", "operation", "kind")
@@ -214,26 +214,6 @@ class RequestWatch:
                 metrics.finished(completion.finish_reason or "none")
 
 
-_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens computed", lambda stats: stats.prefill_tokens),
-    ("generation_tokens", "Tokens sampled", lambda stats: stats.sampled_tokens),
-    ("engine_steps", "Steps computed", lambda stats: stats.steps),
-    ("num_preemptions", "Sequences preempted", lambda stats: stats.preemptions),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda stats: stats.prefix_queries),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda stats: stats.prefix_hits),
-)
-_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("num_requests_running", "Sequences that are computed", lambda stats: stats.running),
-    ("num_requests_waiting", "Sequences that wait", lambda stats: stats.waiting),
-    ("num_requests_swapped", "Sequences whose blocks are on the host", lambda stats: stats.swapped),
-    (
-        "kv_cache_usage_perc",
-        "Share of the KV blocks that is in use, 0 to 1",
-        lambda stats: stats.blocks_used / max(stats.blocks_used + stats.blocks_free, 1),
-    ),
-)
-
-
 class _Engines:
     """The counters that engines keep themselves, as they were last asked for."""
 
@@ -243,10 +223,10 @@ class _Engines:
     def collect(self) -> Iterator[Metric]:
         """Yield them as Prometheus's client has them."""
         known = {name: stats for name, stats in self.stats.items() if stats is not None}
-        for name, text, value in _COUNTERS:
-            yield _filled(CounterMetricFamily(f"hardpoint:{name}", text, labels=["model_name"]), known, value)
-        for name, text, value in _GAUGES:
-            yield _filled(GaugeMetricFamily(f"hardpoint:{name}", text, labels=["model_name"]), known, value)
+        for name, text, value in COUNTERS:
+            yield _filled(CounterMetricFamily(f"{PREFIX}{name}", text, labels=["model_name"]), known, value)
+        for name, text, value in GAUGES:
+            yield _filled(GaugeMetricFamily(f"{PREFIX}{name}", text, labels=["model_name"]), known, value)
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: what there is is known only when it is collected."""

@@ -113,7 +113,8 @@ class Sampling(_Request):
 class CompletionRequest(Sampling):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | list[str] | TokenIds | list[TokenIds] | None = None
+    prompt_embeds: str | list[str] | None = None
     best_of: int | None = None
     echo: bool | None = False
     logprobs: int | None = None
@@ -188,16 +189,33 @@ class ChatRequest(Sampling):
     store: Literal[False] | None = None
 
 
-class EmbeddingRequest(_Request):
-    """`POST /v1/embeddings`."""
+class PooledRequest(_Request):
+    """What requests have in common whose prompts' hidden states are pooled; see `hardpoint.sampling.PoolingParams`."""
 
     input: str | list[str] | TokenIds | list[TokenIds]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: None = None
-    normalize: bool = True
+    use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     user: Inert = None
+
+
+class EmbeddingRequest(PooledRequest):
+    """`POST /v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None
+
+
+class ClassifyRequest(PooledRequest):
+    """`POST /classify`."""
+
+
+class PoolingRequest(PooledRequest):
+    """`POST /pooling`: what the task says, by default what the model is for."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None
 
 
 class TokenizeRequest(_Request):
@@ -381,11 +399,52 @@ class Embeddings(_Answer):
     usage: Usage
 
 
+class Classification(_Answer):
+    """The labels of a prompt: the one with the highest probability by its name, and the probabilities of all."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(_Answer):
+    """The answer of `/classify`."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: Usage
+
+
+class PooledPrompt(_Answer):
+    """What was made of a prompt, or a list of what was made of each of its tokens; float32 in base64 where that was asked for."""
+
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[list[float]] | list[float] | str
+
+
+class Pooled(_Answer):
+    """The answer of `/pooling`."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PooledPrompt]
+    usage: Usage
+
+
 class ModelCard(_Answer):
     """A model that is served.
 
     Attributes:
+        root: its folder, file or hub id; of an adapter its folder.
         state: of its engine; see docs/serving.md.
+        parent: of a LoRA adapter, the model that it is added to.
     """
 
     id: str
@@ -395,6 +454,7 @@ class ModelCard(_Answer):
     root: str
     max_model_len: int | None = None
     state: str
+    parent: str | None = None
 
 
 class ModelList(_Answer):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from hardpoint.server.prefixes import PrefixOwners
+from hardpoint.engine.prefix_owners import PrefixOwners
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types here
@@ -19,10 +19,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
 
     def initialize_state(self, imbalance: int) -> None:
         """Take `RequestRouterConfig.request_router_kwargs`."""
-        self._owners: PrefixOwners[Any] = PrefixOwners(imbalance)
+        self._owners: PrefixOwners[str, Any] = PrefixOwners(imbalance)
 
     async def choose_replicas(self, candidate_replicas: Sequence[Any], pending_request: Any = None) -> list[list[Any]]:
         """Return replicas by rank; of those of a rank Ray takes the one with the fewest requests."""
+        if pending_request is not None:
+            # Where none of them takes it, Ray waits a little longer each time; without this it would ask again at once.
+            pending_request.routing_context.should_backoff = True
         replicas = list(candidate_replicas)
         # Of equally busy ones Ray takes the first.
         random.shuffle(replicas)

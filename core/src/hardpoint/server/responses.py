@@ -182,7 +182,7 @@ def router(fleet: Fleet) -> APIRouter:
 
     @routes.post("/v1/responses", response_model=ModelResponse, responses=STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await respond(request, _Answer(fleet.get(body.model), body, request), body.stream)
+        return await respond(request, _Answer(fleet.asked(body.model), body, request), body.stream)
 
     return routes
 

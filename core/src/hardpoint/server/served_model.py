@@ -12,9 +12,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from hardpoint.engine.adapters import LoRARequest
 from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.inputs import TokenizedPrompt
-from hardpoint.engine.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from hardpoint.engine.sleep import EngineState, SleepReport, SleepStatus, WakeReport
 from hardpoint.interfaces.errors import (
     EngineAsleep,
@@ -96,6 +97,7 @@ class ServedModel:
     Args:
         name: by which requests ask for it.
         model, settings: of its engine, see `LLM`.
+        adapters: folders of LoRA adapters by the names under which requests ask for them; loaded with each engine.
 
     Attributes:
         room: gives the context in which the model takes memory of its device; it waits until there is enough.
@@ -112,7 +114,9 @@ class ServedModel:
         settings: Mapping[str, Any],
         options: ServingOptions,
         metrics: ModelMetrics,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        self.adapters = dict(adapters or {})
         self.name, self.model, self.options, self.metrics = name, model, options, metrics
         self.created = int(time.time())
         self.restarts = 0
@@ -150,6 +154,12 @@ class ServedModel:
         """Make an engine, once its device has room; raises what `LLM` raises."""
         async with self.room(self):
             self._llm = await AsyncLLM.create(self.model, **self.settings)
+            try:
+                for name, path in self.adapters.items():
+                    await self._llm.load_adapter(LoRARequest(name, 1, path))
+            except BaseException:
+                await self._llm.close()
+                raise
             self._note_memory(await self._llm.sleep_status())
             self.need = self.device_bytes
             self.awake_since = time.monotonic()
@@ -212,6 +222,9 @@ class ServedModel:
 
     # What requests see
 
+    parent: str | None = None
+    """Name of the model that this one is an adapter of."""
+
     @property
     def in_progress(self) -> int:
         """Requests that were taken and have not ended."""
@@ -265,6 +278,11 @@ class ServedModel:
         )
         return await self._in_thread_if(len(prompt) > _LONG_TEXT, make)
 
+    async def tokenize_pair(self, text: str, second: str, *, truncate: int | None = None) -> TokenizedPrompt:
+        """Return two texts as one prompt, as the model's publisher puts them together; raises InvalidRequest."""
+        make = partial(self.llm.process_pair, text, second, truncate=truncate)
+        return await self._in_thread_if(len(text) + len(second) > _LONG_TEXT, make)
+
     async def apply_template(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> TokenizedPrompt:
         """Return a conversation as the model's chat template writes it; arguments and errors as for `AsyncLLM.process_chat`."""
         size = sum(len(str(message.get("content"))) for message in messages)
@@ -296,15 +314,17 @@ class ServedModel:
         priority: int = 0,
         timeout: float | None = None,
         when_asleep: WhenAsleep | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request; errors as for `AsyncLLM.generate`."""
+        """Yield the outputs of a request, which goes through an adapter where one is named; errors as for `AsyncLLM.generate`."""
         timeout = self.options.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.metrics.request(len(prompt.token_ids)) as watch:
             while True:
                 left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
                 try:
-                    async with aclosing(self.llm.generate(prompt, params, priority=priority, timeout=left)) as outputs:
+                    stream = self.llm.generate(prompt, params, priority=priority, timeout=left, lora_request=adapter)
+                    async with aclosing(stream) as outputs:
                         async for output in outputs:
                             watch.output(output)
                             yield output
@@ -312,14 +332,14 @@ class ServedModel:
                 except EngineAsleep as error:
                     await self._until_awake(error, when_asleep, left)
 
-    async def embed(
+    async def encode(
         self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
-    ) -> EmbeddingRequestOutput:
-        """Return an embedding; errors as for `AsyncLLM.embed`."""
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Return what is made of a prompt's hidden states; errors as for `AsyncLLM.encode`."""
         self.metrics.embedded(len(prompt.token_ids))
         while True:
             try:
-                return await self.llm.embed(prompt, params)
+                return await self.llm.encode(prompt, params)
             except EngineAsleep as error:
                 await self._until_awake(error, when_asleep, self.options.request_timeout)
 
@@ -408,6 +428,16 @@ class ServedModel:
         await self.llm.resume()
         await self._note_state()
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a folder on the server; requests name it as a model. Raises what `LLM.load_adapter` raises."""
+        await self.llm.load_adapter(LoRARequest(name, 1, path))
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; raises what `LLM.unload_adapter` raises."""
+        await self.llm.unload_adapter(name)
+        self.adapters.pop(name, None)
+
     async def status(self) -> SleepStatus:
         """Return the engine's state in full."""
         status = await self.llm.sleep_status()
@@ -428,6 +458,60 @@ class ServedModel:
     @staticmethod
     async def _in_thread_if(long: bool, make: Callable[[], T]) -> T:
         return await asyncio.to_thread(make) if long else make()
+
+
+class AdaptedModel(ServedModel):
+    """A served model with one of its LoRA adapters, under the adapter's name."""
+
+    def __init__(self, name: str, base: ServedModel) -> None:
+        super().__init__(name, base.adapters[name], base.settings, base.options, base.metrics)
+        self._base, self.created, self.parent = base, base.created, base.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model has an engine."""
+        return self._base.is_open
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The model's engine."""
+        return self._base.llm
+
+    async def state(self) -> str:
+        """Return where the model stands."""
+        return await self._base.state()
+
+    @asynccontextmanager
+    async def taken(self, count: int = 1) -> AsyncIterator[None]:
+        """Take requests of the model."""
+        async with self._base.taken(count):
+            yield
+
+    async def generate(
+        self,
+        prompt: TokenizedPrompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        when_asleep: WhenAsleep | None = None,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a request that goes through the adapter."""
+        stream = self._base.generate(
+            prompt, params, priority=priority, timeout=timeout, when_asleep=when_asleep, adapter=self.name
+        )
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Refuse: prompts that are pooled go through no adapter."""
+        raise InvalidRequest(
+            "prompts that are pooled go through no adapter", found=f"the adapter '{self.name}'", hint="Name the model"
+        )
 
 
 @asynccontextmanager

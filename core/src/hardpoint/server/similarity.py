@@ -1,28 +1,33 @@
-"""`/v1/score` and `/v1/rerank`: how alike texts are, by the cosine of their embeddings, under the fields that vLLM's users know."""
+"""`/score` and `/rerank`: how well texts fit, by a head or by the cosine of embeddings, under the fields that vLLM's users know."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict
 
+from hardpoint.engine.outputs import ScoringRequestOutput
+from hardpoint.engine.pooling import cosine_score
+from hardpoint.sampling import PoolingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import request_limits
 from hardpoint.server.http import until_gone
+from hardpoint.server.pooling import pooled, usage
 from hardpoint.server.protocol import Inert, Usage, new_id, now
 from hardpoint.server.served_model import ServedModel, WhenAsleep
-from hardpoint.server.texts import vectors
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
     user: Inert = None
 
 
 class ScoreRequest(_Request):
-    """`POST /v1/score`: one text with each of several, or pairs of two lists of one length."""
+    """`POST /score`: one text with each of several, or pairs of two lists of one length."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -37,7 +42,7 @@ class Document(BaseModel):
 
 
 class RerankRequest(_Request):
-    """`POST /v1/rerank`: documents by how well they fit a query.
+    """`POST /rerank`: documents by how well they fit a query.
 
     Attributes:
         top_n: how many of the best are returned; None for all.
@@ -51,7 +56,7 @@ class RerankRequest(_Request):
 
 
 class Score(BaseModel):
-    """How alike two texts are, in [-1, 1]."""
+    """How well two texts fit: a probability of the model's head, or the cosine of their embeddings, in [-1, 1]."""
 
     index: int
     object: str
@@ -59,7 +64,7 @@ class Score(BaseModel):
 
 
 class Scores(BaseModel):
-    """The answer of `/v1/score`."""
+    """The answer of `/score`."""
 
     id: str
     object: str
@@ -70,7 +75,7 @@ class Scores(BaseModel):
 
 
 class Ranked(BaseModel):
-    """A document's place among those of the request, and how well it fits, in [-1, 1]."""
+    """A document's place among those of the request, and how well it fits; see `Score`."""
 
     index: int
     relevance_score: float
@@ -78,7 +83,7 @@ class Ranked(BaseModel):
 
 
 class Ranking(BaseModel):
-    """The answer of `/v1/rerank`, the best first."""
+    """The answer of `/rerank`, the best first."""
 
     id: str
     model: str
@@ -90,14 +95,17 @@ def router(fleet: Fleet) -> APIRouter:
     """Return the routes."""
     routes = APIRouter()
 
+    @routes.post("/score", response_model=Scores)
     @routes.post("/v1/score", response_model=Scores)
     async def score(body: ScoreRequest, request: Request) -> Response:
-        work = _score(fleet.get(body.model), body, request_limits(request).get("when_asleep"))
+        work = _score(fleet.asked(body.model), body, request_limits(request).get("when_asleep"))
         return Response((await until_gone(request.receive, work)).model_dump_json(), media_type="application/json")
 
+    @routes.post("/rerank", response_model=Ranking)
     @routes.post("/v1/rerank", response_model=Ranking)
+    @routes.post("/v2/rerank", response_model=Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        work = _rerank(fleet.get(body.model), body, request_limits(request).get("when_asleep"))
+        work = _rerank(fleet.asked(body.model), body, request_limits(request).get("when_asleep"))
         return Response((await until_gone(request.receive, work)).model_dump_json(), media_type="application/json")
 
     return routes
@@ -109,15 +117,14 @@ async def _score(model: ServedModel, body: ScoreRequest, when_asleep: WhenAsleep
     if not first or len(first) not in (1, len(second)):
         found = f"{len(first)} and {len(second)} texts"
         raise ApiError(400, f"text_1: one text, or as many as text_2 has: {found}", "invalid_value", param="text_1")
-    made, tokens = await vectors(model, [*first, *second], when_asleep)
-    pairs = zip(made[: len(first)] * (len(second) // len(first)), made[len(first) :], strict=True)
+    made, tokens = await _scores(model, first, second, body, when_asleep)
     return Scores(
         id=new_id("score"),
         object="list",
         created=now(),
         model=model.name,
-        data=[Score(index=index, object="score", score=float(a @ b)) for index, (a, b) in enumerate(pairs)],
-        usage=_usage(tokens),
+        data=[Score(index=index, object="score", score=score) for index, score in enumerate(made)],
+        usage=tokens,
     )
 
 
@@ -127,18 +134,28 @@ async def _rerank(model: ServedModel, body: RerankRequest, when_asleep: WhenAsle
     if body.top_n is not None and body.top_n < 1:
         raise ApiError(400, "top_n: at least 1 is needed", "invalid_value", param="top_n")
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    (query, *made), tokens = await vectors(model, [body.query, *texts], when_asleep)
+    made, tokens = await _scores(model, [body.query], texts, body, when_asleep)
     found = [
-        Ranked(
-            index=index,
-            relevance_score=float(query @ vector),
-            document=Document(text=text) if body.return_documents else None,
-        )
-        for index, (text, vector) in enumerate(zip(texts, made, strict=True))
+        Ranked(index=index, relevance_score=score, document=Document(text=text) if body.return_documents else None)
+        for index, (text, score) in enumerate(zip(texts, made, strict=True))
     ]
     found.sort(key=lambda one: -one.relevance_score)
-    return Ranking(id=new_id("rerank"), model=model.name, results=found[: body.top_n], usage=_usage(tokens))
+    return Ranking(id=new_id("rerank"), model=model.name, results=found[: body.top_n], usage=tokens)
 
 
-def _usage(tokens: int) -> Usage:
-    return Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens)
+async def _scores(
+    model: ServedModel, first: list[str], second: list[str], body: _Request, when_asleep: WhenAsleep | None
+) -> tuple[list[float], Usage]:
+    """Return how well texts fit, as `LLM.score` says it, and how many tokens they have; the first text may be one for all others."""
+    own, truncate = model.llm.pooling_model, body.truncate_prompt_tokens
+    params = own.check_scores(PoolingParams(use_activation=body.use_activation, truncate_prompt_tokens=truncate))
+    times = len(second) // len(first)
+    if own.scores_pairs:
+        pairs = zip(first * times, second, strict=True)
+        prompts = [await model.tokenize_pair(one, other, truncate=truncate) for one, other in pairs]
+        found = await pooled(model, prompts, params, when_asleep)
+        return [ScoringRequestOutput.from_base(one).outputs.score for one in found], usage(found)
+    prompts = [await model.tokenize(one, reserve=0, truncate=truncate) for one in (*first, *second)]
+    found = await pooled(model, prompts, params, when_asleep)
+    both = zip(found[: len(first)] * times, found[len(first) :], strict=True)
+    return [cosine_score(one, other, ()).outputs.score for one, other in both], usage(found)

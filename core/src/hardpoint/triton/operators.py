@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.backend import Device
     from hardpoint.interfaces.sampling import SamplingTables
 
-ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
+ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU, Activation.GELU)
 """By the numbers that the kernels know them by."""
 _ROTARY_HEADS = 16
 """Heads that one program rotates."""

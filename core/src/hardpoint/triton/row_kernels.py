@@ -93,7 +93,11 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
         steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         steep = gate
-    return gate / (1.0 + tl.exp(-steep)) * up
+    if ACTIVATION == 3:
+        result = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate)) * up
+    else:
+        result = gate / (1.0 + tl.exp(-steep)) * up
+    return result
 
 
 @triton.jit

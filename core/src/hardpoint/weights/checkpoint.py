@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.interfaces.blocks import BlockFormat
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CorruptWeights, ModelNotFound, UnsupportedArchitecture
 from hardpoint.weights.gguf_file import GGUFFile
@@ -29,7 +30,7 @@ SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_SINGLE = "model.safetensors"
 
 
-_SAFETENSORS_DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+SAFETENSORS_DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -40,6 +41,8 @@ _TORCH_DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 """Of safetensors' floating types: torch's names."""
+_WHOLE_DTYPES = {"I8": "int8", "U8": "uint8", "I16": "int16", "I32": "int32", "I64": "int64"}
+"""Of its whole numbers."""
 _GGUF_DTYPES = {0: DType.FLOAT32, 1: DType.FLOAT16, 30: DType.BFLOAT16}
 
 
@@ -72,6 +75,15 @@ class Checkpoint(ABC):
         for _, values in self.rows(name, expert, expert + 1):
             yield begin, values[0, begin:end]
 
+    def reads_parts(self, name: str) -> bool:
+        """Whether some rows of a tensor take no longer to read than their share of it."""
+        return False
+
+    def fill(self, name: str, begin: int, end: int, out: Tensor) -> None:
+        """Write the tensor's rows from `begin` to `end` into `out`, which has as many, converted to its dtype; see `rows`."""
+        for first, values in self.rows(name, begin, end):
+            out[first - begin : first - begin + len(values)].copy_(values)
+
     def dtype(self) -> DType | None:
         """Return the dtype that the weights are stored in, None where there is none to speak of."""
         return None
@@ -79,6 +91,17 @@ class Checkpoint(ABC):
     def stored(self, name: str) -> StoredTensor | None:
         """Return where a tensor's values lie in a file, None where they are not stored as `rows` gives them."""
         return None
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """Return the format of blocks that a tensor is stored in, None where it is stored otherwise."""
+        return None
+
+    def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield rows of a tensor that is stored in blocks as they are stored, uint8[rows, bytes of a row]; see `rows`.
+
+        Raises CorruptWeights for scales that are not finite.
+        """
+        raise NotImplementedError
 
     def read(self, name: str) -> Tensor:
         """Return one whole tensor."""
@@ -135,18 +158,44 @@ class SafetensorsCheckpoint(Checkpoint):
         for first, values in self._chunks(name, (0, entry.shape[1:]), wanted.start, wanted.stop):
             yield first, values if entry.shape else values[0]
 
+    def reads_parts(self, name: str) -> bool:
+        return True
+
     def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         rows, *row = self._entries[name].shape[1:]
         return self._chunks(name, (expert * rows, tuple(row)), begin, end)
 
+    def kind(self, name: str) -> str:
+        """Return a tensor's dtype, as safetensors names it."""
+        return self._entries[name].kind
+
+    def stored_values(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """Return rows of a tensor, in whatever dtype is stored, whole numbers included; raises CorruptWeights, UnsupportedArchitecture."""
+        import torch
+
+        shape = self._entries[name].shape
+        wanted = range(shape[0])[begin:end]
+        chunks = self._chunks(name, (0, shape[1:]), wanted.start, wanted.stop, _TORCH_DTYPES | _WHOLE_DTYPES)
+        parts = [values for _, values in chunks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _chunks(
-        self, name: str, rows: tuple[int, tuple[int, ...]], begin: int, end: int
+        self,
+        name: str,
+        rows: tuple[int, tuple[int, ...]],
+        begin: int,
+        end: int,
+        dtypes: Mapping[str, str] = _TORCH_DTYPES,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor cut into rows; `rows` says which of them counts as 0, and their shape. No rows are one empty chunk."""
+        """Yield a tensor cut into rows; `rows` says which of them counts as 0, and their shape. No rows are one empty chunk.
+
+        Args:
+            dtypes: torch's names of those that are read.
+        """
         import torch
 
         entry, (base, shape) = self._entries[name], rows
-        dtype = getattr(torch, _TORCH_DTYPES.get(entry.kind, ""), None)
+        dtype = getattr(torch, dtypes.get(entry.kind, ""), None)
         if dtype is None:
             raise UnsupportedArchitecture(
                 "the checkpoint is quantised in a format that Hardpoint does not read",
@@ -165,11 +214,11 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def dtype(self) -> DType | None:
         kinds = (entry.kind for entry in self._entries.values())
-        return next((_SAFETENSORS_DTYPES[kind] for kind in kinds if kind in _SAFETENSORS_DTYPES), None)
+        return next((SAFETENSORS_DTYPES[kind] for kind in kinds if kind in SAFETENSORS_DTYPES), None)
 
     def stored(self, name: str) -> StoredTensor | None:
         entry = self._entries[name]
-        dtype = _SAFETENSORS_DTYPES.get(entry.kind)
+        dtype = SAFETENSORS_DTYPES.get(entry.kind)
         return None if dtype is None else StoredTensor(entry.file.path, entry.offset, entry.size, dtype)
 
 
@@ -249,6 +298,22 @@ class GGUFCheckpoint(Checkpoint):
         stored = self._names[name]
         for first, values in self._file.rows(stored, self._order(stored), begin, end):
             yield first, values - 1 if self._is_offset(stored) else values
+
+    def reads_parts(self, name: str) -> bool:
+        return len(self._file.tensors[self._names[name]].shape) == 2
+
+    def fill(self, name: str, begin: int, end: int, out: Tensor) -> None:
+        stored = self._names[name]
+        if self._is_offset(stored) or not self._file.fill(stored, self._order(stored), begin, end, out):
+            super().fill(name, begin, end, out)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        tensor = self._file.tensors[self._names[name]]
+        return BlockFormat.of_type_id(tensor.type_id) if len(tensor.shape) == 2 else None
+
+    def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        stored = self._names[name]
+        return self._file.block_rows(stored, self._order(stored), begin, end)
 
     def dtype(self) -> DType | None:
         """Return F16 or BF16 where matrices are stored so, float32 where all is; block formats are bfloat16 here."""
@@ -361,6 +426,18 @@ class RenamedCheckpoint(Checkpoint):
     def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         return self._inner.expert_rows(self._names[name], expert, begin, end)
 
+    def reads_parts(self, name: str) -> bool:
+        return self._inner.reads_parts(self._names[name])
+
+    def fill(self, name: str, begin: int, end: int, out: Tensor) -> None:
+        self._inner.fill(self._names[name], begin, end, out)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        return self._inner.block_format(self._names[name])
+
+    def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        return self._inner.block_rows(self._names[name], begin, end)
+
     def stored(self, name: str) -> StoredTensor | None:
         return self._inner.stored(self._names[name])
 
@@ -391,6 +468,22 @@ class JoinedCheckpoint(Checkpoint):
     def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         part, inner = self._places[name]
         return part.expert_rows(inner, expert, begin, end)
+
+    def reads_parts(self, name: str) -> bool:
+        part, inner = self._places[name]
+        return part.reads_parts(inner)
+
+    def fill(self, name: str, begin: int, end: int, out: Tensor) -> None:
+        part, inner = self._places[name]
+        part.fill(inner, begin, end, out)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        part, inner = self._places[name]
+        return part.block_format(inner)
+
+    def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        part, inner = self._places[name]
+        return part.block_rows(inner, begin, end)
 
     def stored(self, name: str) -> StoredTensor | None:
         part, inner = self._places[name]

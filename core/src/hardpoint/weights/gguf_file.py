@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _F32, _F16, _BF16 = 0, 1, 30
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 17
 _MAX_DIMS = 4
 """ggml's GGML_MAX_DIMS."""
 _MAX_NESTING = 8
@@ -93,34 +93,19 @@ class GGUFFile:
 
         Raises CorruptWeights where the file has become shorter, UnsupportedArchitecture for a format that the `gguf` library does not read.
 
-        Chunks hold about a million elements, so that a conversion to another dtype never needs a second copy of the tensor.
+        Chunks are small against the caches of a processor, where a conversion to another dtype finds them.
         Block formats give float32, F16 and BF16 their own type.
 
         Args:
             order: called with the number of rows; returns the row of the file for each row wanted (an index array).
         """
-        import numpy as np
         import torch
 
         tensor = self.tensors[name]
         is_vector = len(tensor.shape) == 1
-        num_rows = 1 if is_vector else prod(tensor.shape[:-1])
-        row_bytes = tensor.nbytes // max(1, num_rows)
-        wanted = range(tensor.shape[0])[begin:end]
-        places = np.arange(num_rows) if order is None or is_vector else order(num_rows)
-        if not is_vector:
-            places = places[wanted.start : wanted.stop]
-        step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
-        for first in range(0, len(places), step):
-            chunk = places[first : first + step]
-            low, high = int(chunk.min()), int(chunk.max()) + 1  # rows change places only with near ones
-            raw = (
-                self._file.read(tensor.offset + low * row_bytes, (high - low) * row_bytes)
-                .numpy()
-                .reshape(-1, row_bytes)
-            )
+        for first, raw in self._raw_rows(name, None if is_vector else order, begin, end):
             try:
-                values = torch.from_numpy(_dequantize(raw if order is None else raw[chunk - low], tensor.type_id))
+                values = torch.from_numpy(_dequantize(raw, tensor.type_id))
             except NotImplementedError as error:
                 raise UnsupportedArchitecture(
                     f"{self.path} is quantised in a format that Hardpoint does not read",
@@ -129,7 +114,81 @@ class GGUFFile:
                 ) from error
             if tensor.type_id == _BF16:
                 values = values.view(torch.bfloat16)
-            yield wanted.start + first, values[0][begin:end] if is_vector else values
+            yield first, values[0][begin:end] if is_vector else values
+
+    def fill(self, name: str, order: Callable[[int], Any] | None, begin: int, end: int, out: Tensor) -> bool:
+        """Write the rows of a matrix from `begin` to `end` as native code can: those of `rows`, converted; False where it cannot.
+
+        Raises CorruptWeights where the file has become shorter, OSError.
+
+        Args:
+            order: see `rows`.
+            out: [end - begin, columns].
+        """
+        import torch
+
+        from hardpoint import _native
+
+        tensor = self.tensors[name]
+        can = out.device.type == "cpu" and out.is_contiguous() and out.dtype in (torch.float32, torch.bfloat16)
+        if not can or len(tensor.shape) != 2 or _native.gguf_block(tensor.type_id) is None:
+            return False
+        places = None if order is None else order(tensor.shape[0])
+        array = out.detach().view(torch.int16 if out.dtype is torch.bfloat16 else out.dtype).numpy()
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        file, kind = self._file, tensor.type_id
+        error = _native.read_gguf(file.number, tensor.offset, row_bytes, kind, places, begin, array)
+        file.check(error, tensor.offset + begin * row_bytes, (end - begin) * row_bytes)
+        return True
+
+    def block_rows(
+        self, name: str, order: Callable[[int], Any] | None = None, begin: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a matrix in blocks as they are stored, uint8; see `rows`.
+
+        Raises CorruptWeights for scales that are not finite.
+        """
+        import torch
+
+        from hardpoint import _native
+
+        for first, raw in self._raw_rows(name, order, begin, end):
+            if not _native.gguf_is_finite(self.tensors[name].type_id, raw):
+                raise CorruptWeights(
+                    f"{self.path} has scales that are not finite",
+                    found=f"NaN or infinity in tensor {name}",
+                    hint="Download or convert the file again",
+                )
+            yield first, torch.from_numpy(raw)
+
+    def _raw_rows(
+        self, name: str, order: Callable[[int], Any] | None, begin: int, end: int | None
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the bytes of rows as arrays uint8[rows, bytes of a row], contiguous; of a vector all of it as one row."""
+        import numpy as np
+
+        tensor = self.tensors[name]
+        is_vector = len(tensor.shape) == 1
+        num_rows = 1 if is_vector else prod(tensor.shape[:-1])
+        row_bytes = tensor.nbytes // max(1, num_rows)
+        wanted = range(tensor.shape[0])[begin:end]
+        places = None if order is None else order(num_rows)
+        rows = range(1) if is_vector else wanted
+        step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
+        for first in range(rows.start, rows.stop, step):
+            low, high = first, min(first + step, rows.stop)
+            if places is not None:
+                chunk = places[low:high]
+                low, high = int(chunk.min()), int(chunk.max()) + 1  # rows change places only with near ones
+            raw = (
+                self._file.read(tensor.offset + low * row_bytes, (high - low) * row_bytes)
+                .numpy()
+                .reshape(-1, row_bytes)
+            )
+            yield (
+                (wanted.start if is_vector else first),
+                raw if places is None else np.ascontiguousarray(raw[chunk - low]),
+            )
 
 
 def _dequantize(raw: Any, type_id: int) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.errors import CorruptWeights
@@ -23,8 +25,13 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 _READERS = 4
+_PIECE_ELEMENTS = 1 << 20
+"""Most of one read: few enough that they are still in a processor's cache when they are packed."""
+_TOGETHER = 64
+"""Rows of a piece are a multiple of this, so that no two pieces share a tile of a packed layout."""
 _PREFIXES = ("model.", "bert.", "roberta.")
 _LANGUAGE = "language_model."
+_IN_WHOLE = "model.language_model."
 _OLD_NORMS = {"gamma": "weight", "beta": "bias"}
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
@@ -48,13 +55,19 @@ def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, 
 def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return the name that a model's tensor has in whole models; others are returned as they are.
 
-    Bare models are saved without what stands before their tensors' names, language models beside other parts with more, and old
-    encoders call a norm's weight and bias gamma and beta.
+    Bare models are saved without what stands before their tensors' names, language models beside other parts with more (and those parts,
+    where transformers has them in memory), and old encoders call a norm's weight and bias gamma and beta.
     """
     stem, _, last = name.rpartition(".")
     if stem.endswith("LayerNorm") and last in _OLD_NORMS:
         name = f"{stem}.{_OLD_NORMS[last]}"
-    possible = (name, *(prefix + name for prefix in _PREFIXES), name.removeprefix(_LANGUAGE))
+    possible = (
+        name,
+        *(prefix + name for prefix in _PREFIXES),
+        name.removeprefix(_LANGUAGE),
+        name.replace(_IN_WHOLE, "model.", 1),
+        name.removeprefix("model."),
+    )
     found = (known for known in possible if known in shapes)
     return next(found, name)
 
@@ -129,69 +142,132 @@ class ModelWeights:
         return found
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a parameter that are read together.
+
+    Attributes:
+        shards: what they are made of, one below the other.
+        first_row: of the parameter.
+        ends: whether the parameter has no more.
+    """
+
+    name: str
+    shards: tuple[WeightShard, ...]
+    first_row: int
+    ends: bool
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(shard.num_rows * prod(shard.shape[1:]) for shard in self.shards)
+
+
 def load_weights(
     weights: ModelWeights,
     checkpoint: Checkpoint,
-    place: Callable[[str], Tensor],
-    finish: Callable[[str, Tensor], None],
+    place: Callable[[str, int], Tensor],
+    finish: Callable[[str, int, Tensor], None],
     progress: Progress | None = None,
     *,
+    divides: bool = False,
     only: Collection[str] | None = None,
     begin: Callable[[], None] | None = None,
 ) -> None:
     """Fill every parameter from the checkpoint; raises CorruptWeights, before anything is written if it can.
 
-    Weights are read by a few threads, since dequantisation and page faults leave the interpreter free, and finished in
-    order on the calling thread. At most a few weights are under way at a time.
+    Weights are read by as many threads as there are processors, since reading, dequantisation and page faults leave the interpreter free.
+    At most a few pieces are under way at a time, in about the order of the parameters.
 
     Args:
-        place: returns the tensor that a parameter is written into.
-        finish: called with each parameter's name and tensor once it is whole.
+        place: (parameter, rows): returns the tensor that so many rows of a parameter are written into.
+        finish: called with a parameter's name, its row and the tensor once it was written, by several threads at once.
         progress: called with (parameters done, parameters in all).
+        divides: whether rows of a parameter may come apart, several of them at once; otherwise each parameter is written as a whole.
         only: the parameters to fill; None for all.
         begin: called once the checkpoint's tensors were compared with the model's, before the first is written.
     """
     checkpoint = with_standard_names(checkpoint, weights.shapes)
     check_tensors(weights.shapes, checkpoint.shapes(), weights.optional, weights.unused)
     wanted = [name for name in weights.stored if only is None or name in only]
-    done, total = 0, len(wanted)
     if begin is not None:
         begin()
 
-    def fill(name: str) -> Tensor:
-        target, row, stored = place(name), 0, weights.stored[name]
-        for shard in stored.shards:
-            for first, values in checkpoint.rows(shard.name, shard.first_row, shard.end_row):
-                stored.write(target, row + first - shard.first_row, shard.of(values))
-            row += shard.num_rows
-        return target
+    def fill(pieces: list[_Piece]) -> int:
+        return sum(fill_one(piece) for piece in pieces)
 
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="hardpoint-load") as readers:
-        under_way: deque[tuple[str, Future[Tensor]]] = deque()
+    def fill_one(piece: _Piece) -> bool:
+        stored, target, row = weights.stored[piece.name], place(piece.name, piece.num_rows), 0
+        for shard in piece.shards:
+            span = shard.name, shard.first_row, shard.end_row
+            if stored.blocks is not None and checkpoint.block_format(shard.name) is stored.blocks:
+                for first, rows in checkpoint.block_rows(*span):
+                    stored.write(target, row + first - shard.first_row, shard.blocks_of(rows, stored.blocks))
+            elif stored.verbatim and shard.columns is None and target.shape[1:] == shard.shape[1:]:
+                checkpoint.fill(*span, target[row : row + shard.num_rows])
+            else:
+                for first, values in checkpoint.rows(*span):
+                    stored.write(target, row + first - shard.first_row, shard.of(values))
+            row += shard.num_rows
+        finish(piece.name, piece.first_row, target)
+        return piece.ends
+
+    pieces = (piece for name in wanted for piece in _pieces(name, weights.stored[name], checkpoint, divides))
+    readers = max(_READERS, min(os.cpu_count() or 1, 4 * _READERS))
+    with ThreadPoolExecutor(readers, thread_name_prefix="hardpoint-load") as pool:
+        under_way: deque[Future[int]] = deque()
+        done = 0
+
+        def await_oldest() -> None:
+            nonlocal done
+            for _ in range(under_way.popleft().result()):
+                done += 1
+                if progress is not None:
+                    progress(done, len(wanted))
+
         try:
-            for name in wanted:
-                under_way.append((name, readers.submit(fill, name)))
-                if len(under_way) > 2 * _READERS:
-                    done += _finish_oldest(under_way, finish, progress, done, total)
+            for together in _tasks(pieces):
+                under_way.append(pool.submit(fill, together))
+                if len(under_way) > 2 * readers:
+                    await_oldest()
             while under_way:
-                done += _finish_oldest(under_way, finish, progress, done, total)
+                await_oldest()
         finally:
-            for _, future in under_way:
+            for future in under_way:
                 future.cancel()
 
 
-def _finish_oldest(
-    under_way: deque[tuple[str, Future[Tensor]]],
-    finish: Callable[[str, Tensor], None],
-    progress: Progress | None,
-    done: int,
-    total: int,
-) -> int:
-    weight, future = under_way.popleft()
-    finish(weight, future.result())
-    if progress is not None:
-        progress(done + 1, total)
-    return 1
+def _tasks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield lists of pieces, each of about as many elements as the largest: what is small costs more to hand to a thread than to read."""
+    task: list[_Piece] = []
+    elements = 0
+    for piece in pieces:
+        task.append(piece)
+        elements += piece.num_elements
+        if elements > _PIECE_ELEMENTS // 2:
+            yield task
+            task, elements = [], 0
+    if task:
+        yield task
+
+
+def _pieces(name: str, stored: StoredWeight, checkpoint: Checkpoint, divides: bool) -> Iterator[_Piece]:
+    """Yield the pieces in which a parameter is read."""
+    whole = _Piece(name, stored.shards, 0, ends=True)
+    divisible = all(len(shard.shape) == 2 and checkpoint.reads_parts(shard.name) for shard in stored.shards)
+    if not divides or whole.num_elements <= _PIECE_ELEMENTS or not divisible:
+        yield whole
+        return
+    row = 0
+    for shard in stored.shards:
+        step = max(1, _PIECE_ELEMENTS // shard.shape[1] // _TOGETHER) * _TOGETHER
+        for first in range(shard.first_row, shard.end_row, step):
+            part = replace(shard, rows=(first, min(first + step, shard.end_row)))
+            yield _Piece(name, (part,), row, ends=row + part.num_rows == whole.num_rows)
+            row += part.num_rows
 
 
 def update_weights(

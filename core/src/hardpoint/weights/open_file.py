@@ -28,6 +28,11 @@ class OpenFile:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         finalize(self, os.close, self._file)
 
+    @property
+    def number(self) -> int:
+        """The file's descriptor, for native code to read by."""
+        return self._file
+
     def size(self) -> int:
         """Return its bytes now."""
         return os.fstat(self._file).st_size
@@ -48,10 +53,20 @@ class OpenFile:
         while left:
             count = os.preadv(self._file, [left], offset + size - len(left))
             if count == 0:
-                raise CorruptWeights(
-                    f"{self.path} is truncated",
-                    found=f"{self.size()} bytes, where bytes {offset} to {offset + size} are to be read",
-                    hint="Download or convert the file again",
-                )
+                raise self._truncated(offset, size)
             left = left[count:]
         return data
+
+    def check(self, error: int, offset: int, size: int) -> None:
+        """Raise what a native read of these bytes says: CorruptWeights for -1, where the file has fewer, OSError for an error's number."""
+        if error < 0:
+            raise self._truncated(offset, size)
+        if error > 0:
+            raise OSError(error, os.strerror(error), str(self.path))
+
+    def _truncated(self, offset: int, size: int) -> CorruptWeights:
+        return CorruptWeights(
+            f"{self.path} is truncated",
+            found=f"{self.size()} bytes, where bytes {offset} to {offset + size} are to be read",
+            hint="Download or convert the file again",
+        )

@@ -15,8 +15,12 @@ from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCa
 from hardpoint.interfaces.capabilities import AttentionFeature, AttentionRequest
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 from hardpoint.interfaces.kernels import KernelSet
+from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import ModelInfo, WorkerConfig, WorkerContext
+from hardpoint.layers import TORCH_OPERATORS
+from hardpoint.layers.adapters import AdapterSlots
 from hardpoint.models import Ranks, attention_layers, load_model, open_model
+from hardpoint.worker.adapters import AdapterMemory
 from hardpoint.worker.communicators import Communicators
 from hardpoint.worker.kv_groups import plan_groups
 from hardpoint.worker.ranks import join_ranks, place_of
@@ -36,6 +40,7 @@ class LoadedModel:
         fingerprint: of the source before its weights were read.
         groups: the KV cache groups of the rank's layers.
         communicators: of the groups that the rank is in; none on the host, where they take nothing of a device.
+        adapters: of the rank's layers; None where the model takes none.
     """
 
     model: RunnableModel
@@ -44,6 +49,7 @@ class LoadedModel:
     fingerprint: object
     groups: tuple[KVCacheGroup, ...]
     communicators: Communicators = field(default_factory=Communicators)
+    adapters: AdapterMemory | None = None
 
     @property
     def plan(self) -> AttentionPlan:
@@ -57,7 +63,7 @@ def load_rank(
     allocator: DeviceAllocator,
     attention: AttentionBackend,
     kernels: KernelSet | None,
-    steps_in_flight: int,
+    platform: Platform,
     groups: ExitStack,
 ) -> LoadedModel:
     """Load the model that a worker's configuration names.
@@ -65,14 +71,18 @@ def load_rank(
     What cannot be is refused before a weight is read and before other ranks are waited for.
 
     Args:
-        steps_in_flight: see `Platform`.
         groups: takes what leaves the groups that the rank joins.
 
     Raises:
         ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load` and `join_ranks`.
     """
     config, place = context.config, place_of(context.config)
-    source = open_model(config.model, load_format=config.load_format, trust_remote_code=config.trust_remote_code)
+    source = open_model(
+        config.model,
+        load_format=config.load_format,
+        trust_remote_code=config.trust_remote_code,
+        hf_overrides=config.hf_overrides,
+    )
     fingerprint = source.fingerprint()
     request = _request(config, source)
     kv_groups = plan_groups(attention, request, divides=config.kv_cache_groups)
@@ -89,6 +99,9 @@ def load_rank(
         if torch.device(context.device.torch_device).type != "cpu":
             joined_groups = [group for group in (ranks.tensor, ranks.pipeline) if group is not None]
             communicators = Communicators(joined_groups, lambda: allocator.memory_info().free)
+    slots = None
+    if config.max_loras:
+        slots = AdapterSlots(config.max_loras, config.max_lora_rank, kernels or TORCH_OPERATORS)
     with torch.no_grad(), kept_default_dtype():
         model = load_model(
             source,
@@ -100,13 +113,18 @@ def load_rank(
             torch_device=context.device.torch_device,
             load_format=config.load_format,
             max_num_tokens=config.max_num_batched_tokens,
-            max_num_samples=config.max_num_seqs,
+            max_num_samples=config.max_num_samples,
             max_context=request.max_context,
+            quantization=config.quantization,
             use_fused_decoder=config.use_fused_decoder,
             seed=config.seed,
             rank=place,
             ranks=ranks,
+            adapters=slots,
         )
+        adapters = None
+        if slots is not None:
+            adapters = AdapterMemory(model, slots, request.dtype, allocator, platform)
     info = ModelInfo(
         architecture=source.architecture,
         dtype=request.dtype,
@@ -119,13 +137,16 @@ def load_rank(
         is_generative=source.is_generative,
         kv_group_windows=tuple(group.window for group in kv_groups),
         # The ranks that embed a token are not all told which one the driver sampled before the engine tells them.
-        steps_in_flight=steps_in_flight if place.is_alone else 0,
+        steps_in_flight=platform.steps_in_flight if place.is_alone else 0,
         whole_prompts=request.bidirectional,
         pooling=source.pooling,
         num_labels=model.num_labels,
         state_bytes=slot_layout(model.state_layers())[1],
+        hidden_size=source.hidden_size,
+        embedding_kinds=model.embedding_kinds,
+        weight_formats=model.weight_formats,
     )
-    return LoadedModel(model, info, source, fingerprint, kv_groups, communicators)
+    return LoadedModel(model, info, source, fingerprint, kv_groups, communicators, adapters)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,11 @@ class Weights:
 
     def reload(self, model: str | None, *, trust_remote_code: bool) -> int:
         """Load the weights again from the source that was loaded last, or from `model`; see `Worker.reload_weights`."""
-        source = self._source.opener()() if model is None else open_model(model, trust_remote_code=trust_remote_code)
+        if model is None:
+            source = self._source.opener()()
+        else:
+            overrides = self._source.hf_overrides
+            source = open_model(model, trust_remote_code=trust_remote_code, hf_overrides=overrides)
         fingerprint = source.fingerprint()
         self._synchronize()
         written: set[str] = set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,9 +28,11 @@ from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import SampledTokens, Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
+from hardpoint.worker.given_embeddings import GivenEmbeddings
 from hardpoint.worker.kv_groups import in_chunks
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
+from hardpoint.worker.ranks import place_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,12 +99,14 @@ class ModelRunner:
         platform: Platform,
     ) -> None:
         """Begin without sequences, and capture nothing yet."""
-        self._model, self._groups = loaded.model, loaded.groups
+        self._model, self._groups, self._adapters = loaded.model, loaded.groups, loaded.adapters
         self._attention, self._capture, self._kv = attention, capture, kv
         self._sampler, self._platform = sampler, platform
         self._pooler, self._plain = Pooler(), PlainRows()
+        self._embeddings_given = GivenEmbeddings(loaded.model, platform, loaded.info.dtype.to_torch())
+        self._embeds = place_of(config).is_first
         self._is_driver = config.rank == config.driver_rank
-        self._scored_rows = min(_SCORED_ROWS, config.max_num_seqs)
+        self._scored_rows = min(_SCORED_ROWS, config.max_num_samples)
         self._max_tokens = config.max_num_batched_tokens
         self._graphs: DecodeGraphs | None = None
         self._graphed_cache: Tensor | None = None
@@ -115,13 +121,17 @@ class ModelRunner:
         if self._is_driver:
             self._sampler.announce(step.new_sequences)
         self._kv.move_blocks(batch)
+        embedded = self._embeddings_given.of_step(step) if self._embeds else None
         if batch.num_tokens == 0:
             return LaunchedStep(self._platform.record_event())
-        last = batch.query_start[batch.sample_rows + 1] - 1
+        last = batch.sampled_tokens()
         # A step that pools or scores wants all tokens' hidden states, and samples from some of them.
         wants_all = bool(step.pooling or step.scoring)
         rows = np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last
-        hidden = self.forward(batch, cache, rows, _token_types(step))
+        with nullcontext(False) if self._adapters is None else self._adapters.during(step) as is_adapted:
+            hidden = self.forward(
+                batch, cache, rows, _token_types(step), embedded, step.positions, is_adapted=is_adapted
+            )
         scores = self._scores(step, hidden)
         if not len(last):
             embeddings = self._alone(lambda: self._embeddings(step, hidden))
@@ -148,32 +158,41 @@ class ModelRunner:
         cache: Tensor,
         rows: Int32Array | None = None,
         token_types: Int64Array | None = None,
+        embedded: tuple[Tensor, Tensor] | None = None,
+        positions: Int64Array | None = None,
+        *,
+        is_adapted: bool = False,
     ) -> Tensor:
         """Run the model on one step and return hidden states; see `RunnableModel.run`.
 
         Args:
             cache: the whole KV cache.
-            rows: token indices, by default the last token of each sampled sequence.
+            rows: token indices, by default those that are sampled.
             token_types: int64[T], where some are not 0.
+            embedded: see `RunnableModel.run`.
+            positions: see `StepInput.positions`.
+            is_adapted: some tokens go through adapters, which captured graphs do without.
         """
         with torch.inference_mode():
             self._platform.check_computes()
             if rows is None:
-                rows = batch.query_start[batch.sample_rows + 1] - 1
+                rows = batch.sampled_tokens()
             early = self._tokens_in_flight(batch)
-            if self._graphs is not None and cache is self._graphed_cache and self._graphs.fits(batch):
-                hidden = self._graphs.replay(batch, early)
+            is_plain = embedded is None and positions is None and not is_adapted
+            graphs = self._graphs if cache is self._graphed_cache and is_plain else None
+            if graphs is not None and graphs.fits(batch):
+                hidden = graphs.replay(batch, early)
                 # Token `i` of such a step is that of sequence `i`.
                 if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
                     hidden = hidden.index_select(0, self._platform.upload(rows))
                 return hidden
             upload = self._platform.upload
             metadata = self._prepare(batch)
-            token_ids, positions = upload(batch.token_ids), upload(batch.positions)
+            token_ids, places = upload(batch.token_ids), upload(batch.positions if positions is None else positions)
             if early is not None:
                 token_ids.index_copy_(0, *early)
             types = None if token_types is None else upload(token_types)
-            return self._model.run(token_ids, positions, metadata, cache, upload(rows), types)
+            return self._model.run(token_ids, places, metadata, cache, upload(rows), types, embedded)
 
     def _prepare(self, batch: StepBatch) -> tuple[Any, ...]:
         """Return the step's metadata of each KV cache group, and of the states where the model has any."""
@@ -239,19 +258,53 @@ class ModelRunner:
         if not step.scoring or not len(hidden):
             return scores
         batch = step.batch
+        scored: dict[int, Tensor] = {}
+        by_count: defaultdict[int, list[int]] = defaultdict(list)
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
             asked = step.scoring.get(seq_id)
-            if asked is None:
-                continue
-            start, blocks = int(batch.query_start[row]) + asked.first, []
-            for at in range(0, len(asked.targets), self._scored_rows):
-                targets = asked.targets[at : at + self._scored_rows]
-                logits = self.logits(hidden[start + at : start + at + len(targets)])
+            if asked is not None:
+                start = int(batch.query_start[row]) + asked.first
+                scored[seq_id] = hidden[start : start + len(asked.targets)]
+                by_count[asked.count].append(seq_id)
+        for count, seq_ids in by_count.items():
+            together = self._scores_together(
+                [scored[one] for one in seq_ids], [step.scoring[one].targets for one in seq_ids], count
+            )
+            for place, seq_id in enumerate(seq_ids):
+                blocks = (
+                    self._blocks_of_scores(scored[seq_id], step.scoring[seq_id].targets, count)
+                    if together is None
+                    else [together[place]]
+                )
                 if self._is_driver:
-                    blocks.append(self._sampler.score(logits, targets, asked.count))
-            if self._is_driver:
-                scores[seq_id] = blocks
+                    scores[seq_id] = blocks
         return scores
+
+    @torch.inference_mode()
+    def _scores_together(
+        self, hidden: list[Tensor], targets: list[Int64Array], count: int
+    ) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+        """Return each sequence's scores, on their way to the host, computed in one call; None where the model cannot."""
+        found = self._model.logprobs(torch.cat(hidden), self._platform.upload(np.concatenate(targets)), count)
+        if found is None:
+            return None
+        lengths = [len(one) for one in targets]
+        ids, values, ranks = (torch.split(self._platform.download(part), lengths) for part in found)
+        return list(zip(ids, values, ranks, strict=True))
+
+    @torch.inference_mode()
+    def _blocks_of_scores(self, hidden: Tensor, targets: Int64Array, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        blocks: list[tuple[Tensor, Tensor, Tensor]] = []
+        rows = self._scored_rows
+        for at in range(0, len(targets), rows):
+            logits = self.logits(hidden[at : at + rows])
+            if self._is_driver:
+                blocks.append(self._sampler.score(logits, targets[at : at + rows], count))
+        return blocks
+
+    def forget_embeddings(self) -> None:
+        """Drop the embeddings of all sources."""
+        self._embeddings_given.clear()
 
     # Graphs
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import DeviceAllocator
-from hardpoint.interfaces.batch import StepBatch, in_groups
+from hardpoint.interfaces.batch import EmbeddingKind, StepBatch, in_groups
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
@@ -79,7 +79,12 @@ def largest_step(
     samples = info.is_generative and config.rank == config.driver_rank and cache.device.type != "cpu"
     compute = partial(_compute, runner, batch, cache)
     start = time.perf_counter()
-    growth = platform.peak_growth(partial(compute, sampler, config.max_num_seqs) if samples else compute, allocator)
+    growth = platform.peak_growth(partial(compute, sampler, config.max_num_samples) if samples else compute, allocator)
+    pictures = {name: platform.upload(array.numpy()) for name, array in loaded.model.largest_source().items()}
+    if pictures:
+        # Pictures are encoded before the step that has them.
+        encode = partial(loaded.model.encoded, EmbeddingKind.IMAGE, pictures)
+        growth = max(growth, platform.peak_growth(encode, allocator))
     # A first run compiles, or reads all weights from where loading left them: for the time of a short one that is half of it.
     if platform.compiles or samples or batch.num_tokens <= _TIMED_TOKENS:
         start = time.perf_counter()
@@ -88,7 +93,7 @@ def largest_step(
     seconds = time.perf_counter() - start
     graphs = capture.estimate_bytes(cache, used)
     del cache, compute
-    unsampled = config.max_num_seqs - len(batch.sample_rows) if place_of(config).is_last and not samples else 0
+    unsampled = config.max_num_samples - len(batch.sample_rows) if place_of(config).is_last and not samples else 0
     return StepCost(
         growth + logits_bytes(unsampled, info.vocab_size),
         graphs,

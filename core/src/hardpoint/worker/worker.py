@@ -21,6 +21,7 @@ from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, W
 from hardpoint.models import TokenizerBackend
 from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.sampler import Sampler
+from hardpoint.worker.adapters import AdapterMemory
 from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
@@ -29,6 +30,7 @@ from hardpoint.worker.model_runner import LaunchedStep, ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
 from hardpoint.worker.state_memory import StateMemory
+from hardpoint.worker.trace import Trace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +81,7 @@ class StandardWorker(Worker):
         self._device = context.device
         self._groups = ExitStack()
         self._transactions = Transactions()
+        self._trace = Trace(context.config.rank)
         self._rank: _Started | None = None
         self._model: _Loaded | None = None
 
@@ -121,7 +124,7 @@ class StandardWorker(Worker):
             allocator=allocator,
             attention=attention,
             kernels=rank.kernels,
-            steps_in_flight=platform.steps_in_flight,
+            platform=platform,
             groups=self._groups,
         )
         platform.synchronize()
@@ -183,7 +186,7 @@ class StandardWorker(Worker):
                 "the driver of %s is simulated: the largest step is not run, and counts as its logits alone",
                 self._device.name,
             )
-            return StepCost(growth=logits_bytes(self._config.max_num_seqs, model.model.info.vocab_size))
+            return StepCost(growth=logits_bytes(self._config.max_num_samples, model.model.info.vocab_size))
         return largest_step(
             self._config,
             model.model,
@@ -253,6 +256,7 @@ class StandardWorker(Worker):
         """
         sleep = self._loaded.sleep
         self._transactions.take(transaction)
+        self._loaded.runner.forget_embeddings()
         self._transactions.open = sleep.prepare(change)
 
     def commit(self, transaction: int) -> MemoryReport:
@@ -278,6 +282,7 @@ class StandardWorker(Worker):
         self._transactions.check_none("write weights")
         self._loaded.sleep.check_weights_awake()
         held = self._loaded.weights
+        self._loaded.runner.forget_embeddings()
         match write:
             case WeightWrite.UPDATE:
                 return held.update(weights)
@@ -287,6 +292,25 @@ class StandardWorker(Worker):
                 held.declare_valid()
                 return 0
 
+    def load_adapter(self, number: int, path: str) -> None:
+        """Read an adapter and keep it on the host; raises InvalidAdapter, CapabilityRefused."""
+        self._adapters.load(number, path)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forget an adapter; raises CapabilityRefused."""
+        self._adapters.unload(number)
+
+    @property
+    def _adapters(self) -> AdapterMemory:
+        adapters = self._loaded.model.adapters
+        if adapters is None:
+            raise CapabilityRefused(
+                "the model takes no adapters",
+                ["it was loaded without them"],
+                hint="Make the engine with enable_lora=True",
+            )
+        return adapters
+
     def status(self) -> WorkerStatus:
         """Return this rank's account of its memory and weights."""
         memory = self._started.allocator.stats()
@@ -295,10 +319,21 @@ class StandardWorker(Worker):
         self._model.sleep.forget_asleep()
         return WorkerStatus(memory, self._model.weights.ledger.missing)
 
+    def start_trace(self, folder: str) -> None:
+        """Record what the host and the device do; raises InvalidRequest."""
+        self._started.platform.synchronize()
+        self._trace.start(folder)
+
+    def stop_trace(self) -> str:
+        """Write what was recorded to a file of Chrome's trace format, and return its path; raises InvalidRequest."""
+        self._started.platform.synchronize()
+        return self._trace.stop()
+
     # End
 
     def shutdown(self) -> None:
         """Give everything back, after rolling back what is open; callable in any state, and idempotent."""
+        self._trace.abandon()
         self._transactions.abandon()
         if self._model is not None:
             if self._model.in_flight and self._rank is not None:

@@ -5,7 +5,18 @@ Memory itself is slept and woken by the workers' allocators; requests and their 
 
 from hardpoint.engine.sleep.life_cycle import LifeCycle
 from hardpoint.engine.sleep.participants import SleepParticipant
-from hardpoint.engine.sleep.report import EngineState, SleepReport, SleepStatus, SleepTotals, TagMemory, WakeReport
+from hardpoint.engine.sleep.report import (
+    EngineState,
+    SleepReport,
+    SleepStatus,
+    SleepTotals,
+    TagMemory,
+    WakeReport,
+    slept_over_engines,
+    status_over_engines,
+    totals_over_engines,
+    woken_over_engines,
+)
 from hardpoint.engine.sleep.request import KVChoice, SleepMode, SleepRequest, Tags
 
 __all__ = [
@@ -21,4 +32,8 @@ __all__ = [
     "TagMemory",
     "Tags",
     "WakeReport",
+    "slept_over_engines",
+    "status_over_engines",
+    "totals_over_engines",
+    "woken_over_engines",
 ]

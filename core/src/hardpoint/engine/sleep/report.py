@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hardpoint.interfaces.allocator import MemoryReport
 from hardpoint.interfaces.capabilities import SleepTier
@@ -180,6 +180,84 @@ def over_ranks(reports: Sequence[MemoryReport]) -> MemoryReport | None:
         direct_io=all(report.direct_io for report in reports),
         still_asleep=frozenset().union(*(report.still_asleep for report in reports)),
     )
+
+
+def slept_over_engines(reports: Sequence[SleepReport]) -> SleepReport:
+    """Return one report for engines that slept together: bytes and requests add up, the slowest one's time counts."""
+    return replace(
+        reports[0],
+        **_over_engines(reports),
+        dropped=frozenset().union(*(report.dropped for report in reports)),
+        residual=_combined([report.residual for report in reports], sum),
+        aborted=sum(report.aborted for report in reports),
+        kept=sum(report.kept for report in reports),
+    )
+
+
+def woken_over_engines(reports: Sequence[WakeReport]) -> WakeReport:
+    """Return one report for engines that woke together: bytes add up, the slowest one's time counts."""
+    return replace(reports[0], **_over_engines(reports), state=_foremost(report.state for report in reports))
+
+
+def _over_engines(reports: Sequence[SleepReport] | Sequence[WakeReport]) -> dict[str, Any]:
+    by_engine = [report.memory for report in reports if report.memory is not None]
+    return {
+        "changed": any(report.changed for report in reports),
+        "tags": frozenset().union(*(report.tags for report in reports)),
+        "asleep": frozenset().union(*(report.asleep for report in reports)),
+        "weights_valid": all(report.weights_valid for report in reports),
+        "seconds": max(report.seconds for report in reports),
+        "memory": over_ranks(by_engine),
+        "ranks": tuple(rank for report in reports for rank in report.ranks) or tuple(by_engine),
+    }
+
+
+def status_over_engines(statuses: Sequence[SleepStatus]) -> SleepStatus:
+    """Return one status for engines that serve together: they stand where the one farthest from running does."""
+    tags = {tag for status in statuses for tag in status.memory}
+    parts = {tag: [status.memory[tag] for status in statuses if tag in status.memory] for tag in sorted(tags)}
+    return SleepStatus(
+        state=_foremost(status.state for status in statuses),
+        level=max((status.level for status in statuses if status.level is not None), default=None),
+        asleep=frozenset().union(*(status.asleep for status in statuses)),
+        weights_valid=all(status.weights_valid for status in statuses),
+        missing_weights=max(status.missing_weights for status in statuses),
+        waiting_for=tuple(dict.fromkeys(name for status in statuses for name in status.waiting_for)),
+        failure=next((status.failure for status in statuses if status.failure is not None), None),
+        memory={
+            tag: TagMemory(
+                sum(one.allocated for one in some),
+                sum(one.mapped for one in some),
+                _combined([one.copies for one in some], sum),
+            )
+            for tag, some in parts.items()
+        },
+    )
+
+
+def totals_over_engines(totals: Sequence[SleepTotals]) -> SleepTotals:
+    """Return the counters of engines that slept together: bytes add up, times and numbers are of the one with the most."""
+    return SleepTotals(
+        **{
+            one.name: (sum if one.name.endswith("_bytes") else max)(getattr(part, one.name) for part in totals)
+            for one in fields(SleepTotals)
+        }
+    )
+
+
+_BY_DISTANCE = (
+    EngineState.FAILED,
+    EngineState.WAKING,
+    EngineState.SLEEPING,
+    EngineState.DRAINING,
+    EngineState.WEIGHTS_MISSING,
+    EngineState.RUNNING,
+)
+"""From the one farthest from running."""
+
+
+def _foremost(states: Iterable[EngineState]) -> EngineState:
+    return min(states, key=_BY_DISTANCE.index)
 
 
 def _combined(parts: Sequence[Mapping[K, N]], combine: Callable[[Iterable[N]], N]) -> dict[K, N]:

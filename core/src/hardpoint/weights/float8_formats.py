@@ -1,0 +1,193 @@
+"""Safetensors checkpoints whose matrices are 8-bit floating numbers with scales: `fp8` (DeepSeek, Qwen3, FBGEMM) and compressed-tensors.
+
+An element is `number * scale` in all of them, and they differ in what shares a scale (transformers' `finegrained_fp8` and `fbgemm_fp8`
+integrations, vLLM's `Fp8Config`, compressed-tensors' `float_quantized` and `naive_quantized` compressors):
+
+- `weight_scale_inv` [rows / a, columns / b], rounded up: one for each block of a x b elements (`weight_block_size`); it is a factor.
+- `weight_scale` of one element, or [rows] or [rows, 1]: one for the matrix, or for each row.
+- compressed-tensors with the strategy "block": `weight_scale` [rows / a, columns / b].
+
+Matrices are expanded, and activations stay as they are: scales of activations (`input_scale`) have no use here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.interfaces.blocks import BlockFormat
+from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
+from hardpoint.weights.checkpoint import SAFETENSORS_DTYPES, Checkpoint, SafetensorsCheckpoint, StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.dtypes import DType
+
+_KINDS = ("F8_E4M3", "F8_E5M2")
+_SCALES = ("weight_scale_inv", "weight_scale")
+_UNUSED = ("input_scale", "activation_scale", "input_scale_ub")
+
+
+@dataclass(frozen=True)
+class Float8Format:
+    """What a `quantization_config` says of a checkpoint's matrices.
+
+    Attributes:
+        block: (rows, columns) of a matrix that share a scale; None where a whole matrix has one, or each of its rows.
+    """
+
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str) -> Float8Format | None:
+        """Return the format of a `quantization_config`, None where its numbers are not of 8 floating bits.
+
+        Raises:
+            UnsupportedArchitecture: they are, in a way that is not read.
+        """
+        method = config.get("quant_method")
+        if method == "fp8":
+            return cls(_block(config.get("weight_block_size"), where))
+        if method == "fbgemm_fp8":
+            return cls()
+        if method != "compressed-tensors":
+            return None
+        groups = config.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, Mapping) else []
+        weights: list[Any] = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+        if not weights or not all(isinstance(one, Mapping) and one.get("type") == "float" for one in weights):
+            return None
+        found = {(one.get("num_bits"), one.get("strategy"), str(one.get("block_structure"))) for one in weights}
+        if len(found) > 1:
+            raise _refused(where, f"compressed-tensors: {len(found)} unlike groups of layers")
+        (bits, strategy, _), one = found.pop(), weights[0]
+        if bits != 8:
+            raise _refused(where, f"compressed-tensors: floating numbers of {_shown_bits(bits)} bits")
+        if strategy not in ("tensor", "channel", "block"):
+            raise _refused(where, f"compressed-tensors: strategy {strategy!r}")
+        if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            raise _refused(where, "sparse weights")
+        return cls(_block(one.get("block_structure") or [128, 128], where) if strategy == "block" else None)
+
+    def open(self, inner: SafetensorsCheckpoint) -> Checkpoint:
+        """Return a checkpoint as one of the matrices that it means; raises CorruptWeights."""
+        return Float8Checkpoint(inner, self)
+
+
+def _shown_bits(bits: object) -> str:
+    return str(bits) if type(bits) is int else "no number of"
+
+
+def _block(given: object, where: str) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    sizes = list(given) if isinstance(given, list | tuple) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise _refused(where, f"blocks of {given!r}")
+    return sizes[0], sizes[1]
+
+
+def _refused(where: str, found: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(
+        f"{where} is quantised in a format that Hardpoint does not read",
+        found=found,
+        hint="Of 8-bit floating numbers fp8 with a scale for a matrix, a row or a block is read, and compressed-tensors' "
+        "float-quantized. Use such a checkpoint, the unquantised one, or a GGUF file",
+    )
+
+
+class Float8Checkpoint(Checkpoint):
+    """A checkpoint with matrices of 8-bit floating numbers, as one of matrices expanded to float32."""
+
+    def __init__(self, inner: SafetensorsCheckpoint, format: Float8Format) -> None:
+        """Raises CorruptWeights for matrices without their scales, or with such of other shapes."""
+        self._inner, self._format = inner, format
+        found = dict(inner.shapes())
+        self._scales = {
+            name: self._scale_of(name, shape, found) for name, shape in found.items() if inner.kind(name) in _KINDS
+        }
+        if not self._scales:
+            raise CorruptWeights(
+                "the configuration says that weights are 8-bit floating numbers, and none are",
+                found=f"no tensor of {' or '.join(_KINDS)}",
+                hint="Check that config.json and the weights belong to the same model",
+            )
+        stems = {name.removesuffix("weight") for name in self._scales}
+        hidden = {stem + part for stem in stems for part in (*_SCALES, *_UNUSED)}
+        self._shapes = {name: shape for name, shape in found.items() if name not in hidden}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        if name not in self._scales:
+            yield from self._inner.rows(name, begin, end)
+            return
+        import torch
+
+        rows, columns = self._shapes[name]
+        scales = self._read_scales(name)
+        high, wide = -(-rows // len(scales)), -(-columns // scales.shape[1])
+        if self._format.block is not None:
+            high, wide = self._format.block
+        for first, numbers in self._inner.rows(name, begin, end):
+            of_rows = scales[torch.arange(first, first + len(numbers)) // high]
+            values = numbers.float()
+            if scales.shape[1] > 1:
+                of_rows = of_rows.repeat_interleave(wide, dim=1)[:, :columns]
+            yield first, values.mul_(of_rows)
+
+    def reads_parts(self, name: str) -> bool:
+        return self._inner.reads_parts(name)
+
+    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        return self._inner.expert_rows(name, expert, begin, end)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        return None
+
+    def dtype(self) -> DType | None:
+        """Return the dtype of the first tensor that is no matrix of 8 bits, and no scale."""
+        kinds = (self._inner.kind(name) for name in self._shapes if name not in self._scales)
+        return next((SAFETENSORS_DTYPES[kind] for kind in kinds if kind in SAFETENSORS_DTYPES), None)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        return None if name in self._scales else self._inner.stored(name)
+
+    def _scale_of(self, name: str, shape: tuple[int, ...], found: Mapping[str, tuple[int, ...]]) -> str:
+        """Return the name of a matrix's scales, which are there in a shape that the format says."""
+        stem = name.removesuffix("weight")
+        scale = next((stem + part for part in _SCALES if stem + part in found), None)
+        if len(shape) != 2 or stem == name:
+            raise _corrupt(name, f"8-bit floating numbers of shape {list(shape)}, which no scale belongs to")
+        if scale is None:
+            raise _corrupt(stem + _SCALES[self._format.block is None], "there is none")
+        rows, columns = shape
+        wanted: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (rows,), (rows, 1))
+        if self._format.block is not None:
+            high, wide = self._format.block
+            wanted = ((-(-rows // high), -(-columns // wide)),)
+        if found[scale] not in wanted:
+            what = "one, or one for each row" if self._format.block is None else f"{list(wanted[0])}"
+            raise _corrupt(scale, f"{list(found[scale])}, not {what}, for a matrix of {list(shape)}")
+        return scale
+
+    def _read_scales(self, name: str) -> Tensor:
+        """Return float32[1 or rows or rows of blocks, 1 or columns of blocks]."""
+        scale = self._scales[name]
+        values = self._inner.read(scale)
+        if not values.is_floating_point() or not bool(values.float().isfinite().all()):
+            raise _corrupt(scale, "values that are not finite numbers")
+        if self._format.block is not None:
+            return values.float()
+        return values.float().reshape(-1, 1)
+
+
+def _corrupt(name: str, found: str) -> CorruptWeights:
+    return CorruptWeights(
+        f"tensor {name} is not what the matrix of 8-bit floating numbers needs",
+        found=found,
+        hint="Check that config.json and the weights belong to the same model",
+    )
