@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hardpoint_conformance.report import canonical, collect
+from tests.fork_servers import shared_fork_servers
 
 
 @pytest.fixture(scope="session")
@@ -28,4 +29,11 @@ def collect_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hardpoint_conformance.report.collect", cached)
         patch.setattr("hardpoint_conformance.runner.collect", cached)
+        yield
+
+
+@pytest.fixture(scope="session")
+def one_fork_server() -> Iterator[None]:
+    """Have all runs in this process share their servers."""
+    with shared_fork_servers():
         yield

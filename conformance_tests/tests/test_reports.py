@@ -26,7 +26,7 @@ from hardpoint_conformance.waivers import apply_waivers, read_waivers
 
 Report = dict[str, Any]
 
-pytestmark = pytest.mark.usefixtures("collect_once")
+pytestmark = pytest.mark.usefixtures("collect_once", "one_fork_server")
 
 
 def call(*arguments: object) -> tuple[int, str]:
@@ -96,7 +96,10 @@ EDITS_WITH_DIGEST: dict[str, tuple[Callable[[Report], None], str]] = {
     ),
     "test-twice": (lambda r: r["results"].append(r["results"][0]), "two results"),
     "test-of-less": (lambda r: r["results"][0].update(level=1), "another level"),
-    "capability-added": (lambda r: r["claims"]["attention"]["features"].append("fp8_kv_scales"), "their hash differs"),
+    "capability-added": (
+        lambda r: r["claims"]["attention"]["kv_dtypes"]["float32"].append("int8"),
+        "their hash differs",
+    ),
     "capability-removed": (lambda r: r["claims"]["attention"].update(dtypes=[], kv_dtypes={}), "other needs"),
     "capability-unknown": (lambda r: r["claims"]["attention"]["features"].append("telepathy"), "cannot be"),
     "limit": (lambda r: r["claims"]["attention"].update(max_context=7), "their hash differs"),

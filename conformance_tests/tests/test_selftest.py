@@ -41,7 +41,7 @@ def run(tmp_path: Path, *names: str) -> tuple[subprocess.CompletedProcess[str], 
         capture_output=True,
         text=True,
         env=os.environ | {"TMPDIR": str(temporary), "CI": "true"},
-        timeout=100,
+        timeout=240,
         check=False,
     )
     report = tmp_path / "report" / "selftest.json"

@@ -45,18 +45,23 @@ def hardpoint_backend():
 
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
-pytestmark = pytest.mark.usefixtures("collect_once")
+pytestmark = pytest.mark.usefixtures("collect_once", "one_fork_server")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the backend is installed, anew for each test."""
+    return tmp_path_factory.mktemp("site")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Install a backend made from the CPU's with faults, and run the suite against it: (exit status, report, output).
 
     The command runs in this process, in which nothing of a backend ever does: what ends the process ends the tests.
     """
 
     def install_and_run(*options: str, **faults: str) -> tuple[int, dict[str, Any], str]:
-        site = tmp_path / "site"
         info = site / "terrible-1.0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terrible\nVersion: 1.0\n")
@@ -65,6 +70,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         (site / "terrible.py").write_text(HOOK.format(before=faults.get("before", ""), **parts))
         monkeypatch.syspath_prepend(site)
         monkeypatch.setenv("PYTHONPATH", str(site))
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the file may change twice in a second
         command = ["run", "--backend", "terrible", "--report", str(tmp_path / "out"), *(options or ("--level", "L0"))]
         ended = CliRunner().invoke(app, command)
         file = tmp_path / "out" / "report.json"
@@ -143,7 +149,7 @@ def test_crash_and_hang_are_results_and_the_tests_after_are_run(run: Run, fault:
         told = message.partition("\n\n")[0].splitlines()
         assert [line.partition(": ")[0] for line in told] == ["expected", "got", "raised in", "likely cause"]
         assert told[1] == "got: ValueError: no attention"
-        assert "site/terrible.py:" in told[2]
+        assert "/terrible.py:" in told[2]
         assert all(line in output for line in told[:2])
         assert "rule: The descriptor's contract versions include the core's" in output
     reproduction = "hardpoint conformance run --backend terrible --clause pack.contract.complete@1 --seed 0"

@@ -382,7 +382,7 @@ def test_ranks_replay_together(model: Model, eager: list[list[int]]) -> None:
             assert serve(bench, model) == eager
         finally:
             calls.put(None)
-            followed.result(60)
+            followed.result(240)
             driver.shutdown()
             other.shutdown()
     assert Recorder.replays.count(4) >= 2

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from hardpoint_conformance.cli import app
+from tests.fork_servers import shared_fork_servers
 
 ROOT = Path(__file__).parents[3]
 GRAPHS = (
@@ -37,33 +39,34 @@ pytestmark = pytest.mark.timeout(600)
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Install the backend over reference operators and run the suite against it: (exit status, report, output)."""
-    info = tmp_path / "site" / "ascend_reference-1.0.dist-info"
-    info.mkdir(parents=True)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the backend over reference operators is installed; the runs have their processes from one server."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "ascend_reference-1.0.dist-info"
+    info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ascend-reference\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[hardpoint.backends]\nascend_reference = backends.ascend.tests.reference_backend\n"
     )
+    with shared_fork_servers():
+        yield site
+
+
+@pytest.fixture
+def run(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the suite against the backend: (exit status, report, output). Nothing of a backend runs in this process."""
 
     def run_suite(*options: str, **environment: str) -> tuple[int, dict[str, Any], str]:
-        command = [sys.executable, "-m", "hardpoint_conformance.cli", "run", "--backend", "ascend_reference"]
-        ended = subprocess.run(
-            [*command, "--report", str(tmp_path / "out"), *options],
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(info.parent), str(ROOT)]),
-                "OMP_NUM_THREADS": "1",
-                **environment,
-            },
-        )
+        monkeypatch.syspath_prepend(site)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        command = ["run", "--backend", "ascend_reference", "--report", str(tmp_path / "out"), *options]
+        ended = CliRunner().invoke(app, command)
         file = tmp_path / "out" / "report.json"
-        return ended.returncode, json.loads(file.read_text()) if file.exists() else {}, ended.stdout + ended.stderr
+        return ended.exit_code, json.loads(file.read_text()) if file.exists() else {}, ended.output
 
     return run_suite
 

@@ -59,8 +59,8 @@ class AscendKernels(KernelSet):
             gated: Tensor = self._swiglu(x.contiguous(), -1)
             return gated
         gate, up = x.chunk(2, dim=-1)
-        if activation is Activation.GELU_TANH:
-            return functional.gelu(gate, approximate="tanh") * up
+        if activation in (Activation.GELU, Activation.GELU_TANH):
+            return functional.gelu(gate, approximate="none" if activation is Activation.GELU else "tanh") * up
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 

@@ -305,6 +305,26 @@ def soft_cap_after_mask(base: Any) -> Methods:
     return plain(Kernel)
 
 
+@fault("A layer's scales of the cache are accepted and ignored.", "attn.kv.scales@1")
+def cache_scales_ignored(base: Any) -> Methods:
+    return other_layers(base, lambda layer: replace(layer, k_scale=1.0, v_scale=1.0))
+
+
+@fault("The scale of the cache's keys is applied to its values, and the other way round.", "attn.kv.scales@1")
+def cache_scales_swapped(base: Any) -> Methods:
+    return other_layers(base, lambda layer: replace(layer, k_scale=layer.v_scale, v_scale=layer.k_scale))
+
+
+@fault("Numbers of a cache in float8_e4m3fn are read as those of float8_e5m2.", "attn.kv.narrow@1", "attn.kv.scales@1")
+def narrow_cache_in_another_format(base: Any) -> Methods:
+    def change(inputs: dict[str, Any]) -> None:
+        cache = inputs["kv_cache"]
+        if cache.dtype is torch.float8_e4m3fn:
+            inputs["kv_cache"] = cache.view(torch.float8_e5m2).float().to(cache.dtype)
+
+    return other_inputs(base, change)
+
+
 @fault("Attention sinks are accepted and ignored.", "attn.sinks.value@1", "attn.sinks.range@1")
 def sinks_ignored(base: Any) -> Methods:
     def change(inputs: dict[str, Any]) -> None:
@@ -701,7 +721,7 @@ def keys_and_values_swapped(base: Any) -> Methods:
     return {"write_kv": write_kv}
 
 
-@fault("Keys and values lose their last bits when they are written.", "attn.kv.write@1")
+@fault("Keys and values lose their last bits when they are written.", "attn.kv.write@1", "attn.kv.narrow@1")
 def written_rounded(base: Any) -> Methods:
     def write_kv(self: Any, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
         k, v = (x.to(torch.float8_e5m2).to(x.dtype) for x in (k, v))

@@ -91,7 +91,7 @@ class PlainAttention:
         return torch.einsum("hqk,khd->qhd", weights, values)
 
     def write(self, step: PlainStep, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write a step's keys and values to their slots."""
+        """Write a step's keys and values, in the cache's units, to their slots."""
         size = step.plan.block_size
         for token, wanted in enumerate(step.slots):
             slot = self.slot(wanted, size)
@@ -140,7 +140,8 @@ class PlainAttention:
             if count == 0:
                 continue
             length = self.context(step, index)
-            k, v = (self.gather(pages, step, index, length)[:, heads] for pages in (keys, values))
+            k = layer.k_scale * self.gather(keys, step, index, length)[:, heads]
+            v = layer.v_scale * self.gather(values, step, index, length)[:, heads]
             # A weight of zero times NaN would be NaN.
             v[: self.freed(step, layer, total - count)] = 0
             distance = torch.arange(len(k)) - torch.arange(total - count, total)[:, None]
@@ -159,6 +160,9 @@ def plain(kernel: Callable[[], PlainAttention]) -> Methods:
         return PlainStep.of(plan, batch)
 
     def write_kv(self: Any, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: PlainStep) -> None:
+        numbers = metadata.plan.request.layers[layer]
+        if (numbers.k_scale, numbers.v_scale) != (1.0, 1.0):
+            k, v = k.float() / numbers.k_scale, v.float() / numbers.v_scale
         made.write(metadata, k, v, *_pages(kv_cache, metadata))
 
     def forward(

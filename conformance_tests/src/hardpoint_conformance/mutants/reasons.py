@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 _INSTALLED = "it is about what is installed, in a process of its own; a mutant is put together in the suite's process"
 _CORE_ALONE = "its calls fail between the driver and the core's own engine: only a fault of the core could make it fail"
-_NARROW_CACHE = "the CPU claims no cache of a narrower dtype; backends that do are tested by it"
 _DEMO = "it needs the demo model, and asks of that what other clauses of tokens ask of small models"
 
 WITHOUT_A_MUTANT: Mapping[str, str] = {
@@ -21,8 +20,6 @@ WITHOUT_A_MUTANT: Mapping[str, str] = {
     "alloc.fault.any-call@1": _CORE_ALONE,
     "alloc.fault.open@1": _CORE_ALONE,
     "alloc.fault.pinning@1": _CORE_ALONE,
-    "attn.kv.narrow@1": _NARROW_CACHE,
-    "attn.kv.scales@1": _NARROW_CACHE,
     "attn.buffers.reused@1": "the CPU has finished when `forward` returns: nothing reads the batch's arrays later",
     "tokens.demo.oracle@1": _DEMO,
     "tokens.demo.sleep@1": _DEMO,

@@ -311,6 +311,11 @@ def embeddings_alike(base: Any) -> Methods:
     return stepping(execute)
 
 
+@fault("Embeddings that are given for tokens are passed over.", "worker.execute.embedded@1")
+def given_embeddings_ignored(base: Any) -> Methods:
+    return other_step(base, lambda step: replace(step, embedded=()))
+
+
 @fault("A step without tokens fails.", "worker.execute.empty@1")
 def empty_step_fails(base: Any) -> Methods:
     def execute(self: Any, step: StepInput) -> StepOutput:

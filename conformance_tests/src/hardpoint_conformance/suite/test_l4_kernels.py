@@ -12,6 +12,9 @@ import torch
 
 from hardpoint.interfaces import (
     Activation,
+    AdapterRows,
+    AdapterWeights,
+    BlockFormat,
     DType,
     ExpertsProgram,
     ExpertsRequest,
@@ -23,6 +26,8 @@ from hardpoint.interfaces import (
 )
 from hardpoint.sampling import reference
 from hardpoint.sampling.sampler import Sampler
+from hardpoint_conformance.batches import same_bits
+from hardpoint_conformance.block_weights import BlockMatrix, block_matrix
 from hardpoint_conformance.clauses import clause
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.target import Target
@@ -138,6 +143,84 @@ def test_a_linear_layer_of_the_kernel_sets(target: Target, rng: np.random.Genera
             assert ratio <= 1, f"the error is {ratio:.3g} times its bound"
 
 
+def _blocks(
+    target: Target, rng: np.random.Generator, format: BlockFormat, rows: int = 37, blocks: int = 3
+) -> tuple[LinearProgram, BlockMatrix, torch.Tensor] | None:
+    """Return a program over a weight in blocks, the weight, and it as the program stores it; None where the kernel set has none."""
+    kernels = _kernels(target)
+    if kernels is None or format not in kernels.block_formats():
+        return None
+    columns = blocks * max(format.elements, 64)
+    program = kernels.plan_linear(LinearRequest(rows, columns, usual_dtype(target.claims), format))
+    if not isinstance(program, LinearProgram):
+        return None
+    matrix = block_matrix(format, rows, columns, rng)
+    stored = torch.zeros(program.weight_shape(), dtype=torch.uint8, device=target.device.torch_device)
+    for first, last in ((17, rows), (0, 17)):
+        program.write(stored, first, matrix.raw[first:last].to(target.device.torch_device))
+    return program, matrix, stored
+
+
+@pytest.mark.parametrize("format", list(BlockFormat))
+@clause("kernels.blocks.product@1", Level.WORKER)
+def test_products_with_weights_in_blocks(target: Target, rng: np.random.Generator, format: BlockFormat) -> None:
+    """A kernel set multiplies by weights in every format of blocks that it names, in the values that the format defines.
+
+    Activations may be rounded to 8 bits in blocks of 32.
+    """
+    found = _blocks(target, rng, format)
+    if found is None:
+        return
+    program, matrix, stored = found
+    dtype, device = usual_dtype(target.claims), target.device.torch_device
+    bias = _random(rng, (len(matrix.values),), dtype, device)
+    eps = torch.finfo(dtype.to_torch()).eps
+    for tokens in (1, 5, 40):
+        x = _random(rng, (tokens, matrix.values.shape[1]), dtype, device)
+        plain, sizes = x.double().cpu(), matrix.values.abs()
+        steps = plain.view(tokens, -1, 32).abs().amax(-1).repeat_interleave(32, dim=1) / 253
+        bound = steps @ sizes.T + 2 * eps * (plain.abs() @ sizes.T + 1)
+        for added in (None, bias):
+            exact = plain @ matrix.values.T + (0.0 if added is None else added.double().cpu())
+            ratio = float(((program.run(x, stored, added).double().cpu() - exact).abs() / bound).max())
+            assert ratio <= 1, f"the error is {ratio:.3g} times its bound"
+
+
+@pytest.mark.parametrize("format", list(BlockFormat))
+@clause("kernels.blocks.row@1", Level.WORKER)
+def test_a_row_times_blocks_is_the_same_in_every_batch(
+    target: Target, rng: np.random.Generator, format: BlockFormat
+) -> None:
+    """A row's product with a weight in blocks is the same, bit for bit, alone and beside others, larger ones and NaN included."""
+    found = _blocks(target, rng, format)
+    if found is None:
+        return
+    program, matrix, stored = found
+    x = _random(rng, (40, matrix.values.shape[1]), usual_dtype(target.claims), target.device.torch_device)
+    x[3] *= 1000
+    x[4] = float("nan")
+    kept = [row for row in range(40) if row != 4]
+    alone = torch.cat([program.run(x[row : row + 1], stored) for row in kept])
+    assert same_bits(program.run(x, stored)[kept], alone)
+    assert same_bits(program.run(x[:6], stored)[[0, 1, 2, 3, 5]], alone[:5])
+
+
+@pytest.mark.parametrize("format", list(BlockFormat))
+@clause("kernels.blocks.gather@1", Level.WORKER)
+def test_rows_of_weights_in_blocks(target: Target, rng: np.random.Generator, format: BlockFormat) -> None:
+    """Rows of an embedding in blocks are gathered in the values that the format defines, rounded to the dtype."""
+    found = _blocks(target, rng, format)
+    if found is None:
+        return
+    program, matrix, stored = found
+    ids = torch.tensor([36, 0, 16, 17, 17], device=target.device.torch_device)
+    rows = program.gather(stored, ids).double().cpu()
+    expected = matrix.values[ids.cpu()]
+    eps = torch.finfo(usual_dtype(target.claims).to_torch()).eps
+    excess = (rows - expected).abs() - eps * expected.abs()
+    assert float(excess.max()) <= 1e-6
+
+
 @pytest.mark.parametrize("renormalise", [True, False])
 @clause("kernels.experts.mixture@1", Level.WORKER)
 def test_experts_of_the_kernel_sets(target: Target, rng: np.random.Generator, renormalise: bool) -> None:
@@ -170,3 +253,81 @@ def test_experts_of_the_kernel_sets(target: Target, rng: np.random.Generator, re
                 exact[token] += probabilities[token, one] / total * (downs[one] @ activated)
         error = (program.run(x, logits, *stored).double().cpu() - exact).abs().max()
         assert error <= max(8 * torch.finfo(dtype.to_torch()).eps, 1e-5) * exact.abs().max()
+
+
+_SPANS = ((0, 48), (48, 56), (56, 130))
+_RANKS = ((4, 7, 0), (1, 0, 9), (16, 3, 2))
+_GROUPS = ((2, (9, 1, 30, 14, 3)), (0, (7,)), (1, tuple(range(31, 52))))
+
+
+def _adapters(target: Target, rng: np.random.Generator, columns: int = 72) -> AdapterWeights:
+    """Return three adapters of a layer of three parts, of unlike ranks."""
+    dtype, device, most = usual_dtype(target.claims), target.device.torch_device, 16
+    down = torch.zeros(len(_RANKS), len(_SPANS) * most, columns, dtype=dtype.to_torch())
+    up = torch.zeros(len(_RANKS), most, _SPANS[-1][1], dtype=dtype.to_torch())
+    for slot, ranks in enumerate(_RANKS):
+        for part, (rank, (first, end)) in enumerate(zip(ranks, _SPANS, strict=True)):
+            down[slot, part * most : part * most + rank] = _random(rng, (rank, columns), dtype, "cpu")
+            up[slot, :rank, first:end] = _random(rng, (rank, end - first), dtype, "cpu")
+    scales = torch.from_numpy(rng.uniform(0.3, 3.0, (len(_RANKS), len(_SPANS))).astype(np.float32))
+    ranks_of = torch.tensor(_RANKS, dtype=torch.int32)
+    return AdapterWeights(down.to(device), up.to(device), ranks_of.to(device), scales.to(device), _SPANS)
+
+
+def _adapter_rows(device: str, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> AdapterRows:
+    starts = np.cumsum([0, *(len(tokens) for _, tokens in groups)]).tolist()
+    slots = [slot for slot, _ in groups]
+    return AdapterRows(
+        torch.tensor([token for _, tokens in groups for token in tokens], dtype=torch.int64, device=device),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        tuple(zip(slots, starts[:-1], starts[1:], strict=True)),
+    )
+
+
+@clause("kernels.adapters.product@1", Level.WORKER)
+def test_adapters_of_the_kernel_sets(target: Target, rng: np.random.Generator) -> None:
+    """Rows get what their own adapters make of them, each part by its rank and scale; others keep their bits. Or nothing is done."""
+    kernels, dtype, device = _kernels(target), usual_dtype(target.claims), target.device.torch_device
+    if kernels is None:
+        return
+    weights, rows = _adapters(target, rng), _adapter_rows(device, _GROUPS)
+    x, before = _random(rng, (52, 72), dtype, device), _random(rng, (52, 130), dtype, device)
+    out = before.clone()
+    if not kernels.add_adapters(out, x, weights, rows):
+        assert same_bits(out, before)
+        return
+    exact, sizes = before.double().cpu(), before.double().cpu().abs()
+    for slot, tokens in _GROUPS:
+        for part, (first, end) in enumerate(_SPANS):
+            a = weights.down[slot, 16 * part : 16 * part + 16].double().cpu()
+            b = weights.up[slot, :, first:end].double().cpu() * float(weights.scales[slot, part])
+            for token in tokens:
+                row = x[token].double().cpu()
+                exact[token, first:end] += row @ a.T @ b
+                sizes[token, first:end] += row.abs() @ a.abs().T @ b.abs()
+    bound = torch.finfo(dtype.to_torch()).eps * exact.abs() + 64 * torch.finfo(torch.float32).eps * (sizes + 1)
+    ratio = float(((out.double().cpu() - exact).abs() / bound).max())
+    assert ratio <= 1, f"the error is {ratio:.3g} times its bound"
+    others = [row for row in range(52) if all(row not in tokens for _, tokens in _GROUPS)]
+    assert same_bits(out[others], before[others])
+
+
+@clause("kernels.adapters.row@1", Level.WORKER)
+def test_a_row_goes_through_its_adapter_alone(target: Target, rng: np.random.Generator) -> None:
+    """What an adapter adds to a row is the same, bit for bit, alone and beside rows of any adapter, larger ones and NaN included."""
+    kernels, dtype, device = _kernels(target), usual_dtype(target.claims), target.device.torch_device
+    if kernels is None:
+        return
+    weights, x = _adapters(target, rng), _random(rng, (52, 72), dtype, device)
+    x[30] *= 1000
+    x[14] = float("nan")
+    together = torch.zeros(52, 130, dtype=dtype.to_torch(), device=device)
+    if not kernels.add_adapters(together, x, weights, _adapter_rows(device, _GROUPS)):
+        return
+    for slot, tokens in _GROUPS:
+        for token in tokens:
+            alone = torch.zeros(1, 130, dtype=dtype.to_torch(), device=device)
+            kernels.add_adapters(alone, x[token : token + 1], weights, _adapter_rows(device, ((slot, (0,)),)))
+            if token != 14:
+                assert same_bits(together[token], alone[0])

@@ -19,9 +19,13 @@ from hardpoint.interfaces import (
     WEIGHTS,
     Capabilities,
     DType,
+    EmbeddedTokens,
+    EmbeddingKind,
+    EmbeddingSource,
     Pooling,
     SleepTier,
     StepInput,
+    StepOutput,
     WeightWrite,
 )
 from hardpoint.interfaces.batch import FloatArray
@@ -579,6 +583,47 @@ def test_embeddings(bench: WorkerBench, model: Model, pooling: Pooling, chunk: i
     bound = FACTOR * float((plain - exact).abs().max())
     quality.note(error / bound)
     assert error <= bound
+
+
+@clause("worker.execute.embedded@1", Level.WORKER)
+def test_given_embeddings(bench: WorkerBench, model: Model, quality: Quality) -> None:
+    """Tokens whose embeddings are given are computed with those in the place of their ids', in a step that mixes both and in later ones.
+
+    A source comes with one step, serves it and the next, and is forgotten when that is said, and when weights are written.
+    """
+    if EmbeddingKind.ROWS not in bench.info.embedding_kinds:
+        pytest.skip("not testable here: the worker takes no embeddings")
+    first, end, split = 3, len(PROMPT) - 2, len(PROMPT) // 2
+    rows = model.weights["model.embed_tokens.weight"][torch.tensor(PROMPT[first:end])].float().numpy()
+    source = EmbeddingSource(EmbeddingKind.ROWS, end - first, {"rows": rows})
+    # The ids there say something else.
+    shown = [*PROMPT[:first], *([PROMPT[0]] * (end - first)), *PROMPT[end:]]
+
+    def computed(sequence: Served, count: int, **given: Any) -> StepOutput:
+        start = sequence.computed
+        begin, stop = max(first, start), min(end, start + count)
+        tokens = EmbeddedTokens(begin - start, stop - begin, 7, begin - first)
+        step = replace(bench.input_of([(sequence, count)]), embedded=(tokens,), **given)
+        sequence.computed += count
+        return bench.compute(step)
+
+    exact, plain = hidden_states(model, PROMPT, torch.float64, bench.info.dtype.to_torch())
+    sequence = bench.begin(shown, pooling=Pooling.ALL)
+    computed(sequence, split, new_sources={7: source})
+    output = computed(sequence, len(PROMPT) - split)
+    error = float((torch.from_numpy(output.embeddings[sequence.seq_id]).double() - exact).abs().max())
+    bound = FACTOR * float((plain - exact).abs().max())
+    quality.note(error / bound)
+    assert error <= bound
+    dropped = bench.begin(shown, pooling=Pooling.ALL)
+    with pytest.raises(HardpointError):
+        computed(dropped, len(PROMPT), dropped_sources=(7,))
+    again = bench.begin(shown, pooling=Pooling.ALL)
+    computed(again, len(PROMPT), new_sources={7: source})
+    bench.worker.write_weights(WeightWrite.UPDATE, _pairs_of(model))
+    written = bench.begin(shown, pooling=Pooling.ALL)
+    with pytest.raises(HardpointError):
+        computed(written, len(PROMPT))
 
 
 # Blocks
