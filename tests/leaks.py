@@ -69,6 +69,9 @@ def _is_abandoned(name: str) -> bool:
     """Whether shared memory is still there after a while and no process uses it: other programs have some, too."""
     if name.startswith("__KMP_REGISTERED_LIB_"):
         return False  # of the OpenMP runtime of each process, which does not keep it mapped, and leaves it when it is killed
-    time.sleep(0.2)
-    everyone = (process.name for process in Path("/proc").glob("[0-9]*"))
-    return not is_mapped(name, everyone) and Path("/dev/shm", name).exists()
+    for _ in range(50):
+        time.sleep(0.2)
+        everyone = (process.name for process in Path("/proc").glob("[0-9]*"))
+        if is_mapped(name, everyone) or not Path("/dev/shm", name).exists():
+            return False
+    return True

@@ -179,11 +179,11 @@ def test_threads_have_their_own_blocks(machine: Machine) -> None:
         try:
             for _ in range(20):
                 machine.enter(tag)
-                meet.wait(30)
+                meet.wait(240)
                 address = take(machine, mib)
-                meet.wait(30)
+                meet.wait(240)
                 assert machine.allocated(tag) == mib * MIB
-                meet.wait(30)
+                meet.wait(240)
                 machine.torch.free(address)
                 _native.leave_torch_pool(0)
         except BaseException as problem:

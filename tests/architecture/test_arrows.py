@@ -24,7 +24,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "memory": frozenset({"interfaces", "_native"}),
     "scheduler": frozenset({"interfaces", "validation", "_native"}),
     "sampling": frozenset({"interfaces", "validation", "_native"}),
-    "quantization": frozenset({"interfaces"}),
+    "quantization": frozenset({"interfaces", "_native"}),
     "layers": frozenset({"interfaces", "quantization"}),
     "weights": frozenset({"interfaces", "layers", "_native"}),
     "models": frozenset({"interfaces", "validation", "layers", "quantization", "weights"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,21 @@ def test_other_path_is_not_taken_for_a_machines(path: str) -> None:
     assert not MACHINE_PATHS.search(path)
 
 
-def test_the_halves_of_make_test_are_all_tests(root: Path) -> None:
+def test_the_parts_of_make_test_have_every_test_once(root: Path, files: list[Path]) -> None:
     makefile = (root / "Makefile").read_text("utf-8")
-    halves = re.findall(r"^TESTS_OF_\w+ := (.*)$", makefile, flags=re.MULTILINE)
+    parts = dict(re.findall(r"^TESTS_OF_(\w+) := (.*)$", makefile, flags=re.MULTILINE))
+    (named,) = re.findall(r"^PARTS := (.*)$", makefile, flags=re.MULTILINE)
+    assert sorted(named.split()) == sorted(f"test-{part}" for part in parts)
+    assert {"lint", "typecheck", *named.split()} <= set((root / ".ci" / "run").read_text("utf-8").split())
     settings = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
-    assert len(halves) == 2
-    assert sorted(" ".join(halves).split()) == sorted(settings["tool"]["pytest"]["ini_options"]["testpaths"])
+    tests = [file.relative_to(root) for file in files if file.name.startswith("test_") and file.suffix == ".py"]
+    run: Counter[Path] = Counter()
+    for part in parts.values():
+        left_out = [word.removeprefix("--ignore=") for word in part.split() if word.startswith("--ignore=")]
+        folders = [word for word in part.split() if not word.startswith("--ignore=")]
+        run.update(test for test in tests if is_in(test, folders) and not is_in(test, left_out))
+    assert run == Counter(test for test in tests if is_in(test, settings["tool"]["pytest"]["ini_options"]["testpaths"]))
+
+
+def is_in(file: Path, folders: list[str]) -> bool:
+    return any(file.is_relative_to(folder) for folder in folders)

@@ -96,7 +96,7 @@ def filled_by_another_process(backend: str, index: int, size: int) -> Iterator[N
         yield
         assert other.stdin is not None
         other.stdin.close()
-        assert other.wait(60) == 0
+        assert other.wait(240) == 0
 
 
 def without_hardware(backend: str) -> DeviceTarget:

@@ -84,7 +84,7 @@ class Use:
             if shutil.which(command[0]) is None:
                 missing.append(f"{command[0]} is not there")
                 continue
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
             if ended.returncode:
                 said = (ended.stderr or ended.stdout).strip().splitlines()
                 missing.append(f"{command[0]} ended with status {ended.returncode}{f': {said[-1]}' if said else ''}")

@@ -13,6 +13,7 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint_conformance.tiny_model import Model, Shape, demo_file, read_demo, tiny_model
+from tests.shallow_demo import write_shallow_demo
 
 PROMPTS = [
     "The capital of France is",
@@ -72,6 +73,12 @@ def shallow() -> Model:
 @pytest.fixture(scope="session")
 def make_shallow(shallow: Model) -> Callable[..., Any]:
     return partial(engine, shallow.path, skip_tokenizer_init=True)
+
+
+@pytest.fixture(scope="session")
+def shallow_demo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo model's first layers, for what needs its tokenizer and its quantised weights, and no sense."""
+    return write_shallow_demo(tmp_path_factory.mktemp("shallow") / "shallow.gguf")
 
 
 @pytest.fixture(scope="session")

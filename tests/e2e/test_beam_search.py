@@ -109,7 +109,7 @@ def test_preempted_beams_are_the_same(make_shallow: Make, greedy: Any, expected:
 def test_a_sleep_in_the_middle_changes_nothing(make_shallow: Make, expected: Any) -> None:
     with make_shallow() as llm:
         found: list[Any] = []
-        recipient = Recipient(found.append, found.append)
+        recipient = Recipient(lambda make: found.append(make()), found.append)
         llm.engine.submit_beam_search("search", FOUND[2], PARAMS, recipient).result()
         for _ in range(5):
             llm.engine.step()

@@ -135,7 +135,7 @@ def run(name: str, model: str, *, cpu: float = 1e9, seconds: float = 1e9) -> End
                 os.killpg(process.pid, signal.SIGINT)
                 break
             time.sleep(0.003)
-        code = process.wait(60)
+        code = process.wait(240)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ def run(name: str, model: str, *, cpu: float = 1e9, seconds: float = 1e9) -> End
         os.close(slave)
         reader.join()
         os.close(master)
-    for _ in range(100):  # the kernel ends ranks and engines with their parent, not before it
+    for _ in range(1200):  # the kernel ends ranks and engines with their parent, not before it
         if not left(mark):
             break
         time.sleep(0.05)
@@ -156,14 +156,17 @@ def run(name: str, model: str, *, cpu: float = 1e9, seconds: float = 1e9) -> End
     return Ended(code, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text), used, seconds)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_ctrl_c_at_any_moment_is_one_line_and_130(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model.gguf")
     rng = random.Random(0)
     whole = run("generate", model)
     assert whole.code == 0, whole.err
     came = 0
-    for name in [*COMMANDS, *COMMANDS]:
+    for number, name in enumerate([*COMMANDS] * 6):
+        # On a loaded machine some end before the interrupt comes.
+        if number >= 2 * len(COMMANDS) and came >= 7:
+            break
         # Most of them early: that costs less, and a command's imports are where an exception goes astray.
         fraction = 0.02 + 0.96 * rng.random() ** 2
         # The suite waits for its processes most of the time.

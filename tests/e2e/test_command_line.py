@@ -1,4 +1,4 @@
-"""The commands with the demo model, as a user runs them."""
+"""The commands with the demo model, as a user runs them; with its first layers where the text does not matter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from hardpoint.cli import main
 
-SMALL = ("--model", "demo", "--num-blocks", "64", "--max-model-len", "512", "--temperature", "0")
+SIZES = ("--num-blocks", "64", "--max-model-len", "512")
+SMALL = ("--model", "demo", *SIZES, "--temperature", "0")
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -70,9 +71,9 @@ def test_chat_computes_only_what_a_turn_adds(run: Run) -> None:
     assert 32 <= int(cached) < int(prompt)
 
 
-def test_bench_counts_what_was_generated(run: Run) -> None:
-    sizes = ("--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--warmup", "1")
-    code, out, _ = run("bench", "throughput", *SMALL, *sizes, "--json")
+def test_bench_counts_what_was_generated(run: Run, shallow_demo: str) -> None:
+    numbers = ("--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--warmup", "1")
+    code, out, _ = run("bench", "throughput", "--model", shallow_demo, *SIZES, "--temperature", "0", *numbers, "--json")
     report = json.loads(out)
     assert code == 0
     assert (report["input_tokens"], report["output_tokens"]) == (60, 15)
@@ -84,10 +85,10 @@ def test_bench_counts_what_was_generated(run: Run) -> None:
     [(("--tier", "disk", "--cycles", "2"), 2), (("--tier", "source"), 2), (("--level", "2"), 3)],
 )
 def test_sleep_demo_gives_memory_back_and_the_same_text(
-    run: Run, tmp_path: Path, arguments: tuple[str, ...], phases: int
+    run: Run, shallow_demo: str, tmp_path: Path, arguments: tuple[str, ...], phases: int
 ) -> None:
-    sizes = ("--model", "demo", "--num-blocks", "64", "--max-model-len", "512", "--max-tokens", "8")
-    code, out, _ = run("sleep-demo", *sizes, *arguments, "--directory", str(tmp_path), "--json")
+    asked = ("--model", shallow_demo, *SIZES, "--max-tokens", "8", *arguments, "--directory", str(tmp_path))
+    code, out, _ = run("sleep-demo", *asked, "--json")
     report = json.loads(out)
     assert code == 0
     assert report["text"]

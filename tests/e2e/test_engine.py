@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -128,6 +130,19 @@ def test_streamed_text_adds_up_to_the_final_text(llm: LLM, kind: RequestOutputKi
     else:
         assert texts[-1] == expected.outputs[0].text
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+
+
+def test_a_stream_of_deltas_is_the_whole_completion_and_ends_when_it_is_left(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    (whole,) = llm.generate("The capital of France is", params)
+    outputs = list(llm.stream("The capital of France is", params))
+    assert "".join(output.outputs[0].text for output in outputs) == whole.outputs[0].text
+    assert [output.finished for output in outputs] == [False] * 7 + [True]
+    for _ in llm.stream("Once upon a time", params):
+        break
+    assert llm.engine.get_num_unfinished_requests() == 0
+    with pytest.raises(EmptyPrompt):
+        llm.stream("", params)  # before the first output is asked for
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
@@ -287,9 +302,15 @@ def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_shallow: Any) -
         pytest.param("demo", {"backend": "abacus"}, BackendNotFound, "abacus", id="unknown-backend"),
         pytest.param("demo", {"block_size": 24}, CapabilityRefused, "block size 24", id="block-size"),
         pytest.param("demo", {"max_model_len": 10**6}, ConfigError, "max_model_len", id="context-beyond-the-models"),
-        pytest.param("demo", {"memory_utilization": 1e-6}, KVCacheTooSmall, "max_model_len", id="no-memory-for-kv"),
+        pytest.param(
+            "demo",
+            {"memory_utilization": 1e-6},
+            KVCacheTooSmall,
+            r"(?s)beside \d+ bytes of weights: \d+ bytes are missing.*raise memory_utilization to 0\.\d+ or more$",
+            id="no-memory-for-kv",
+        ),
         pytest.param("demo", {"dtype": "int7"}, ConfigError, "int7", id="unknown-dtype"),
-        pytest.param("demo", {"kv_dtype": "float8_e4m3fn"}, CapabilityRefused, "float8", id="kv-dtype"),
+        pytest.param("demo", {"kv_dtype": "float8_e5m2"}, CapabilityRefused, "float8_e5m2", id="kv-dtype"),
         pytest.param("demo", {"no_such_setting": 1}, ConfigError, "no_such_setting", id="unknown-setting"),
         pytest.param("demo", {"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0", id="no-ranks"),
         pytest.param(
@@ -323,17 +344,89 @@ def test_settings_are_understood_under_the_names_of_other_engines() -> None:
         assert EngineConfig.from_arguments("demo", {"distributed_executor_backend": theirs}).executor == ours
 
 
-def test_a_backend_that_is_passed_over_is_said_in_one_visible_line(
-    make_shallow: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_metrics_are_those_of_the_requests_and_of_the_engine(make_shallow: Any) -> None:
+    with make_shallow() as llm:
+        llm.generate([TOKENS, TOKENS], SamplingParams(n=2, max_tokens=5, ignore_eos=True))
+        llm.engine.add_request(
+            "a", TOKENS, SamplingParams(max_tokens=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        )
+        _drain(llm.engine)
+        metrics = {one.name.removeprefix("hardpoint:"): one for one in llm.get_metrics()}
+    assert metrics["generation_tokens"].value == 23
+    assert metrics["request_success"].value == 5
+    assert metrics["request_success"].labels == {"model_name": llm.engine.config.model, "finished_reason": "length"}
+    lengths = metrics["request_generation_tokens"]
+    assert (lengths.count, lengths.sum) == (3, 23)
+    assert [lengths.buckets[limit] for limit in ("2", "5", "10", "+Inf")] == [0, 1, 3, 3]
+    assert 0 < metrics["time_to_first_token_seconds"].sum < metrics["e2e_request_latency_seconds"].sum
+    assert metrics["kv_cache_usage_perc"].value == 0
+
+
+def test_a_profile_is_a_file_of_what_the_rank_did(
+    make_shallow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HARDPOINT_PROFILE_DIR", raising=False)
+    with make_shallow() as llm:
+        with pytest.raises(InvalidRequest, match="HARDPOINT_PROFILE_DIR"):
+            llm.start_profile()
+        with pytest.raises(InvalidRequest, match="no profile is being recorded"):
+            llm.stop_profile()
+        (tmp_path / "file").touch()
+        with pytest.raises(InvalidRequest, match="cannot be written to"):
+            llm.start_profile(str(tmp_path / "file" / "x"))
+        monkeypatch.setenv("HARDPOINT_PROFILE_DIR", str(tmp_path / "profiles"))
+        llm.start_profile()
+        with pytest.raises(InvalidRequest, match="recorded already"):
+            llm.start_profile()
+        llm.generate(TOKENS, SamplingParams(max_tokens=2))
+        (file,) = llm.stop_profile()
+        events = json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]
+        assert any(str(event.get("name", "")).startswith("aten::") for event in events)
+        assert list((tmp_path / "profiles").iterdir()) == [Path(file)]
+        llm.start_profile()
+
+
+def test_an_argument_that_a_call_does_not_have_is_one_typed_error(make_shallow: Any) -> None:
+    with make_shallow() as llm:
+        for call, told in (
+            (
+                lambda: llm.generate(TOKENS, sampling_parms=None),
+                "not an argument of generate. Did you mean 'sampling_params'",
+            ),
+            (
+                lambda: llm.generate(TOKENS, structured_outputs={"regex": "a"}),
+                r"SamplingParams\(structured_outputs=...\)",
+            ),
+            (lambda: llm.chat([], chat_templat=""), "Did you mean 'chat_template'"),
+            (lambda: llm.embed(TOKENS, poolin_params=None), "Did you mean 'pooling_params'"),
+            (lambda: llm.sleep(levl=1), "Did you mean 'level'"),
+        ):
+            with pytest.raises(InvalidRequest, match=told):
+                call()
+
+
+@pytest.mark.parametrize(("has_cache", "times"), [(True, 1), (False, 2)])
+def test_a_backend_that_is_passed_over_is_said_once_on_a_machine_that_can_note_it(
+    make_shallow: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    has_cache: bool,
+    times: int,
 ) -> None:
     from hardpoint.engine import core
 
+    if not has_cache:
+        (tmp_path / "hardpoint").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     real = core.resolve_backend
     passed = "abacus is unavailable (no beads): using cpu instead"
     monkeypatch.setattr(core, "resolve_backend", lambda *a, **k: dataclasses.replace(real(*a, **k), notice=passed))
-    with make_shallow() as llm:
-        assert llm.info.notice == passed
-    assert [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "hardpoint"] == [("WARNING", passed)]
+    for _ in range(2):
+        with make_shallow() as llm:
+            assert llm.info.notice == passed
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "hardpoint"]
+    assert said == times * [("WARNING", passed)]
 
 
 def test_a_shut_down_engine_says_so(make_shallow: Any) -> None:

@@ -1,9 +1,10 @@
-"""The demo model in a process of its own, with its rank in another one: the same tokens, sleeps that call back, and what a kill leaves."""
+"""A model in a process of its own, with its rank in another one: the same tokens, sleeps that call back, and what a kill leaves."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, EngineDead, MemoryBusy, ParticipantError
 from hardpoint.models import open_model
 from tests.leaks import Belongings
+from tests.warm_processes import children_by
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -25,17 +27,18 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm(shallow_demo: str) -> Iterator[LLM]:
     before = Belongings.now()
-    llm = LLM(
-        "demo",
-        backend="cpu",
-        dtype="float32",
-        max_model_len=1024,
-        num_device_blocks=256,
-        engine_process=True,
-        executor="multi_process",
-    )
+    with children_by(subprocess.Popen):  # whose environment is looked at
+        llm = LLM(
+            shallow_demo,
+            backend="cpu",
+            dtype="float32",
+            max_model_len=1024,
+            num_device_blocks=256,
+            engine_process=True,
+            executor="multi_process",
+        )
     yield llm
     llm.shutdown()
     assert Belongings.now().new_since(before) == []
@@ -78,8 +81,8 @@ def _is_gone(pid: int) -> bool:
     return True
 
 
-def test_tokens_are_those_of_an_engine_in_this_process(llm: LLM, make_engine: Any) -> None:
-    with make_engine() as inline:
+def test_tokens_are_those_of_an_engine_in_this_process(llm: LLM, make_engine: Any, shallow_demo: str) -> None:
+    with make_engine(shallow_demo) as inline:
         assert _tokens(llm) == _tokens(inline)
 
 
@@ -122,9 +125,14 @@ def test_participants_and_callbacks_live_in_the_clients_process_and_may_call_the
     assert _tokens(llm) == expected
 
 
-def test_weights_are_replaced_one_by_one(llm: LLM) -> None:
+def test_threads_of_torch_wait_asleep_beside_those_of_the_kernels(llm: LLM) -> None:
+    environment = Path(f"/proc/{llm.engine._loop.pid}/environ").read_bytes().split(b"\0")
+    assert f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', 'passive')}".encode() in environment
+
+
+def test_weights_are_replaced_one_by_one(llm: LLM, shallow_demo: str) -> None:
     expected = _tokens(llm)
-    checkpoint = open_model("demo").checkpoint
+    checkpoint = open_model(shallow_demo).checkpoint
     names = list(checkpoint.shapes())[:3]
     assert llm.update_weights((name, checkpoint.read(name)) for name in names) == 3
     assert _tokens(llm) == expected
@@ -146,7 +154,7 @@ def test_a_kill_in_a_sleep_is_one_typed_error_and_ends_its_ranks(llm: LLM) -> No
 
     with pytest.raises(EngineDead, match="SIGKILL"):
         llm.sleep(progress=kill)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not _is_gone(ranks[0]):
         assert time.monotonic() < end
         time.sleep(0.01)

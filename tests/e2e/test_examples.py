@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
-ARGUMENTS = {"rlhf_loop": ["--rounds", "2", "--tokens", "6"]}
+ARGUMENTS = {"rlhf_loop": ["--rounds", "2", "--tokens", "6", "--model", "{shallow}"]}
 """Which make an example shorter."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(example), *ARGUMENTS.get(example.stem, [])], capture_output=True, text=True, timeout=110
-    )
+def test_example_runs(example: Path, shallow_demo: str) -> None:
+    arguments = [argument.format(shallow=shallow_demo) for argument in ARGUMENTS.get(example.stem, [])]
+    done = subprocess.run([sys.executable, str(example), *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 10

@@ -141,16 +141,19 @@ def doors(llm: LLM) -> Mapping[str, Door]:
         "template": lambda given: llm.chat([user], ONE, chat_template=given),
         "prompts to embed": lambda given: llm.embed(given),
         "pooling": lambda given: llm.embed("a", given),
+        "pooling task": lambda given: llm.encode("a", pooling_task=given),
+        "text to score": lambda given: llm.score(given, "a"),
+        "texts to score with": lambda given: llm.score("a", given),
         "added id": lambda given: engine.add_request(given, "a", ONE),
         "added prompt": lambda given: engine.add_request(new(), given, ONE),
         "added tokens": lambda given: engine.add_request(new(), TokenizedPrompt(None, given), ONE),
         "added salt": lambda given: engine.add_request(new(), TokenizedPrompt(None, [1], given), ONE),
         "added parameters": lambda given: engine.add_request(new(), "a", given),
         "added priority": lambda given: engine.add_request(new(), "a", ONE, priority=given),
-        "added id to embed": lambda given: engine.add_embedding_request(given, "a"),
-        "added prompt to embed": lambda given: engine.add_embedding_request(new(), given),
-        "added tokens to embed": lambda given: engine.add_embedding_request(new(), TokenizedPrompt(None, given)),
-        "added pooling": lambda given: engine.add_embedding_request(new(), "a", given),
+        "added id to embed": lambda given: engine.add_pooling_request(given, "a"),
+        "added prompt to embed": lambda given: engine.add_pooling_request(new(), given),
+        "added tokens to embed": lambda given: engine.add_pooling_request(new(), TokenizedPrompt(None, given)),
+        "added pooling": lambda given: engine.add_pooling_request(new(), "a", given),
     }
 
 

@@ -57,14 +57,19 @@ class Subject:
             assert status.weights_valid
         except EngineAsleep:
             assert status.asleep
+            self._mend()
         except WeightsMissing:
             assert not status.weights_valid
+            self._mend()
+        assert self.embedding() == self.expected[1]
+        assert self.llm.stats().blocks_used == 0
+
+    def _mend(self) -> None:
         self.llm.wake_up()
         assert not self.llm.sleep_status().asleep
         if not self.llm.sleep_status().weights_valid:
             self.llm.reload_weights()
-        assert (self.tokens(), self.embedding()) == self.expected
-        assert self.llm.stats().blocks_used == 0
+        assert self.tokens() == self.expected[0]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -135,12 +140,15 @@ def test_a_signal_at_any_moment_leaves_nothing_wrong_to_serve(subject: Subject, 
     rng, came = random.Random(0), 0
     start = time.perf_counter()
     call(subject)
-    usual = time.perf_counter() - start
+    usual = time.perf_counter() - start  # of one that something held up; shorter ones below take its place
     subject.check()
     for _ in range(60 // subject.ranks):
         before(subject)
+        start = time.perf_counter()
         with InterruptAfter(rng.uniform(0, usual)) as interrupt:
             call(subject)
+        if not interrupt.came:
+            usual = min(usual, time.perf_counter() - start)
         subject.check()
         came += interrupt.came
     assert came > 10 // subject.ranks
@@ -195,5 +203,5 @@ def generate():
 threading.Thread(target=generate, daemon=True).start()
 begun.wait()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -69,6 +69,22 @@ def test_tokens_survive_preemption(mode: str, make_shallow: Make, greedy: Any, a
         assert llm.stats().preemptions > 0
 
 
+def test_tokens_of_a_cache_in_8_bits_do_not_depend_on_the_batch_and_survive_swaps(
+    make_shallow: Make, greedy: Any
+) -> None:
+    """Without a prefix cache, with which a prompt's end is computed by another kernel, whose last bits an 8-bit number may round apart."""
+    narrow = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False}
+    with make_shallow(max_num_seqs=1, **narrow) as llm:
+        assert llm.info.path == "fused"
+        expected, kv_bytes = [_tokens(llm.generate(prompt, greedy()))[0] for prompt in PROMPTS], llm.info.kv_bytes
+    with make_shallow(max_num_seqs=1) as llm:
+        assert llm.info.kv_bytes == 4 * kv_bytes
+    tight = {"block_size": 8, "num_device_blocks": 24, "max_model_len": 160, "preemption_mode": "swap"}
+    with make_shallow(**narrow, **tight) as llm:
+        assert _tokens(llm.generate(PROMPTS, greedy())) == expected
+        assert llm.stats().preemptions > 0
+
+
 def test_tokens_do_not_depend_on_order_and_are_found_in_the_prefix_cache(
     make_shallow: Make, greedy: Any, alone: list[list[int]]
 ) -> None:

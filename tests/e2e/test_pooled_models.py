@@ -16,6 +16,7 @@ from hardpoint import LLM, PoolingParams
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
+    ConfigError,
     CorruptWeights,
     InvalidRequest,
     ModelError,
@@ -109,8 +110,8 @@ def whole(model: Any, tokens: list[int], **inputs: Any) -> Any:
 
 
 def pooled(llm: LLM, texts: list[list[int]], **params: Any) -> list[np.ndarray[Any, Any]]:
-    outputs = llm.embed([{"prompt_token_ids": one} for one in texts], PoolingParams(**params))
-    return [output.outputs.embedding for output in outputs]
+    outputs = llm.encode([{"prompt_token_ids": one} for one in texts], PoolingParams(**params))
+    return [output.outputs.data for output in outputs]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -123,13 +124,13 @@ def test_hidden_states_and_what_is_pooled_of_them_are_transformers_in_any_batch(
         str(tmp_path), skip_tokenizer_init=True, max_model_len=None, max_num_batched_tokens=64, max_num_seqs=4
     ) as llm:
         assert llm.info.path == "lean" or name == "qwen3"
-        for pooling, pick in (
-            ("all", lambda x: x),
-            ("cls", lambda x: x[0]),
-            ("last", lambda x: x[-1]),
-            ("mean", lambda x: x.mean(0)),
+        for params, pick in (
+            ({"task": "token_embed"}, lambda x: x),
+            ({"pooling": "cls"}, lambda x: x[0]),
+            ({"pooling": "last"}, lambda x: x[-1]),
+            ({"pooling": "mean"}, lambda x: x.mean(0)),
         ):
-            for found, hidden in zip(pooled(llm, texts, pooling=pooling, normalize=False), expected, strict=True):
+            for found, hidden in zip(pooled(llm, texts, use_activation=False, **params), expected, strict=True):
                 np.testing.assert_allclose(found, pick(hidden).numpy(), atol=2e-4, rtol=1e-3)
         assert llm.engine.stats().blocks_used == 0
 
@@ -140,7 +141,7 @@ def test_logits_of_labels_are_transformers(tmp_path: Path, make_engine: MakeEngi
     with make_engine(
         str(tmp_path), skip_tokenizer_init=True, max_model_len=None, max_num_batched_tokens=64, max_num_seqs=4
     ) as llm:
-        for found, tokens in zip(pooled(llm, texts, task="classify"), texts, strict=True):
+        for found, tokens in zip(pooled(llm, texts, use_activation=False), texts, strict=True):
             expected = whole(model, tokens).logits[0].numpy()
             assert found.shape == expected.shape
             np.testing.assert_allclose(found, expected, atol=2e-4, rtol=1e-3)
@@ -153,10 +154,10 @@ def test_a_pair_of_texts_has_types_of_tokens(tmp_path: Path, make_engine: MakeEn
     pair = TokenizedPrompt(None, tokens, second_text=second)
     types = torch.tensor([[0] * second + [1] * (len(tokens) - second)])
     with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
-        outputs = llm.embed([pair, tokens, pair], PoolingParams(task="classify"))
+        outputs = llm.encode([pair, tokens, pair], PoolingParams(use_activation=False))
     for output, given in zip(outputs, (types, types * 0, types), strict=True):
         expected = whole(model, tokens, token_type_ids=given).logits[0].numpy()
-        np.testing.assert_allclose(output.outputs.embedding, expected, atol=2e-4, rtol=1e-3)
+        np.testing.assert_allclose(output.outputs.data, expected, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +166,13 @@ def test_a_pair_of_texts_has_types_of_tokens(tmp_path: Path, make_engine: MakeEn
 def test_an_encoder_in_other_processes(tmp_path: Path, make_engine: MakeEngine, settings: dict[str, Any]) -> None:
     model, tokens = save(tmp_path, *HEADS["bert"]), prompts([9])[0]
     with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None, **settings) as llm:
-        outputs = llm.embed([TokenizedPrompt(None, tokens, second_text=4), tokens], PoolingParams(task="classify"))
+        outputs = llm.encode(
+            [TokenizedPrompt(None, tokens, second_text=4), tokens], PoolingParams(use_activation=False)
+        )
     for output, second in zip(outputs, (4, 9), strict=True):
         types = torch.tensor([[0] * second + [1] * (9 - second)])
         expected = whole(model, tokens, token_type_ids=types).logits[0].numpy()
-        np.testing.assert_allclose(output.outputs.embedding, expected, atol=2e-4, rtol=1e-3)
+        np.testing.assert_allclose(output.outputs.data, expected, atol=2e-4, rtol=1e-3)
 
 
 def test_an_encoder_is_not_divided_into_stages(tmp_path: Path, make_engine: MakeEngine) -> None:
@@ -280,7 +283,7 @@ def test_what_a_model_has_no_head_for_is_refused(tmp_path: Path, make_engine: Ma
     save(tmp_path, *ENCODERS["bert"])
     with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
         with pytest.raises(InvalidRequest, match="no head that classifies"):
-            llm.embed(prompts([3]), PoolingParams(task="classify"))
+            llm.classify(prompts([3]))
         with pytest.raises(InvalidRequest, match="no language-model head"):
             llm.generate(prompts([3]))
         with pytest.raises(InvalidRequest, match="max"):
@@ -304,7 +307,7 @@ def test_names_of_published_encoders(tmp_path: Path, make_engine: MakeEngine) ->
     save_file(tensors, file)
     (tokens,) = prompts([11])
     with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
-        (found,) = pooled(llm, [tokens], normalize=False)
+        (found,) = pooled(llm, [tokens], use_activation=False)
         assert llm.engine.update_weights([("bert.embeddings.LayerNorm.gamma", torch.zeros(48))]) == 1
     np.testing.assert_allclose(found, whole(model.bert, tokens).last_hidden_state[0, 0], atol=2e-4, rtol=1e-3)
 
@@ -315,3 +318,135 @@ def test_roberta_counts_positions_after_those_of_padding(tmp_path: Path, make_en
         assert llm.info.max_model_len == 96
         with pytest.raises(PromptTooLong, match="97 tokens"):
             llm.embed(prompts([97]))
+
+
+def reward_model(folder: Path, architecture: str, labels: int) -> Callable[[list[int]], Any]:
+    """Write a decoder with a head of two layers, as Qwen2.5-Math-RM and -PRM are published, and return what it gives for each token."""
+    from safetensors.torch import load_file, save_file
+
+    model = save(folder, "Qwen2Model", "qwen2", DECODER)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        "score.0.weight": (48, 48),
+        "score.0.bias": (48,),
+        "score.2.weight": (labels, 48),
+        "score.2.bias": (labels,),
+    }
+    head = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    trunk = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file({**trunk, **head, "lm_head.weight": torch.zeros(VOCAB, 48)}, folder / "model.safetensors")
+    write(folder / "config.json", json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]})
+
+    def rewards(tokens: list[int]) -> Any:
+        hidden = whole(model, tokens).last_hidden_state[0]
+        inner = torch.relu(hidden @ head["score.0.weight"].T + head["score.0.bias"])
+        return (inner @ head["score.2.weight"].T + head["score.2.bias"]).numpy()
+
+    return rewards
+
+
+@pytest.mark.parametrize(("architecture", "labels"), [("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)])
+def test_reward_models_reward_each_token(
+    tmp_path: Path, make_engine: MakeEngine, architecture: str, labels: int
+) -> None:
+    expected, texts = reward_model(tmp_path, architecture, labels), prompts()
+    with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
+        found = [one.outputs.data for one in llm.reward(texts, PoolingParams(use_activation=False))]
+        for values, tokens in zip(found, texts, strict=True):
+            np.testing.assert_allclose(values, expected(tokens), atol=2e-4, rtol=1e-3)
+        step = texts[2][5]
+        (steps,) = llm.reward([texts[2]], PoolingParams(step_tag_id=step))
+        rows = [row for row, token in enumerate(texts[2]) if token == step]
+        logits = torch.from_numpy(found[2][rows])
+        probabilities = torch.sigmoid(logits) if labels == 1 else logits.softmax(-1)
+        np.testing.assert_allclose(steps.outputs.data, probabilities.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_language_model_s_head_labels_texts(tmp_path: Path, make_engine: MakeEngine, tied: bool) -> None:
+    """Qwen3-Reranker as it was published: the probability of "yes" among "no" and "yes", or the logits of some tokens."""
+    model = save(tmp_path, "Qwen3ForCausalLM", "qwen3", {**DECODER, "tie_word_embeddings": tied})
+    texts, (no, yes) = prompts([3, 17]), (31, 77)
+    expected = [whole(model, one).logits[0, -1] for one in texts]
+    original = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": [no, yes],
+        "is_original_qwen3_reranker": True,
+    }
+    shared = {"skip_tokenizer_init": True, "max_model_len": None}
+    with make_engine(str(tmp_path), hf_overrides=original, **shared) as llm:
+        for found, logits in zip(llm.classify(texts), expected, strict=True):
+            assert found.outputs.probs == pytest.approx([float(logits[[no, yes]].softmax(0)[1])], abs=2e-5)
+        llm.sleep(level=1, tier="source")
+        llm.wake_up()
+        assert llm.classify(texts[0])[0].outputs.probs == pytest.approx(llm.classify(texts)[0].outputs.probs)
+        source = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        changed = model.state_dict()[source].clone()
+        changed[yes] = changed[no]
+        llm.engine.update_weights([(source, changed)])
+        assert llm.classify(texts[0])[0].outputs.probs == pytest.approx([0.5])
+        llm.reload_weights(str(tmp_path))
+        (found,) = llm.classify(texts[1])
+        assert found.outputs.probs == pytest.approx([float(expected[1][[no, yes]].softmax(0)[1])], abs=2e-5)
+    some = {"classifier_from_token": [no, yes, 5], "method": "no_post_processing"}
+    with make_engine(str(tmp_path), convert="classify", hf_overrides=some, engine_process=tied, **shared) as llm:
+        for found, logits in zip(pooled(llm, texts, use_activation=False), expected, strict=True):
+            np.testing.assert_allclose(found, logits[[no, yes, 5]].numpy(), atol=2e-4, rtol=1e-3)
+
+
+def test_a_language_model_without_its_head_embeds(tmp_path: Path, make_engine: MakeEngine) -> None:
+    model = save(tmp_path, "Qwen3ForCausalLM", "qwen3", DECODER)
+    texts = prompts([3, 17])
+    with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None, runner="pooling") as llm:
+        for found, tokens in zip(pooled(llm, texts, use_activation=False), texts, strict=True):
+            hidden = whole(model.model, tokens).last_hidden_state[0, -1]
+            np.testing.assert_allclose(found, hidden.numpy(), atol=2e-4, rtol=1e-3)
+        assert llm.info.weight_bytes < sum(one.nbytes for one in model.parameters())
+        with pytest.raises(InvalidRequest, match="no language-model head"):
+            llm.generate(texts)
+
+
+CONVERSIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no-head": ({"convert": "classify"}, CorruptWeights, "score.weight"),
+    "no-method": ({"hf_overrides": {"is_original_qwen3_reranker": True}}, ModelError, "classifier_from_token"),
+    "no-labels": (
+        {"hf_overrides": {"classifier_from_token": [1, 2], "is_original_qwen3_reranker": True}},
+        ModelError,
+        "architectures is",
+    ),
+    "one-token": (
+        {"convert": "classify", "hf_overrides": {"classifier_from_token": [1], "method": "from_2_way_softmax"}},
+        ModelError,
+        "no and yes",
+    ),
+    "no-such-row": (
+        {"convert": "classify", "hf_overrides": {"classifier_from_token": [VOCAB, 1], "method": "no_post_processing"}},
+        CorruptWeights,
+        "rows that the head is made of",
+    ),
+    "no-such-value": ({"hf_overrides": {"num_hiden_layers": 1}}, ConfigError, "Did you mean 'num_hidden_layers'"),
+    "to-generate": ({"convert": "embed", "runner": "generate"}, ConfigError, "Leave convert out"),
+    "impossible": ({"hf_overrides": {"num_hidden_layers": -1}}, ModelError, "num_hidden_layers"),
+}
+
+
+@pytest.fixture(scope="module")
+def generative(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generative")
+    save(folder, "Qwen3ForCausalLM", "qwen3", DECODER)
+    return folder
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions_that_cannot_be_are_refused(generative: Path, make_engine: MakeEngine, name: str) -> None:
+    settings, error, words = CONVERSIONS[name]
+    with (
+        pytest.raises(error, match=words),
+        make_engine(str(generative), skip_tokenizer_init=True, max_model_len=None, **settings),
+    ):
+        pass
+
+
+def test_a_model_without_a_head_does_not_generate(published: Path, make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="runner='generate'"), make_engine(str(published), runner="generate"):
+        pass

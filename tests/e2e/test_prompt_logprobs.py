@@ -79,6 +79,28 @@ def test_whatever_the_prefix_cache_holds(make_shallow: Make, greedy: Any, expect
         assert llm.generate(LONG[-1], greedy(4))[0].num_cached_tokens >= 8
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["mappings", "flat"])
+def test_from_a_position_on_with_what_the_prefix_cache_has_before_it(
+    flat: bool, make_shallow: Make, greedy: Any, expected: list[torch.Tensor]
+) -> None:
+    prompt, start = LONG[-1], 150
+    with make_shallow(block_size=8, max_num_batched_tokens=64, max_num_seqs=8) as llm:
+        for cached in (0, 144):  # whole blocks of the 149 tokens that nothing is asked of
+            (output,) = llm.generate(
+                prompt, greedy(2, prompt_logprobs=0, prompt_logprobs_start=start, flat_logprobs=flat)
+            )
+            assert output.num_cached_tokens == cached
+            found = output.prompt_logprobs
+            assert found is not None
+            assert not any(found[position] for position in range(start))
+            values = [next(iter(found[position].values())).logprob for position in range(start, len(found))]
+            rows = expected[-1][start - 1 :]
+            reference = rows.gather(1, torch.tensor(prompt["prompt_token_ids"][start:])[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(values), reference, atol=BOUND)
+        (output,) = llm.generate(prompt, greedy(2, prompt_logprobs=0, prompt_logprobs_start=999))
+        assert output.prompt_logprobs == [None] * len(prompt["prompt_token_ids"])
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_prompts_and_forks(mode: str, make_shallow: Make, greedy: Any, expected: list[torch.Tensor]) -> None:
     small = {"max_num_batched_tokens": 24, "max_num_seqs": 24}
@@ -99,6 +121,14 @@ def test_a_prompt_whose_cache_was_lost_between_its_chunks(
         while llm.engine.has_unfinished_requests():
             outputs = llm.engine.step() or outputs
         check(outputs[-1:], expected[-1:])
+
+
+def test_of_different_counts_in_one_step(make_shallow: Make, greedy: Any, expected: list[torch.Tensor]) -> None:
+    counts = [number % 3 for number in range(len(LONG))]
+    with make_shallow(max_num_seqs=8) as llm:
+        outputs = llm.generate(LONG, [greedy(2, prompt_logprobs=count) for count in counts])
+    for output, reference, count in zip(outputs, expected, counts, strict=True):
+        check([output], [reference], best=count)
 
 
 def test_beside_requests_that_are_not_scored(make_shallow: Make, greedy: Any, expected: list[torch.Tensor]) -> None:

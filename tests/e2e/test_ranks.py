@@ -38,14 +38,14 @@ from tests.e2e.extremes import (
 )
 from tests.leaks import Belongings
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 Make = Callable[..., LLM]
 Weights = Mapping[str, torch.Tensor]
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 9, 22, 7, 301], list(range(40, 52)), [11, 12, 11, 12, 13])]
 TOKENS = 16
-REPORTED_WITHIN = 5.0
+REPORTED_WITHIN = 45.0
 ROUNDING = 2e-3
 """By how much the logits of float32 inference may differ between two orders of its sums; ten times what was seen."""
 
@@ -284,7 +284,7 @@ def test_two_stages_divide_the_layers(
 
 
 def test_a_rank_killed_while_it_starts_is_an_error_of_the_start(
-    make: Make, nothing_left: Callable[[], list[str]]
+    make: Make, nothing_left: Callable[[], list[str]], cold_processes: None
 ) -> None:
     killed: list[float] = []
 

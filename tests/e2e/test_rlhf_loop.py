@@ -1,4 +1,4 @@
-"""Engine and trainer in turns: the example's own code, on few layers of the demo's shapes (`test_examples.py` runs it on the demo)."""
+"""Engine and trainer in turns: the example's own code, on few layers of the demo's shapes (`test_examples.py` runs it as a command)."""
 
 from __future__ import annotations
 

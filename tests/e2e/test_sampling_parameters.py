@@ -13,6 +13,7 @@ import torch
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.outputs import FlatLogprobs
 from hardpoint.interfaces.errors import EmptyPrompt, InvalidRequest, InvalidSamplingParams, PromptTooLong
+from hardpoint.scheduler import SchedulerConfig
 from hardpoint_conformance.tiny_model import Model
 from tests.e2e.conftest import SHALLOW, Oracle
 from tests.e2e.test_invariance import PROMPTS
@@ -180,6 +181,18 @@ def test_chat_takes_tools_template_variables_and_a_message_to_go_on_with(llm: LL
     assert prompt(begun, **go_on) == tokenizer.apply_chat_template(begun, tokenize=False, continue_final_message=True)
     with pytest.raises(InvalidRequest, match="add_generation_prompt=False"):
         prompt(begun, continue_final_message=True)
+
+
+def test_with_the_policy_shortest_a_short_prompt_is_served_before_a_long_one(
+    make_shallow: Make, greedy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrival = SchedulerConfig.arrival
+    # As if all had come at the same moment.
+    monkeypatch.setattr(SchedulerConfig, "arrival", lambda self, num_tokens, _: arrival(self, num_tokens, 0.0))
+    with make_shallow(scheduling_policy="shortest", max_num_seqs=1) as llm:
+        prompts = [{"prompt_token_ids": [5] * length} for length in (60, 2, 20)]
+        firsts = [output.metrics.first_token_time for output in llm.generate(prompts, greedy(1))]
+    assert firsts[1] < firsts[2] < firsts[0]
 
 
 def test_priority_decides_who_is_served_first(make_shallow: Make, greedy: Any) -> None:

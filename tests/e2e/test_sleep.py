@@ -287,21 +287,21 @@ def test_kept_completions_of_one_prompt_continue_each_for_itself(kv: str, tiny: 
     assert [list(one.token_ids) for one in output.outputs] == whole
 
 
-def test_a_kept_embedding_request_is_computed_from_its_beginning(make_tiny: Callable[..., Subject]) -> None:
+def test_a_kept_pooling_request_is_computed_from_its_beginning(make_tiny: Callable[..., Subject]) -> None:
     llm, params = make_tiny(max_num_batched_tokens=16).llm, PoolingParams(pooling=Pooling.MEAN)
     (whole,) = llm.embed(TINY_PROMPTS[2], params)
-    llm.engine.add_embedding_request("e", TINY_PROMPTS[2], params)
+    llm.engine.add_pooling_request("e", TINY_PROMPTS[2], params)
     llm.engine.step()
     llm.sleep(mode="keep", tags="kv_cache")
     llm.wake_up()
     (output,) = _drain(llm.engine)["e"]
-    np.testing.assert_allclose(output.outputs.embedding, whole.outputs.embedding, atol=1e-6)
+    np.testing.assert_allclose(output.outputs.data, whole.outputs.embedding, atol=1e-6)
 
 
 def test_aborted_requests_end_with_what_they_have(demo: Subject) -> None:
     engine = demo.llm.engine
     demo.start(steps=5)
-    engine.add_embedding_request("e", "no time left")
+    engine.add_pooling_request("e", "no time left")
     engine.add_request("never began", PROMPTS[0], SamplingParams(n=2, best_of=3, temperature=1.0))
     assert demo.llm.sleep(tags="kv_cache").aborted == 4
     outputs = {output.request_id: output for output in engine.step()}
@@ -311,7 +311,7 @@ def test_aborted_requests_end_with_what_they_have(demo: Subject) -> None:
         assert completion.text
         assert outputs[str(number)].finished
     assert outputs["e"].finish_reason == "abort"
-    assert len(outputs["e"].outputs.embedding) == 0
+    assert len(outputs["e"].outputs.data) == 0
     assert [one.finish_reason for one in outputs["never began"].outputs] == ["abort"] * 2
     assert not engine.has_unfinished_requests()
     with pytest.raises(EngineAsleep):

@@ -19,7 +19,7 @@ def check(rows: Iterable[Row], *, undone: int) -> None:
     assert sum(row.undone for row in rows) > undone
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", all_targets(), ids=lambda target: target.name)
 def test_any_failing_call_leaves_the_state_before_and_a_retry_works(target: FaultTarget) -> None:
     check(run_target(target), undone=150)
@@ -30,17 +30,17 @@ DIFFERENT = ("grow", "shrink", "sleep to disk", "wake of one tag", "rollback of 
 """Operations that undo in different ways."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_call_that_fails_while_a_failure_is_undone_loses_nothing() -> None:
     operations = tuple(operation for operation in OPERATIONS if operation.name in DIFFERENT)
     check(run_target(CpuTarget(), operations, pairs=2), undone=100)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_any_failing_system_call_leaves_the_state_before_and_a_retry_works() -> None:
     check(run_system_calls(["allocate", *DIFFERENT, "wake from disk"]), undone=100)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_system_call_that_fails_while_a_failure_is_undone_loses_nothing() -> None:
     check(run_system_calls(["sleep to disk"], pairs=5), undone=50)

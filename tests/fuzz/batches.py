@@ -22,7 +22,7 @@ from hardpoint.interfaces.errors import HardpointError
 
 SECONDS = 10
 """Most processor time that a case may take."""
-PATIENCE = 60
+PATIENCE = 240
 """Seconds after which a case counts as hanging, on a machine that may be busy."""
 GROWTH_MIB = 256
 """Most memory that a case may take beyond what its process had."""

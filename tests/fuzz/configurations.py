@@ -32,6 +32,28 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _LAYERS = ["sliding_attention", "full_attention"]
+_STATES = ["linear_attention", "full_attention"]
+_CHUNKS = {"attention_chunk_size": 32, "interleave_moe_layer_step": 2}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+_DELTA = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
     ("LlamaForCausalLM", "llama", {"rope_scaling": _LLAMA3, "attention_bias": False, "tie_word_embeddings": True}),
     ("MistralForCausalLM", "mistral", {"sliding_window": 8}),
@@ -63,6 +85,35 @@ FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
         "granite",
         {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     ),
+    ("Llama4ForCausalLM", "llama4_text", {"intermediate_size_mlp": 32, "num_local_experts": 2, **_CHUNKS}),
+    ("DeepseekV2ForCausalLM", "deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy"}),
+    ("DeepseekV3ForCausalLM", "deepseek_v3", {**_LATENT, "rope_parameters": _YARN}),
+    (
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        {**_EXPERTS, **_DELTA, "layer_types": _STATES, "shared_expert_intermediate_size": 16},
+    ),
+    (
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {**_MAMBA, "layer_types": _STATES, "num_local_experts": 2, "shared_intermediate_size": 16},
+    ),
+    ("FalconH1ForCausalLM", "falcon_h1", {**_MAMBA, "mamba_n_groups": 2, "mamba_d_ssm": 64}),
+    ("Lfm2ForCausalLM", "lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    (
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        {
+            "layers_block_type": _STATES,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+        },
+    ),
+    ("BertModel", "bert", {"num_key_value_heads": None}),
+    ("RobertaForSequenceClassification", "roberta", {"num_labels": 3, "pad_token_id": 0}),
+    ("ModernBertModel", "modernbert", {"local_attention": 8, "global_attn_every_n_layers": 2}),
 ]
 FOREIGN: list[tuple[str, str, dict[str, Any]]] = [
     ("OlmoForCausalLM", "olmo", {"pad_token_id": 0}),
@@ -185,6 +236,10 @@ def use(folder: Path, *, runs: bool) -> None:
     if runs and sum(map(prod, described.checkpoint_shapes.values())) <= _MOST_WEIGHTS:
         with LLM(str(folder), load_format="dummy", **SETTINGS) as llm:
             assert isinstance(llm.get_default_sampling_params(), SamplingParams)
+            if not source.is_generative:
+                for output in llm.embed(["the", {"prompt_token_ids": [0]}], use_tqdm=False):
+                    assert len(output.outputs.embedding) > 0
+                return
             for given in (None, GREEDY):
                 for output in llm.generate(["the", {"prompt_token_ids": [0]}], given, use_tqdm=False):
                     assert output.outputs[0].finish_reason is not None

@@ -27,7 +27,7 @@ def run_program(
     source = prelude + textwrap.dedent(program)
     command = [sys.executable, "-c", source, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=os.environ | environment, cwd=ROOT, check=False
+        command, capture_output=True, text=True, timeout=240, env=os.environ | environment, cwd=ROOT, check=False
     )
 
 

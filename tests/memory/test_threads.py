@@ -201,11 +201,11 @@ def test_a_sleep_waits_for_the_one_of_another_thread(cpu_pool: TrackedPool) -> N
 
     def hold(done: int, in_all: int) -> None:
         entered.set()
-        assert go_on.wait(60)
+        assert go_on.wait(240)
 
     with crew() as threads:
         threads.start(lambda: cpu_pool.sleep(SleepPlan(progress=hold)))
-        assert entered.wait(60)
+        assert entered.wait(240)
         second = threads.start(lambda: reports.append(cpu_pool.sleep(SleepPlan()).preserved))
         second.join(0.05)
         assert second.is_alive()

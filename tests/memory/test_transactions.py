@@ -134,7 +134,7 @@ def test_what_waits_for_an_operation_is_refused_once_that_is_held(cpu_pool: Trac
         assert not refused, "a sleep that is under way is waited for"
 
     transaction = cpu_pool.begin_sleep(SleepPlan(progress=progress))
-    waiter.join(20)
+    waiter.join(240)
     assert not waiter.is_alive()
     assert len(refused) == 1
     transaction.rollback()

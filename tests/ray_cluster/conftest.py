@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from core.tests.executor.conftest import Make, cluster, fake, make_over, step
-from tests.e2e.conftest import greedy, oracle_float32
+from tests.e2e.conftest import greedy, shallow, shallow_demo
 
-__all__ = ["cluster", "fake", "greedy", "make_over", "oracle_float32", "step"]
+__all__ = ["cluster", "fake", "greedy", "make_over", "shallow", "shallow_demo", "step"]
 
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
 

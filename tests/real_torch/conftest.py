@@ -72,7 +72,7 @@ exec(asked["code"])
 """
 """How it goes on to do so in forks, each of which ends as an interpreter does: importing torch takes seconds."""
 
-CHILD_SECONDS = 100.0
+CHILD_SECONDS = 240.0
 
 
 def pytest_configure() -> None:

@@ -310,9 +310,9 @@ def test_threads_do_not_exchange_tags(machine: Any, allocator: Any) -> None:
         try:
             for _ in range(3):
                 with allocator.pool(tag):
-                    meet.wait(30)
+                    meet.wait(240)
                     kept.append(segment(machine, mib))
-                    meet.wait(30)
+                    meet.wait(240)
         except BaseException as problem:
             problems.append(problem)
             meet.abort()

@@ -122,10 +122,10 @@ def test_failed_conformance_names_what_failed(imported: Any) -> None:
 
 def test_step_that_takes_too_long_is_ended_and_says_so(imported: Any, run: Any) -> None:
     status, text = run.execute(
-        [sys.executable, "-c", "import time; print('on', flush=True); time.sleep(60)"], limit=2.0
+        [sys.executable, "-c", "import time; print('on', flush=True); time.sleep(60)"], limit=5.0
     )
     assert status != 0
-    assert text.splitlines() == ["on", "ended after 2 s"]
+    assert text.splitlines() == ["on", "ended after 5 s"]
 
 
 HANGS = """
@@ -146,10 +146,10 @@ device_job.main(System, [])
 
 def test_system_that_hangs_in_one_case_answers_with_those_before_it(run: Any, tmp_path: Path) -> None:
     cases = [{"name": str(n), "prompts": n, "length": 1, "output_tokens": 1} for n in (1, 2)]
-    job = {"options": {}, "cases": cases, "repeats": 1, "vocab": 2, "deadline_s": 1.0}
+    job = {"options": {}, "cases": cases, "repeats": 1, "vocab": 2, "deadline_s": 3.0}
     (tmp_path / "job.json").write_text(json.dumps(job), "utf-8")
     peers = str(ROOT / "benchmarks" / "peers")
-    status, text = run.execute([sys.executable, "-c", HANGS, str(tmp_path / "job.json"), peers], limit=20.0)
+    status, text = run.execute([sys.executable, "-c", HANGS, str(tmp_path / "job.json"), peers], limit=120.0)
     assert status == 0
     assert list(json.loads(text)["cases"]) == ["1"]
 

@@ -117,8 +117,8 @@ class Chaos:
         limits = httpx.Limits(max_connections=200)
         keys = {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {TOKEN}"}
         async with (
-            httpx.AsyncClient(base_url=urls.url, headers=keys[0], timeout=60, limits=limits) as self._users,
-            httpx.AsyncClient(base_url=urls.control_url or "", headers=keys[1], timeout=60) as self._operators,
+            httpx.AsyncClient(base_url=urls.url, headers=keys[0], timeout=240, limits=limits) as self._users,
+            httpx.AsyncClient(base_url=urls.control_url or "", headers=keys[1], timeout=240) as self._operators,
         ):
             self._expected = await self._undisturbed()
             memory = await self._memory()
@@ -283,7 +283,7 @@ class Chaos:
 
     async def _check_whole(self, memory: dict[str, tuple[int, dict[str, int]]]) -> None:
         """All engines come back, serve as before, and hold what they held."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         for name in NAMES:
             while not await self._make_whole(name):
                 if time.monotonic() > deadline:

@@ -23,9 +23,16 @@ from hardpoint.server.run import HardpointServer, ServerSettings
 from hardpoint.server.served_model import ServedModel, ServingOptions
 from hardpoint.server.tracing import Tracing
 from tests.leaks import Belongings
+from tests.shallow_demo import write_shallow_demo
 
 TOKEN, KEY = "operators' token", "a user's key"
-ENGINE = {"backend": "cpu", "dtype": "float32", "max_model_len": 1024, "num_device_blocks": 256}
+ENGINE = {
+    "backend": "cpu",
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "num_device_blocks": 256,
+    "enable_prompt_embeds": True,
+}
 
 
 class Running:
@@ -33,15 +40,15 @@ class Running:
 
     def __init__(self, server: HardpointServer, loop: asyncio.AbstractEventLoop) -> None:
         self.server, self._loop = server, loop
-        self.users = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+        self.users = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=240)
         self.operators = httpx.Client(
-            base_url=server.control_url or "", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60
+            base_url=server.control_url or "", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=240
         )
-        self.openai = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=240)
 
     def call(self, work: Any) -> Any:
         """Run a coroutine in the server's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(240)
 
     def model(self, name: str = "demo") -> ServedModel:
         """Return a served model."""
@@ -82,21 +89,28 @@ def serving(
                 raise
             started.set_exception(error)
 
-    thread = threading.Thread(target=whole)
+    # A server that does not start in time fails its tests, and not the end of the process.
+    thread = threading.Thread(target=whole, daemon=True)
     thread.start()
-    server, loop = started.result(120)
+    server, loop = started.result(240)
     try:
         yield Running(server, loop)
     finally:
         loop.call_soon_threadsafe(server.end)
-        thread.join(60)
+        thread.join(240)
         assert not thread.is_alive()
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Running]:
-    """A server that every test leaves awake."""
-    with serving() as running:
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo model's first layers: a server's work is not the model's, which takes four times the time with all of them."""
+    return write_shallow_demo(tmp_path_factory.mktemp("shallow") / "shallow.gguf")
+
+
+@pytest.fixture(scope="session")
+def server(shallow: str) -> Iterator[Running]:
+    """A server that every test leaves awake; its model is called demo."""
+    with serving({"demo": shallow}) as running:
         yield running
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.server.chaos import chaos
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_load_sleeps_kills_and_aborts_at_once() -> None:
     outcome = chaos(seed=2, seconds=20)
     assert not outcome.wrong, str(outcome)

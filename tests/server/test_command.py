@@ -91,8 +91,8 @@ class Command:
 
     def ended(self) -> int:
         """Wait for its end and return the exit code."""
-        code = self.process.wait(60)
-        self._reader.join(60)
+        code = self.process.wait(240)
+        self._reader.join(240)
         return code
 
 
@@ -136,7 +136,7 @@ def test_tls_keys_and_sigterm(device: str, tmp_path: Path) -> None:
         with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
             httpx.get(f"{url}/health")
         trusting = ssl.create_default_context(cafile=str(roots))
-        http = httpx.Client(verify=trusting, timeout=60)
+        http = httpx.Client(verify=trusting, timeout=240)
         operators = httpx.Client(
             transport=httpx.HTTPTransport(uds=str(control), verify=trusting), base_url="https://127.0.0.1"
         )
@@ -182,6 +182,10 @@ def test_ctrl_c_ends_it_in_order_and_twice_at_once(device: str, tmp_path: Path) 
         host, port = server.url().removeprefix("http://").split(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(300)]
         assert "Paris" in client.completions.create(**asked).choices[0].text
+        question: Any = {"input": "What is the capital of France?", "instructions": "Be brief."}
+        response = client.responses.create(model="demo", temperature=0, max_output_tokens=40, **question)
+        assert (response.status, response.error) == ("completed", None)
+        assert "Paris" in response.output_text
         for one in idle:
             one.close()
         server.process.send_signal(signal.SIGINT)
@@ -213,7 +217,7 @@ def test_a_signal_while_models_are_loaded(device: str, tmp_path: Path, number: s
         (["demo", "--control-port", "0"], ExitCode.FAILED, "HARDPOINT_CONTROL_TOKEN"),
         (["demo", "--tls-key", "key"], ExitCode.FAILED, "TLS needs both"),
         (["demo", "--tls-key", "/no/key", "--tls-certificate", "/no/certificate"], ExitCode.FAILED, "'/no/key'"),
-        (["demo", "demo"], ExitCode.FAILED, "two models are served under one name: demo, demo"),
+        (["demo", "demo"], ExitCode.FAILED, "two models or adapters are served under one name: demo"),
         (["=demo"], ExitCode.FAILED, "names no model"),
         (["demo", "--backend", "none"], ExitCode.FAILED, "no backend named 'none'"),
         (["demo", "--port", "{used}"], ExitCode.FAILED, "cannot listen at 127.0.0.1:{used}"),

@@ -23,6 +23,17 @@ from tests.server.test_robust import LONG, running, until
 PROMPT = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 6}
 
 
+def test_a_profile_is_asked_for_by_operators_and_lies_where_the_server_was_told(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARDPOINT_PROFILE_DIR", str(tmp_path))
+    assert server.users.post("/start_profile").status_code == 404
+    server.operators.post("/start_profile").raise_for_status()
+    assert server.operators.post("/start_profile").status_code == 400
+    server.openai.completions.create(model="demo", prompt="x", max_tokens=2)
+    assert list(map(Path, server.operators.post("/stop_profile").json()["result"])) == list(tmp_path.iterdir())
+
+
 def text(server: Running) -> str:
     answer = server.users.post("/v1/completions", json=PROMPT)
     assert answer.status_code == 200, answer.text

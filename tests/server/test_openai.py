@@ -18,9 +18,9 @@ GREEDY: Any = {"temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def llm() -> Any:
+def llm(shallow: str) -> Any:
     """The engine without a server."""
-    llm = LLM("demo", **ENGINE)
+    llm = LLM(shallow, **ENGINE)
     yield llm
     llm.shutdown()
 
@@ -75,15 +75,18 @@ def test_chat_is_the_engines(client: openai.OpenAI, llm: LLM) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_a_last_message_is_continued_and_a_salt_keeps_prefixes_apart(client: openai.OpenAI) -> None:
+def test_a_last_message_is_continued_and_a_salt_keeps_prefixes_apart(client: openai.OpenAI, llm: LLM) -> None:
     begun: Any = [*MESSAGES, {"role": "assistant", "content": "1. The moon is"}]
     asked: Any = {"model": "demo", "messages": begun, **GREEDY}
-    own = {"continue_final_message": True, "add_generation_prompt": False}
+    own: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    (expected,) = llm.chat(begun, SamplingParams(temperature=0, max_tokens=12), **own)
     answer = client.chat.completions.create(**asked, extra_body=own)
     again = client.chat.completions.create(**asked, extra_body=own)
     salted = client.chat.completions.create(**asked, extra_body=own | {"cache_salt": "a tenant"})
     assert answer.choices[0].message.content == salted.choices[0].message.content
-    assert (answer.choices[0].message.content or "").startswith(" ")
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     cached = [one.usage.prompt_tokens_details.cached_tokens for one in (again, salted)]  # type: ignore[union-attr]
     assert cached[0] > 0
     assert cached[1] == 0
@@ -133,22 +136,26 @@ def test_echo_with_log_probabilities_of_the_prompt(server: Running, client: open
     assert all(text[offset:].startswith(token) for offset, token in zip(offsets, tokens, strict=True))
     assert (values[0], top[0]) == (None, None)
     paris = tokens.index(" Paris")
-    assert top[paris][" Paris"] == values[paris] == max(top[paris].values())
+    assert top[paris][" Paris"] == values[paris]
+    assert top[-1][tokens[-1]] == values[-1] == max(top[-1].values()), "the last one is the model's own"
     assert all(value < 0 for value in values[1:])
     # Scored one token at a time, without echo: what the model says of the token that follows.
     alone = client.completions.create(
         model="demo", prompt=text[: offsets[paris]], max_tokens=1, temperature=0, logprobs=1
     )
     assert alone.choices[0].logprobs is not None
-    assert alone.choices[0].logprobs.token_logprobs == pytest.approx([values[paris]], abs=1e-3)
+    assert alone.choices[0].logprobs.token_logprobs == pytest.approx([max(top[paris].values())], abs=1e-3)
 
 
 def test_completions_stream_with_echo_and_stop(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "echo": True, "stop": ["\n"]}
-    whole = client.completions.create(**asked)
-    parts = list(client.completions.create(stream=True, **asked))
+    asked: Any = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "echo": True}
+    unstopped = client.completions.create(**asked).choices[0].text
+    begin = len(PROMPT) + 9
+    stop = unstopped[begin : begin + 4]
+    whole = client.completions.create(**asked, stop=[stop])
+    parts = list(client.completions.create(stream=True, **asked, stop=[stop]))
     text = "".join(choice.text for part in parts for choice in part.choices)
-    assert text == whole.choices[0].text == f"{PROMPT} Paris."
+    assert text == whole.choices[0].text == unstopped[: unstopped.index(stop, len(PROMPT))]
     assert whole.choices[0].finish_reason == "stop"
 
 

@@ -97,7 +97,7 @@ def check(url: str, token: str) -> Counter[int]:
             )
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: Any) -> None:
-                answer = case.call(headers=headers, timeout=30)
+                answer = case.call(headers=headers, timeout=240)
                 seen[answer.status_code] += 1
                 more = [] if answer.status_code in REFUSALS else [not_a_server_error]
                 case.validate_response(answer, checks=[*checks, *more])

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hardpoint.server.prefixes import PrefixOwners, beginnings
+from hardpoint.engine.prefix_owners import PrefixOwners
+from hardpoint.server.prefixes import beginnings
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant who answers in one sentence. " * 3}
 
@@ -52,7 +53,7 @@ def test_a_lone_surrogate_is_the_replicas_to_refuse() -> None:
 
 
 def test_the_longest_beginning_counts_and_only_replicas_that_are_there() -> None:
-    owners: PrefixOwners[str] = PrefixOwners(imbalance=4)
+    owners: PrefixOwners[str, str] = PrefixOwners(imbalance=4)
     owners.note(["a", "ab"], "one")
     owners.note(["a", "ab", "abc"], "two")
     owners.note(["a"], "three")
@@ -65,14 +66,14 @@ def test_the_longest_beginning_counts_and_only_replicas_that_are_there() -> None
 
 
 def test_an_owner_is_passed_over_once_it_is_too_busy() -> None:
-    owners: PrefixOwners[str] = PrefixOwners(imbalance=4)
+    owners: PrefixOwners[str, str] = PrefixOwners(imbalance=4)
     owners.note(["a"], "one")
     assert owners.preferred(["a"], {"one": 5, "two": 1}) == "one"
     assert owners.preferred(["a"], {"one": 6, "two": 1}) is None
 
 
 def test_names_that_were_used_least_lately_are_forgotten() -> None:
-    owners: PrefixOwners[str] = PrefixOwners(imbalance=0, capacity=2)
+    owners: PrefixOwners[str, str] = PrefixOwners(imbalance=0, capacity=2)
     owners.note(["a"], "one")
     owners.note(["b"], "one")
     owners.note(["a"], "one")

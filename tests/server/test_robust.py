@@ -27,7 +27,7 @@ from tests.server.conftest import KEY, Running
 LONG: Any = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+def until(holds: Callable[[], bool], seconds: float = 120) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not holds():
@@ -81,7 +81,7 @@ def test_bodies_have_limits(slow_server: Running) -> None:
     assert slow_server.users.post("/v1/completions", content=b"x" * (33 << 20)).status_code == 413
     host, port = slow_server.server.url.removeprefix("http://").split(":")
     chunk = b"%x\r\n%s\r\n" % (1 << 20, b"x" * (1 << 20))
-    with socket.create_connection((host, int(port)), timeout=30) as raw:
+    with socket.create_connection((host, int(port)), timeout=240) as raw:
         raw.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n" % KEY.encode()
@@ -149,8 +149,8 @@ def test_a_request_waits_quietly_for_a_model_on_its_way_to_sleep(
     assert len(tried) <= 3
 
 
-def test_an_idle_model_sleeps_and_a_request_wakes_it(start: Any) -> None:
-    with start(idle_sleep=0.3) as server:
+def test_an_idle_model_sleeps_and_a_request_wakes_it(start: Any, shallow: str) -> None:
+    with start({"demo": shallow}, idle_sleep=0.1) as server:
 
         def sleeps() -> bool:
             return bool(server.operators.get("/is_sleeping").json()["is_sleeping"])
@@ -221,6 +221,21 @@ def test_an_engine_that_dies_is_started_again(start_slow: Any) -> None:
         assert 'hardpoint:engine_deaths_total{model_name="one"} 1.0' in server.users.get("/metrics").text
 
 
+def test_a_model_of_several_engines_is_served_as_one_and_started_again_as_one(start: Any, device: str) -> None:
+    settings = {"backend": device, "data_parallel_size": 2}
+    with start(settings=settings) as server, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(server.openai.completions.create, **LONG | {"max_tokens": 5}) for _ in range(4)]
+        assert [one.result().choices[0].finish_reason for one in asked] == ["length"] * 4
+        assert 'hardpoint:generation_tokens_total{model_name="demo"} 20.0' in server.users.get("/metrics").text
+        server.operators.post("/pause").raise_for_status()
+        assert server.operators.get("/is_sleeping").json() == {"is_sleeping": True}
+        server.operators.post("/resume").raise_for_status()
+        os.kill(server.model().llm._loop.pids[0], signal.SIGKILL)  # type: ignore[union-attr]
+        until(lambda: server.users.get("/ready").status_code == 503)
+        until(lambda: server.users.get("/ready").status_code == 200, 60)
+        assert server.openai.completions.create(model="demo", prompt="x", max_tokens=2).choices
+
+
 def test_the_end_lets_requests_finish(start_slow: Any) -> None:
     with start_slow() as server, ThreadPoolExecutor(1) as pool:
         last = pool.submit(server.openai.completions.create, **LONG)
@@ -271,7 +286,7 @@ def test_2000_slow_clients_hold_nobody_up(slow_server: Running) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4200), hard))
     slow = []
     try:
-        slow += [socket.create_connection(address(slow_server), timeout=30) for _ in range(2000)]
+        slow += [socket.create_connection(address(slow_server), timeout=240) for _ in range(2000)]
         for byte in b"POST":
             for one in slow:
                 one.sendall(bytes([byte]))
@@ -301,9 +316,9 @@ def test_headers_that_never_end_end_their_connection(slow_server: Running, monke
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(slow_server.openai.completions.create, **LONG)
         with (
-            socket.create_connection(address(slow_server), timeout=30) as silent,
-            socket.create_connection(address(slow_server), timeout=30) as slow,
-            socket.create_connection(address(slow_server), timeout=30) as second,
+            socket.create_connection(address(slow_server), timeout=240) as silent,
+            socket.create_connection(address(slow_server), timeout=240) as slow,
+            socket.create_connection(address(slow_server), timeout=240) as second,
         ):
             second.sendall(again)
             assert b" 200 " in second.recv(1000)
@@ -314,7 +329,7 @@ def test_headers_that_never_end_end_their_connection(slow_server: Running, monke
             assert is_closed(second)
             # Those of a request that takes longer have come.
             assert long.result().choices
-    with socket.create_connection(address(slow_server), timeout=30) as large:
+    with socket.create_connection(address(slow_server), timeout=240) as large:
         with suppress(ConnectionResetError, BrokenPipeError):
             large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * (1 << 20))
         assert is_closed(large)

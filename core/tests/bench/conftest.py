@@ -39,10 +39,10 @@ def _endpoint() -> Iterator[Endpoint]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(240)
     yield endpoint
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
+    thread.join(240)
 
 
 @pytest.fixture

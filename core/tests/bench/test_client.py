@@ -17,7 +17,7 @@ from hardpoint.bench.client import Client, EventReader
 from hardpoint.bench.sending import Sent, send
 from hardpoint.interfaces.errors import ConfigError
 
-LATE = 5.0
+LATE = 60.0
 """Seconds by which something may be late on a loaded machine."""
 
 
@@ -77,7 +77,9 @@ def test_a_call_of_a_tool_is_a_part_too(endpoint: Endpoint) -> None:
     ],
 )
 def test_failures_are_told_apart(endpoint: Endpoint, model: str, kind: str, said: str) -> None:
-    (answer,) = asked(endpoint, {"model": model, "prompt": "x", "max_tokens": 2}, timeout=0.3)
+    (answer,) = asked(
+        endpoint, {"model": model, "prompt": "x", "max_tokens": 2}, timeout=0.3 if kind == "timeout" else 60.0
+    )
     assert answer.error == kind
     assert said in answer.detail
 

@@ -118,9 +118,9 @@ def test_ctrl_c_prints_what_there_is(endpoint: Endpoint) -> None:
     ]
     command = [sys.executable, "-m", "hardpoint.cli", "bench", "serve", "--base-url", endpoint.url, *options]
     process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert endpoint.has_request.wait(60)
+    assert endpoint.has_request.wait(240)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "interrupted" in err
     report = json.loads(out)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import os
+import pty
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +127,44 @@ def test_a_second_ctrl_c_ends_the_program(hp: Any, prepare: Any, monkeypatch: py
     prepare(press_twice)
     assert hp("chat", "-m", "demo", stdin="hello\n").code == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+_CHAT_IN_A_TERMINAL = """
+import sys
+sys.path.insert(0, sys.argv.pop())
+import conftest, hardpoint
+hardpoint.LLM = conftest.EchoLLM
+from hardpoint.cli import main
+try:
+    main()
+finally:
+    print(conftest.EchoLLM.made[0].prompts)
+"""
+
+
+def test_arrow_keys_bring_earlier_lines_back_and_move_in_them() -> None:
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-c", _CHAT_IN_A_TERMINAL, "chat", "demo", str(Path(__file__).parent)]
+    environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
+    shown = b""
+
+    def read(until: bytes) -> None:
+        nonlocal shown
+        while until not in shown:
+            assert select.select([controller], [], [], 60)[0], shown
+            shown += os.read(controller, 4096)
+
+    ends = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **ends) as child:
+        try:
+            up, left = b"\x1b[A", b"\x1b[D"
+            for line in (b"ab\n", b"/reset\n", up + up + left + b"c\n", b"\x04"):
+                read(until=b"\n> ")
+                shown = b""
+                os.write(controller, line)
+            read(until=b"]")
+        finally:
+            child.kill()
+            os.close(terminal)
+            os.close(controller)
+    assert b"['<user>ab', '<user>acb']" in shown

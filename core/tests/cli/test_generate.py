@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ def test_the_answer_goes_to_standard_output_and_the_rest_to_standard_error(hp: A
     assert (result.code, result.out) == (0, "HELLO\n")
     assert "acme (Acme One, simulated)" in result.err
     assert "30.0 tokens/s" in result.err
+
+
+def test_the_summary_says_which_blocks_are_multiplied_by(hp: Any, prepare: Any) -> None:
+    def formats(llm: Any) -> None:
+        llm.info = replace(llm.info, weight_formats={"Q4_1": 210, "bfloat16": 3, "Q8_0": 1})
+
+    prepare(formats)
+    assert "matrices multiplied as blocks: 210 in Q4_1, 1 in Q8_0; load" in hp("generate", "-m", "demo", "-p", "a").err
 
 
 def test_prompts_are_written_with_the_chat_template_where_the_model_has_one(hp: Any, llms: Any) -> None:
@@ -151,7 +160,10 @@ def test_a_prompt_that_cannot_be_served_ends_with_1_and_says_why(hp: Any, llms: 
 
 def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
     engine = "--backend acme --require-accelerator --dtype float16 --max-model-len 64 --block-size 32 --num-blocks 9"
+    pictures = ["--limit-mm-per-prompt", '{"image": 2}', "--allowed-local-media-path", "here"]
     more = "--download-dir models --threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
+    more += ' --runner generate --convert none --enable-prompt-embeds --hf-overrides {"num_labels":3}'
+    more += ' --speculative-config {"method":"ngram"}'
     ranks = "--mixed-prefill-tokens 33 --tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
     sampling = "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop x --stop y --max-tokens 3"
     hp(
@@ -163,11 +175,18 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         *engine.split(),
         *more.split(),
         *ranks.split(),
+        *pictures,
         *sampling.split(),
+        "--scheduling-policy",
+        "shortest",
         "--ignore-eos",
     )
     settings = llms[0].settings
     assert settings == {
+        "enable_prompt_embeds": True,
+        "limit_mm_per_prompt": {"image": 2},
+        "allowed_local_media_path": "here",
+        "data_parallel_size": 1,
         "model": "demo",
         "backend": "acme",
         "require_accelerator": True,
@@ -178,10 +197,16 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         "num_device_blocks": 9,
         "threads": 2,
         "load_format": "dummy",
+        "runner": "generate",
+        "convert": "none",
+        "hf_overrides": {"num_labels": 3},
+        "quantization": "auto",
+        "speculative_config": {"method": "ngram"},
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 99,
         "mixed_prefill_tokens": 33,
+        "scheduling_policy": "shortest",
         "memory_utilization": None,
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hardpoint.compat.vllm import LLM, SamplingParams
+from hardpoint.compat.vllm.arguments import engine_settings
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest
 from hardpoint_conformance.tiny_model import Shape, tiny_model
 
@@ -43,12 +44,27 @@ def llm() -> Iterator[LLM]:
         ({"logprobs_mode": "raw"}, "logprobs_mode"),
         ({"quantization": "bitsandbytes"}, "quantization"),
         ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "ranks of one engine"),
+        (
+            {"distributed_executor_backend": "mp", "data_parallel_size": 2, "data_parallel_backend": "ray"},
+            "Ray cluster",
+        ),
+        ({"mm_processor_kwargs": {"size": 1}}, "preprocessor_config"),
+        ({"allowed_media_domains": ["example.org"]}, "data: URLs"),
         ({"no_such_argument": 1}, "no_such_argument"),
     ],
 )
 def test_what_this_engine_does_not_do_is_refused_by_name(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM("demo", **arguments)
+
+
+def test_names_of_checkpoints_formats_ask_for_weights_as_they_are_stored() -> None:
+    assert (
+        engine_settings({"quantization": "awq"})
+        == engine_settings({"quantization": "gguf"})
+        == {"quantization": "auto"}
+    )
+    assert engine_settings({"quantization": "int8"}) == {"quantization": "int8"}
 
 
 def test_processed_log_probabilities_are_those_of_the_distribution_that_is_sampled_from(llm: LLM) -> None:
@@ -91,7 +107,7 @@ def test_collective_rpc_calls_what_is_on_its_list_alone(llm: LLM) -> None:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
 
 
 def test_a_script_that_imports_vllm_runs_unchanged(tmp_path: Path) -> None:

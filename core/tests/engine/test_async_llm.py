@@ -202,12 +202,16 @@ def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
         assert (await llm.stats()).blocks_used == 0
         await check_two_sleeps_at_once(llm)
         await check_a_client_that_stops_reading(llm)
-        results = await asyncio.gather(*(tokens(llm, "x") for _ in range(20)), return_exceptions=True)
-        assert {type(r) for r in results} == {list, InboxFull}
+        pid: int = llm._loop.pid  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGSTOP)  # or it takes commands as fast as they come
+        asked = asyncio.gather(*(tokens(llm, "x") for _ in range(20)), return_exceptions=True)
+        await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGCONT)
+        assert {type(r) for r in await asked} == {list, InboxFull}
         assert await llm.update_weights((f"w{n}", torch.ones(300, 1000)) for n in range(3)) == 3
         waiters = [asyncio.create_task(tokens(llm, prompt, long)) for prompt in ("x", "y")]
         await asyncio.sleep(0.1)
-        os.kill(llm._loop.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGKILL)
         for waiter in waiters:
             with pytest.raises(EngineDead, match="SIGKILL"):
                 await waiter

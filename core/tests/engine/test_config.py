@@ -38,6 +38,11 @@ from hardpoint.scheduler import SchedulerConfig
         ({"load_format": None}, "load_format"),
         ({"dtype": "flaot16"}, "Did you mean 'float16'"),
         ({"dtype": None}, "'None' is not an element type"),
+        ({"dtype": "float64"}, "Did you mean 'float16'"),
+        (
+            {"dtype": "int8"},
+            "is not an element type that models compute in. Known: auto, bfloat16, float, float16, float32, half$",
+        ),
         ({"kv_dtype": 5}, "kv_dtype='5' is not an element type"),
         ({"executor": 5}, "executor"),
         ({"max_modle_len": 5}, "'max_modle_len' is not a setting of the engine. Did you mean 'max_model_len'"),

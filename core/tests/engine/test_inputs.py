@@ -71,7 +71,7 @@ def test_a_generator_of_prompts_loses_none(prompts: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [
-        ({"prompt": "x", "multi_modal_data": {"image": 1}}, "pictures, sounds and films are not supported"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, "takes no pictures"),
         ({"promt": "x"}, "Did you mean 'prompt'"),
         ({1: "x"}, "1 is not a key of a prompt"),
         ({}, "either a text or token ids"),

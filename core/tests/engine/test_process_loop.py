@@ -32,6 +32,7 @@ from hardpoint.interfaces.errors import (
     SleepRefused,
 )
 from tests.leaks import Belongings
+from tests.warm_processes import children_by
 
 Make = Callable[..., LLM]
 
@@ -48,7 +49,8 @@ SHORT = SamplingParams(max_tokens=10, seed=2, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(make_shared_llm: Make) -> LLM:
-    return make_shared_llm(1, seconds=0.001, num_device_blocks=200, engine_process=True)
+    with children_by(subprocess.Popen):  # whose imports are looked at
+        return make_shared_llm(1, seconds=0.001, num_device_blocks=200, engine_process=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +93,14 @@ def children(pid: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 def ask_until_it_fails(llm: LLM) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         llm.stats()
         time.sleep(0.01)
 
@@ -204,7 +206,7 @@ def test_a_sleep_that_waits_is_given_up_by_a_resume(llm: LLM) -> None:
         wait_until(lambda: llm.sleep_status().state == "draining")
         llm.resume()
         with pytest.raises(SleepRefused, match="given up"):
-            asleep.result(10)
+            asleep.result(240)
     assert loop is llm.engine._loop
     llm.engine.abort_request("a")
     assert llm.generate("x", SHORT)[0].finished
@@ -269,9 +271,10 @@ def test_a_full_inbox_and_a_kill_in_a_step_are_one_typed_error_each(
         except InboxFull as error:
             return error
 
+    found: list[Any] = []
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(one, range(16)))
-    assert any(isinstance(one, InboxFull) for one in found)
+        while not any(isinstance(one, InboxFull) for one in found):  # until threads come together
+            found += pool.map(one, range(16))
     assert all(one == expected for one in found if not isinstance(one, InboxFull))
 
     with ThreadPoolExecutor(3) as pool:
@@ -282,7 +285,7 @@ def test_a_full_inbox_and_a_kill_in_a_step_are_one_typed_error_each(
         os.kill(pid_of(llm), signal.SIGKILL)
         for waiter in running:
             with pytest.raises(EngineDead, match="SIGKILL"):
-                waiter.result(10)
+                waiter.result(240)
     for call in (lambda: llm.generate("x"), lambda: llm.sleep(0), llm.wake_up, llm.engine.step, llm.stats):
         with pytest.raises(EngineDead):
             call()
@@ -316,7 +319,7 @@ def test_an_engine_ends_with_its_client_and_is_not_interrupted_with_it(make_llm:
     time.sleep(0.2)
     assert not is_gone(engine)
     os.kill(client.pid, signal.SIGKILL)
-    client.wait(10)
+    client.wait(240)
     client.stdout.close()
     for pid in (engine, *ranks):
         wait_until(lambda pid=pid: is_gone(pid))  # type: ignore[misc]

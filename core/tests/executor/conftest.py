@@ -75,6 +75,8 @@ def cluster(fake: ModuleType) -> Iterator[Any]:
         patch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
         for who in ("REPLICA", "HANDLE"):
             patch.setenv(f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
+        # A front that a loaded machine holds up for longer than that would be taken for one without requests, and what it waits for ended.
+        patch.setenv("RAY_SERVE_MIN_HANDLE_METRICS_TIMEOUT_S", "600")
         node = {"num_cpus": 2, "object_store_memory": OBJECT_STORE}
         nodes = Cluster(
             initialize_head=True,

@@ -207,6 +207,19 @@ class FakeWorker(Worker):
         memory = MemoryStats({"weights": TagStats(1, 2, 3, 4)}, 9, self._asleep)
         return WorkerStatus(memory, frozenset({f"of rank {self._config.rank}"}))
 
+    def start_trace(self, folder: str) -> None:
+        self._do("start_trace")
+
+    def stop_trace(self) -> str:
+        self._do("stop_trace")
+        return f"of rank {self._config.rank}"
+
+    def load_adapter(self, number: int, path: str) -> None:
+        self._do("load_adapter")
+
+    def unload_adapter(self, number: int) -> None:
+        self._do("unload_adapter")
+
     def shutdown(self) -> None:
         self._do("shutdown")
 

@@ -128,7 +128,7 @@ def test_a_gone_rank_is_a_dead_engine(make_core: Make) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 failed"):
         step(core)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 45
     assert not core.scheduler.has_unfinished()
     assert core.lifecycle.death is not None
     assert core.lifecycle.state is EngineState.FAILED

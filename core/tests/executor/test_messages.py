@@ -99,6 +99,7 @@ PLAN = SleepPlan(
 )
 EXAMPLES: dict[Any, Any] = {
     int: 7,
+    str: "a",
     type(None): None,
     ModelInfo: MODEL,
     MemoryProfile: MemoryProfile(1, 2, 3, 4, 0.5, 6, 0.7, 0.8),
@@ -110,6 +111,9 @@ ARGUMENTS: dict[str, list[tuple[Any, ...]]] = {
     "begin": [(3, PLAN), (3, SleepPlan()), (4, WakePlan()), (4, WakePlan(frozenset({"a", "b"})))],
     "commit": [(4,)],
     "rollback": [(4,)],
+    "load_adapter": [(7, "a/folder")],
+    "unload_adapter": [(7,)],
+    "start_trace": [("a/folder",)],
     "write_weights": [
         (WeightWrite.RELOAD,),
         (WeightWrite.RELOAD, (), "elsewhere"),

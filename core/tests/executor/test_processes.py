@@ -28,7 +28,7 @@ from tests.leaks import Belongings
 
 
 @pytest.fixture
-def make(make_over: Make) -> Make:
+def make(make_over: Make, cold_processes: None) -> Make:
     return partial(make_over, "processes")
 
 
@@ -42,7 +42,7 @@ def test_ranks_are_processes_with_a_device_and_a_share_of_the_threads_each(make:
 
 def test_a_frame_that_no_rank_understands_is_a_typed_end(make: Make) -> None:
     executor = make()
-    executor._transport.send([0], Kind.RESULT, 1, [b"?"], Deadline("test", 5.0))
+    executor._transport.send([0], Kind.RESULT, 1, [b"?"], Deadline("test", 60.0))
     with pytest.raises(RankFailed, match="exit code 1") as raised:
         executor.call("status")
     assert "MalformedMessage" in raised.value.output
@@ -127,7 +127,7 @@ def test_ranks_end_with_their_engine_whatever_ends_it(number: signal.Signals, fa
     (pid,) = map(int, engine.stdout.readline().split())
     assert not is_gone(pid)
     os.killpg(engine.pid, number)
-    _, errors = engine.communicate(timeout=10)
+    _, errors = engine.communicate(timeout=240)
     assert wait_until(lambda: is_gone(pid))
     assert "rank_main" not in errors
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)

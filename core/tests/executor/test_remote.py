@@ -239,7 +239,7 @@ def test_a_step_that_fails_among_others_fails_alone(make: Make, step: Any) -> No
 # Interrupts
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("ranks", "in_flight", "functions"),
     [(1, 0, ("submit", "encode")), (1, 0, ()), (2, 0, ()), (2, 1, ())],
@@ -373,6 +373,9 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "begin": (1, SleepPlan()),
     "commit": (1,),
     "rollback": (1,),
+    "start_trace": ("a/folder",),
+    "load_adapter": (1, "a/folder"),
+    "unload_adapter": (1,),
     "write_weights": (WeightWrite.UPDATE, [("a", torch.ones(1 << 20))] * 5),
 }
 CALLS = {"processes": sorted(WORKER_CALLS - {"shutdown"}), "ray": ["collect", "begin", "write_weights"]}
@@ -405,8 +408,8 @@ def test_one_rank_that_is_killed_ends_all_and_a_new_engine_can_be_made(transport
 
 
 def test_a_rank_that_hangs_is_ended_and_says_where_it_stood(make: Make, step: Any) -> None:
-    executor = make(order("collect", "hang", 1), ranks=2, limits={"step": 0.5})
-    with pytest.raises(RankFailed, match=r"rank 1 failed: it has not answered 'step' within 0\.5 s") as raised:
+    executor = make(order("collect", "hang", 1), ranks=2, limits={"step": 2.0})
+    with pytest.raises(RankFailed, match=r"rank 1 failed: it has not answered 'step' within 2 s") as raised:
         run_step(executor, step([1], 16))
     assert raised.value.rank == 1
     assert "in collect" in raised.value.output

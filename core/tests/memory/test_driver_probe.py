@@ -116,11 +116,11 @@ def test_library_that_cannot_be_used_or_crashes_is_broken(
 def test_hanging_driver_is_broken_within_the_time_limit(
     script: Path, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = build("#include <unistd.h>\nint acmeCount(int *n) { sleep(30); return 0; }")
+    library = build("#include <unistd.h>\nint acmeCount(int *n) { sleep(200); return 0; }")
     start = time.monotonic()
     with pytest.raises(BackendBroken, match=r"did not answer within 0.5 s"):
         ask(script, library, monkeypatch, time_limit=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 100
 
 
 def test_driver_that_prints_does_not_disturb_the_answer(

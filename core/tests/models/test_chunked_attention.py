@@ -74,8 +74,8 @@ def test_of_a_model_with_a_part_for_pictures_the_language_model_runs_alone_and_s
         load_weights(
             weights,
             source.checkpoint,
-            lambda name, parameters=parameters: torch.zeros(parameters[name].shape),  # type: ignore[misc]
-            found.__setitem__,
+            lambda name, rows, parameters=parameters: torch.zeros(parameters[name].shape),  # type: ignore[misc]
+            lambda name, row, tensor, found=found: found.__setitem__(name, tensor),  # type: ignore[misc]
         )
         loaded.append(found)
     assert "runs on text alone" in caplog.text

@@ -17,7 +17,8 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound
 from hardpoint.models import ModelFormat, open_model
 from hardpoint.models.hub import HubModel
-from hardpoint_conformance.tiny_model import Shape, demo_file, tiny_model
+from hardpoint_conformance.tiny_model import Shape, tiny_model
+from tests.e2e.test_command_interrupts import write_model
 
 REPO = "someone/tiny-model"
 SHAPE = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=256, max_len=128)
@@ -110,10 +111,8 @@ def test_dummy_weights_fetch_none(hub: Hub, tmp_path: Path) -> None:
     assert hub.files_asked() == {"config.json"}
 
 
-def test_gguf_files_by_name_and_by_quantisation(hub: Hub) -> None:
-    file = demo_file()
-    assert file is not None
-    content = file.read_bytes()
+def test_gguf_files_by_name_and_by_quantisation(hub: Hub, tmp_path: Path) -> None:
+    content = Path(write_model(tmp_path / "tiny.gguf")).read_bytes()
     hub.repos["someone/one-GGUF"] = {"README.md": b"", "smol-Q4_1.gguf": content}
     one = open_model("someone/one-GGUF")
     assert one.format is ModelFormat.GGUF
@@ -158,12 +157,12 @@ def test_a_hub_that_refuses_is_one_error_and_the_cache_serves_on(
 def test_without_a_network_nothing_that_is_not_whole_is_taken(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         unreachable(patch)
-        with pytest.raises(ModelNotFound, match="the hub cannot be reached"):
+        with pytest.raises(ModelNotFound, match=rf"the hub cannot be reached.*hf download {REPO} --local-dir FOLDER"):
             open_model(REPO)
     open_model(REPO, load_format="dummy")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert open_model(REPO, load_format="dummy").hub is not None
-    with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(ModelNotFound, match=r"HF_HUB_OFFLINE is set.*Unset HF_HUB_OFFLINE"):
         open_model(REPO)
 
 

@@ -177,7 +177,7 @@ def test_a_checkpoint_whose_kv_cache_alone_is_quantised_is_read(
         {**COMPRESSED, "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}}},
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}},
-        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "experts_int8"},
     ],
 )
 def test_quantised_weights_are_refused_with_or_without_scales(

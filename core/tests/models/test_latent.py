@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
 
-from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
+from hardpoint.interfaces.errors import CorruptWeights
 from hardpoint.layers import GroupedRouter, ModelContext, Routing
-from hardpoint.models import open_model
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,34 @@ def test_the_layer_that_predicts_further_tokens_is_passed_over(folder: Path, tmp
         open_and_load(with_tensor(folder, tmp_path / "other", "model.layers.4.eh_proj.weight"))
 
 
-def test_published_checkpoints_in_blocks_of_fp8_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    copy = with_tensor(folder, tmp_path / "fp8", "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv")
-    config = json.loads((copy / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
-    with pytest.raises(UnsupportedArchitecture, match="fp8"):
-        open_model(str(copy))
+def test_published_checkpoints_in_blocks_of_fp8_are_expanded(folder: Path, tmp_path: Path) -> None:
+    """Every matrix of the layers in blocks of 16 x 32, which divide no matrix evenly, against the dense model that they mean."""
+    (high, wide), tensors, meant = (16, 32), {}, {}
+    for name, values in load_file(folder / "model.safetensors").items():
+        tensors[name] = meant[name] = values
+        if values.ndim != 2 or "layers" not in name or "mlp.gate.weight" in name:
+            continue
+        rows, columns = values.shape
+        scales = torch.rand(-(-rows // high), -(-columns // wide)) + 0.5
+        tensors[name] = values.to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+        spread = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        meant[name] = tensors[name].float() * spread
+    quantised = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [high, wide],
+        "activation_scheme": "dynamic",
+    }
+    logits = []
+    for case, stored, config in (("fp8", tensors, {"quantization_config": quantised}), ("dense", meant, {})):
+        copy = shutil.copytree(folder, tmp_path / case)
+        written = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**written, **config}))
+        save_file(stored, copy / "model.safetensors")
+        _, model, plan, attention = open_and_load(copy)
+        logits.append(Runner(model, plan, attention).step([(0, [5, 9, 70])]))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])

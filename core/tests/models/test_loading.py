@@ -314,6 +314,13 @@ def test_damaged_configuration_is_a_model_error(llama: Path) -> None:
     (llama / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": "many"}))
     with pytest.raises(ModelError, match="not a usable configuration"):
         open_model(str(llama))
+    # RoBERTa's positions begin after that of the padding token.
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    values = dict.fromkeys(names, 2) | {"architectures": ["RobertaModel"], "pad_token_id": 64}
+    values["max_position_embeddings"] = 64
+    (llama / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="-1 positions for tokens"):
+        _ = open_model(str(llama)).max_model_len
 
 
 def test_an_architecture_unknown_to_transformers_lists_the_lean_ones(llama: Path) -> None:
@@ -322,12 +329,15 @@ def test_an_architecture_unknown_to_transformers_lists_the_lean_ones(llama: Path
         open_model(str(llama))
 
 
-def test_a_quantised_checkpoint_is_refused(llama: Path) -> None:
+def test_a_checkpoint_that_is_quantised_in_another_format_is_refused(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    (llama / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedArchitecture, match="gptq"):
-        open_model(str(llama))
+    for method, found in (
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "gptq", "bits": 3}, "numbers of 3 bits"),
+    ):
+        (llama / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+        with pytest.raises(UnsupportedArchitecture, match=found):
+            open_model(str(llama))
 
 
 def test_unknown_load_formats_are_refused(llama: Path) -> None:

@@ -16,7 +16,7 @@ from hardpoint.models import ParallelRank, Ranks
 
 T = TypeVar("T")
 
-_SECONDS = 60.0
+_SECONDS = 240.0
 
 
 class ThreadGroup:

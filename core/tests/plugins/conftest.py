@@ -75,7 +75,7 @@ class Site:
         found = distributions(path=[str(self.folder)])
         return [entry for dist in found for entry in dist.entry_points if entry.group == ENTRY_POINT_GROUP]
 
-    def discover(self, time_limit: float = 10.0) -> tuple[BackendRecord, ...]:
+    def discover(self, time_limit: float = 60.0) -> tuple[BackendRecord, ...]:
         return discover(entry_points=self.entry_points(), time_limit=time_limit)
 
 

@@ -219,7 +219,7 @@ def test_probe_with_an_impossible_result_is_broken(site: Site, result: str) -> N
 
 @pytest.mark.parametrize("where", ["probe", "import", "hook"])
 def test_hanging_backend_is_broken_within_the_time_limit(site: Site, where: str) -> None:
-    wait = "import threading; threading.Event().wait(20)"
+    wait = "import threading; threading.Event().wait(100)"
     # The thread keeps the import lock of its module, so no other test may use this module's name.
     if where == "probe":
         site.backend("hanging", probe=wait, distribution="acme-hanging-probe")
@@ -227,10 +227,10 @@ def test_hanging_backend_is_broken_within_the_time_limit(site: Site, where: str)
         site.install("hanging", wait if where == "import" else _hook(wait), distribution=f"acme-hanging-{where}")
     site.backend("beta")
     start = time.monotonic()
-    sound, hanging = site.discover(time_limit=0.3)
-    assert time.monotonic() - start < 5
+    sound, hanging = site.discover(time_limit=1.0)
+    assert time.monotonic() - start < 60
     assert hanging.state is BackendState.BROKEN
-    assert "did not return within 0.3 s" in hanging.reason
+    assert "did not return within 1 s" in hanging.reason
     assert sound.state is BackendState.OK
 
 
@@ -316,7 +316,7 @@ def test_backend_that_discovers_backends_while_it_is_loaded_is_broken_and_does_n
         site.install("alpha", statement)
     else:
         site.backend("alpha", probe=statement)
-    record = only(site.discover(time_limit=5))
+    record = only(site.discover(time_limit=60))
     assert record.state is BackendState.BROKEN
     assert "while one of them is being loaded" in record.reason
 

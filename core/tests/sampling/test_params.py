@@ -153,6 +153,22 @@ def test_clone_changes_only_what_it_is_told_and_checks_it() -> None:
     assert changed.clone(max_tokens=16) == params
     with pytest.raises(InvalidSamplingParams, match="top_p"):
         params.clone(top_p=2.0)
+    same = params.clone(seed=3)
+    same.seed = 4
+    assert (params.seed, same.clone(seed=3)) == (3, params)
+    with pytest.raises(InvalidSamplingParams, match="tempature"):
+        params.clone(tempature=0.5)
+
+
+def test_a_clone_shares_nothing_that_can_change_and_is_checked_where_something_has_changed() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    copy = params.clone()
+    assert copy == params
+    params.logit_bias[3] = 1000.0
+    assert copy.logit_bias == {3: 1.0}
+    with pytest.raises(InvalidSamplingParams, match="logit_bias"):
+        params.clone()
 
 
 @pytest.mark.parametrize(

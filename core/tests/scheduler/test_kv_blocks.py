@@ -190,7 +190,7 @@ def test_statistics_count_tokens_of_lookups_and_hits() -> None:
     s = scheduler()
     run(s, list(range(9)))
     run(s, list(range(9)))
-    run(s, list(range(9)), skip_prefix_cache=True)
+    run(s, list(range(9)), max_cached_tokens=0)
     assert s.block_stats.queried_tokens == 18
     assert s.block_stats.hit_tokens == 8
 
@@ -299,7 +299,7 @@ def test_hits_and_evictions_are_those_of_a_plain_cache(data: st.DataObject) -> N
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest))
         output = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))[: block_size * num_blocks - len(prompt)]
         salt, skips = data.draw(st.sampled_from(["", "", "a"])), data.draw(st.booleans())
-        handle = s.add_request(prompt, max_tokens=len(output), salt=salt, skip_prefix_cache=skips)
+        handle = s.add_request(prompt, max_tokens=len(output), salt=salt, max_cached_tokens=0 if skips else None)
         for token in output:
             step(s, token)
         assert s.finish_reason(handle) is not None

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.errors import (
@@ -135,7 +137,7 @@ def test_only_the_last_chunk_of_a_prompt_is_sampled() -> None:
 def test_a_threshold_lets_prompts_share_a_step() -> None:
     s = scheduler(max_num_batched_tokens=16, long_prefill_token_threshold=5)
     for _ in range(3):
-        s.add_request(list(range(12)), skip_prefix_cache=True)
+        s.add_request(list(range(12)), max_cached_tokens=0)
     assert np.diff(step(s).query_start).tolist() == [5, 5, 5]
 
 
@@ -144,11 +146,11 @@ def test_prompts_take_a_limited_part_of_the_steps_that_decodes_wait_for() -> Non
     first = s.add_request([1, 2, 3], max_tokens=20)
     step(s)
     for length in (10, 7):
-        s.add_request(list(range(length)), max_tokens=20, skip_prefix_cache=True)
+        s.add_request(list(range(length)), max_tokens=20, max_cached_tokens=0)
     assert [np.diff(step(s).query_start).tolist() for _ in range(3)] == [[1, 6], [1, 4, 2], [1, 1, 5]]
     assert step(s).num_decodes == 3
     s.abort([first, first + 1, first + 2])
-    s.add_request(list(range(31)), skip_prefix_cache=True)
+    s.add_request(list(range(31)), max_cached_tokens=0)
     assert np.diff(step(s).query_start).tolist() == [31], "nobody waits for this step"
 
 
@@ -156,7 +158,7 @@ def test_a_decode_that_waits_for_its_token_counts_as_one() -> None:
     s = scheduler(mixed_prefill_tokens=6, steps_in_flight=1)
     s.add_request([1, 2, 3], plan_ahead=False)
     first = s.schedule()
-    s.add_request(list(range(20)), skip_prefix_cache=True)
+    s.add_request(list(range(20)), max_cached_tokens=0)
     beside = s.schedule()
     assert first is not None
     assert beside is not None
@@ -165,12 +167,12 @@ def test_a_decode_that_waits_for_its_token_counts_as_one() -> None:
 
 def test_a_decode_that_comes_back_from_the_host_counts_as_one() -> None:
     s = scheduler(mixed_prefill_tokens=6, num_device_blocks=8, num_host_blocks=8, preemption_mode="swap")
-    first = s.add_request([1] * 15, max_tokens=4, skip_prefix_cache=True)
-    second = s.add_request([2] * 16, max_tokens=20, skip_prefix_cache=True)
+    first = s.add_request([1] * 15, max_tokens=4, max_cached_tokens=0)
+    second = s.add_request([2] * 16, max_tokens=20, max_cached_tokens=0)
     while s.state(second) is not SequenceState.SWAPPED:
         step(s)
     s.abort([first])
-    s.add_request([3] * 10, skip_prefix_cache=True)
+    s.add_request([3] * 10, max_cached_tokens=0)
     back = step(s)
     assert back.seq_ids.tolist() == [second, second + 1]
     assert np.diff(back.query_start).tolist() == [1, 6]
@@ -448,14 +450,13 @@ def test_generated_tokens_are_reused_by_the_next_turn() -> None:
     assert s.num_cached_tokens(turn) == 8
 
 
-def test_skip_prefix_cache_computes_the_whole_prompt() -> None:
+def test_max_cached_tokens_limits_what_the_prefix_cache_gives() -> None:
     s = scheduler()
     s.add_request(list(range(10)), max_tokens=1)
     step(s)
-    s.add_request(list(range(10)), max_tokens=1, skip_prefix_cache=True)
-    assert step(s).num_tokens == 10
-    s.add_request(list(range(10)), max_tokens=1)
-    assert step(s).num_tokens == 2
+    for most, computed in ((0, 10), (3, 10), (4, 6), (7, 6), (8, 2), (100, 2), (None, 2)):
+        s.add_request(list(range(10)), max_tokens=1, max_cached_tokens=most)
+        assert step(s).num_tokens == computed
 
 
 def test_salts_do_not_share() -> None:
@@ -683,6 +684,41 @@ def test_priority_serves_lower_numbers_first() -> None:
     s = scheduler(max_num_seqs=1, scheduling_policy="priority")
     handles = [s.add_request([1], max_tokens=1, priority=p) for p in (2, 0, 1)]
     assert list(finish_all(s)) == [handles[1], handles[2], handles[0]]
+
+
+def shortest_first(lengths_and_times: Sequence[tuple[int, float]], seconds_per_token: float) -> list[int]:
+    """Return the indices of requests in the order in which they are served, one at a time, where all wait."""
+    s = scheduler(max_num_seqs=1, scheduling_policy="shortest", recompute_seconds_per_token=seconds_per_token)
+    index = {
+        s.add_request([1] * length, max_tokens=1, arrival=s.config.arrival(length, now)): number
+        for number, (length, now) in enumerate(lengths_and_times)
+    }
+    return [index[handle] for handle in finish_all(s)]
+
+
+def test_of_a_burst_the_shortest_prompts_are_served_first_and_equal_ones_as_they_came() -> None:
+    assert shortest_first([(30, 5.0), (4, 5.001), (9, 5.002), (4, 5.003)], 1e-3) == [1, 3, 2, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.floats(0, 2, allow_subnormal=False)), min_size=1, max_size=12),
+    st.sampled_from([1e-4, 1e-3, 1e-2]),
+)
+def test_a_prompt_waits_for_none_that_came_later_than_20_times_its_own_computing_time(
+    given_requests: list[tuple[int, float]], seconds_per_token: float
+) -> None:
+    requests = sorted(given_requests, key=lambda one: one[1])
+    order = shortest_first(requests, seconds_per_token)
+    for place, later in enumerate(order):
+        for earlier in order[place + 1 :]:
+            (length, came), (own, before) = requests[later], requests[earlier]
+            if came > before:
+                assert length < own
+                assert came - before <= 20 * seconds_per_token * own + 1e-6
+
+
+def test_without_the_policy_a_request_comes_after_all_others() -> None:
+    assert scheduler().config.arrival(10, 5.0) is None
 
 
 def test_a_request_is_passed_over_no_more_than_the_bound() -> None:

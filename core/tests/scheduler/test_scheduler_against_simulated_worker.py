@@ -97,7 +97,8 @@ class SimulatedWorker:
         written: set[int] = set()
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
-            ids = self.histories(expected.device_history, expected.salt)
+            drafts = drafts_of(batch, r)
+            ids = self.histories(expected.device_history + drafts, expected.salt)
             span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
             positions, row = batch.positions[span].tolist(), int(batch.rows[r])
             if self.keeps_states and positions[0]:
@@ -107,7 +108,7 @@ class SimulatedWorker:
             assert int(batch.context_lens[r]) == positions[-1] + 1
             known = expected.history[positions[0] : positions[-1] + 1]
             if known:
-                assert batch.token_ids[span].tolist() == known
+                assert batch.token_ids[span].tolist() == known + drafts
             else:
                 assert (batch.token_ids[span].tolist(), r < batch.num_decodes) == ([-1], True)
                 assert self.last_tokens[int(batch.state_rows[r])] == expected.device_history[positions[0]]
@@ -122,7 +123,7 @@ class SimulatedWorker:
         # In a second pass, as an attention that reads after all writes of a step would.
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
-            ids = self.histories(expected.device_history, expected.salt)
+            ids = self.histories(expected.device_history + drafts_of(batch, r), expected.salt)
             query = int(batch.positions[batch.query_start[r]])
             for group, (step, window) in enumerate(zip(batch.by_group(), self.windows, strict=True)):
                 table = step.block_table[int(step.rows[r])]
@@ -135,6 +136,14 @@ class SimulatedWorker:
 
     def _slot(self, table: Any, position: int) -> int:
         return int(table[position // self.block_size]) * self.block_size + position % self.block_size
+
+
+def drafts_of(batch: StepBatch, row: int) -> list[int]:
+    """Return the drafted tokens of a row."""
+    owners = batch.sample_seq_ids[batch.sample_rows == row]
+    if not len(batch.sample_tokens) or len(owners) < 2 or len(set(owners.tolist())) > 1:
+        return []
+    return batch.token_ids[batch.query_start[row] + 1 : batch.query_start[row + 1]].tolist()
 
 
 @dataclass
@@ -150,8 +159,8 @@ class Driver:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        # Of a model with states nothing is found in a cache, and nothing swapped.
-        keeps_states = not (config.enable_prefix_caching or config.num_host_blocks)
+        # Of a model with states nothing is found in a cache, and nothing swapped or drafted.
+        keeps_states = not (config.enable_prefix_caching or config.num_host_blocks or config.num_speculative_tokens)
         self.worker = SimulatedWorker(config.block_size, config.group_windows, keeps_states=keeps_states)
         self.sequences: dict[int, Expected] = {}
         self.groups: dict[int, int] = {}
@@ -160,6 +169,7 @@ class Driver:
         self.in_flight: deque[InFlight] = deque()
         self.trace: list[Any] = []
         self.max_seqs_seen = 0
+        self.num_drafted = 0
 
     def add(self, prompt: list[int], **options: Any) -> int:
         if options.get("beams"):
@@ -188,8 +198,8 @@ class Driver:
     def unfinished(self) -> list[int]:
         return [i for i, s in self.sequences.items() if s.reason is None]
 
-    def sample(self, seq_id: int) -> int:
-        history = self.sequences[seq_id].device_history
+    def sample(self, seq_id: int, drafts: list[int]) -> int:
+        history = self.sequences[seq_id].device_history + drafts
         return (sum(history[-3:]) * 7 + len(history) * 3 + seq_id) % VOCABULARY
 
     def plan(self) -> StepBatch | None:
@@ -206,14 +216,28 @@ class Driver:
         fields = ("token_ids", "positions", "slot_mapping", "rows", "seq_ids", "sample_seq_ids", "copies", "preempted")
         self.trace.append([getattr(batch, name).tolist() for name in fields])
         tokens = []
-        for seq_id, row, position in zip(
-            batch.sample_seq_ids.tolist(),
-            batch.sample_state_rows.tolist(),
-            batch.sample_positions.tolist(),
-            strict=True,
+        for sample, (seq_id, row, position) in enumerate(
+            zip(
+                batch.sample_seq_ids.tolist(),
+                batch.sample_state_rows.tolist(),
+                batch.sample_positions.tolist(),
+                strict=True,
+            )
         ):
-            tokens.append(self.sample(seq_id))
             sequence = self.sequences[seq_id]
+            drafts = drafts_of(batch, r := int(batch.sample_rows[sample]))
+            if drafts:
+                place = int(batch.sampled_tokens()[sample] - batch.query_start[r])
+                assert position == len(sequence.output) + place
+                # What was sampled for the places before is the history of this one only where it is what was drafted.
+                length = len(sequence.output)
+                is_wrong = sequence.sampled[length:] != drafts[:place]
+                token = self.sample(seq_id, []) if not is_wrong else 0
+                tokens.append(token)
+                if not is_wrong:
+                    sequence.sampled.append(token)
+                continue
+            tokens.append(self.sample(seq_id, []))
             assert position == len(sequence.sampled)
             if sequence.beams_of is not None:
                 continue
@@ -235,9 +259,11 @@ class Driver:
         assert (lengths[: batch.num_decodes] == 1).all()
         assert (lengths > 0).all()
         if config.long_prefill_token_threshold:
-            assert (lengths <= config.long_prefill_token_threshold).all()
+            chunks = [length for r, length in enumerate(lengths.tolist()) if not drafts_of(batch, r)]
+            assert max(chunks, default=0) <= config.long_prefill_token_threshold
         if batch.num_decodes:
-            assert batch.num_tokens - batch.num_decodes <= config.mixed_prefill_budget
+            drafted = sum(1 + len(drafts) for r in range(batch.num_seqs) if (drafts := drafts_of(batch, r)))
+            assert batch.num_tokens - batch.num_decodes - drafted <= config.mixed_prefill_budget
         assert not (len(batch.swap_out) and len(batch.swap_in))
         assert not set(batch.preempted.tolist()) & set(batch.seq_ids.tolist())
         expected_samples: list[tuple[int, int]] = []
@@ -246,6 +272,15 @@ class Driver:
             assert sequence.reason is None
             if not sequence.plan_ahead and r < batch.num_decodes:
                 assert all(seq_id not in step.arrays["seq_ids"] for step in self.in_flight)
+            if drafts := drafts_of(batch, r):
+                assert all(seq_id not in step.arrays["seq_ids"] for step in self.in_flight)
+                assert int(batch.context_lens[r]) == len(sequence.history) + len(drafts)
+                assert len(sequence.output) + 1 + len(drafts) <= sequence.max_tokens
+                assert int(batch.context_lens[r]) < config.max_seq_tokens
+                assert len(drafts) <= config.num_speculative_tokens
+                self.num_drafted += 1
+                expected_samples += [(r, seq_id)] * (1 + len(drafts))
+                continue
             if int(batch.context_lens[r]) < len(sequence.device_history) or sequence.pooling:
                 continue
             assert len(sequence.sampled) < sequence.max_tokens, "a token is planned that is known to be one too many"
@@ -275,10 +310,19 @@ class Driver:
             sequence = self.sequences[seq_id]
             if sequence.pooling and sequence.reason is None and int(batch.context_lens[r]) == len(sequence.prompt):
                 expected[seq_id] = sequence.reason = FinishReason.POOLED
-        for seq_id, token in zip(batch.sample_seq_ids.tolist(), tokens, strict=True):
+        wrong: set[int] = set()
+        kept = []
+        for sample, (seq_id, token) in enumerate(zip(batch.sample_seq_ids.tolist(), tokens, strict=True)):
             sequence = self.sequences[seq_id]
+            drafts = drafts_of(batch, r := int(batch.sample_rows[sample]))
+            if drafts and (seq_id in wrong or sequence.reason is not None):
+                continue
+            kept.append(sample)
             if sequence.reason is not None:
                 continue
+            place = int(batch.sampled_tokens()[sample] - batch.query_start[r])
+            if drafts and drafts[place : place + 1] != [token]:
+                wrong.add(seq_id)
             self.forked.update(h for h, n in self.groups.items() if h <= seq_id < h + n)
             if sequence.beams_of is not None:
                 continue
@@ -290,6 +334,8 @@ class Driver:
             if sequence.reason is not None:
                 expected[seq_id] = sequence.reason
         assert dict(self.scheduler.update(np.array(tokens, np.int64))) == expected
+        found = self.scheduler.kept()
+        assert kept == (list(range(len(tokens))) if found is None else found.tolist())
         for handle in dict.fromkeys(self.sequences[seq_id].beams_of for seq_id in batch.sample_seq_ids.tolist()):
             if handle is not None and self.scheduler.beams_sampled(handle):
                 self.advance_beams(handle)
@@ -357,6 +403,18 @@ class Driver:
         return [(s.output, s.reason) for _, s in sorted(self.sequences.items())]
 
 
+def drafting(num_tokens: int) -> dict[str, int]:
+    """Settings with prompt lookup, of which a small vocabulary makes much use."""
+    return {
+        "num_lookahead_slots": num_tokens,
+        "num_speculative_tokens": num_tokens,
+        "num_draft_slots": 2 * num_tokens,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+        "vocab_size": VOCABULARY,
+    }
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     block_size = draw(st.sampled_from([1, 2, 4, 5]))
@@ -380,7 +438,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         swap_seconds_per_block=1.0,
         recompute_seconds_per_token=draw(st.sampled_from([0.1, 1.0])),
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
-        num_lookahead_slots=draw(st.sampled_from([0, 0, 3])),
+        **draw(st.sampled_from([{}, {"num_lookahead_slots": 3}, drafting(1), drafting(3)])),
         steps_in_flight=draw(st.sampled_from([0, 1, 2])),
         starvation_limit=draw(st.sampled_from([1, 2, 8])),
         hash_bits=draw(st.sampled_from([0, 3, 64])),
@@ -404,9 +462,10 @@ def request_options(draw: st.DrawFn) -> dict[str, Any]:
         "stop_token_ids": draw(st.sampled_from([[], [], [2], [0, 1, 2, 3, 7, 9]])),
         "priority": draw(st.integers(0, 2)),
         "salt": draw(st.sampled_from(["", "", "a"])),
-        "skip_prefix_cache": draw(st.sampled_from([False, False, True])),
+        "max_cached_tokens": draw(st.sampled_from([None, None, 0, 1, 7, 30])),
         "plan_ahead": draw(st.sampled_from([True, True, False])),
-        "beams": draw(st.sampled_from([False, False, True])),
+        "beams": (beams := draw(st.sampled_from([False, False, True]))),
+        "drafts": not beams and draw(st.booleans()),
     }
 
 
@@ -551,6 +610,7 @@ def random_load(driver: Driver, seed: int, num_requests: int = 25) -> Driver:
                 min_tokens=rng.randrange(2),
                 stop_token_ids=rng.choice([[], [3]]),
                 plan_ahead=rng.random() < 0.8,
+                drafts=True,
             )
         if not driver.step() and not left:
             break
@@ -593,6 +653,10 @@ TIGHT = {"num_device_blocks": 12, "max_num_seqs": 6}
         *[variant(**TIGHT, steps_in_flight=depth, preemption_mode="recompute") for depth in (1, 2)],
         *[variant(**TIGHT, steps_in_flight=depth, preemption_mode="swap", num_host_blocks=100) for depth in (1, 2)],
         *[variant(**TIGHT, steps_in_flight=depth, scheduling_policy="priority", num_host_blocks=8) for depth in (1, 2)],
+        *[variant(**drafting(4), steps_in_flight=depth) for depth in (0, 1)],
+        variant(**TIGHT, **drafting(3), preemption_mode="recompute", steps_in_flight=1),
+        variant(**TIGHT, **drafting(3), preemption_mode="swap", num_host_blocks=100),
+        variant(**drafting(2), group_windows=(0, 6), num_device_blocks=24, num_host_blocks=100),
         variant(**TIGHT, preemption_mode="recompute"),
         variant(**TIGHT, preemption_mode="swap", num_host_blocks=100),
         variant(**TIGHT, preemption_mode="auto", num_host_blocks=8),
@@ -617,6 +681,44 @@ def test_tokens_do_not_depend_on_the_settings(config: SchedulerConfig, seed: int
     expected = random_load(Driver(LOAD), seed)
     found = random_load(Driver(config), seed)
     assert found.outputs() == expected.outputs()
+
+
+class Copying(Driver):
+    """A model that copies its prompt again and again, with another token in each eleventh place."""
+
+    def sample(self, seq_id: int, drafts: list[int]) -> int:
+        history = self.sequences[seq_id].device_history + drafts
+        return 0 if len(history) % 11 == 0 else history[-6]
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_drafts_that_are_right_save_steps(steps_in_flight: int) -> None:
+    def run(**settings: Any) -> tuple[int, Driver]:
+        driver = Copying(variant(**settings, steps_in_flight=steps_in_flight))
+        for number in range(3):
+            driver.add([number, 1, 2, 3, 4, 3], max_tokens=40, drafts=True)
+        return driver.run_to_the_end(), driver
+
+    steps, without = run()
+    fewer, driver = run(**drafting(4))
+    assert driver.outputs() == without.outputs()
+    stats = driver.scheduler.draft_stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_accepted_tokens == sum(stats.accepted_at)
+    assert stats.num_drafts == driver.num_drafted
+    assert fewer < 0.9 * steps
+
+
+def test_drafts_cost_rows_and_are_made_where_they_pay() -> None:
+    def num_drafts(fixed: float, per_token: float) -> int:
+        driver = Copying(variant(**drafting(4)))
+        driver.scheduler.set_step_cost(fixed, per_token)
+        driver.add([0, 1, 2, 3, 4, 3], max_tokens=40, drafts=True)
+        driver.run_to_the_end()
+        return driver.scheduler.draft_stats.num_draft_tokens
+
+    free, cheap, dear = num_drafts(0, 0), num_drafts(1.0, 0.2), num_drafts(0.0, 1.0)
+    assert free >= cheap > dear == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A worker whose KV cache is fp8: the checkpoint's scales hold in every step, over sleep and wake, and for every reload.
 
-Run with the reference's attention, and where kernels are interpreted (`make test-triton`) with Triton's.
+Run with the CPU's attention and its fused decoder, and where kernels are interpreted (`make test-triton`) with Triton's attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import pytest
 
 from core.tests.kv_scale_models import SCALES, scale_checkpoint
 from hardpoint.interfaces import KV_CACHE, WEIGHTS, DType, Policy, SleepPlan, WeightWrite
-from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Shape, tiny_model
 from hardpoint_conformance.worker_bench import WorkerBench, running, sleep, wake
@@ -26,28 +25,23 @@ PLAIN = tiny_model(Shape(head_dim=16, layers=3))
 Start = Callable[[str | Path], AbstractContextManager[WorkerBench]]
 
 
-def _reference() -> Any:
-    from core.tests.reference import ReferenceAttention
-
-    return lambda device: ReferenceAttention()
-
-
 def _triton() -> Any:
     from hardpoint.triton import TritonAttention
 
     return TritonAttention
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=["cpu", "triton"])
 def start(request: pytest.FixtureRequest) -> Start:
     """Start a worker with a model folder and an fp8 cache."""
     if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are not interpreted here: `make test-triton` does it")
-    attention = {"reference": _reference, "triton": _triton}[request.param]
+    target = Target.find("cpu")
+    if request.param == "triton":
+        target = target.with_descriptor(attention=_triton, kernels=None)
 
     @contextmanager
     def started(folder: str | Path) -> Iterator[WorkerBench]:
-        target = Target.find("cpu").with_descriptor(attention=attention, kernels=None)
         model = replace(PLAIN, path=str(folder))
         with running(target, model, dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3, block_size=16) as bench:
             yield bench
@@ -91,12 +85,3 @@ def test_a_sequence_goes_on_after_a_sleep_that_preserves_its_scaled_keys(start: 
         bench.sleep_and_wake(SleepPlan(policies={}, live_blocks=tuple(sequence.blocks)))
         bench.run([sequence], 4)
         assert sequence.generated == expected
-
-
-def test_backends_without_scales_refuse_the_cache(scaled: Path) -> None:
-    model = replace(PLAIN, path=str(scaled))
-    with (
-        pytest.raises(CapabilityRefused, match="float8_e4m3fn"),
-        running(Target.find("cpu"), model, kv_dtype=DType.FLOAT8_E4M3),
-    ):
-        pass

@@ -76,7 +76,9 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if activation is Activation.CLAMPED_SWIGLU:
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    return (functional.silu(gate) if activation is Activation.SILU else functional.gelu(gate, approximate="tanh")) * up
+    if activation is Activation.SILU:
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if activation is Activation.GELU_TANH else "none") * up
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

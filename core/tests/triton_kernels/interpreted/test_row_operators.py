@@ -88,6 +88,7 @@ def test_gated_activations(dtype: torch.dtype, width: int) -> None:
     x = torch.randn(2, 2 * width).to(dtype)
     gate, up = x[:, :width].double(), x[:, width:].double()
     close(kernels().gated_activation(x, Activation.SILU), functional.silu(gate) * up, 4)
+    close(kernels().gated_activation(x, Activation.GELU), functional.gelu(gate) * up, 4)
     close(kernels().gated_activation(x, Activation.GELU_TANH), functional.gelu(gate, approximate="tanh") * up, 4)
     x *= 6
     gate, up = x[:, :width].double().clamp(max=7), x[:, width:].double().clamp(-7, 7)

@@ -1,0 +1,220 @@
+"""LoRA adapters: equal to merged weights in mixed batches, apart in the prefix cache, within their budget, refused if unfit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import LLM, LoRARequest, SamplingParams
+from hardpoint.interfaces.errors import AdapterInUse, AdapterNotFound, ConfigError, InvalidAdapter, InvalidRequest
+from tests.adapter_folders import adapter_tensors, merged, write_adapter
+from tests.quantised_checkpoints import HIDDEN, dense_weights, write_folder
+
+BASE = dense_weights()
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+PROMPTS = [{"prompt_token_ids": [3 + i, 7, 9, 11, 50 + i]} for i in range(4)]
+SETTINGS = {
+    "backend": "cpu",
+    "dtype": "float32",
+    "num_device_blocks": 64,
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 8,
+}
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), **SETTINGS | settings)
+
+
+def answers(llm: LLM, prompts: Sequence[Any] = PROMPTS, **arguments: Any) -> list[tuple[list[int], float]]:
+    """Return the tokens of each prompt's completion, and their summed log probability."""
+    found = [output.outputs[0] for output in llm.generate(prompts, GREEDY, **arguments)]
+    return [(list(one.token_ids), one.cumulative_logprob or 0.0) for one in found]
+
+
+def close(found: tuple[list[int], float], expected: tuple[list[int], float]) -> bool:
+    return found[0] == expected[0] and math.isclose(found[1], expected[1], abs_tol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the base model, three adapters of unlike ranks and layers, and each of them merged."""
+    root = tmp_path_factory.mktemp("adapters")
+    write_folder(root / "base", BASE)
+    makes: list[tuple[dict[str, Any], dict[str, Any], float]] = [
+        ({"rank": 4}, {}, 16 / 4),
+        ({"rank": 8, "targets": ("q_proj", "v_proj")}, {"use_rslora": True}, 16 / math.sqrt(8)),
+        (
+            {"rank": 5, "targets": ("k_proj", "up_proj", "down_proj")},
+            {"alpha_pattern": {"k_proj|up_proj|down_proj": 5}},
+            1.0,
+        ),
+    ]
+    for number, (shape, config, scale) in enumerate(makes):
+        tensors = adapter_tensors(BASE, number, **shape)
+        write_adapter(root / f"a{number}", tensors, **config)
+        write_folder(root / f"merged{number}", merged(BASE, tensors, scale))
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[tuple[list[int], float]]:
+    """Return what the base model makes of the first prompt, and each merged model of one of the others."""
+    found = []
+    for name, prompt in zip(["base", "merged0", "merged1", "merged2"], PROMPTS, strict=True):
+        with engine(folder / name) as llm:
+            found += answers(llm, [prompt])
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with engine(folder / "base", enable_lora=True, max_loras=2, max_cpu_loras=3, enable_sleep_mode=True) as made:
+        yield made
+
+
+@pytest.fixture
+def requests(folder: Path) -> list[LoRARequest | None]:
+    return [None, *(LoRARequest(f"a{number}", number + 1, str(folder / f"a{number}")) for number in range(3))]
+
+
+def test_a_mixed_batch_is_equal_to_merged_weights(
+    llm: LLM, requests: list[LoRARequest | None], expected: list[tuple[list[int], float]]
+) -> None:
+    # More adapters than a step has room for: some requests wait for the others.
+    found = answers(llm, lora_request=requests)
+    assert [close(*pair) for pair in zip(found, expected, strict=True)] == [True] * 4, (found, expected)
+    assert len({tuple(tokens) for tokens, _ in expected}) == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="tensor-parallel"),
+        pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
+        pytest.param({"engine_process": True}, id="process"),
+    ],
+)
+def test_adapters_over_ranks_and_processes(
+    folder: Path, requests: list[LoRARequest | None], expected: list[tuple[list[int], float]], settings: dict[str, int]
+) -> None:
+    with engine(folder / "base", enable_lora=True, max_loras=3, **settings) as llm:
+        found = answers(llm, lora_request=requests)
+        assert [close(*pair) for pair in zip(found, expected, strict=True)] == [True] * 4, (found, expected)
+        with pytest.raises(InvalidAdapter, match="no folder of a LoRA adapter"):
+            llm.load_adapter(LoRARequest("none", 9, str(folder)))
+
+
+def test_prefixes_of_unlike_adapters_are_kept_apart(llm: LLM, requests: list[LoRARequest | None]) -> None:
+    prompt = {"prompt_token_ids": list(range(10, 90))}
+    alone = [answers(llm, [prompt], lora_request=one)[0] for one in requests[:2]]
+    hits = llm.stats().prefix_hits
+    again = [answers(llm, [prompt], lora_request=one)[0] for one in requests[:2]]
+    assert llm.stats().prefix_hits > hits
+    assert [close(*pair) for pair in zip(again, alone, strict=True)] == [True, True]
+    assert alone[0][0] != alone[1][0]
+
+
+def test_adapters_sleep_and_wake_with_the_engine(llm: LLM, requests: list[LoRARequest | None]) -> None:
+    before = answers(llm, lora_request=requests)
+    report = llm.sleep()
+    assert "adapters" in report.tags
+    llm.wake_up()
+    assert [close(*pair) for pair in zip(answers(llm, lora_request=requests), before, strict=True)] == [True] * 4
+
+
+def test_unloading(llm: LLM, folder: Path, requests: list[LoRARequest | None]) -> None:
+    one = requests[1]
+    assert one is not None
+    stream = llm.stream(PROMPTS[1], GREEDY, lora_request=one)
+    next(stream)
+    with pytest.raises(AdapterInUse, match="1 requests in progress"):
+        llm.unload_adapter("a0")
+    assert list(stream)[-1].finished
+    with pytest.raises(AdapterInUse, match="loaded from another folder"):
+        llm.load_adapter(LoRARequest("a0", 1, str(folder / "a1")))
+    llm.unload_adapter("a0")
+    with pytest.raises(AdapterNotFound, match="no adapter 'a0'"):
+        llm.generate(PROMPTS[:1], GREEDY, lora_request="a0")
+    with pytest.raises(AdapterNotFound, match="no adapter 'a0'"):
+        llm.unload_adapter("a0")
+    # The name is another adapter's from here on, whose prefixes and slots are its own.
+    second = answers(llm, PROMPTS[1:2], lora_request=LoRARequest("a0", 1, str(folder / "a1")))
+    assert close(second[0], answers(llm, PROMPTS[1:2], lora_request=requests[2])[0])
+    llm.unload_adapter("a0")
+
+
+def test_an_engine_without_adapters_says_so(folder: Path, requests: list[LoRARequest | None]) -> None:
+    with engine(folder / "base") as llm, pytest.raises(InvalidAdapter, match="enable_lora=True"):
+        llm.generate(PROMPTS[:1], GREEDY, lora_request=requests[1])
+
+
+_Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def _changed(**changes: Any) -> dict[str, torch.Tensor]:
+    tensors = adapter_tensors(BASE, 0, targets=("q_proj",))
+    for name, value in changes.items():
+        tensors[_Q if name == "q" else name] = value
+    return tensors
+
+
+BAD: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
+    "other-width": (_changed(q=torch.zeros(8, HIDDEN + 1)), {}, "made for another model"),
+    "other-layer": (_changed(**{_Q.replace("layers.0", "layers.9"): torch.zeros(8, HIDDEN)}), {}, "layers.9"),
+    "nan": (_changed(q=torch.full((8, HIDDEN), torch.nan)), {}, "not finite"),
+    "half-a-pair": ({_Q: torch.zeros(8, HIDDEN)}, {}, "not whole"),
+    "too-large-a-rank": (adapter_tensors(BASE, 0, rank=17, targets=("q_proj",)), {}, "max_lora_rank=17"),
+    "dora": (_changed(), {"use_dora": True}, "use_dora=True"),
+    "dora-vector": (_changed(**{_Q.replace("lora_A", "lora_magnitude_vector"): torch.ones(HIDDEN)}), {}, "magnitude"),
+    "biases": (_changed(), {"bias": "all"}, "biases"),
+    "whole-modules": (_changed(), {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "another-start": (_changed(), {"init_lora_weights": "pissa"}, "init_lora_weights"),
+    "other-rank": (_changed(), {"r": 4}, "rank is not what"),
+    "no-rank": (_changed(), {"r": 0}, "impossible values"),
+    "alpha-of-text": (_changed(), {"lora_alpha": "16"}, "impossible values"),
+    "missing-layers": (_changed(), {"target_modules": ["q_proj", "v_proj"]}, "nothing for"),
+    "layers-beside": (_changed(), {"target_modules": ["v_proj"]}, "beside them"),
+    "another-method": (_changed(), {"peft_type": "IA3"}, "IA3"),
+    "bad-pattern": (_changed(), {"rank_pattern": {"(": 8}}, "no regular expression"),
+    "nothing": ({}, {}, "no tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_adapters_are_refused_and_others_served(llm: LLM, tmp_path: Path, kind: str) -> None:
+    tensors, config, message = BAD[kind]
+    write_adapter(tmp_path, tensors, **config)
+    with pytest.raises(InvalidAdapter, match=message):
+        llm.load_adapter(LoRARequest("bad", 1, str(tmp_path)))
+    assert "bad" not in llm.engine.adapters()
+
+
+def test_damaged_and_missing_files_are_refused(llm: LLM, tmp_path: Path) -> None:
+    bad = LoRARequest("bad", 1, str(tmp_path))
+    write_adapter(tmp_path, _changed())
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 nothing")
+    with pytest.raises(InvalidAdapter, match="damaged"):
+        llm.load_adapter(bad)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(InvalidAdapter, match="no adapter_model"):
+        llm.load_adapter(bad)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(InvalidAdapter, match="cannot be read"):
+        llm.load_adapter(bad)
+
+
+def test_arguments_that_are_none_are_refused(llm: LLM, folder: Path) -> None:
+    for wrong in (7, {"lora_name": "a"}, ["a0"], ""):
+        with pytest.raises(InvalidRequest):
+            llm.generate(PROMPTS[:2], GREEDY, lora_request=wrong)  # type: ignore[arg-type]
+    for arguments in (("", 1, "x"), ("x", 0, "x"), ("x", 1, ""), ("x", "1", "x")):
+        with pytest.raises(InvalidRequest):
+            LoRARequest(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_cpu_loras"):
+        engine(folder / "base", enable_lora=True, max_loras=3, max_cpu_loras=2)

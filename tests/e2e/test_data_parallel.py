@@ -1,0 +1,148 @@
+"""Several engines behind one interface, on the CPU backend: what needs real memory and a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import LLM, BeamSearchParams, SamplingParams
+from hardpoint.engine.commands import Sleep, Wake
+from hardpoint.engine.process_loop import ProcessLoop
+from hardpoint.interfaces.errors import ConfigError, EngineAsleep, InvalidRequest, InvalidSamplingParams, RanksDiverged
+from hardpoint_conformance.tiny_model import Model
+
+PROMPTS = [{"prompt_token_ids": [5, 9, 22, 7 + number]} for number in range(4)]
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(make_shallow: Callable[..., LLM]) -> Iterator[LLM]:
+    with make_shallow(data_parallel_size=2) as made:
+        yield made
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, PARAMS)]
+
+
+@contextmanager
+def failing(kind: type, llm: LLM) -> Iterator[None]:
+    """Let commands of a kind fail on the second engine, before it does anything."""
+    second, submit = llm.engine._loop._engines[1], ProcessLoop.submit  # type: ignore[attr-defined]
+
+    def fail(loop: ProcessLoop, command: Any) -> Any:
+        if loop is not second or not isinstance(command, kind):
+            return submit(loop, command)
+        failed: Future[Any] = Future()
+        failed.set_exception(ConfigError("no"))
+        return failed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessLoop, "submit", fail)
+        yield
+
+
+def test_tokens_and_beams_are_those_of_one_engine(llm: LLM, make_shallow: Callable[..., LLM]) -> None:
+    beams = BeamSearchParams(beam_width=3, max_tokens=5)
+    with make_shallow() as one:
+        assert tokens(llm) == tokens(one)
+        found, expected = (some.beam_search(PROMPTS, beams) for some in (llm, one))
+        assert [[s.tokens for s in o.sequences] for o in found] == [[s.tokens for s in o.sequences] for o in expected]
+        assert llm.info.weight_bytes == 2 * one.info.weight_bytes
+        assert llm.info.weight_formats == {format: 2 * count for format, count in one.info.weight_formats.items()}
+    assert set(llm.engine._loop._loads.values()) == {0}  # type: ignore[attr-defined]
+    with pytest.raises(InvalidSamplingParams, match="data_parallel_size=2"):
+        llm.generate(PROMPTS, SamplingParams(logits_processors=[lambda tokens, logits: logits]))
+
+
+def test_all_engines_sleep_and_wake_together(llm: LLM) -> None:
+    expected = tokens(llm)
+    steps: list[tuple[int, int]] = []
+    report = llm.sleep(1, progress=lambda done, total: steps.append((done, total)))
+    assert report.tags >= {"weights", "kv_cache"}
+    assert report.freed == sum(one.unmapped for one in report.ranks)
+    assert len(report.ranks) == 2
+    assert steps[-1][0] == steps[-1][1] >= llm.info.weight_bytes
+    status = llm.sleep_status()
+    assert (status.level, status.memory["weights"].mapped) == (1, 0)
+    with pytest.raises(EngineAsleep):
+        llm.generate(PROMPTS, PARAMS)
+    llm.wake_up(["weights"])
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert tokens(llm) == expected
+    llm.sleep(2)
+    llm.wake_up()
+    llm.reload_weights()
+    assert tokens(llm) == expected
+    assert llm.stats().sleep.sleeps == 2
+
+
+def test_where_one_engine_does_not_sleep_none_does(llm: LLM) -> None:
+    expected = tokens(llm)
+    with failing(Sleep, llm):
+        for level in (0, 1):
+            with pytest.raises(ConfigError, match="no"):
+                llm.sleep(level)
+            assert not llm.is_sleeping()
+            assert tokens(llm) == expected
+        with pytest.raises(RanksDiverged, match="rank 1: ConfigError: no"):
+            llm.sleep(2)
+    llm.wake_up()
+    llm.reload_weights()
+    assert tokens(llm) == expected
+
+
+def test_a_wake_that_one_engine_refuses_is_asked_for_again(llm: LLM) -> None:
+    expected = tokens(llm)
+    llm.sleep(1)
+    with failing(Wake, llm), pytest.raises(RanksDiverged, match="cannot wake on every rank"):
+        llm.wake_up()
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+def test_weights_come_to_all_engines_and_are_read_once(llm: LLM, shallow: Model) -> None:
+    expected = tokens(llm)
+    read: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in shallow.weights.items():
+            read.append(name)
+            yield name, -tensor
+
+    assert llm.update_weights(weights()) == len(read) == len(shallow.weights)
+    changed = tokens(llm)
+    assert changed != expected
+    # Both engines have them.
+    assert [tokens(llm) for _ in range(3)] == [changed] * 3
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        raise OverflowError("mine")
+        yield
+
+    with pytest.raises(OverflowError, match="mine"):
+        llm.update_weights(failing())
+
+    def asking() -> Iterator[tuple[str, torch.Tensor]]:
+        llm.stats()
+        yield next(iter(shallow.weights.items()))
+
+    with pytest.raises(InvalidRequest, match="Call them before or after it"):
+        llm.update_weights(asking())
+    llm.reload_weights()
+    assert tokens(llm) == expected
+
+
+def test_a_profile_has_a_file_of_each_engine(llm: LLM, tmp_path: Path) -> None:
+    llm.start_profile(str(tmp_path))
+    tokens(llm)
+    assert sorted(map(Path, llm.stop_profile())) == sorted(tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 2
