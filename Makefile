@@ -18,8 +18,8 @@ PROMPT ?= Give three facts about the moon.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-dist test-engine test-headers \
-	test-clients test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl typecheck
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-headers test-rest test-server \
+	test-clients test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl test-verl typecheck
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -46,18 +46,20 @@ lint: $(STAMP)  ## Formatting and lint
 typecheck: $(STAMP)  ## mypy --strict on the core, the simulators and the conformance suite
 	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators conformance_tests/src/hardpoint_conformance
 
-# Two halves of the tests side by side, of about the same length. Not prerequisites: with several jobs, make would begin the longest one last.
-TESTS_OF_ENGINE := core/tests tests
-TESTS_OF_BACKENDS := backends conformance_tests simulators/tests
+# Parts of the tests, run by processes side by side; the longest come first. One more than two cores have: a part waits now and then.
+# Not prerequisites: with several jobs, make would begin the longest one last.
+TESTS_OF_e2e := tests/e2e
+TESTS_OF_backends := backends conformance_tests simulators/tests
+TESTS_OF_core := core/tests
+TESTS_OF_server := tests/server
+TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server
+PARTS := test-backends test-e2e test-core test-rest test-server
 
 test: $(STAMP)  ## Run every test
-	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2) lint test-engine test-backends typecheck
+	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j3) lint $(PARTS) typecheck
 
-test-engine: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS_OF_ENGINE)
-
-test-backends: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS_OF_BACKENDS)
+$(PARTS): test-%: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS_OF_$*)
 
 test-page: chromium $(STAMP)  ## The server's web page in Chromium
 	$(BIN)/python -m pytest -q tests/server/test_page.py
@@ -106,7 +108,10 @@ test-ray: .torch/ray/.installed  ## Ray's transport, and replicas on Ray Serve, 
 test-trl: .torch/trl/.installed  ## The drop-in for TRL's colocated mode, with TRL itself (downloads it once)
 	.torch/trl/bin/python -m pytest -q tests/trl
 
-test-clients: .torch/clients/.installed  ## LangChain, LiteLLM, lm-eval and guidellm against `hardpoint serve demo` (downloads them once)
+test-verl: .torch/verl/.installed  ## verl's rollout, with verl's own manager, client and registries on Ray (downloads them once)
+	.torch/verl/bin/python -m pytest -q tests/verl
+
+test-clients: .torch/clients/.installed  ## lm-eval, LangChain, LlamaIndex, outlines, dspy, LiteLLM and guidellm, over an engine and over `hardpoint serve demo` (downloads them once)
 	.torch/clients/bin/python -m pytest -q tests/clients
 
 .torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(STAMP)
@@ -167,7 +172,7 @@ selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, a
 	$(MAKE) --no-print-directory conformance-cpu
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-trl test-clients test-headers test-flashinfer
+CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-trl test-verl test-clients test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.

@@ -7,6 +7,9 @@ torch, which has no paged attention: it gathers the blocks and calls its scaled_
 Prefill: one prompt of 512 tokens through the attention of 30 layers of the same shape; the peer is torch's
 scaled_dot_product_attention on contiguous keys and values, without any gathering.
 
+Long contexts: decode of one sequence of 4096 and of 16384 tokens with all threads; a cache in float8_e4m3fn beside one in bfloat16, and
+all threads beside one, in turns.
+
     python benchmarks/cpu_attention.py [--json FILE] [--rounds 7] [--threads 2]
 
 Other programs on the same machine change the numbers. Each ratio is taken within a round, and the median of the rounds is shown;
@@ -68,21 +71,30 @@ def seconds(function: Callable[[], object], clock: Callable[[], float] = time.pe
 class Problem:
     """Sequences of one length over caches of several layers, blocks scattered."""
 
-    def __init__(self, dtype: torch.dtype, block_size: int, layers: int, lens: list[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        block_size: int,
+        layers: int,
+        lens: list[tuple[int, int]],
+        kv_dtype: DType | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         kind = DType.of(dtype)
+        kv_kind = kv_dtype or kind
         layer = AttentionLayer(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
         self.backend = CpuAttention(DEVICE)
         context = max(n for _, n in lens)
-        plan = self.backend.plan(AttentionRequest((layer,), kind, kind, block_size, context))
+        plan = self.backend.plan(AttentionRequest((layer,), kind, kv_kind, block_size, context))
         if not isinstance(plan, AttentionPlan):
             raise SystemExit(f"the backend refuses: {plan}")
         blocks = context // block_size
         self.table = torch.randperm(len(lens) * blocks, generator=generator).view(len(lens), blocks)
         self.cache = CpuAllocator(DEVICE).empty(
-            (layers, *plan.kv_cache.shape(len(lens) * blocks)[1:]), kind, "kv_cache"
+            (layers, *plan.kv_cache.shape(len(lens) * blocks)[1:]), kv_kind, "kv_cache"
         )
-        self.cache.normal_(generator=generator)
+        for cache in self.cache:
+            cache.copy_(torch.randn(cache.shape, generator=generator))
         query_start = np.cumsum([0] + [m for m, _ in lens]).astype(np.int32)
         tokens = int(query_start[-1])
         self.q = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).to(dtype)
@@ -177,6 +189,26 @@ def prefill(dtype: torch.dtype, rounds: int, threads: int) -> tuple[Row, float]:
     return row, gigaflop / median(both) * 1e3
 
 
+def long_decode(context: int, rounds: int, threads: int) -> dict[str, float]:
+    """Measure decode of one sequence in turns: medians in milliseconds of 30 layers, and medians of the rounds' ratios."""
+    layers = 30
+    wide = Problem(torch.bfloat16, 32, layers, [(1, context)])
+    narrow = Problem(torch.bfloat16, 32, layers, [(1, context)], DType.FLOAT8_E4M3)
+    both, held, one = [], [], []
+    for _ in range(rounds):
+        both.append(wide.ours(threads))
+        held.append(narrow.ours(threads))
+        one.append(wide.ours(1))
+    median = statistics.median
+    return {
+        "context": context,
+        "bfloat16 ms": median(both) * 1e3,
+        "float8_e4m3fn ms": median(held) * 1e3,
+        "bfloat16 / float8_e4m3fn": median(x / y for x, y in zip(both, held, strict=True)),
+        "1 thread / all": median(x / y for x, y in zip(one, both, strict=True)),
+    }
+
+
 def main() -> None:
     """Measure, print the table, and write it as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,6 +224,7 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         row, milliseconds[str(DType.of(dtype))] = prefill(dtype, arguments.rounds, arguments.threads)
         rows.append(row)
+    long = [long_decode(context, arguments.rounds, arguments.threads) for context in (4096, 16384)]
     _native.set_num_threads(arguments.threads)
     job = min(_native.job_seconds(5000, arguments.threads) for _ in range(5))
 
@@ -225,6 +258,8 @@ def main() -> None:
     print(
         "\nattention of 30 layers, 512-token prompt: " + ", ".join(f"{k} {v:.1f} ms" for k, v in milliseconds.items())
     )
+    for one in long:
+        print("one sequence: " + ", ".join(f"{name} {number(value)}" for name, value in one.items()))
     print(f"one empty job of the thread pool: {job * 1e6:.2f} µs")
     if arguments.json:
         result = {
@@ -234,6 +269,7 @@ def main() -> None:
             "threads": arguments.threads,
             "rows": [asdict(row) for row in rows],
             "prefill_30_layers_ms": milliseconds,
+            "long_decode": long,
             "pool_job_seconds": job,
         }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -50,12 +50,12 @@ def ours(weights: list[Tensor], x: Tensor) -> Callable[[int], None]:
     for index, weight in enumerate(weights):
         _native.pack_weight(weight.data_ptr(), k, n, k, code, 0, 0, 1, arena.data_ptr() + index * size)
     out = huge_pages(len(x) * n * x.itemsize).view(x.dtype).view(len(x), n)
-    workspace = torch.empty(_native.linear_workspace_bytes(len(x), k, code), dtype=torch.uint8)
+    workspace = torch.empty(_native.linear_workspace_bytes(len(x), k, code, False), dtype=torch.uint8)
     rows, base = (x.data_ptr(), k, len(x)), arena.data_ptr()
     rest = (0, 0, 0.0, out.data_ptr(), n, code, n, 0, workspace.data_ptr(), workspace.numel())
 
     def run(index: int) -> None:
-        _native.linear(base + index * size, n, k, code, *rows, *rest)
+        _native.linear((base + index * size, n, k, code, -1), *rows, *rest)
 
     run.memory = (arena, out, workspace, x)  # type: ignore[attr-defined]
     return run

@@ -46,6 +46,8 @@ WAKE_BAR = 1 / 20
 COST_DEPTHS = (1, 64, 200)
 COST_STEP_S = 0.02
 """Of the simulated device: long enough that the server keeps up with 200 streams, and brings each token in an event of its own."""
+VLLM_OPTIONS = ("--scheduling-policy", "shortest", "--num-blocks", str((1 << 30) // (16 * 30 * 2 * 3 * 64 * 2)))
+"""As much memory for keys and values as vLLM is given: blocks of 16 tokens, 30 layers, 3 heads of 64, bfloat16."""
 PARTS = ("offline", "cost", "vllm", "llama", "wake")
 SIMULATED = report.REPOSITORY / "core" / "tests" / "engine"
 TOKEN = "benchmark"
@@ -177,6 +179,7 @@ def beside(
     draw: Callable[[int], Sequence[Ask]],
     concurrency: int | None,
     take: Callable[[str, Sent], None],
+    *options: str,
 ) -> None:
     """Send the same requests to our server and to another, which is warm and stopped.
 
@@ -184,9 +187,11 @@ def beside(
 
     Args:
         draw: returns the requests of a round.
+        options: of our server.
     """
-    with closing(ServerProcess(ours(run.threads, 256))) as server:
-        server.run(_some(draw(_WARM_UP)))
+    with closing(ServerProcess(ours(run.threads, 256, *options))) as server:
+        # A whole round, so that its memory was touched as that of a server that has run for a while.
+        server.run(draw(_WARM_UP))
         server.stop()
         servers = {one.system.name: one for one in (server, other)}
         run.in_turn(servers, lambda name, one, number: take(name, one.run(draw(number), concurrency)))
@@ -247,7 +252,10 @@ def beside_vllm(run: Run) -> None:
                 trials.append((server.run(some).seconds, server))
                 server.stop()
             peer = min(trials, key=lambda trial: trial[0])[1]
-            beside(run, peer, draw, None, _take(run, streams))
+            peer.go_on()
+            peer.run(draw(_WARM_UP))
+            peer.stop()
+            beside(run, peer, draw, None, _take(run, streams), *VLLM_OPTIONS)
     _judge(run, peer.system.name, streams, VLLM_RATE_BAR, VLLM_FIRST_BAR, VLLM_GAP_BAR)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton), Ray (ray), TRL (trl) or clients of servers (clients), that sees the
+# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton), Ray (ray), TRL (trl), verl (verl) or clients of servers (clients), that sees the
 # packages of the development environment behind its own. PYTHON is the development environment's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,16 +20,20 @@ case $build in
   # Without dependencies, too, or torch and transformers would be installed again: what the development environment has not is named here.
   trl) packages=("$(sed -n '/^trl==/p' constraints.txt)" "$(sed -n '/^accelerate==/p' constraints.txt)" "$(sed -n '/^datasets==/p' constraints.txt)"
     dill multiprocess pandas psutil pyarrow python-dateutil xxhash) ;;
-  # With dependencies, but for guidellm, whose torch the development environment has; what else it needs is named.
-  clients) packages=("$(sed -n '/^langchain-openai==/p' constraints.txt)" "$(sed -n '/^litellm==/p' constraints.txt)"
-    "lm-eval[api]==$(sed -n 's/^lm-eval==//p' constraints.txt)" aiologic culsans eval_type_backport faker ftfy loguru msgpack protobuf sanic) dependencies= ;;
-  *) echo "there is no build '$build'; cuda, ascend, triton, ray, trl and clients are known" >&2; exit 2 ;;
+  verl) packages=($(grep -E '^(verl|tensordict|ray|accelerate|datasets)==' constraints.txt) antlr4-python3-runtime==4.9.3 cachetools cloudpickle codetiming dill hydra-core
+    importlib_metadata msgpack multiprocess nvtx omegaconf orjson pandas peft protobuf psutil pyarrow python-dateutil pyvers torchdata xxhash zipp) ;;
+  # With dependencies, but for guidellm and accelerate, whose torch the development environment has; what else they need is named.
+  clients) packages=($(grep -E '^(dspy|langchain-core|langchain-openai|litellm|llama-index-core|outlines)==' constraints.txt)
+    "lm-eval[api]==$(sed -n 's/^lm-eval==//p' constraints.txt)" aiologic culsans eval_type_backport faker ftfy loguru msgpack protobuf psutil sanic) dependencies= ;;
+  *) echo "there is no build '$build'; cuda, ascend, triton, ray, trl, verl and clients are known" >&2; exit 2 ;;
 esac
 "$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q $dependencies "${packages[@]}"
 if [ "$build" = clients ]; then
-  "$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps "$(sed -n '/^guidellm==/p' constraints.txt)"
+  "$PYTHON" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps $(grep -E '^(accelerate|guidellm)==' constraints.txt)
 fi
 
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Added as a site, so that the editable installs in it count too.
 echo "import site; site.addsitedir('$(packages "$PYTHON")')" > "$(packages "$environment/bin/python")/development.pth"
+# verl's wheel has its tests as a package of that name, which would hide ours.
+if [ "$build" = verl ]; then rm -rf "$(packages "$environment/bin/python")/tests"; fi

@@ -1,0 +1,267 @@
+"""Quantised weights multiplied as stored: speed, memory and perplexity beside llama.cpp with the same file, and beside our own bf16.
+
+    python benchmarks/quantized.py [--parts speed,perplexity] [--models demo,qwen3-q4_1,qwen3-q8_0] [--rounds 3] [--threads 2]
+                                   [--tokens 20480] [--quick] [--json benchmarks/results/quantized.json]
+
+`demo` is the packaged file, matrices in Q4_1 and the embedding in Q8_0; the others are GGUF files of Qwen3-0.6B's shape with random
+numbers in one format. Speed: each configuration runs in a process of its own once a round, the rounds are interleaved, and medians
+are quoted; see `benchmarks/README.md`. Perplexity: of Python's own help texts in chunks of 512 tokens, of which the second halves are
+scored, as llama.cpp's tool does; beside the same file expanded to float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import report
+from bandwidth import read_bandwidth
+from child import ChildFailed, run_script
+from cpu_engine import PEERS, Configuration, Outcome, make_workload, measure, pin_to_cores
+
+sys.path.insert(0, str(PEERS))
+import export_demo
+import random_gguf
+
+PARTS = ("speed", "perplexity")
+MODELS = ("demo", "qwen3-q4_1", "qwen3-q8_0")
+_STREAMS, _CHUNK = 16, 512
+_MAX_MODEL_LEN, _MAX_MIXED_LEN = 1024, 128
+_LLAMA_CPP = "llama.cpp"
+_AS_STORED = "hardpoint, as stored"
+_RATES = {"single_stream_tokens_per_s": "1 stream (tok/s)", "mixed_tokens_per_s": f"{_STREAMS} streams (tok/s)"}
+_TIMES = {
+    "first_token_ms": "first token of 512 (ms)",
+    "import_s": "import (s)",
+    "load_s": "load (s)",
+    "peak_rss_mb": "peak RSS (MB)",
+}
+# Of what we hold ourselves to: the metric, its bar beside llama.cpp, and whether more is better.
+_BARS = (
+    ("single_stream_tokens_per_s", 1.3, True),
+    ("mixed_tokens_per_s", 3.0, True),
+    ("first_token_ms", 0.6, False),
+    ("peak_rss_mb", 1.2, False),
+)
+_SHARE_OF_BANDWIDTH = 0.75
+_READY_S = 1.0
+
+
+def model_file(name: str) -> Path:
+    """Return a model's GGUF file; random ones are written once into the benchmarks' cache."""
+    if name == "demo":
+        return export_demo.packaged_model()
+    return random_gguf.written(export_demo.CACHE / f"{name}.gguf", name.rpartition("-")[2].upper())
+
+
+def configurations(
+    model: Path, threads: int, peers: Path, *, tokenizer: bool
+) -> tuple[list[Configuration], dict[str, str]]:
+    """Return what can be measured of a model, and why llama.cpp is missing where it is; random models have no `tokenizer`."""
+    common: dict[str, Any] = {"threads": threads, "max_model_len": _MAX_MODEL_LEN, "max_num_seqs": _STREAMS}
+    ours = {**common, "model": str(model), "tokenizer": tokenizer}
+    here = Path(sys.executable)
+    found = [
+        Configuration(name, "hardpoint", here, "hardpoint_engine.py", {**ours, **settings})
+        for name, settings in ((_AS_STORED, {"quantization": "gguf"}), ("hardpoint, bf16", {"quantization": "none"}))
+    ]
+    python = peers / "llamacpp" / "bin" / "python"
+    if not python.exists():
+        return found, {_LLAMA_CPP: "not installed in .peers/llamacpp; run `make peers`"}
+    for flash_attention in (True, False):
+        options = {
+            **common,
+            "model": str(model),
+            "flash_attention": flash_attention,
+            "kv_unified": False,
+            "sequences": _STREAMS,
+            "max_mixed_len": _MAX_MIXED_LEN,
+        }
+        name = _LLAMA_CPP + (", flash attention" if flash_attention else "")
+        found.append(Configuration(name, _LLAMA_CPP, python, "llamacpp_engine.py", options))
+    return found, {}
+
+
+def streams_workload(vocab_size: int, quick: bool) -> dict[str, Any]:
+    """Return `cpu_engine`'s workload with equal streams in the place of its mixed requests."""
+    workload = make_workload(vocab_size, quick)
+    prompts = [prompt[:32] for prompt in make_workload(vocab_size, False)["mixed"]["prompts"][:_STREAMS]]
+    tokens = 16 if quick else 64
+    workload["mixed"] = {"prompts": prompts, "output_tokens": [tokens] * _STREAMS}
+    workload["warm_up"][1] = {"prompts": prompts, "output_tokens": [4] * _STREAMS}
+    return workload
+
+
+def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path) -> dict[str, Any]:
+    """Measure one model; prints its table and verdicts, and returns its part of the result file."""
+    model = model_file(name)
+    found, missing = configurations(model, len(cpus), options.peers_dir.resolve(), tokenizer=name == "demo")
+    outcomes: dict[str, Outcome] = {}
+    bandwidths: list[float] = []
+    workload = streams_workload(random_gguf.VOCAB if name != "demo" else 49152, options.quick)
+    measure(found, workload, options.rounds, len(cpus), options.timeout, scratch, outcomes, bandwidths)
+    bandwidth = report.median(bandwidths)
+    rows = []
+    for one in found:
+        outcome = outcomes[one.name]
+        size = outcome.rounds[0]["details"].get("weight_bytes") if outcome.rounds else None
+        rate = outcome.value("single_stream_tokens_per_s")
+        share = "" if size is None or rate is None else f"{rate * size / (bandwidth * 1e9):.0%}"
+        rows.append([one.name, *(report.number(outcome.value(key)) for key in (*_RATES, *_TIMES)), share])
+    print(f"{name}: {model.name}, {len(cpus)} threads; read bandwidth {bandwidth:.1f} GB/s")
+    print(report.table(["system", *_RATES.values(), *_TIMES.values(), "bytes read / bandwidth"], rows))
+    verdicts = _verdicts(name, found, outcomes, bandwidth)
+    print(report.verdict_table(verdicts))
+    _print_load(outcomes.get(_AS_STORED, Outcome()))
+    for system, reason in missing.items():
+        print(f"Missing: {system}: {reason}.")
+    failures = {key: outcome.failure for key, outcome in outcomes.items() if outcome.failure}
+    for system, failure in failures.items():
+        print(f"Failed: {system}: {failure}")
+    return {
+        "file_bytes": model.stat().st_size,
+        "read_bandwidth_gb_per_s": bandwidths,
+        "verdicts": [verdict.as_dict() for verdict in verdicts],
+        "missing": missing,
+        "failures": failures,
+        "rounds": {
+            key: [{field: value for field, value in one.items() if field != "mixed_first_tokens"} for one in of.rounds]
+            for key, of in outcomes.items()
+        },
+    }
+
+
+def _verdicts(
+    name: str, found: list[Configuration], outcomes: dict[str, Outcome], bandwidth: float
+) -> list[report.Verdict]:
+    ours = outcomes.get(_AS_STORED, Outcome())
+    peers = [outcomes[one.name] for one in found if one.system == _LLAMA_CPP]
+    labels = _RATES | _TIMES
+    verdicts = []
+    for key, factor, higher in _BARS:
+        value = ours.value(key)
+        known = [theirs for theirs in (peer.value(key) for peer in peers) if theirs is not None]
+        best = (max if higher else min)(known) if known else None
+        met = None
+        if value is not None and best is not None:
+            met = value >= factor * best if higher else value <= factor * best
+        bar = f"{'≥' if higher else '≤'} {factor} × llama.cpp's best"
+        verdicts.append(report.Verdict(labels[key], value, best, _LLAMA_CPP, bar, met))
+    plain = outcomes.get("hardpoint, bf16", Outcome())
+    verdicts += [
+        report.Verdict(label, ours.value(key), plain.value(key), "hardpoint, bf16", None, None)
+        for key, label in labels.items()
+    ]
+    rate = ours.value("single_stream_tokens_per_s")
+    if rate is not None:
+        read = rate * ours.rounds[0]["details"]["weight_bytes"] / 1e9
+        met = read >= _SHARE_OF_BANDWIDTH * bandwidth
+        verdicts.append(report.Verdict("1 stream (GB/s of weights)", read, bandwidth, "read bandwidth", "≥ 75 %", met))
+    if name == "demo" and ours.rounds:
+        ready = report.median([one["import_s"] + one["load_s"] for one in ours.rounds])
+        verdicts.append(
+            report.Verdict("import to ready (s)", ready, _READY_S, "limit", f"≤ {_READY_S} s", ready <= _READY_S)
+        )
+    return verdicts
+
+
+def _print_load(outcome: Outcome) -> None:
+    if not outcome.rounds:
+        return
+    parts = {
+        "import": [one["import_s"] for one in outcome.rounds],
+        "load": [one["load_s"] for one in outcome.rounds],
+        "of it the model": [one["details"]["load_seconds"] for one in outcome.rounds],
+    }
+    shown = ", ".join(f"{name} {report.median(values):.2f} s" for name, values in parts.items())
+    print(f"Import to ready, as stored: {shown}")
+
+
+def perplexity(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the demo model's perplexities; prints a table, and returns its part of the result file."""
+    job = {"model": str(model_file("demo")), "tokens": options.tokens, "chunk": _CHUNK, "threads": options.threads}
+    here = Path(sys.executable)
+    runs: dict[str, tuple[Path, dict[str, Any]]] = {
+        "expanded to float32": (here, {"quantization": "none", "dtype": "float32"}),
+        "as stored, activations in float32": (here, {"quantization": "gguf", "dtype": "float32"}),
+        "as stored, activations in bf16": (here, {"quantization": "gguf", "dtype": "bfloat16"}),
+        _LLAMA_CPP: (options.peers_dir.resolve() / "llamacpp" / "bin" / "python", {}),
+    }
+    answers: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="hardpoint-bench-") as folder:
+        file = Path(folder) / "job.json"
+        for name, (python, settings) in runs.items():
+            if not python.exists():
+                print(f"Missing: {name}: not installed in .peers/llamacpp; run `make peers`.")
+                continue
+            # llama.cpp's environment has no tokenizer of ours: it gets the first run's tokens.
+            tokens = next(iter(answers.values()), {}).get("token_ids")
+            file.write_text(json.dumps({**job, **settings, "token_ids": tokens}), encoding="utf-8")
+            script = "llamacpp_perplexity.py" if name == _LLAMA_CPP else "hardpoint_perplexity.py"
+            answers[name] = run_script(python, PEERS / script, [str(file)], timeout_s=options.timeout)
+    exact = answers["expanded to float32"]["mean_log_probability"]
+    theirs = answers.get(_LLAMA_CPP, {}).get("mean_log_probability")
+    rows = []
+    for name, answer in answers.items():
+        mean = answer["mean_log_probability"]
+        beside = "" if theirs is None else f"{math.expm1(theirs - mean):+.3%}"
+        rows.append([name, f"{math.exp(-mean):.4f}", f"{math.expm1(exact - mean):+.3%}", beside])
+    count = answers["expanded to float32"]["scored"]
+    print(f"Perplexity of the demo model, {count:,} scored tokens of {options.tokens:,} in chunks of {_CHUNK}")
+    print(report.table(["weights", "perplexity", "beside float32 (bar 0.1 %)", "beside llama.cpp (bar 0.5 %)"], rows))
+    return {name: {key: value for key, value in one.items() if key != "token_ids"} for name, one in answers.items()}
+
+
+def main() -> int:
+    """Measure, print the tables, write the file; 1 where a process failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (default all)")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"some of {','.join(MODELS)} (default all)")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds; medians are quoted (default 3)")
+    parser.add_argument("--threads", type=int, default=2, help="threads and processors of every system (default 2)")
+    parser.add_argument("--tokens", type=int, default=20480, help="tokens of the text (default 20480)")
+    parser.add_argument("--quick", action="store_true", help="one round, few tokens: a check, not a result")
+    parser.add_argument("--json", metavar="FILE", help="also write the raw rounds and the machine's description")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds per process (default 1200)")
+    parser.add_argument("--peers-dir", type=Path, default=report.REPOSITORY / ".peers", help="made by `make peers`")
+    options = parser.parse_args()
+    parts, models = options.parts.split(","), options.models.split(",")
+    if set(parts) - set(PARTS) or set(models) - set(MODELS):
+        parser.error(f"parts are of {', '.join(PARTS)}, models of {', '.join(MODELS)}")
+    if options.quick:
+        options.rounds, options.tokens = 1, 2 * _CHUNK
+    machine = report.machine(["hardpoint", "hardpoint-cpu", "torch", "gguf"])
+    cpus = pin_to_cores(options.threads)
+    result: dict[str, Any] = {
+        "benchmark": "quantized",
+        "command": report.command(),
+        "quick": options.quick,
+        "machine": machine,
+        "read_bandwidth_reader": read_bandwidth(options.threads, repeats=1).reader,
+    }
+    failed = False
+    if options.quick:
+        print("QUICK: one round of a small workload, not a result to quote.")
+    with tempfile.TemporaryDirectory(prefix="hardpoint-bench-") as folder:
+        if "speed" in parts:
+            result["speed"] = {name: speed(name, options, cpus, Path(folder)) for name in models}
+            failed = any(one["failures"] for one in result["speed"].values())
+    if "perplexity" in parts:
+        try:
+            result["perplexity"] = perplexity(options)
+        except ChildFailed as error:
+            print(f"Failed: {error}", file=sys.stderr)
+            failed = True
+    print(f"Reproduce: {result['command']}")
+    if options.json:
+        report.write_json(options.json, result)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
