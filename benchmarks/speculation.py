@@ -5,8 +5,7 @@
 The demo model in bf16, in two engines that take turns in each round. The editing task repeats a text in which one word was changed; its
 answer is begun, so that a small model goes on with it. Free text goes on with the beginnings of stories, drawn at a temperature of 0.8 with
 seeds. A ratio is the median of the rounds' ratios of wall time, without over with speculation; the processor's is beside it. Whether the
-tokens of both are the same is printed: in bf16 a row of several tokens may be rounded otherwise than one alone. How many steps each took
-says what the machine's load does not move.
+tokens of both are the same, as they have to be, is printed. How many steps each took says what the machine's load does not move.
 """
 
 from __future__ import annotations

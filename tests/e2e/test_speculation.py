@@ -90,6 +90,28 @@ def test_tokens_are_those_without(settings: dict[str, Any], make_shallow: Make, 
         assert names["hardpoint:spec_decode_num_accepted_tokens"] == stats.accepted_tokens
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="fused"),
+        pytest.param({"use_fused_decoder": False}, id="lean-modules"),
+        pytest.param(
+            {"block_size": 8, "num_device_blocks": 40, "max_model_len": 144, "preemption_mode": "swap"}, id="swapped"
+        ),
+    ],
+)
+def test_tokens_in_bfloat16_are_those_without(settings: dict[str, Any], make_shallow: Make) -> None:
+    """Sums in another order would be rounded apart among so many tokens. A swap keeps the bits of keys, a recompute does not."""
+    asked = [params(temperature=0.3 * (number % 2), seed=number, max_tokens=100) for number in range(len(PROMPTS))]
+    found = []
+    for speculation in (None, NGRAM):
+        with make_shallow(dtype="bfloat16", speculative_config=speculation, **settings) as llm:
+            found.append([list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, asked)])
+            assert (llm.stats().accepted_tokens > 0) is (speculation is not None)
+            assert (llm.stats().preemptions > 0) is ("num_device_blocks" in settings)
+    assert found[0] == found[1]
+
+
 def test_steps_are_saved_and_a_sleep_between_changes_nothing(make_shallow: Make, expected: list[Any]) -> None:
     with make_shallow(speculative_config=NGRAM) as llm:
         before = llm.stats()

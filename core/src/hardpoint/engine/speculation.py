@@ -25,8 +25,8 @@ class SpeculativeConfig(Validated):
     """How next tokens are guessed, for one step of the model to verify several; names are vLLM's.
 
     A guess is taken exactly where the model's own draw at its place, greedy or random, is that token. So the tokens are those of an engine
-    without it where a row's logits do not depend on the rows beside it, as in float32; where kernels round them otherwise, as they may in
-    bfloat16, the distribution is the same up to that rounding, and a seed may lead to other tokens.
+    without it where a row's logits do not depend on the rows beside it, as on the CPU; where a device's products of matrices round them
+    otherwise, the distribution is the same up to that rounding, and a seed may lead to other tokens.
 
     Attributes:
         method: "ngram", prompt lookup: what followed the last tokens where they stood before, in the prompt or the output.

@@ -49,10 +49,10 @@ class StepBatch:
     Nobody changes a batch. It is not frozen, because one is made in most steps, and setting its fields would take the larger part of
     the time.
 
-    Decodes come first, then prefill chunks. The arrays hold until the step's output was taken, except for the block table, which
-    changes with the next step: a worker reads it in `submit`. Before the forward, a worker performs `swap_out`, then `swap_in`, then
-    `copies`, in this order; with steps in flight a step may have moves and no tokens. Steps take effect in the order in which they
-    were submitted: a step may write to blocks and rows that earlier ones still use.
+    Decodes come first, then sequences with drafted tokens, then prefill chunks. The arrays hold until the step's output was taken, except
+    for the block table, which changes with the next step: a worker reads it in `submit`. Before the forward, a worker performs
+    `swap_out`, then `swap_in`, then `copies`, in this order; with steps in flight a step may have moves and no tokens. Steps take effect in
+    the order in which they were submitted: a step may write to blocks and rows that earlier ones still use.
 
     Attributes:
         token_ids: int64[T], flattened over sequences; -1 for the token that a step in flight is sampling for the sequence.

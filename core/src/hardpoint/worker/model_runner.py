@@ -28,6 +28,7 @@ from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import SampledTokens, Sampler
 from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
+from hardpoint.worker.drafts import as_decodes
 from hardpoint.worker.given_embeddings import GivenEmbeddings
 from hardpoint.worker.kv_groups import in_chunks
 from hardpoint.worker.kv_memory import KVMemory
@@ -115,7 +116,8 @@ class ModelRunner:
 
     def launch(self, step: StepInput) -> LaunchedStep:
         """Queue one step: swap, copy, compute and sample; see `Worker.submit`."""
-        batch, cache = step.batch, self._kv.cache
+        batch, cache = as_decodes(step.batch), self._kv.cache
+        step = replace(step, batch=batch)
         self._pooler.remove(step.finished_seq_ids)
         self._plain.write(step.new_sequences)
         if self._is_driver:
