@@ -46,6 +46,12 @@ def run(make_llm: Callable[..., LLM], device: str) -> Callable[..., Any]:
     return with_engine
 
 
+@pytest.fixture
+def slow_steps(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a request of 2,000 tokens take at least two seconds, so that it is not done before it is ended."""
+    monkeypatch.setenv("HARDPOINT_SIMULATED_STEP", "0.001")
+
+
 async def tokens(llm: AsyncLLM, prompt: str, params: SamplingParams = PARAMS) -> list[int]:
     outputs = [output async for output in llm.generate(prompt, params)]
     return list(outputs[-1].outputs[0].token_ids)
@@ -64,7 +70,7 @@ def test_requests_are_served_side_by_side_as_the_synchronous_client_does(
     assert run(body) == expected
 
 
-def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any]) -> None:
+def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any], slow_steps: None) -> None:
     async def body(llm: AsyncLLM) -> None:
         params = PARAMS.clone(output_kind=RequestOutputKind.DELTA, max_tokens=2000)
         seen = 0
@@ -86,17 +92,17 @@ def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any]
 
 
 async def check_two_sleeps_at_once(llm: AsyncLLM) -> None:
-    task = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=400)))
+    task = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=2000)))
     while not (await llm.stats()).blocks_used:
         pass
     found = await asyncio.gather(*(llm.sleep(level=0, mode="wait") for _ in range(2)), return_exceptions=True)
     assert [type(one) for one in found] == [SleepReport, MemoryBusy]
-    assert len(await task) == 400
+    assert len(await task) == 2000
     await llm.wake_up()
     assert len(await tokens(llm, "x")) == 20
 
 
-def test_the_second_of_two_sleeps_at_once_is_refused(run: Callable[..., Any]) -> None:
+def test_the_second_of_two_sleeps_at_once_is_refused(run: Callable[..., Any], slow_steps: None) -> None:
     run(check_two_sleeps_at_once)
 
 
@@ -185,10 +191,10 @@ def test_everything_that_the_synchronous_client_can_do(run: Callable[..., Any]) 
 
 
 def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
-    run: Callable[..., Any], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any], make_llm: Callable[..., LLM]
 ) -> None:
-    expected = [list(o.outputs[0].token_ids) for o in make_llm().generate(["x", "Dear Sir"], PARAMS)]
-    monkeypatch.setenv("HARDPOINT_SIMULATED_STEP", "0.0002")  # so that the long ones are not done before they are ended
+    slow = make_llm(seconds=0.001)  # so that long requests are not done before they are ended
+    expected = [list(o.outputs[0].token_ids) for o in slow.generate(["x", "Dear Sir"], PARAMS)]
 
     async def body(llm: AsyncLLM) -> None:
         assert await asyncio.gather(tokens(llm, "x"), tokens(llm, "Dear Sir")) == expected
