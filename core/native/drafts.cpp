@@ -11,6 +11,9 @@ constexpr double kCommonMemory = 0.995;
 constexpr double kPriorWeight = 2.0;
 // A draft must be worth this much more than its rows: neither the cost nor the rate is known well.
 constexpr double kMargin = 1.25;
+// A model that was found not to be worth its time is asked again after so many tokens: the text may have changed.
+constexpr int32_t kTriedAgain = 32;
+constexpr int32_t kNotGuessedYet = -1;
 
 }  // namespace
 
@@ -25,6 +28,11 @@ const std::vector<int32_t>& Drafter::propose(const int32_t* tokens, int32_t coun
   if (made_for_ == count) return proposal_;
   made_for_ = count;
   proposal_.clear();
+  if (config_.by_model) {
+    proposal_.assign(static_cast<size_t>(config_.num_tokens), kNotGuessedYet);
+    ++num_unguessed_;
+    return proposal_;
+  }
   const PromptLookup::Match match = lookup_.find(tokens, count);
   if (match.length == 0) return proposal_;
   trust_ = std::min<size_t>(match.length - config_.lookup_min, kNumTrusts - 1);
@@ -50,12 +58,18 @@ int32_t Drafter::worth(const StepCost& cost, int32_t num_rows, const Trust& comm
     ++count;
     chance *= rate;
   }
-  return count;
+  return count == 0 && num_unguessed_ > kTriedAgain ? 1 : count;
+}
+
+void Drafter::guessed(const int64_t* tokens, int32_t count) {
+  proposal_.assign(tokens, tokens + count);
+  num_unguessed_ = 0;
 }
 
 void Drafter::note(int32_t count, int32_t token, Trust& common) {
   const int32_t place = count - made_for_;
   if (made_for_ < 0 || place < 0 || static_cast<size_t>(place) >= proposal_.size()) return;
+  if (proposal_[place] == kNotGuessedYet) return;
   const bool is_right = proposal_[place] == token;
   own_[trust_].note(is_right, kOwnMemory);
   common[trust_].note(is_right, kCommonMemory);

@@ -11,6 +11,7 @@ namespace hardpoint::scheduler {
 struct DraftConfig {
   int32_t num_tokens = 0;             // most drafts of a sequence in a step; 0: none are made
   int32_t num_slots = 0;              // most drafts of a step
+  bool by_model = false;              // the worker's draft model makes them while it computes the step; otherwise they are looked up
   int32_t lookup_min = 0;             // tokens that a match has
   int32_t lookup_max = 0;
   int32_t vocab_size = 0;             // a draft is below; 0: no limit
@@ -55,11 +56,14 @@ class Drafter {
  public:
   explicit Drafter(const DraftConfig& config);
 
-  // Guesses at what follows `count` tokens. Made once for a number of tokens.
+  // Guesses at what follows `count` tokens, -1 for those that a model will make. Made once for a number of tokens.
   const std::vector<int32_t>& propose(const int32_t* tokens, int32_t count);
 
   // How many of the proposal's tokens are worth their rows in a step of `num_rows` others; `common` is that of all sequences.
   int32_t worth(const StepCost& cost, int32_t num_rows, const Trust& common) const;
+
+  // What a model has guessed in the step that is booked.
+  void guessed(const int64_t* tokens, int32_t count);
 
   // The token after `count` others, which a step has sampled: what was proposed for its place is right or wrong, whether it was computed
   // or not.
@@ -70,6 +74,7 @@ class Drafter {
   PromptLookup lookup_;
   Trust own_;
   int32_t made_for_ = -1;
+  int32_t num_unguessed_ = 0;  // proposals since a model has guessed
   size_t trust_ = 0;
   std::vector<int32_t> proposal_;
 };

@@ -616,10 +616,12 @@ bool Scheduler::swap_is_better(const Sequence& sequence) const {
 
 // Results of a step
 
-const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
+const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const int64_t* drafted) {
   const int64_t expected = num_in_flight_ > 0 ? plans_[oldest_].counts.num_samples : 0;
   if (count != expected)
     throw std::invalid_argument("the step has " + std::to_string(expected) + " samples, and got " + std::to_string(count) + " tokens");
+  if (config_.drafts.by_model && drafted == nullptr && expected > 0 && plans_[oldest_].counts.num_drafted > 0)
+    throw std::invalid_argument("a model makes the step's drafts, and they were not given");
   uint64_t all = 0;
   // -1 stands for a token that there is not.
   for (int64_t i = 0; i < count; ++i) all |= sampled[i] == -1 ? 0 : static_cast<uint64_t>(sampled[i]);
@@ -646,7 +648,7 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
     const int32_t first = sample;
     while (sample < step.num_samples && plan.sample_rows[sample] == row) ++sample;
     if (row < step.num_decodes + step.num_drafted) {
-      book_drafted(plan, row, first, sampled);
+      book_drafted(plan, row, first, sampled, drafted);
       continue;
     }
     for (int32_t i = first; i < sample && step.num_drafted > 0; ++i) kept_.push_back(i);
@@ -670,19 +672,20 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count) {
 }
 
 // Takes the samples of a row with drafts up to the first that is not what was guessed: the row's next token was the wrong one.
-void Scheduler::book_drafted(const Plan& plan, int32_t row, int32_t sample, const int64_t* sampled) {
+void Scheduler::book_drafted(const Plan& plan, int32_t row, int32_t sample, const int64_t* sampled, const int64_t* drafted) {
   Sequence* sequence = plan.sequences[row];
   if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) return;
   --sequence->in_flight;
   sequence->is_drafted = false;
-  const int64_t* ids = plan.token_ids.data() + plan.query_start[row];
   const int32_t num_drafts = plan.query_start[row + 1] - plan.query_start[row] - 1;
+  const int64_t* guesses = config_.drafts.by_model ? drafted + sample : plan.token_ids.data() + plan.query_start[row] + 1;
+  if (config_.drafts.by_model && sequence->drafter) sequence->drafter->guessed(guesses, num_drafts);
   for (int32_t i = 0;; ++i) {
     const int64_t token = sampled[sample + i];
     kept_.push_back(sample + i);
     computed(*sequence, sequence->num_tokens);
     accept(*sequence, static_cast<int32_t>(token));
-    const bool is_right = i < num_drafts && token == ids[i + 1];
+    const bool is_right = i < num_drafts && token == guesses[i];
     if (is_right) {
       ++draft_stats_.num_accepted_tokens;
       ++draft_stats_.accepted_at[static_cast<size_t>(i)];

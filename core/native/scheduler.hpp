@@ -16,8 +16,9 @@
 // writes to them only after earlier ones are done. A preempted sequence waits until no step in flight has it.
 //
 // Drafts. A decoding sequence may have guesses at its next tokens (drafts.hpp) computed in the same step: a row of several tokens, all of
-// which are sampled, in slots that were kept ready. update() takes the samples up to the first that is not what was guessed; the positions
-// after it are computed again. A guess is taken where the model's own draw is that token, so that tokens are those of a run without drafts.
+// which are sampled, in slots that were kept ready. Those that a model makes while the step is computed are -1 in the plan, and update() is
+// given them. update() takes the samples up to the first that is not what was guessed; the positions after it are computed again. A guess
+// is taken where the model's own draw is that token, so that tokens are those of a run without drafts.
 //
 // Beams. The sequences of a beam search go on together: what is sampled for one is not appended to it, and it is planned again when
 // advance_beams() has said, for all of them, which one each continues and with which token. They are admitted and preempted together, so
@@ -186,7 +187,8 @@ class Scheduler {
   const Plan* schedule();
   // Accounting the oldest step. `sampled`: a token for each of its samples, -1 where there is none, which ends its sequence with `error`. The sequences that ended, in step order. Tokens of sequences
   // that ended meanwhile are ignored. std::invalid_argument, with nothing changed, on a wrong count or token.
-  const Finished& update(const int64_t* sampled, int64_t count);
+  // `drafted`: for each sample what a model guessed there, where guesses are a model's; else null.
+  const Finished& update(const int64_t* sampled, int64_t count, const int64_t* drafted = nullptr);
   // The oldest step was not done, or only in part: sequences in it end with `error`, since what their blocks hold is unknown;
   // those swapped out in it are recomputed.
   const Finished& fail_step();
@@ -299,7 +301,7 @@ class Scheduler {
   void take_state_row(Sequence& sequence);
 
   Plan& take_oldest();
-  void book_drafted(const Plan& plan, int32_t row, int32_t sample, const int64_t* sampled);
+  void book_drafted(const Plan& plan, int32_t row, int32_t sample, const int64_t* sampled, const int64_t* drafted);
   void computed(Sequence& sequence, int32_t num_computed);
   void accept(Sequence& sequence, int32_t token);
   void append(Sequence& sequence, int32_t token);

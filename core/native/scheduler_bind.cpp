@@ -51,6 +51,7 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "num_lookahead_slots", config.num_lookahead_slots);
   take(settings, "num_speculative_tokens", config.drafts.num_tokens);
   take(settings, "num_draft_slots", config.drafts.num_slots);
+  take(settings, "drafts_by_model", config.drafts.by_model);
   take(settings, "prompt_lookup_min", config.drafts.lookup_min);
   take(settings, "prompt_lookup_max", config.drafts.lookup_max);
   take(settings, "vocab_size", config.drafts.vocab_size);
@@ -207,8 +208,12 @@ void bind_scheduler(py::module_& m) {
            })
       .def("schedule", &schedule)
       .def("update",
-           [](Scheduler& self, const py::array_t<int64_t, py::array::c_style>& sampled) {
-             return finished_or_none(self.update(sampled.data(), sampled.size()));
+           [](Scheduler& self, const py::array_t<int64_t, py::array::c_style>& sampled,
+              const py::array_t<int64_t, py::array::c_style>& drafted) {
+             if (drafted.size() > 0 && drafted.size() != sampled.size())
+               throw std::invalid_argument("there are " + std::to_string(sampled.size()) + " samples, and " +
+                                           std::to_string(drafted.size()) + " tokens that were drafted");
+             return finished_or_none(self.update(sampled.data(), sampled.size(), drafted.size() > 0 ? drafted.data() : nullptr));
            })
       .def("fail_step", [](Scheduler& self) { return finished_or_none(self.fail_step()); })
       .def("beams_sampled", &Scheduler::beams_sampled)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig, SequenceState
 
 VOCABULARY = 5
@@ -769,3 +770,29 @@ def test_equal_calls_give_equal_steps(seed: int, config: SchedulerConfig) -> Non
         return driver.trace
 
     assert run() == run()
+
+
+def test_a_model_makes_drafts_while_it_is_mostly_right_and_is_asked_again_later() -> None:
+    """The worker guesses right until a place of the text, and wrong from there on."""
+    room = {"max_model_len": 512, "num_device_blocks": 512, "drafts_by_model": True}
+    scheduler = Scheduler(variant(**drafting(4) | room))
+    scheduler.set_step_cost(1.0, 0.5)
+    scheduler.add_request([1, 2, 3], max_tokens=400, drafts=True)
+    tokens, rows = [], []
+    while (batch := scheduler.schedule()) is not None:
+        count = len(batch.sample_rows)
+        assert batch.token_ids.tolist()[-count:].count(-1) == count - 1
+        sampled = np.arange(len(tokens), len(tokens) + count) % VOCABULARY
+        drafted = np.append(sampled[:-1] + (len(tokens) > 200), -1).astype(np.int64)
+        if count > 1:
+            with pytest.raises(InvalidRequest, match="a model makes the step's drafts"):
+                scheduler.update(sampled)
+        scheduler.update(sampled, drafted)
+        kept = scheduler.kept()
+        tokens += sampled[slice(None) if kept is None else kept].tolist()
+        rows.append((len(tokens), count))
+    assert tokens == [number % VOCABULARY for number in range(400)]
+    assert all(count == 5 for done, count in rows if 20 < done < 190)
+    later = [count for done, count in rows if done > 250]
+    assert set(later) == {1, 2}
+    assert 2 <= later.count(2) <= 6

@@ -1,4 +1,4 @@
-"""Speculative decoding"""
+"""Speculative decoding by prompt lookup"""
 
 from vllm import LLM
 

@@ -132,7 +132,7 @@ class ServedEngineOptions:
     speculative_config: Annotated[
         str | None,
         typer.Option(
-            help='Guess next tokens and verify several in a step, as JSON: {"method": "ngram"}.',
+            help='Guess next tokens and verify several in a step, as JSON: {"method": "ngram"}, or {"model": "..."}.',
             show_default="none",
             rich_help_panel=_ENGINE,
         ),

@@ -239,6 +239,12 @@ class EngineConfig(SchedulerSettings):
         speculation = parse_speculative_config(self.speculative_config)
         return 0 if speculation is None else speculation.num_tokens
 
+    @property
+    def draft_model(self) -> str | None:
+        """The model that makes guesses; None where they are looked up, or none are made."""
+        speculation = parse_speculative_config(self.speculative_config)
+        return None if speculation is None else speculation.model
+
     def sleep_settings(self, *, accelerator: bool, tiers: Set[SleepTier]) -> SleepPlan:
         """Return how the engine sleeps on a device with these tiers, as far as no request says it.
 

@@ -348,7 +348,7 @@ class EngineCore:
         model = models[0]
         spec = model.attention.kv_cache
         num_blocks = min(map(self._num_device_blocks, profiles, models))
-        block_bytes = sum(one.attention.kv_cache.block_bytes for one in models)
+        block_bytes = sum(one.block_bytes for one in models)
         num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks) if block_bytes else 0
         overridden: dict[str, Any] = {}
         if model.state_bytes:
@@ -357,7 +357,7 @@ class EngineCore:
             _log.info("%s keeps recurrent states: prefixes are not cached, and nothing is swapped", model.architecture)
         speculation = parse_speculative_config(self.config.speculative_config)
         if speculation is not None:
-            check_speculation(model)
+            check_speculation(speculation, model, takes_embeddings=self.config.enable_prompt_embeds)
             overridden |= speculation.scheduler_settings(self._worker_config.num_draft_slots)
             if speculation.adaptive:
                 self._step_costs = StepCosts(max(profile.seconds_per_token for profile in profiles))
@@ -422,7 +422,7 @@ class EngineCore:
         kv_bytes = profile.kv_bytes
         if EmbeddingKind.IMAGE in model.embedding_kinds:
             kv_bytes -= self.config.encoder_cache_bytes
-        num_blocks = kv_bytes // spec.block_bytes
+        num_blocks = kv_bytes // model.block_bytes
         if num_blocks < needed:
             raise _too_small(profile, model, needed, max(num_blocks, 0) // num_groups * spec.block_size)
         return int(num_blocks)
@@ -837,7 +837,7 @@ class EngineCore:
             seq_ids, batch = step.batch.sample_seq_ids.copy(), step.batch
             decode_tokens, preempted = _decode_tokens(batch), len(batch.preempted)
             num_tokens, prefill_tokens = batch.num_tokens, batch.num_tokens - decode_tokens
-            finished = self.scheduler.update(output.token_ids)
+            finished = self.scheduler.update(output.token_ids, output.drafted)
             kept = self.scheduler.kept()
         except Exception as error:
             self._in_flight.popleft()
@@ -1035,7 +1035,7 @@ def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: Work
 
 def _too_small(profile: MemoryProfile, model: ModelInfo, num_blocks: int, fits: int) -> KVCacheTooSmall:
     """Return what is said where the KV cache of one request needs `num_blocks`, and there is room for one of `fits` tokens."""
-    needed = num_blocks * model.attention.kv_cache.block_bytes
+    needed = num_blocks * model.block_bytes
     enough = math.ceil(1000 * (profile.utilization + (needed - profile.kv_bytes) / profile.total)) / 1000
     ways = [f"lower max_model_len (at most {fits} fits)"] if fits else []
     ways += ["lower max_num_batched_tokens or max_num_seqs"] if profile.peak > profile.current else []

@@ -21,6 +21,7 @@ from hardpoint.engine.pooling import PoolingModel
 from hardpoint.engine.prompt_embeds import PromptEmbeds
 from hardpoint.engine.request import BeamRequest, PoolingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
+from hardpoint.engine.speculation import check_vocabularies, parse_speculative_config
 from hardpoint.interfaces.batch import EmbeddingKind, LogprobsMode
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
@@ -59,6 +60,7 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         elsewhere = config.executor == "ray" and config.download_dir is None
         config = replace(config, model=str(source.hub if elsewhere else source.path), revision=None)
     params = _recommended_params(source)
+    config = _with_draft_model(config)
     with ThreadPoolExecutor(1) as background:
         # Beside the weights, which are read and converted outside the interpreter lock.
         tokenizer = background.submit(_load_tokenizer, config, source)
@@ -70,6 +72,26 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         except BaseException:
             loop.shutdown()
             raise
+
+
+def _with_draft_model(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with a draft model that was fetched, if it names one; raises ConfigError for another vocabulary."""
+    if config.draft_model is None:
+        return config
+    dummy = config.load_format == "dummy"
+    source = open_model(
+        config.draft_model,
+        load_format="dummy" if dummy else "auto",
+        trust_remote_code=config.trust_remote_code,
+        download_dir=config.download_dir,
+    )
+    path = str(source.path) if source.hub is not None else config.draft_model
+    if not config.skip_tokenizer_init:
+        own = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
+        check_vocabularies(own, TokenizerBackend(path, own.load_format if dummy else "auto", config.trust_remote_code))
+    speculation = parse_speculative_config(config.speculative_config)
+    assert speculation is not None
+    return replace(config, speculative_config=replace(speculation, model=path))
 
 
 class RequestMaker:

@@ -63,15 +63,17 @@ class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     embeddings: dict[int, FloatArray]
     failed: dict[int, str] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
+    drafted: Int64Array | None = None
 
 
 def encode_output(output: StepOutput) -> list[Buffer]:
     """Return a step's output as a message: numbers of tokens and of bytes that follow them, tokens, and the rest if there is any."""
     tokens = np.ascontiguousarray(output.token_ids, np.int64)
     rest = b""
-    if output.logprobs or output.embeddings or output.failed or output.prompt_logprobs:
+    if output.logprobs or output.embeddings or output.failed or output.prompt_logprobs or len(output.drafted):
         logprobs, embeddings = dict(output.logprobs), dict(output.embeddings)
-        extras = _Extras(logprobs, embeddings, dict(output.failed), dict(output.prompt_logprobs))
+        drafted = output.drafted if len(output.drafted) else None
+        extras = _Extras(logprobs, embeddings, dict(output.failed), dict(output.prompt_logprobs), drafted)
         rest = b"".join(encode(extras))
     return [b"".join([_OUTPUT_HEADER.pack(len(tokens), len(rest)), tokens.data, rest])]
 
@@ -89,7 +91,8 @@ def decode_output(message: Buffer) -> StepOutput:
     if not rest:
         return StepOutput(tokens)
     extras: _Extras = decode(memoryview(message)[end:], _Extras)
-    return StepOutput(tokens, extras.logprobs, extras.embeddings, extras.failed, extras.prompt_logprobs)
+    drafted = _NO_LONGS if extras.drafted is None else extras.drafted
+    return StepOutput(tokens, extras.logprobs, extras.embeddings, extras.failed, extras.prompt_logprobs, drafted)
 
 
 class StepEncoder:

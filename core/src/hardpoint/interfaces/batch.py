@@ -28,6 +28,12 @@ def _no_rows() -> Int32Array:
     return numpy.empty(0, numpy.int32)
 
 
+def _no_tokens() -> Int64Array:
+    import numpy
+
+    return numpy.empty(0, numpy.int64)
+
+
 def _no_pairs() -> Int32Array:
     import numpy
 
@@ -55,7 +61,8 @@ class StepBatch:
     the order in which they were submitted: a step may write to blocks and rows that earlier ones still use.
 
     Attributes:
-        token_ids: int64[T], flattened over sequences; -1 for the token that a step in flight is sampling for the sequence.
+        token_ids: int64[T], flattened over sequences; -1 for the token that a step in flight is sampling for the sequence, and with
+            `WorkerConfig.draft_model` for a drafted token, which the worker makes.
         positions: int64[T], position of each token in its sequence.
         slot_mapping: int32[T], `block * block_size + offset` where the token's key and value go.
         query_start: int32[R + 1], cumulative number of tokens; sequence r has tokens `query_start[r]:query_start[r + 1]`.
@@ -372,6 +379,8 @@ class StepOutput:
             float32[tokens, width]. The width is hidden_size, or for the task CLASSIFY the number of labels.
         failed: by index in 0..S, why a sample has no token. Its sequence ends with an error; the others go on.
         prompt_logprobs: by sequence id, what `StepInput.scoring` asks for.
+        drafted: int64[S], what the worker's draft model has guessed for each sample; -1 where it guessed nothing. Empty where it made no
+            guess in the step.
     """
 
     token_ids: Int64Array
@@ -379,3 +388,4 @@ class StepOutput:
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)
+    drafted: Int64Array = field(default_factory=_no_tokens)

@@ -40,6 +40,7 @@ class WorkerConfig:
         max_num_batched_tokens: most tokens in one step.
         max_num_seqs: most sequences in one step.
         num_speculative_tokens: most drafted tokens of a sequence in one step.
+        draft_model: path of a smaller model of the same vocabulary, which makes the drafted tokens; None where they come with the steps.
         block_size: tokens per KV block; None lets the backend choose.
         memory_utilization: share of the device's memory that this engine may use, KV cache included; None for the worker's own
             default.
@@ -72,6 +73,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     num_speculative_tokens: int = 0
+    draft_model: str | None = None
     block_size: int | None = None
     memory_utilization: float | None = None
     swap_space: int = 4 << 30
@@ -128,7 +130,7 @@ class ModelInfo:
         architecture: as the configuration names it.
         dtype: of weights and activations.
         max_model_len: longest context in tokens, as it will be kept.
-        weight_bytes: device bytes of the weights.
+        weight_bytes: device bytes of the weights, those of a draft model included.
         weight_formats: how many of the weights' matrices are stored in which format of blocks (`BlockFormat`) or dtype.
         path: how the model runs ("fused", "lean" or "transformers"), for display.
         is_generative: it has a language-model head.
@@ -141,6 +143,7 @@ class ModelInfo:
         whole_prompts: the layers see both sides of a token, so that a step has all tokens of a prompt; there is no KV cache.
         pooling: how hidden states of a prompt become one, by the model's own files.
         num_labels: of the head that classifies; 0 where there is none.
+        draft_block_bytes: device bytes of a block's keys and values of the draft model; 0 without one.
         hidden_size: elements of a token's embedding.
         embedding_kinds: sources of embeddings that steps may have in the place of tokens.
     """
@@ -163,6 +166,12 @@ class ModelInfo:
     hidden_size: int = 0
     embedding_kinds: frozenset[EmbeddingKind] = frozenset()
     weight_formats: Mapping[str, int] = field(default_factory=dict)
+    draft_block_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Device bytes of a block of the KV cache, for all models."""
+        return self.attention.kv_cache.block_bytes + self.draft_block_bytes
 
     def step_tokens(self, budget: int) -> int:
         """Return the most tokens of a step for a budget, which is raised where a step has whole prompts."""

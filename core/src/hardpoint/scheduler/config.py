@@ -63,6 +63,7 @@ class SchedulerConfig(SchedulerSettings):
         num_lookahead_slots: slots kept ready behind each decoding sequence.
         num_speculative_tokens: most guesses at a sequence's next tokens in a step; slots for them are kept ready.
         num_draft_slots: most such guesses of all sequences in a step.
+        drafts_by_model: the worker makes the guesses, in the step that verifies them; otherwise they are looked up in the text.
         prompt_lookup_min, prompt_lookup_max: tokens of the text's end for which an earlier occurrence is looked for.
         starvation_limit: a waiting request that was passed over this many times by later ones, or a sequence that was preempted
             this many times, goes before all others that were not.
@@ -86,6 +87,7 @@ class SchedulerConfig(SchedulerSettings):
     num_lookahead_slots: NonNegativeInt = 0
     num_speculative_tokens: NonNegativeInt = 0
     num_draft_slots: NonNegativeInt = 0
+    drafts_by_model: bool = False
     prompt_lookup_min: PositiveInt = 1
     prompt_lookup_max: PositiveInt = 1
     starvation_limit: PositiveInt = 8

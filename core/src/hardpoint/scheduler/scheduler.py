@@ -276,17 +276,20 @@ class Scheduler:
         sizes, has_moves, plan = step
         return self._plans[plan].batch(sizes, self._core.moves() if has_moves else None)
 
-    def update(self, token_ids: Int64Array) -> Finished:
+    def update(self, token_ids: Int64Array, drafted: Int64Array = _NO_IDS) -> Finished:
         """Book the oldest step in flight: take the tokens of its samples, in order; -1 (it failed) ends its sequence with ERROR.
+
+        Args:
+            drafted: `StepOutput.drafted`, of a step whose drafts the worker has made.
 
         Returns:
             (sequence id, reason) of the sequences that ended in this step; they hold no blocks any more.
 
         Raises:
-            InvalidRequest: not one token for each sample, or one below -1; nothing was changed.
+            InvalidRequest: not one token for each sample, or one below -1, or drafts are missing; nothing was changed.
         """
         try:
-            finished = self._core.update(token_ids)
+            finished = self._core.update(token_ids, drafted)
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
         return [] if finished is None else _named(finished)

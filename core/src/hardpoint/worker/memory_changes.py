@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.models import ModelSource
+    from hardpoint.worker.draft_model import DraftModel
 
 
 class WeightLedger:
@@ -133,6 +134,11 @@ class Weights:
         self._source = source
         self._declare_sources(source, fingerprint)
         return count
+
+    def restore(self, *, trust_remote_code: bool) -> None:
+        """Load the weights again where a sleep has discarded them; raises what `reload` raises."""
+        if self.ledger.missing:
+            self.reload(None, trust_remote_code=trust_remote_code)
 
     def declare_valid(self) -> None:
         """Say that the weights are right as they stand; backups and sources of them are void."""
@@ -292,8 +298,9 @@ class SleepCycle:
         kv: KVMemory,
         communicators: Communicators,
         synchronize: Callable[[], None],
+        draft: DraftModel | None = None,
     ) -> None:
-        self._allocator, self._weights, self._kv = allocator, weights, kv
+        self._allocator, self._weights, self._kv, self._draft = allocator, weights, kv, draft
         self._communicators = communicators
         self._synchronize = synchronize
         self._asleep: frozenset[str] | None = None
@@ -330,6 +337,8 @@ class SleepCycle:
             self._asleep = before.asleep | (before.tags.keys() if plan.tags is None else plan.tags)
             if _discards(plan, WEIGHTS):
                 self._weights.ledger.discard_all()
+                if self._draft is not None:
+                    self._draft.weights.ledger.discard_all()
             self._communicators.suspend()
 
         def drop_backups() -> None:
@@ -364,10 +373,11 @@ class SleepCycle:
         plan = replace(plan, keep=plan.keep | KEPT)
         if plan.live_blocks is None or not _includes(plan, KV_CACHE):
             return plan
-        live = self._kv.live(plan.live_blocks)
-        if live is None:
+        caches = [self._kv] if self._draft is None else [self._kv, self._draft.kv]
+        live = [found for kv in caches if (found := kv.live(plan.live_blocks)) is not None]
+        if not live:
             return replace(plan, policies={**plan.policies, KV_CACHE: Policy.DISCARD})
-        return replace(plan, policies={**plan.policies, KV_CACHE: Policy.PRESERVE}, live=(*plan.live, live))
+        return replace(plan, policies={**plan.policies, KV_CACHE: Policy.PRESERVE}, live=(*plan.live, *live))
 
 
 def _includes(plan: SleepPlan, tag: str) -> bool:

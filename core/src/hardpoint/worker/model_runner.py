@@ -38,6 +38,8 @@ from hardpoint.worker.ranks import place_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hardpoint.worker.draft_model import DraftModel
+
 T = TypeVar("T")
 
 _NO_TOKENS: Int64Array = np.empty(0, np.int64)
@@ -57,6 +59,7 @@ class LaunchedStep:
         sampled: its tokens; None on ranks that do not sample it.
         embeddings: by sequence id, float32[hidden_size], on their way to the host.
         scores: by sequence id, blocks of what `PromptLogprobs` has, on their way to the host.
+        drafted: see `StepOutput`.
         done: the end of the step's work; None where all work is done already.
     """
 
@@ -64,6 +67,7 @@ class LaunchedStep:
     sampled: SampledTokens | None = None
     embeddings: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
+    drafted: Int64Array = field(default_factory=lambda: _NO_TOKENS)
 
     def collect(self) -> StepOutput:
         """Wait for the step's end and return its output; raises what the device failed with."""
@@ -77,7 +81,7 @@ class LaunchedStep:
         if self.sampled is None:
             return StepOutput(_NO_TOKENS, embeddings=embeddings, prompt_logprobs=scores)
         sampled = self.sampled.collect()
-        return StepOutput(sampled.token_ids, sampled.logprobs, embeddings, sampled.failed, scores)
+        return StepOutput(sampled.token_ids, sampled.logprobs, embeddings, sampled.failed, scores, self.drafted)
 
 
 class ModelRunner:
@@ -98,11 +102,16 @@ class ModelRunner:
         kv: KVMemory,
         sampler: Sampler,
         platform: Platform,
+        draft: DraftModel | None = None,
     ) -> None:
-        """Begin without sequences, and capture nothing yet."""
+        """Begin without sequences, and capture nothing yet.
+
+        Args:
+            draft: makes the drafted tokens of steps; None where they come with them.
+        """
         self._model, self._groups, self._adapters = loaded.model, loaded.groups, loaded.adapters
         self._attention, self._capture, self._kv = attention, capture, kv
-        self._sampler, self._platform = sampler, platform
+        self._sampler, self._platform, self._draft = sampler, platform, draft
         self._pooler, self._plain = Pooler(), PlainRows()
         self._embeddings_given = GivenEmbeddings(loaded.model, platform, loaded.info.dtype.to_torch())
         self._embeds = place_of(config).is_first
@@ -116,12 +125,16 @@ class ModelRunner:
 
     def launch(self, step: StepInput) -> LaunchedStep:
         """Queue one step: swap, copy, compute and sample; see `Worker.submit`."""
-        batch, cache = as_decodes(step.batch), self._kv.cache
-        step = replace(step, batch=batch)
         self._pooler.remove(step.finished_seq_ids)
         self._plain.write(step.new_sequences)
         if self._is_driver:
             self._sampler.announce(step.new_sequences)
+        batch, drafted, cache = step.batch, _NO_TOKENS, self._kv.cache
+        if self._draft is not None:
+            self._draft.forget(step.finished_seq_ids)
+            batch, drafted = self._draft.draft(batch, self._plain)
+        batch = as_decodes(batch)
+        step = replace(step, batch=batch)
         self._kv.move_blocks(batch)
         embedded = self._embeddings_given.of_step(step) if self._embeds else None
         if batch.num_tokens == 0:
@@ -152,7 +165,7 @@ class ModelRunner:
             return self._sampler.take(result, rows) if is_plain else self._sampler.sample(result, rows, positions)
 
         sampled = self._alone(sample)
-        return LaunchedStep(self._platform.record_event(), sampled, embeddings, scores)
+        return LaunchedStep(self._platform.record_event(), sampled, embeddings, scores, drafted)
 
     def forward(
         self,

@@ -23,6 +23,7 @@ from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker.adapters import AdapterMemory
 from hardpoint.worker.decode_graphs import DecodeCapture
+from hardpoint.worker.draft_model import DraftModel, load_draft
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
 from hardpoint.worker.memory_changes import KEPT, SleepCycle, Transactions, Weights
@@ -56,6 +57,7 @@ class _Loaded:
     """A rank whose model is on the device; of the KV cache there is a plan only, until `initialize_kv`.
 
     Attributes:
+        draft: the model that makes drafted tokens; None where they come with the steps.
         in_flight: what was submitted and not collected, the oldest first: steps, and what others failed with before they were queued.
     """
 
@@ -66,6 +68,7 @@ class _Loaded:
     sampler: Sampler
     runner: ModelRunner
     sleep: SleepCycle
+    draft: DraftModel | None = None
     in_flight: deque[LaunchedStep | Exception] = field(default_factory=deque)
 
 
@@ -129,8 +132,6 @@ class StandardWorker(Worker):
         )
         platform.synchronize()
         weights = Weights(model, allocator, platform.synchronize)
-        if config.prepare_sleep is not None:
-            allocator.prepare_sleep(replace(config.prepare_sleep, keep=KEPT))
         state_layers, states = model.model.state_layers(), None
         if state_layers:
             states = StateMemory(state_layers, config.max_num_seqs, allocator=allocator, upload=platform.upload)
@@ -147,12 +148,54 @@ class StandardWorker(Worker):
         vocab_size = model.info.vocab_size
         grammars = Grammars(vocabulary, vocab_size)
         sampler = Sampler(vocab_size, self._device.torch_device, rank.kernels, platform, grammars)
+        draft = None
+        if config.draft_model is not None:
+            draft, model = self._load_draft(rank, model, sampler)
+        if config.prepare_sleep is not None:
+            allocator.prepare_sleep(replace(config.prepare_sleep, keep=KEPT))
         runner = ModelRunner(
-            config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
+            config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform, draft=draft
         )
-        sleep = SleepCycle(allocator, weights, kv, model.communicators, platform.synchronize)
-        self._model = _Loaded(model, weights, kv, capture, sampler, runner, sleep)
+        sleep = SleepCycle(allocator, weights, kv, model.communicators, platform.synchronize, draft)
+        self._model = _Loaded(model, weights, kv, capture, sampler, runner, sleep, draft)
         return model.info
+
+    def _load_draft(self, rank: _Started, target: LoadedModel, sampler: Sampler) -> tuple[DraftModel, LoadedModel]:
+        """Load the draft model; return it, and the model with an account of both."""
+        platform, allocator = rank.platform, rank.allocator
+        # Attention of its own: what one has prepared for a step and captured is of one model.
+        attention = self._context.descriptor.make("attention", self._device)
+        context, model = load_draft(
+            self._context,
+            target,
+            allocator=allocator,
+            attention=attention,
+            kernels=rank.kernels,
+            platform=platform,
+            groups=self._groups,
+        )
+        platform.synchronize()
+        kv = KVMemory(
+            model.plan.kv_cache,
+            allocator=allocator,
+            attention=attention,
+            platform=platform,
+            torch_device=self._device.torch_device,
+        )
+        capture = DecodeCapture(context, model, allocator=allocator, attention=attention, platform=platform)
+        runner = ModelRunner(
+            context.config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
+        )
+        weights = Weights(model, allocator, platform.synchronize)
+        draft = DraftModel(weights, kv, runner, sampler, platform, model.plan.block_size)
+        info = replace(
+            target.info,
+            weight_bytes=target.info.weight_bytes + model.info.weight_bytes,
+            draft_block_bytes=model.plan.kv_cache.block_bytes,
+            # The guesses are drawn one after the other, each of which the host has to know.
+            steps_in_flight=0,
+        )
+        return draft, replace(target, info=info)
 
     def profile(self) -> MemoryProfile:
         """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
@@ -202,6 +245,8 @@ class StandardWorker(Worker):
         """Allocate the KV cache and the host's swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
         self._loaded.runner.drop_graphs()
         self._loaded.kv.initialize(num_device_blocks, num_host_blocks)
+        if self._loaded.draft is not None:
+            self._loaded.draft.kv.initialize(num_device_blocks, num_host_blocks)
 
     def warm_up(self) -> None:
         """Run one prefill and one decode of small steps, so that the first request finds everything in place; capture decodes.
@@ -210,6 +255,8 @@ class StandardWorker(Worker):
         """
         self._started.platform.make_current()
         self._loaded.runner.warm_up()
+        if self._loaded.draft is not None:
+            self._loaded.draft.runner.warm_up()
 
     # Steps
 
@@ -219,6 +266,8 @@ class StandardWorker(Worker):
         self._transactions.check_none("compute a step")
         model.sleep.check_awake()
         model.weights.check_valid()
+        if model.draft is not None:
+            model.draft.weights.check_valid()
         if len(model.in_flight) > model.model.info.steps_in_flight:
             raise WorkerError(
                 "a step was submitted too early",
@@ -281,8 +330,11 @@ class StandardWorker(Worker):
         """Give weights values; see `Worker.write_weights`. Those that are declared valid have no backups and sources any more."""
         self._transactions.check_none("write weights")
         self._loaded.sleep.check_weights_awake()
-        held = self._loaded.weights
+        held, draft = self._loaded.weights, self._loaded.draft
         self._loaded.runner.forget_embeddings()
+        if draft is not None:
+            # Whoever writes the model's weights does not know of these.
+            draft.weights.restore(trust_remote_code=self._config.trust_remote_code)
         match write:
             case WeightWrite.UPDATE:
                 return held.update(weights)
@@ -317,7 +369,10 @@ class StandardWorker(Worker):
         if self._model is None:
             return WorkerStatus(memory)
         self._model.sleep.forget_asleep()
-        return WorkerStatus(memory, self._model.weights.ledger.missing)
+        missing, draft = self._model.weights.ledger.missing, self._model.draft
+        if draft is not None:
+            missing |= {f"draft model: {name}" for name in draft.weights.ledger.missing}
+        return WorkerStatus(memory, missing)
 
     def start_trace(self, folder: str) -> None:
         """Record what the host and the device do; raises InvalidRequest."""

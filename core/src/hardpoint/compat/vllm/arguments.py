@@ -102,7 +102,7 @@ _REFUSED: Mapping[str, str] = {
     "rope_scaling": "Edit config.json in a copy of the model's folder, and give that",
     "rope_theta": "Edit config.json in a copy of the model's folder, and give that",
     "scheduler_cls": "Give scheduling_policy and the other settings of the scheduler",
-    "speculative_model": "Give speculative_config={'method': 'ngram'}",
+    "speculative_model": "Give speculative_config={'method': 'draft_model', 'model': ...}",
     "tokenizer_revision": "Give tokenizer, a folder with the other one",
     "weight_transfer_config": "Use update_weights with (name, tensor) pairs, or reload_weights",
     "worker_cls": "Write a backend (docs/adding-a-device.md)",

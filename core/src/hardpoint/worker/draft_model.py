@@ -1,0 +1,246 @@
+"""A smaller model that guesses what a rank's model will say, while a step is computed that verifies the guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hardpoint.interfaces.batch import Int32Array, Int64Array, StepBatch
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.worker.drafts import as_decodes
+from hardpoint.worker.loading import load_rank
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from torch import Tensor
+
+    from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.interfaces.attention import AttentionBackend
+    from hardpoint.interfaces.kernels import KernelSet
+    from hardpoint.interfaces.platform import Platform
+    from hardpoint.interfaces.worker import WorkerContext
+    from hardpoint.sampling.sampler import Sampler
+    from hardpoint.worker.kv_memory import KVMemory
+    from hardpoint.worker.loading import LoadedModel
+    from hardpoint.worker.memory_changes import Weights
+    from hardpoint.worker.model_runner import ModelRunner, PlainRows
+
+
+def load_draft(
+    context: WorkerContext,
+    target: LoadedModel,
+    *,
+    allocator: DeviceAllocator,
+    attention: AttentionBackend,
+    kernels: KernelSet | None,
+    platform: Platform,
+    groups: ExitStack,
+) -> tuple[WorkerContext, LoadedModel]:
+    """Load the draft model of a worker's configuration, beside the model whose tokens it guesses.
+
+    It runs by the same blocks, for contexts as long, and without graphs and adapters.
+
+    Returns:
+        The context that it was loaded with, and the model.
+
+    Raises:
+        ConfigError: another vocabulary, or a shorter context.
+        CapabilityRefused: one of the two keeps what a guess would change for good, or not all keys in one block table.
+        What `load_rank` raises.
+    """
+    config, info = context.config, target.info
+    assert config.draft_model is not None
+    own = replace(
+        config,
+        model=config.draft_model,
+        draft_model=None,
+        tokenizer=None,
+        hf_overrides=None,
+        load_format="dummy" if config.load_format == "dummy" else "auto",
+        dtype=config.dtype or info.dtype,
+        max_model_len=info.max_model_len,
+        block_size=target.plan.block_size,
+        kv_cache_groups=False,
+        max_loras=0,
+        # Beside a step's own tokens there may be the last guess of each sequence.
+        max_num_batched_tokens=config.max_num_batched_tokens + config.max_num_seqs,
+        enforce_eager=True,
+    )
+    context = replace(context, config=own)
+    if info.kv_group_windows != (0,):
+        raise CapabilityRefused(
+            "a draft model is not used here",
+            ["the model's layers see unlike windows, and give back the blocks that a draft model would still read"],
+            hint="Give disable_hybrid_kv_cache_manager=True, or leave speculative_config out",
+        )
+    draft = load_rank(
+        context, allocator=allocator, attention=attention, kernels=kernels, platform=platform, groups=groups
+    )
+    if draft.info.vocab_size != info.vocab_size:
+        raise ConfigError(
+            "a draft model has the vocabulary of the model",
+            found=f"{draft.info.vocab_size} tokens in {own.model}, and {info.vocab_size} in {config.model}",
+            hint="Choose a smaller model of the same family",
+        )
+    if draft.info.state_bytes or draft.info.whole_prompts or not draft.info.is_generative:
+        what = "keeps recurrent states" if draft.info.state_bytes else "generates no text"
+        raise CapabilityRefused(
+            f"{own.model} is no draft model",
+            [f"{draft.info.architecture} {what}"],
+            hint="Choose a model whose layers attend to its text",
+        )
+    return context, draft
+
+
+@dataclass(frozen=True, slots=True)
+class _LastGuess:
+    """A guess that its model has not computed yet, for none was to follow it; it is part of the text where all were right."""
+
+    position: int
+    token: int
+
+
+class DraftModel:
+    """Makes drafted tokens, with keys and values of its own in the blocks that the model's have.
+
+    It computes what the model computes, prompts included, in a step before the model does, so that what it needs of a sequence is there
+    whatever became of the guesses, also in blocks of the prefix cache. A block without its keys and values, of a request that came before
+    a change of weights for example, costs right guesses and nothing else.
+
+    A guess is drawn as the token itself will be: with the same parameters, and the random number of its place. So where the two models'
+    distributions are alike, their tokens are mostly the same.
+
+    Attributes:
+        weights, kv, runner: as the rank's model has them.
+    """
+
+    def __init__(
+        self, weights: Weights, kv: KVMemory, runner: ModelRunner, sampler: Sampler, platform: Platform, block_size: int
+    ) -> None:
+        self.weights, self.kv, self.runner = weights, kv, runner
+        self._sampler, self._platform, self._block_size = sampler, platform, block_size
+        self._last_guesses: dict[int, _LastGuess] = {}
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Forget sequences that have ended."""
+        for seq_id in seq_ids:
+            self._last_guesses.pop(seq_id, None)
+
+    def draft(self, batch: StepBatch, plain: PlainRows) -> tuple[StepBatch, Int64Array]:
+        """Compute a step as far as its tokens are known, and guess the others.
+
+        Args:
+            plain: which rows are given the argmax.
+
+        Returns:
+            The step with its drafted tokens, and what `StepOutput.drafted` has.
+        """
+        self.kv.move_blocks(batch)
+        single = as_decodes(batch)
+        known = np.flatnonzero(single.token_ids[: single.num_decodes] >= 0)
+        counts = np.diff(known, append=single.num_decodes) - 1
+        firsts, counts = known[counts > 0], counts[counts > 0]
+        if not single.num_tokens:
+            return batch, np.empty(0, np.int64)
+        start, outputs = self._known_step(single, known, firsts)
+        hidden = self.runner.forward(start, self.kv.cache, outputs)
+        if not len(firsts):
+            return batch, np.empty(0, np.int64)
+        token_ids, drafted = batch.token_ids.copy(), np.full(len(batch.sample_rows), -1, np.int64)
+        tokens = firsts
+        while True:
+            # Of decodes and drafts, sample `i` is that of token `i`.
+            drafted[tokens] = token_ids[tokens + 1] = self._draw(hidden, single, tokens, plain)
+            goes_on = counts > tokens - firsts + 1
+            self._note_last(single, token_ids, tokens[~goes_on] + 1)
+            firsts, counts, tokens = firsts[goes_on], counts[goes_on], tokens[goes_on] + 1
+            if not len(tokens):
+                return replace(batch, token_ids=token_ids), drafted
+            step = _decodes(single, tokens, token_ids[tokens])
+            hidden = self.runner.forward(step, self.kv.cache, np.arange(len(tokens), dtype=np.int32))
+
+    def _known_step(self, single: StepBatch, known: Int64Array, firsts: Int64Array) -> tuple[StepBatch, Int32Array]:
+        """Return the step without unknown tokens, with last guesses that were right, and where it has those that guesses follow."""
+        decodes = _decodes(single, known, single.token_ids[known])
+        guesses = [self._last_guesses.pop(seq_id, None) for seq_id in decodes.seq_ids.tolist()]
+        prompts = _prefills(single)
+        self.forget(prompts.seq_ids.tolist())
+        late = [i for i, guess in enumerate(guesses) if guess and guess.position == decodes.positions[i] - 1]
+        if late:
+            tokens = np.array([guess.token for i in late if (guess := guesses[i])], np.int64)
+            before = _decodes(decodes, np.array(late), tokens)
+            positions = before.positions - 1
+            blocks = before.block_table[before.rows, positions // self._block_size]
+            slots = (blocks * self._block_size + positions % self._block_size).astype(np.int32)
+            before = replace(before, positions=positions, slot_mapping=slots, context_lens=before.context_lens - 1)
+            decodes = _joined(before, decodes)
+        outputs = len(late) + np.searchsorted(known, firsts)
+        return (_joined(decodes, prompts) if prompts.num_tokens else decodes), outputs.astype(np.int32)
+
+    def _draw(self, hidden: Tensor, single: StepBatch, tokens: Int64Array, plain: PlainRows) -> Int64Array:
+        rows, positions = single.state_rows[tokens], single.sample_positions[tokens]
+        if plain.all(rows, positions):
+            chosen = self._platform.download(self.runner.argmax(hidden))
+            self._platform.synchronize()
+            drawn: Int64Array = chosen.numpy()
+        else:
+            drawn = self._sampler.sample(self.runner.logits(hidden), rows, positions).collect().token_ids
+        # What has no token is guessed wrong, and no more than that.
+        return np.maximum(drawn, 0)
+
+    def _note_last(self, single: StepBatch, token_ids: Int64Array, places: Int64Array) -> None:
+        for seq_id, position, token in zip(
+            single.seq_ids[places].tolist(), single.positions[places].tolist(), token_ids[places].tolist(), strict=True
+        ):
+            self._last_guesses[seq_id] = _LastGuess(position, token)
+
+
+def _decodes(single: StepBatch, places: Int64Array, token_ids: Int64Array) -> StepBatch:
+    """Return some decodes of a step, with these tokens."""
+    count = len(places)
+    return replace(
+        single,
+        token_ids=token_ids,
+        positions=single.positions[places],
+        slot_mapping=single.slot_mapping[places],
+        query_start=np.arange(count + 1, dtype=np.int32),
+        context_lens=single.context_lens[places],
+        rows=single.rows[places],
+        seq_ids=single.seq_ids[places],
+        num_decodes=count,
+    )
+
+
+def _prefills(single: StepBatch) -> StepBatch:
+    """Return what of a step is no decode."""
+    first = single.num_decodes
+    return replace(
+        single,
+        token_ids=single.token_ids[first:],
+        positions=single.positions[first:],
+        slot_mapping=single.slot_mapping[first:],
+        query_start=single.query_start[first:] - first,
+        context_lens=single.context_lens[first:],
+        rows=single.rows[first:],
+        seq_ids=single.seq_ids[first:],
+        num_decodes=0,
+    )
+
+
+def _joined(first: StepBatch, second: StepBatch) -> StepBatch:
+    """Return decodes, and what follows them over the same block table."""
+    return replace(
+        second,
+        token_ids=np.concatenate((first.token_ids, second.token_ids)),
+        positions=np.concatenate((first.positions, second.positions)),
+        slot_mapping=np.concatenate((first.slot_mapping, second.slot_mapping)),
+        query_start=np.concatenate((first.query_start[:-1], first.num_tokens + second.query_start)).astype(np.int32),
+        context_lens=np.concatenate((first.context_lens, second.context_lens)),
+        rows=np.concatenate((first.rows, second.rows)),
+        seq_ids=np.concatenate((first.seq_ids, second.seq_ids)),
+        num_decodes=first.num_decodes + second.num_decodes,
+    )
