@@ -86,6 +86,7 @@ def requests(folder: Path) -> list[LoRARequest | None]:
 def test_a_mixed_batch_is_equal_to_merged_weights(
     llm: LLM, requests: list[LoRARequest | None], expected: list[tuple[list[int], float]]
 ) -> None:
+    assert llm.info.path == "fused"
     # More adapters than a step has room for: some requests wait for the others.
     found = answers(llm, lora_request=requests)
     assert [close(*pair) for pair in zip(found, expected, strict=True)] == [True] * 4, (found, expected)
@@ -104,6 +105,7 @@ def test_adapters_over_ranks_and_processes(
     folder: Path, requests: list[LoRARequest | None], expected: list[tuple[list[int], float]], settings: dict[str, int]
 ) -> None:
     with engine(folder / "base", enable_lora=True, max_loras=3, **settings) as llm:
+        assert llm.info.path == ("fused" if "engine_process" in settings else "lean")
         found = answers(llm, lora_request=requests)
         assert [close(*pair) for pair in zip(found, expected, strict=True)] == [True] * 4, (found, expected)
         with pytest.raises(InvalidAdapter, match="no folder of a LoRA adapter"):

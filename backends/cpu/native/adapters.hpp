@@ -4,6 +4,7 @@
 // rows beside it, bit for bit.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "attention.hpp"
 #include "isa.hpp"
@@ -12,38 +13,52 @@ namespace hp {
 
 constexpr int kAdapterTokens = 16;  // rows that one work item computes together: a rank's row of A stays in the first-level cache
 
-// Strides are in elements.
-struct AdapterCall {
+// The adapters of one linear layer, in slots. Strides are in elements.
+struct AdapterMatrices {
   DType dtype = DType::F32;
-  const void* x = nullptr;
-  int64_t x_stride = 0;
   int64_t columns = 0;
-  void* out = nullptr;
-  int64_t out_stride = 0;
+  int64_t rows = 0;
+  int64_t max_rank = 0;
+  int64_t slots = 0;
   const void* down = nullptr;  // [slots][parts * max_rank][columns]
   int64_t down_stride = 0;     // of a slot
   const void* up = nullptr;    // [slots][max_rank][rows]
   int64_t up_stride = 0;       // of a slot
-  int64_t rows = 0;
-  int64_t max_rank = 0;
   const int32_t* ranks = nullptr;  // [slots][parts]
   const float* scales = nullptr;
   int64_t parts_stride = 0;  // of a slot, in ranks and scales
   const int32_t* spans = nullptr;  // [parts][2]
   int64_t parts = 0;
-  const int64_t* tokens = nullptr;
-  const int32_t* slots = nullptr;   // [groups]
-  const int32_t* starts = nullptr;  // [groups + 1]
-  int64_t groups = 0;
+};
+
+// Tokens of one adapter, at most kAdapterTokens.
+struct AdapterItem {
+  int slot;
+  const int64_t* tokens;
+  int count;
+};
+
+struct AdapterCall {
+  AdapterMatrices matrices;
+  const void* x = nullptr;
+  int64_t x_stride = 0;
+  void* out = nullptr;  // [tokens][rows] in the matrices' dtype, which is added to
+  int64_t out_stride = 0;
+  float* sums = nullptr;    // instead of out: [tokens][sums_stride], which is written whole, rows where there is no adapter too
+  int64_t sums_stride = 0;
+  bool gated_pair = false;  // of sums: columns stand as in a packed gated pair (gemm.hpp)
 };
 
 struct AdapterKernels {
-  // The rows `tokens`, at most kAdapterTokens, of the adapter in `slot`. inner: [count][parts * max_rank].
-  void (*add)(const AdapterCall& call, int slot, const int64_t* tokens, int count, float* inner);
+  // inner: [count][parts * max_rank].
+  void (*add)(const AdapterCall& call, const AdapterItem& item, float* inner);
 };
 
+// Appends the items of tokens of one adapter.
+void append_items(int slot, const int64_t* tokens, int64_t count, std::vector<AdapterItem>& items);
+
 // Items are spread over the thread pool. Tokens and slots are not checked.
-void add_adapters(const AdapterCall& call);
+void add_adapters(const AdapterCall& call, const std::vector<AdapterItem>& items);
 
 }  // namespace hp
 

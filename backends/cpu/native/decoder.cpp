@@ -11,6 +11,7 @@ namespace hp {
 namespace {
 
 constexpr int64_t kAlignment = 64;
+constexpr int64_t kAdaptedRows = 256;  // computed together: the more, the less often weights are read, and the more memory their sums take
 constexpr int64_t kFewTokens = 8;  // up to here row work is shorter than handing it to another thread
 
 std::string text(int64_t value) { return std::to_string(value); }
@@ -59,6 +60,7 @@ Decoder::Decoder(DecoderConfig config) : config_(std::move(config)) {
     for (const PackedWeight* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) in_blocks_ = in_blocks_ || weight->blocks != BlockFormat::None;
   }
   in_blocks_ = in_blocks_ || config_.head.blocks != BlockFormat::None;
+  if (config_.adapted) adapters_.resize(config_.layers.size());
   Scratch unused{};
   scratch_bytes_ = lay_out(nullptr, unused);
 }
@@ -85,6 +87,10 @@ int64_t Decoder::lay_out(char* base, Scratch& s) const {
   s.qkv = take(tokens * widest_qkv * size);
   s.attended = take(tokens * widest_attention * size);
   s.activated = take(tokens * config_.intermediate * size);
+  int64_t widest = 0;
+  for (const DecoderLayer& layer : config_.layers)
+    for (const PackedWeight* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) widest = std::max(widest, num_tiles(weight->n) * kTileColumns);
+  s.added = reinterpret_cast<float*>(take(config_.adapted ? std::min(tokens, kAdaptedRows) * widest * 4 : 0));
   s.workspace = {take(workspace), workspace};
   return used;
 }
@@ -100,6 +106,16 @@ void Decoder::set_rope_tables(std::vector<RopeTable> tables) {
     if (layer.rope_table < 0 || layer.rope_table >= static_cast<int>(tables.size()))
       throw std::invalid_argument("a layer uses rotary table " + text(layer.rope_table) + " of " + text(tables.size()));
   rope_tables_ = std::move(tables);
+}
+
+void Decoder::set_adapters(int64_t layer, DecoderLinear linear, const AdapterMatrices& matrices) {
+  if (!config_.adapted) throw std::invalid_argument("the decoder was made without adapters");
+  const DecoderLayer& owner = config_.layers.at(static_cast<size_t>(layer));
+  const PackedWeight& weight = *std::array{&owner.qkv, &owner.o, &owner.gate_up, &owner.down}[static_cast<size_t>(linear)];
+  if (matrices.columns != weight.k || matrices.rows > weight.n || matrices.dtype != config_.dtype)
+    throw std::invalid_argument("adapters of [" + text(matrices.rows) + ", " + text(matrices.columns) + "] do not fit a linear layer of [" + text(weight.n) +
+                                ", " + text(weight.k) + "]");
+  adapters_[static_cast<size_t>(layer)][static_cast<size_t>(linear)] = matrices;
 }
 
 void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const {
@@ -121,6 +137,16 @@ void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const 
   for (int64_t i = 0; i < step.num_embedded; ++i)
     if (step.embedded_rows[i] < 0 || step.embedded_rows[i] >= batch.num_tokens)
       throw std::out_of_range("embedded row " + text(step.embedded_rows[i]) + " is not one of the step's " + text(batch.num_tokens) + " tokens");
+  if (step.num_adapters && !config_.adapted) throw std::invalid_argument("the decoder was made without adapters");
+  for (int64_t i = 0; i < step.num_adapters; ++i) {
+    for (const auto& layer : adapters_)
+      for (const AdapterMatrices& one : layer)
+        if (one.down && (step.adapter_slots[i] < 0 || step.adapter_slots[i] >= one.slots))
+          throw std::out_of_range("slot " + text(step.adapter_slots[i]) + " is not one of " + text(one.slots) + " of adapters");
+    for (int32_t t = step.adapter_starts[i]; t < step.adapter_starts[i + 1]; ++t)
+      if (step.adapted_tokens[t] < 0 || step.adapted_tokens[t] >= batch.num_tokens)
+        throw std::out_of_range("adapted token " + text(step.adapted_tokens[t]) + " is not one of the step's " + text(batch.num_tokens));
+  }
 }
 
 LinearCall Decoder::call(const PackedWeight& weight, const void* x, int64_t x_stride, int64_t m) const {
@@ -133,18 +159,82 @@ LinearCall Decoder::call(const PackedWeight& weight, const void* x, int64_t x_st
   return c;
 }
 
-void Decoder::normed_linear(LinearCall c, const float* residual, const float* norm) const {
-  const NormedRows rows{&op_kernels(), residual, nullptr, norm, config_.hidden, config_.norm_eps, config_.dtype};
-  linear(c, rows.producer());
+const AdapterMatrices* Decoder::adapters_of(const Place& place) const {
+  if (!place.rows) return nullptr;
+  const AdapterMatrices& found = adapters_[static_cast<size_t>(place.layer - config_.layers.data())][static_cast<size_t>(place.linear)];
+  return found.down ? &found : nullptr;
+}
+
+// Which rows of a step go through which adapter. `kept`, where it is not null: the m tokens, rising, that are the rows from here on.
+Decoder::AdaptedRows Decoder::adapted_rows(const DecoderStep& step, int64_t tokens, const int32_t* kept, int64_t m) {
+  std::vector<int64_t> row_of;
+  if (kept) {
+    row_of.assign(static_cast<size_t>(tokens), -1);
+    for (int64_t i = 0; i < m; ++i) row_of[static_cast<size_t>(kept[i])] = i;
+  }
+  AdaptedRows found;
+  for (int64_t first = 0; first < m; first += kAdaptedRows) {
+    const int64_t count = std::min(m - first, kAdaptedRows);
+    found.ranges.push_back({first, count, {}, {}, std::vector<uint8_t>(static_cast<size_t>(count))});
+    AdaptedRows::Range& range = found.ranges.back();
+    // Items point to the tokens, which therefore stay where they are.
+    range.tokens.reserve(static_cast<size_t>(count));
+    for (int64_t i = 0; i < step.num_adapters; ++i) {
+      const size_t begin = range.tokens.size();
+      for (int32_t t = step.adapter_starts[i]; t < step.adapter_starts[i + 1]; ++t) {
+        const int64_t token = step.adapted_tokens[t], row = (kept ? row_of[static_cast<size_t>(token)] : token) - first;
+        if (row < 0 || row >= count || range.is_adapted[static_cast<size_t>(row)]) continue;
+        range.is_adapted[static_cast<size_t>(row)] = 1;
+        range.tokens.push_back(row);
+      }
+      append_items(step.adapter_slots[i], range.tokens.data() + begin, static_cast<int64_t>(range.tokens.size() - begin), range.items);
+    }
+  }
+  return found;
+}
+
+// What adapters add comes first, and is added to the product's sums before they are rounded: a row without an adapter has the bits that it has in
+// a step without any.
+void Decoder::adapted_linear(LinearCall c, const Place& place) const {
+  const AdapterMatrices* matrices = adapters_of(place);
+  if (!matrices) return linear(c);
+  const int64_t out_size = itemsize(c.out_dtype);
+  AdapterCall adding;
+  adding.matrices = *matrices;
+  adding.x_stride = c.x_stride;
+  adding.sums = scratch_.added;
+  adding.sums_stride = num_tiles(c.weight.n) * kTileColumns;
+  adding.gated_pair = is_gated(c.epilogue);
+  for (const AdaptedRows::Range& range : place.rows->ranges) {
+    LinearCall part = c;
+    part.x = static_cast<const char*>(c.x) + range.first * c.x_stride * itemsize(config_.dtype);
+    part.m = range.count;
+    part.out = static_cast<char*>(c.out) + range.first * c.out_stride * out_size;
+    if (!range.items.empty()) {
+      adding.x = part.x;
+      add_adapters(adding, range.items);
+      part.added = adding.sums;
+      part.added_stride = adding.sums_stride;
+      part.has_added = range.is_adapted.data();
+    }
+    linear(part);
+  }
+}
+
+void Decoder::normed_linear(LinearCall c, const float* norm, const Place& place) const {
+  const NormedRows rows{&op_kernels(), scratch_.residual, nullptr, norm, config_.hidden, config_.norm_eps, config_.dtype};
+  if (!adapters_of(place)) return linear(c, rows.producer());
+  for_tokens(c.m, [&](int64_t t) { NormedRows::fill(&rows, t, scratch_.normed + t * config_.hidden * itemsize(config_.dtype)); });
+  adapted_linear(c, place);
 }
 
 // residual += y, or residual += norm(y).
-void Decoder::add_branch(LinearCall c, const float* norm) const {
+void Decoder::add_branch(LinearCall c, const float* norm, const Place& place) const {
   const int64_t hidden = config_.hidden;
   c.out = norm ? scratch_.branch : scratch_.residual;
   c.out_stride = hidden;
   c.epilogue = norm ? Epilogue::Store : Epilogue::AddResidual;
-  linear(c);
+  adapted_linear(c, place);
   if (!norm) return;
   const OpKernels& kernels = op_kernels();
   for_tokens(c.m, [&](int64_t t) {
@@ -153,7 +243,7 @@ void Decoder::add_branch(LinearCall c, const float* norm) const {
   });
 }
 
-void Decoder::attend(const DecoderLayer& layer, const DecoderStep& step, PreparedBatch& prepared) const {
+void Decoder::attend(const DecoderLayer& layer, const DecoderStep& step, PreparedBatch& prepared, const AdaptedRows* adapted) const {
   const AttentionBatch& batch = prepared.batch();
   const AttentionLayer& a = layer.attention;
   const int64_t tokens = batch.num_tokens, size = itemsize(config_.dtype), width = qkv_width(a);
@@ -164,7 +254,7 @@ void Decoder::attend(const DecoderLayer& layer, const DecoderStep& step, Prepare
   qkv.out = scratch_.qkv;
   qkv.out_stride = width;
   qkv.out_dtype = config_.dtype;
-  normed_linear(qkv, scratch_.residual, layer.input_norm);
+  normed_linear(qkv, layer.input_norm, {&layer, DecoderLinear::Qkv, adapted});
 
   const OpKernels& kernels = op_kernels();
   const RopeTable& table = rope_tables_[layer.rope_table];
@@ -196,15 +286,15 @@ int64_t Decoder::keep_rows(const DecoderLayer& layer, const DecoderStep& step) c
   return step.num_rows;
 }
 
-void Decoder::feed_forward(const DecoderLayer& layer, int64_t m) const {
+void Decoder::feed_forward(const DecoderLayer& layer, int64_t m, const AdaptedRows* adapted) const {
   LinearCall gate_up = call(layer.gate_up, scratch_.normed, config_.hidden, m);
   gate_up.epilogue = config_.activation;
   gate_up.out = scratch_.activated;
   gate_up.out_stride = config_.intermediate;
   gate_up.out_columns = config_.intermediate;
   gate_up.out_dtype = config_.dtype;
-  normed_linear(gate_up, scratch_.residual, layer.mlp_norm);
-  add_branch(call(layer.down, scratch_.activated, config_.intermediate, m), layer.mlp_out_norm);
+  normed_linear(gate_up, layer.mlp_norm, {&layer, DecoderLinear::GateUp, adapted});
+  add_branch(call(layer.down, scratch_.activated, config_.intermediate, m), layer.mlp_out_norm, {&layer, DecoderLinear::Down, adapted});
 }
 
 void Decoder::write_hidden(const DecoderStep& step, bool compacted) const {
@@ -283,16 +373,20 @@ void Decoder::run(const DecoderStep& step, const std::vector<PreparedBatch*>& pr
   const bool compact = step.num_rows < tokens && std::is_sorted(step.rows, step.rows + step.num_rows) &&
                        std::adjacent_find(step.rows, step.rows + step.num_rows) == step.rows + step.num_rows;
   const int64_t last = static_cast<int64_t>(config_.layers.size()) - 1;
+  AdaptedRows rows;
+  if (step.num_adapters) rows = adapted_rows(step, tokens, nullptr, tokens);
+  const AdaptedRows* adapted = step.num_adapters ? &rows : nullptr;
   for (int64_t i = 0; i <= last; ++i) {
     const DecoderLayer& layer = config_.layers[i];
-    attend(layer, step, *prepared[layer.kv_group]);
+    attend(layer, step, *prepared[layer.kv_group], adapted);
     const int64_t m = i == last && compact ? keep_rows(layer, step) : tokens;
     if (m == 0) return;
+    if (m != tokens && adapted) rows = adapted_rows(step, tokens, step.rows, m);
     const int64_t width = attention_width(layer.attention);
     LinearCall o = call(layer.o, scratch_.attended, width, m);
     o.bias = layer.o_bias;
-    add_branch(o, layer.attention_out_norm);
-    feed_forward(layer, m);
+    add_branch(o, layer.attention_out_norm, {&layer, DecoderLinear::O, adapted});
+    feed_forward(layer, m, adapted);
   }
   if (step.num_rows > 0) write_hidden(step, compact);
 }

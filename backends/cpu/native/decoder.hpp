@@ -3,10 +3,12 @@
 // The residual stream is fp32 whatever the model's dtype: it costs nothing measurable here and rounds less. Every row's result
 // is independent of the other rows of the step, bit for bit, which also lets the last layer run only for the rows asked for.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "adapters.hpp"
 #include "attention.hpp"
 #include "gemm.hpp"
 #include "ops.hpp"
@@ -34,6 +36,9 @@ struct DecoderLayer {
   const float* mlp_out_norm = nullptr;        // [hidden]
 };
 
+// The linear layers of a DecoderLayer, in the order of use.
+enum class DecoderLinear : int { Qkv = 0, O = 1, GateUp = 2, Down = 3 };
+
 struct RopeTable {
   const float* cos = nullptr;  // [max_positions, rotary_dim / 2]
   const float* sin = nullptr;
@@ -53,6 +58,7 @@ struct DecoderConfig {
   float logit_soft_cap = 0;  // 0 = off
   int64_t max_tokens = 0;    // of one step
   int64_t max_rows = 0;      // of logits, of one step
+  bool adapted = false;      // set_adapters is called before the first step
   PackedWeight embed;        // [vocab, hidden]
   PackedWeight head;         // [vocab, hidden]; may be the embedding
   const float* final_norm = nullptr;
@@ -83,6 +89,10 @@ struct DecoderStep {
   const int64_t* embedded_rows = nullptr;  // [num_embedded] tokens whose embeddings are given
   int64_t num_embedded = 0;
   const float* embedded = nullptr;  // [num_embedded, hidden]
+  const int64_t* adapted_tokens = nullptr;  // those that go through adapters, by adapter
+  const int32_t* adapter_slots = nullptr;   // [num_adapters]
+  const int32_t* adapter_starts = nullptr;  // [num_adapters + 1], in adapted_tokens
+  int64_t num_adapters = 0;
 };
 
 class Decoder {
@@ -95,6 +105,8 @@ class Decoder {
   // 64-byte aligned; kept by the caller for as long as steps run.
   void set_scratch(void* data, int64_t bytes);
   void set_rope_tables(std::vector<RopeTable> tables);
+  // Throws std::invalid_argument for matrices that do not fit the layer. Layers that are never named have no adapters.
+  void set_adapters(int64_t layer, DecoderLinear linear, const AdapterMatrices& matrices);
 
   // Throws std::invalid_argument or std::out_of_range for a step beyond the configured sizes or a token, position or row that
   // does not exist, before any work. One step at a time.
@@ -119,22 +131,45 @@ class Decoder {
     char* qkv;        // [max_tokens, largest qkv width]
     char* attended;   // [max_tokens, largest attention width]
     char* activated;  // [max_tokens, intermediate]
+    float* added;     // [rows computed together, widest linear layer], what adapters add
     Workspace workspace;
   };
 
+  // Rows that go through adapters, in ranges that are computed together.
+  struct AdaptedRows {
+    struct Range {
+      int64_t first, count;
+      std::vector<AdapterItem> items;
+      std::vector<int64_t> tokens;     // from `first` on, by adapter
+      std::vector<uint8_t> is_adapted;  // [count]
+    };
+    std::vector<Range> ranges;
+  };
+
+  // A linear layer, and the rows that go through its adapters; null where none does.
+  struct Place {
+    const DecoderLayer* layer;
+    DecoderLinear linear;
+    const AdaptedRows* rows;
+  };
+
   int64_t lay_out(char* base, Scratch& scratch) const;
+  const AdapterMatrices* adapters_of(const Place& place) const;
+  static AdaptedRows adapted_rows(const DecoderStep& step, int64_t tokens, const int32_t* kept, int64_t m);
   void check(const DecoderStep& step, const AttentionBatch& batch) const;
   LinearCall head_call(const void* hidden, int64_t rows, int64_t most) const;
   LinearCall call(const PackedWeight& weight, const void* x, int64_t x_stride, int64_t m) const;
-  void normed_linear(LinearCall call, const float* residual, const float* norm) const;
-  void add_branch(LinearCall call, const float* norm) const;
-  void attend(const DecoderLayer& layer, const DecoderStep& step, PreparedBatch& prepared) const;
+  void adapted_linear(LinearCall call, const Place& place) const;
+  void normed_linear(LinearCall call, const float* norm, const Place& place) const;
+  void add_branch(LinearCall call, const float* norm, const Place& place) const;
+  void attend(const DecoderLayer& layer, const DecoderStep& step, PreparedBatch& prepared, const AdaptedRows* adapted) const;
   int64_t keep_rows(const DecoderLayer& layer, const DecoderStep& step) const;
-  void feed_forward(const DecoderLayer& layer, int64_t m) const;
+  void feed_forward(const DecoderLayer& layer, int64_t m, const AdaptedRows* adapted) const;
   void write_hidden(const DecoderStep& step, bool compacted) const;
 
   DecoderConfig config_;
   std::vector<RopeTable> rope_tables_;
+  std::vector<std::array<AdapterMatrices, 4>> adapters_;  // of each layer, where the configuration says that there are any
   Scratch scratch_{};
   int64_t scratch_bytes_ = 0;
   bool sandwich_ = false;

@@ -108,6 +108,9 @@ struct LinearCall {
   int64_t x_stride = 0;     // elements
   int64_t m = 0;
   const float* bias = nullptr;  // [n] in stored column order, or null
+  const float* added = nullptr;  // [m, added_stride] in stored column order: added to the sums of the rows that are marked; or null
+  int64_t added_stride = 0;      // whole tiles
+  const uint8_t* has_added = nullptr;  // [m]
   Epilogue epilogue = Epilogue::Store;
   float soft_cap = 0;  // y becomes cap * tanh(y / cap) before the epilogue; 0 = off
   void* out = nullptr;

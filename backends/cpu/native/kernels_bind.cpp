@@ -119,7 +119,7 @@ void bind_decoder(py::module_& m) {
 
   py::class_<Decoder>(m, "Decoder", "A whole decoder step in one call. Keeps addresses only: the tensors must outlive it.")
       .def(py::init([](int dtype, int kv_format, int64_t vocab, int64_t hidden, int64_t intermediate, int rotary_dim, float norm_eps, int activation,
-                       float embed_scale, float logit_soft_cap, int64_t max_tokens, int64_t max_rows, const WeightTuple& embed,
+                       float embed_scale, float logit_soft_cap, int64_t max_tokens, int64_t max_rows, bool adapted, const WeightTuple& embed,
                        const WeightTuple& head, Address final_norm, std::vector<DecoderLayer> layers) {
              DecoderConfig config;
              config.dtype = static_cast<DType>(dtype);
@@ -134,6 +134,7 @@ void bind_decoder(py::module_& m) {
              config.logit_soft_cap = logit_soft_cap;
              config.max_tokens = max_tokens;
              config.max_rows = max_rows;
+             config.adapted = adapted;
              config.embed = weight(embed);
              config.head = weight(head);
              config.final_norm = at<float>(final_norm);
@@ -142,7 +143,7 @@ void bind_decoder(py::module_& m) {
            }),
            py::kw_only(), py::arg("dtype"), py::arg("kv_format"), py::arg("vocab"), py::arg("hidden"), py::arg("intermediate"), py::arg("rotary_dim"),
            py::arg("norm_eps"), py::arg("activation"), py::arg("embed_scale"), py::arg("logit_soft_cap"), py::arg("max_tokens"),
-           py::arg("max_rows"), py::arg("embed"), py::arg("head"), py::arg("final_norm"), py::arg("layers"))
+           py::arg("max_rows"), py::arg("adapted"), py::arg("embed"), py::arg("head"), py::arg("final_norm"), py::arg("layers"))
       .def("scratch_bytes", &Decoder::scratch_bytes)
       .def("set_scratch", [](Decoder& d, Address data, int64_t bytes) { d.set_scratch(at<void>(data), bytes); })
       .def("set_rope_tables",
@@ -151,12 +152,17 @@ void bind_decoder(py::module_& m) {
              for (const auto& [cos, sin, positions] : tables) converted.push_back({at<float>(cos), at<float>(sin), positions});
              d.set_rope_tables(std::move(converted));
            })
+      .def("set_adapters", [](Decoder& d, int64_t layer, int linear, const AdapterMatrices& matrices) {
+        d.set_adapters(layer, static_cast<DecoderLinear>(linear), matrices);
+      })
       .def(
           "run",
           [](Decoder& d, const std::vector<PreparedBatch*>& prepared, Address token_ids, Address positions, Address kv_cache, Address rows,
-             int64_t num_rows, Address out, Address embedded_rows, int64_t num_embedded, Address embedded) {
+             int64_t num_rows, Address out, Address embedded_rows, int64_t num_embedded, Address embedded, Address adapted_tokens,
+             Address adapter_slots, Address adapter_starts, int64_t num_adapters) {
             d.run({at<int64_t>(token_ids), at<int64_t>(positions), at<char>(kv_cache), at<int32_t>(rows), num_rows, at<void>(out),
-                   at<int64_t>(embedded_rows), num_embedded, at<float>(embedded)},
+                   at<int64_t>(embedded_rows), num_embedded, at<float>(embedded), at<int64_t>(adapted_tokens), at<int32_t>(adapter_slots),
+                   at<int32_t>(adapter_starts), num_adapters},
                   prepared);
           },
           unlocked)

@@ -14,6 +14,8 @@ from torch import Tensor
 from hardpoint.interfaces import (
     KV_CACHE,
     Activation,
+    AdapterRows,
+    AdapterWeights,
     AttentionLayer,
     AttentionPlan,
     AttentionRequest,
@@ -154,6 +156,7 @@ class Runner:
     max_tokens: int = 128
     max_samples: int = 64
     tables: RopeTables | None = None
+    adapters: dict[str, AdapterWeights] = field(default_factory=dict)
     context: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -165,11 +168,15 @@ class Runner:
         )
         assert isinstance(plan, AttentionPlan)
         self.plan = plan
-        request = FuseRequest(self.dtype, KVCacheGroup.whole(plan), self.max_tokens, self.max_samples, MAX_CONTEXT)
+        request = FuseRequest(
+            self.dtype, KVCacheGroup.whole(plan), self.max_tokens, self.max_samples, MAX_CONTEXT, bool(self.adapters)
+        )
         assert not refusals(self.spec, request)
         self.program = decoder(self.spec, request, self.allocator, self.tables)
         for name, tensor in self.weights.items():
             self.program.load_weight(name, tensor)
+        if self.adapters:
+            self.program.take_adapters(self.adapters)
         self.blocks_per_seq = MAX_CONTEXT // BLOCK_SIZE
         self.cache = self.allocator.empty(plan.kv_cache.shape(16 * self.blocks_per_seq), self.dtype, KV_CACHE)
         self.cache.fill_(float("nan"))
@@ -179,8 +186,13 @@ class Runner:
         new_tokens: dict[int, list[int]],
         output: str = "logits",
         rows: list[int] | None = None,
+        adapted: dict[int, int] | None = None,
     ) -> Tensor:
-        """Append tokens to sequences, run, and return the output of `rows` (by default the last token of each sequence)."""
+        """Append tokens to sequences, run, and return the output of `rows` (by default the last token of each sequence).
+
+        Args:
+            adapted: slots of sequences that go through adapters.
+        """
         starts = [len(self.context.setdefault(seq, [])) for seq in new_tokens]
         for seq, tokens in new_tokens.items():
             self.context[seq] = self.context[seq] + tokens
@@ -215,8 +227,54 @@ class Runner:
         wanted = torch.tensor(query_start[1:] - 1 if rows is None else rows, dtype=torch.int32)
         metadata = self.attention.prepare(self.plan, batch)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        hidden = self.program.run(token_ids, positions, (metadata,), self.cache, wanted)
+        through = adapter_rows(owner, adapted) if adapted else None
+        hidden = self.program.run(token_ids, positions, (metadata,), self.cache, wanted, None, through)
         return (hidden if output == "hidden" else getattr(self.program, output)(hidden)).clone()
+
+
+def adapter_rows(owner: np.ndarray, slots: dict[int, int]) -> AdapterRows:
+    """Return which tokens, of these sequences, go through which slot."""
+    by_slot = {
+        slot: np.flatnonzero(np.isin(owner, [seq for seq in slots if slots[seq] == slot])) for slot in slots.values()
+    }
+    starts = np.cumsum([0, *map(len, by_slot.values())]).tolist()
+    return AdapterRows(
+        torch.from_numpy(np.concatenate(list(by_slot.values()))),
+        torch.tensor(list(by_slot), dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
+        tuple(zip(by_slot, starts, starts[1:], strict=False)),
+    )
+
+
+def random_adapters(spec: DecoderSpec, ranks: tuple[int, ...]) -> dict[str, AdapterWeights]:
+    """Return seeded float32 adapters of all linear layers, a slot of each rank; those of up projections have no matrices for the gates."""
+    generator, found, most = torch.Generator().manual_seed(1), {}, max(ranks) + 1
+    for name, shape in spec.weight_shapes().items():
+        if len(shape) == 1 or not name.startswith("layers."):
+            continue
+        cut = shape[0] // 2
+        spans = ((0, cut), (cut, shape[0])) if name.endswith((".qkv", ".gate_up")) else ((0, shape[0]),)
+        down = torch.randn(len(ranks), len(spans) * most, shape[1], generator=generator) * 0.1
+        up = torch.randn(len(ranks), most, shape[0], generator=generator) * 0.1
+        of_parts = torch.tensor(ranks, dtype=torch.int32)[:, None].repeat(1, len(spans))
+        if name.endswith(".gate_up"):
+            of_parts[:, 0] = 0
+        scales = torch.rand(len(ranks), len(spans), generator=generator) + 0.5
+        found[name] = AdapterWeights(down, up, of_parts, scales, spans)
+    return found
+
+
+def merged(weights: dict[str, Tensor], adapters: dict[str, AdapterWeights], slot: int) -> dict[str, Tensor]:
+    """Return weights with a slot's adapter added, in float64."""
+    found = {name: tensor.double() for name, tensor in weights.items()}
+    for name, one in adapters.items():
+        most = one.up.shape[1]
+        for part, (first, end) in enumerate(one.spans):
+            rank = int(one.ranks[slot, part])
+            a = one.down[slot, part * most : part * most + rank].double()
+            b = one.up[slot, :rank, first:end].double()
+            found[name][first:end] += float(one.scales[slot, part]) * b.T @ a
+    return found
 
 
 def tokens_of(seed: int, n: int) -> list[int]:
@@ -226,6 +284,30 @@ def tokens_of(seed: int, n: int) -> list[int]:
 def tolerance(dtype: DType) -> float:
     """Bound on the error of logits of order one: float32 sums, or activations rounded to 8 (11) bits some 30 times in a row."""
     return {DType.FLOAT32: 3e-5, DType.BFLOAT16: 0.15, DType.FLOAT16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "odd-sizes", "gemma2"])
+def test_adapters_are_added_to_all_linear_layers(family: str) -> None:
+    spec = FAMILIES[family]
+    weights, adapters = random_weights(spec, torch.float32), random_adapters(spec, (3, 9))
+    runner = Runner(spec, DType.FLOAT32, weights, max_tokens=400, adapters=adapters)
+    # More rows than are computed together; then decodes beside a prompt, of which the last row alone is wanted.
+    prompts, slots = {seq: tokens_of(seq, 80) for seq in range(4)}, {1: 1, 2: 0, 5: 1}
+    later = {0: [5], 1: [6], 2: [7], 3: [8], 5: tokens_of(5, 20)}
+    first, second = runner.step(prompts, adapted=slots), runner.step(later, adapted=slots)
+    plain = Runner(spec, DType.FLOAT32, weights, max_tokens=400)
+    assert torch.equal(first[[0, 3]], plain.step(prompts)[[0, 3]])
+    assert torch.equal(second[[0, 3]], plain.step(later)[[0, 3]])
+    for row, (seq, tokens) in enumerate(runner.context.items()):
+        changed = merged(weights, adapters, slots[seq]) if seq in slots else weights
+        expected, _ = reference_logits(spec, changed, torch.tensor(tokens))
+        torch.testing.assert_close(second[row].double(), expected[-1], atol=1e-4, rtol=0)
+        if seq in prompts:
+            torch.testing.assert_close(first[row].double(), expected[79], atol=1e-4, rtol=0)
+    with pytest.raises(InvalidOperand, match="made without adapters"):
+        plain.step({0: [5]}, adapted={0: 0})
+    with pytest.raises(InvalidOperand, match="slot 2"):
+        runner.step({1: [5]}, adapted={1: 2})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 #include "adapters.hpp"
 
 #include "activations.hpp"
+#include "gemm.hpp"
 #include "simd.hpp"
 
 namespace hp {
@@ -25,13 +26,14 @@ template <int N, int R, class T>
 HP_INLINE void shrink(T type, const AdapterCall& call, const typename T::type* a, const int64_t* tokens, float scale, float* inner,
                       int64_t stride) {
   using E = typename T::type;
+  const int64_t columns = call.matrices.columns;
   const E* x[N];
   for (int t = 0; t < N; ++t) x[t] = static_cast<const E*>(call.x) + tokens[t] * call.x_stride;
   vf sums[N][R] = {};
-  for_vectors(call.columns, [&](int64_t i, int count) {
+  for_vectors(columns, [&](int64_t i, int count) {
     vf row[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) row[r] = load_some(type, a + r * call.columns + i, count);
+    for (int r = 0; r < R; ++r) row[r] = load_some(type, a + r * columns + i, count);
 #pragma GCC unroll 4
     for (int t = 0; t < N; ++t) {
       const vf v = load_some(type, x[t] + i, count);
@@ -43,14 +45,23 @@ HP_INLINE void shrink(T type, const AdapterCall& call, const typename T::type* a
     for (int r = 0; r < R; ++r) inner[t * stride + r] = hsum(sums[t][r]) * scale;
 }
 
-// out[tokens[t]][column...] += inner[t] . b, for N tokens and V vectors of columns, the last of them with `count` elements.
+// Where a column stands in a row of sums. A vector of columns stands together, since it is in one half of a gated pair and does not reach over
+// the end of a tile there.
+HP_INLINE int64_t place(const AdapterCall& call, int64_t column) {
+  if (!call.gated_pair) return column;
+  const int64_t half = call.matrices.rows / 2, up = column >= half, own = column - up * half;
+  return (own / kTileColumns * 2 + up) * kTileColumns + own % kTileColumns;
+}
+
+// y[tokens[t]][column...] += inner[t] . b, for N tokens and V vectors of columns, the last of them with `count` elements; or, of the
+// call's sums, = inner[t] . b.
 template <int N, int V, class T>
 HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b, int64_t rank, const int64_t* tokens,
                       const float* inner, int64_t stride, int64_t column, int count) {
   using E = typename T::type;
   vf sums[N][V] = {};
   for (int64_t r = 0; r < rank; ++r) {
-    const E* row = b + r * call.rows + column;
+    const E* row = b + r * call.matrices.rows + column;
     vf values[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) values[v] = load_some(type, row + v * kLanes, v + 1 < V ? kLanes : count);
@@ -60,6 +71,18 @@ HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sums[t][v] = fma(h, values[v], sums[t][v]);
     }
+  }
+  if (call.sums) {
+    for (int v = 0; v < V; ++v) {
+      const int64_t at = place(call, column + v * kLanes);
+      const int n = v + 1 < V ? kLanes : count;
+      for (int t = 0; t < N; ++t) {
+        float* y = call.sums + tokens[t] * call.sums_stride + at;
+        if (n == kLanes) store(y, sums[t][v]);
+        else store_first(F32{}, y, sums[t][v], n);
+      }
+    }
+    return;
   }
   for (int t = 0; t < N; ++t) {
     E* y = static_cast<E*>(call.out) + tokens[t] * call.out_stride + column;
@@ -89,47 +112,56 @@ HP_INLINE void for_tokens(int count, F&& f) {
   if (t < count) f(t, Count<1>{});
 }
 
+// The columns from `column` on of one part, which in a gated pair are of one half.
 template <class T>
-void add_typed(T type, const AdapterCall& call, int slot, const int64_t* tokens, int count, float* inner) {
-  using E = typename T::type;
-  const int64_t stride = call.parts * call.max_rank;
-  const E* down = static_cast<const E*>(call.down) + slot * call.down_stride;
-  const E* up = static_cast<const E*>(call.up) + slot * call.up_stride;
-  for (int64_t part = 0; part < call.parts; ++part) {
-    const int64_t rank = call.ranks[slot * call.parts_stride + part];
-    const float scale = call.scales[slot * call.parts_stride + part];
-    if (rank == 0) continue;
-    const E* a = down + part * call.max_rank * call.columns;
-    float* own = inner + part * call.max_rank;
-    int64_t r = 0;
-    for (; r + kRanks <= rank; r += kRanks)
-      for_tokens(count, [&](int t, auto n) {
-        shrink<decltype(n)::value, kRanks>(type, call, a + r * call.columns, tokens + t, scale, own + t * stride + r, stride);
-      });
-    for (; r < rank; ++r)
-      for_tokens(count, [&](int t, auto n) {
-        shrink<decltype(n)::value, 1>(type, call, a + r * call.columns, tokens + t, scale, own + t * stride + r, stride);
-      });
-    int64_t column = call.spans[2 * part];
-    const int64_t end = call.spans[2 * part + 1];
-    for (; column + kVectors * kLanes <= end; column += kVectors * kLanes)
-      for_tokens(count, [&](int t, auto n) {
-        expand<decltype(n)::value, kVectors>(type, call, up, rank, tokens + t, own + t * stride, stride, column, kLanes);
-      });
-    for (; column < end; column += kLanes) {
-      const int left = end - column < kLanes ? static_cast<int>(end - column) : kLanes;
-      for_tokens(count, [&](int t, auto n) {
-        expand<decltype(n)::value, 1>(type, call, up, rank, tokens + t, own + t * stride, stride, column, left);
-      });
-    }
+HP_INLINE void expand_columns(T type, const AdapterCall& call, const typename T::type* up, int64_t rank, const AdapterItem& item,
+                              const float* inner, int64_t stride, int64_t column, int64_t end) {
+  for (; column + kVectors * kLanes <= end; column += kVectors * kLanes)
+    for_tokens(item.count, [&](int t, auto n) {
+      expand<decltype(n)::value, kVectors>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, kLanes);
+    });
+  for (; column < end; column += kLanes) {
+    const int left = end - column < kLanes ? static_cast<int>(end - column) : kLanes;
+    for_tokens(item.count, [&](int t, auto n) {
+      expand<decltype(n)::value, 1>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, left);
+    });
   }
 }
 
-void add(const AdapterCall& call, int slot, const int64_t* tokens, int count, float* inner) {
-  switch (call.dtype) {
-    case DType::BF16: return add_typed(Bf16{}, call, slot, tokens, count, inner);
-    case DType::F16: return add_typed(F16{}, call, slot, tokens, count, inner);
-    default: return add_typed(F32{}, call, slot, tokens, count, inner);
+template <class T>
+void add_typed(T type, const AdapterCall& call, const AdapterItem& item, float* inner) {
+  using E = typename T::type;
+  const AdapterMatrices& m = call.matrices;
+  const int64_t stride = m.parts * m.max_rank, half = m.rows / 2;
+  const E* down = static_cast<const E*>(m.down) + item.slot * m.down_stride;
+  const E* up = static_cast<const E*>(m.up) + item.slot * m.up_stride;
+  for (int64_t part = 0; part < m.parts; ++part) {
+    const int64_t rank = m.ranks[item.slot * m.parts_stride + part];
+    const float scale = m.scales[item.slot * m.parts_stride + part];
+    if (rank == 0 && !call.sums) continue;
+    const E* a = down + part * m.max_rank * m.columns;
+    float* own = inner + part * m.max_rank;
+    int64_t r = 0;
+    for (; r + kRanks <= rank; r += kRanks)
+      for_tokens(item.count, [&](int t, auto n) {
+        shrink<decltype(n)::value, kRanks>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride);
+      });
+    for (; r < rank; ++r)
+      for_tokens(item.count, [&](int t, auto n) {
+        shrink<decltype(n)::value, 1>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride);
+      });
+    const int64_t begin = m.spans[2 * part], end = m.spans[2 * part + 1];
+    const int64_t cut = call.gated_pair && begin < half && half < end ? half : end;
+    expand_columns(type, call, up, rank, item, own, stride, begin, cut);
+    expand_columns(type, call, up, rank, item, own, stride, cut, end);
+  }
+}
+
+void add(const AdapterCall& call, const AdapterItem& item, float* inner) {
+  switch (call.matrices.dtype) {
+    case DType::BF16: return add_typed(Bf16{}, call, item, inner);
+    case DType::F16: return add_typed(F16{}, call, item, inner);
+    default: return add_typed(F32{}, call, item, inner);
   }
 }
 

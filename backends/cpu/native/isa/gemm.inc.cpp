@@ -376,6 +376,12 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
   const int width = tiles * kTileColumns;
   const int64_t remaining = call.weight.n - first;
   const int columns = remaining < width ? static_cast<int>(remaining) : width;
+  for (int r = 0; call.added && r < rows; ++r) {
+    if (!call.has_added[row + r]) continue;
+    float* y = c + r * kGroupColumns;
+    const float* added = call.added + (row + r) * call.added_stride + first;
+    for (int j = 0; j < width; j += kLanes) store(y + j, load(y + j) + load(added + j));
+  }
   if (is_stored(call.epilogue)) {
     switch (call.out_dtype) {
       case DType::F32: return store_rows(F32{}, item, row, rows, columns, c);

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
-
-import torch
 
 from hardpoint.interfaces import AdapterRows, AdapterWeights
 from hardpoint_cpu import _native
-from hardpoint_cpu.decoder import DTYPE_CODES, InvalidOperand
+from hardpoint_cpu.decoder import DTYPE_CODES, InvalidOperand, native_adapters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,30 +25,13 @@ def add_adapters(out: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterR
             found=f"{list(out.shape)} of {out.dtype}, {list(x.shape)} of {x.dtype}, {list(down.shape)} of {down.dtype}",
         )
     _native.add_adapters(
-        DTYPE_CODES[x.dtype],
+        native_adapters(weights),
         x.data_ptr(),
         x.stride(0),
-        x.shape[1],
         out.data_ptr(),
         out.stride(0),
-        down.data_ptr(),
-        down.stride(0),
-        up.data_ptr(),
-        up.stride(0),
-        outputs,
-        max_rank,
-        weights.ranks.data_ptr(),
-        weights.scales.data_ptr(),
-        weights.ranks.stride(0),
-        _spans(weights.spans).data_ptr(),
-        parts,
         rows.tokens.data_ptr(),
         rows.slots.data_ptr(),
         rows.starts.data_ptr(),
         len(rows.groups),
     )
-
-
-@cache
-def _spans(spans: tuple[tuple[int, int], ...]) -> Tensor:
-    return torch.tensor(spans, dtype=torch.int32)

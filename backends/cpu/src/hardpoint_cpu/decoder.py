@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from hardpoint.interfaces import (
     DEFAULT,
     WEIGHTS,
     Activation,
+    AdapterRows,
+    AdapterWeights,
     AttentionLayer,
     BlockFormat,
     DecoderProgram,
@@ -49,6 +52,10 @@ _TILE = 16
 _MAX_HEAD_DIM = 256
 _ALIGNMENT = 64
 
+_ADAPTED = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3}
+"""Codes of hp::DecoderLinear by the spec's names."""
+
+_NO_ADAPTERS = 0, 0, 0, 0
 _NO_ROWS, _NO_EMBEDDINGS = torch.empty(0, dtype=torch.int64), torch.empty(0)
 
 RopeTables = tuple[tuple["Tensor", "Tensor"], ...]
@@ -251,6 +258,19 @@ class CpuDecoder(DecoderProgram):
             begin += rows * k * out.element_size()
         return out
 
+    def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
+        """Add from here on what adapters in these slots make of the inputs of linear layers; raises InvalidOperand."""
+        for name, slots in weights.items():
+            if slots.down.dtype is not self._dtype:
+                raise InvalidOperand(f"adapters are of {self._dtype}", found=f"{slots.down.dtype} for '{name}'")
+            _, layer, linear = self._names[name].split(".")
+            try:
+                self._native.set_adapters(int(layer), _ADAPTED[linear], native_adapters(slots))
+            except ValueError as error:
+                raise InvalidOperand(f"adapters do not fit '{name}'", found=str(error)) from error
+        # The native decoder has their addresses.
+        self._adapters = weights
+
     def weight_memory(self) -> tuple[Tensor, ...]:
         """Return the arena, which holds nothing but weights."""
         return (self._arena,)
@@ -267,6 +287,7 @@ class CpuDecoder(DecoderProgram):
         kv_cache: Tensor,
         rows: Tensor,
         embedded: tuple[Tensor, Tensor] | None = None,
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Run one step and return the hidden states of the given token rows: a view that the next step overwrites."""
         self._check_cache(kv_cache)
@@ -288,6 +309,7 @@ class CpuDecoder(DecoderProgram):
                 places.data_ptr(),
                 len(places),
                 given.data_ptr(),
+                *(_NO_ADAPTERS if adapters is None else _native_rows(adapters)),
             )
         except (ValueError, IndexError) as error:
             raise InvalidOperand("cannot run the decoder's step", found=str(error)) from error
@@ -404,6 +426,7 @@ class CpuDecoder(DecoderProgram):
             logit_soft_cap=spec.logit_soft_cap or 0.0,
             max_tokens=request.max_num_tokens,
             max_rows=request.max_num_samples,
+            adapted=request.adapters,
             embed=self._tuple(self._places["embed"]),
             head=self._tuple(self._places["embed" if spec.tied else "head"]),
             final_norm=self._address(self._places["final_norm"]),
@@ -445,6 +468,36 @@ class CpuDecoder(DecoderProgram):
                 f"the cache is [{cache.num_layers}, 2, blocks, {', '.join(map(str, inner))}] of {cache.dtype}, contiguous",
                 found=f"{list(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}",
             )
+
+
+def native_adapters(weights: AdapterWeights) -> _native.AdapterMatrices:
+    """Return the adapters of one layer as the native code takes them, which keeps the addresses of their tensors."""
+    slots, max_rank, rows = weights.up.shape
+    return _native.AdapterMatrices(
+        dtype=DTYPE_CODES[weights.down.dtype],
+        columns=weights.down.shape[2],
+        rows=rows,
+        max_rank=max_rank,
+        slots=slots,
+        down=weights.down.data_ptr(),
+        down_stride=weights.down.stride(0),
+        up=weights.up.data_ptr(),
+        up_stride=weights.up.stride(0),
+        ranks=weights.ranks.data_ptr(),
+        scales=weights.scales.data_ptr(),
+        parts_stride=weights.ranks.stride(0),
+        spans=_spans(weights.spans).data_ptr(),
+        parts=len(weights.spans),
+    )
+
+
+@cache
+def _spans(spans: tuple[tuple[int, int], ...]) -> Tensor:
+    return torch.tensor(spans, dtype=torch.int32)
+
+
+def _native_rows(rows: AdapterRows) -> tuple[int, int, int, int]:
+    return rows.tokens.data_ptr(), rows.slots.data_ptr(), rows.starts.data_ptr(), len(rows.groups)
 
 
 def _tiles(rows: int) -> int:

@@ -88,7 +88,7 @@ class EngineConfig(SchedulerSettings):
         communication_timeout: seconds after which an operation between ranks has failed.
         threads: host threads for computing, of all ranks together; None for all usable cores.
         engine_process: run the engine in a process of its own; one that crashes is an EngineDead of its client.
-        enable_lora: take LoRA adapters, as PEFT writes them, for single requests. The model then runs by the core's layers.
+        enable_lora: take LoRA adapters, as PEFT writes them, for single requests.
         max_loras: most adapters in one step; the device has memory for as many of `max_lora_rank`, with the tag "adapters".
         max_lora_rank: greatest rank of an adapter.
         max_cpu_loras: most adapters that are kept on the host, from `max_loras` on, which is the default; others are read again.

@@ -17,6 +17,8 @@ from hardpoint.interfaces.contract import Contract
 from hardpoint.interfaces.dtypes import DType
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
 
     from hardpoint.interfaces.allocator import DeviceAllocator
@@ -46,6 +48,7 @@ class FuseRequest:
         max_num_tokens: most tokens in one step.
         max_num_samples: most rows of logits in one step.
         max_context: longest context.
+        adapters: steps may go through adapters, which the program then adds to the model's linear layers.
     """
 
     dtype: DType
@@ -53,6 +56,7 @@ class FuseRequest:
     max_num_tokens: int
     max_num_samples: int
     max_context: int
+    adapters: bool = False
 
 
 class DecoderProgram(Contract, contract=True):
@@ -78,6 +82,13 @@ class DecoderProgram(Contract, contract=True):
     def read_weight(self, name: str) -> Tensor:
         """Return a copy of one parameter in the shape and order that `load_weight` takes."""
 
+    def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
+        """Add from here on what adapters in these slots make of the inputs of linear layers, by the names of their weights.
+
+        Called once, before the first step, of a program whose request has `adapters`. What is in the slots changes between steps.
+        """
+        raise NotImplementedError
+
     def weight_memory(self) -> tuple[Tensor, ...]:
         """Return the allocator's tensors that hold nothing but weights; empty where they cannot be told apart."""
         return ()
@@ -95,6 +106,7 @@ class DecoderProgram(Contract, contract=True):
         kv_cache: Tensor,
         rows: Tensor,
         embedded: tuple[Tensor, Tensor] | None = None,
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Run one step, whose inputs are on the device, and return the hidden states [rows, hidden_size] after the final norm.
 
@@ -105,6 +117,7 @@ class DecoderProgram(Contract, contract=True):
             rows: int32[rows], indices of tokens in the step (for sampling, the last token of each sampled sequence).
             embedded: indices of tokens in the step, int64[k], and their embeddings, [k, hidden_size] in the request's dtype, which stand in
                 the place of those of their ids.
+            adapters: which tokens go through which adapter, as `KernelSet.add_adapters` says; None where none does.
         """
 
     @abstractmethod
@@ -379,7 +392,8 @@ class KernelSet(Contract, contract=True):
         """Return a program that computes what a model's modules compute, its weights uninitialised, or why there is none.
 
         An optimisation that a backend offers itself: it recognises the modules that it can run, by their exact classes, and refuses
-        what it does not know. A model that is refused runs as modules.
+        what it does not know. A model that is refused runs as modules. A kernel set whose programs take no adapters refuses a request
+        with `adapters`.
 
         Args:
             model: a `hardpoint.models.decoder.CausalLM`, whole, on the meta device.

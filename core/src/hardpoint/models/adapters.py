@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hardpoint.layers.linear import Linear
     from hardpoint.layers.weights import WeightShard
     from hardpoint.models.family import Family
 
@@ -16,9 +15,9 @@ _DECODER = "model.layers."
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer of a rank's share, and the checkpoint tensors that its rows are of."""
+    """A linear layer of a rank's share by its weight's name, and the checkpoint tensors that its rows are of."""
 
-    layer: Linear
+    name: str
     shards: tuple[WeightShard, ...]
 
 
@@ -29,7 +28,8 @@ def adapted_layers(model: Family) -> Iterator[AdaptedLayer]:
     stored = model.stored_weights()
     for path, module in model.named_modules():
         if isinstance(module, Linear) and path.startswith(_DECODER):
-            yield AdaptedLayer(module, stored[f"{path}.weight"].shards)
+            name = f"{path}.weight"
+            yield AdaptedLayer(name, stored[name].shards)
 
 
 def adapter_targets(whole: Family) -> Mapping[str, tuple[int, int]]:

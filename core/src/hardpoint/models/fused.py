@@ -13,11 +13,13 @@ from hardpoint.weights.loading import load_weights
 from hardpoint.weights.sources import WeightReloader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import Tensor
 
     from hardpoint.interfaces.allocator import DeviceAllocator
+    from hardpoint.interfaces.kernels import AdapterWeights
+    from hardpoint.layers.adapters import AdapterSlots
     from hardpoint.models.description import ModelDescription
     from hardpoint.models.family import Family
     from hardpoint.models.source import ModelSource
@@ -32,10 +34,16 @@ class FusedModel(FamilyModel):
     path: ClassVar[str] = "fused"
 
     def __init__(
-        self, description: ModelDescription, model: Family, scales: ScalesInUse, seed: int, program: DecoderProgram
+        self,
+        description: ModelDescription,
+        model: Family,
+        scales: ScalesInUse,
+        seed: int,
+        program: DecoderProgram,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         super().__init__(description, model, scales, seed)
-        self._program = program
+        self._program, self._adapters = program, adapters
 
     def declare_sources(self, allocator: DeviceAllocator, source: ModelSource) -> None:
         reloader = WeightReloader(self._reload_all, source)
@@ -64,7 +72,11 @@ class FusedModel(FamilyModel):
         token_types: Tensor | None = None,
         embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        return self._program.run(token_ids, positions, metadata, kv_cache, rows, embedded)
+        adapted = None if self._adapters is None else self._adapters.rows
+        return self._program.run(token_ids, positions, metadata, kv_cache, rows, embedded, adapted)
+
+    def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
+        self._program.take_adapters(weights)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._program.logits(hidden)

@@ -88,7 +88,7 @@ def load_model(
         rank: whose share of the model is loaded; only the core's layers run anything less than the whole.
         ranks: the other ranks, where there are any.
         progress: called with (weights done, weights in all).
-        adapters: what the core's layers add to their products, and no other way does; None for a model without adapters.
+        adapters: what linear layers add to their products; transformers' code does not. None for a model without adapters.
 
     Raises:
         CorruptWeights: the checkpoint does not fit the configuration or is damaged.
@@ -133,8 +133,10 @@ def load_model(
     loaded: FamilyModel | None = None
     # A program has the language model alone.
     encodes = EmbeddingKind.IMAGE in description.whole.embedding_kinds
-    if kernels is not None and use_fused_decoder and rank.is_alone and not encodes and adapters is None:
-        request = FuseRequest(dtype, groups, max_num_tokens, max_num_samples, max_context)
+    if kernels is not None and use_fused_decoder and rank.is_alone and not encodes:
+        request = FuseRequest(
+            dtype, groups, max_num_tokens, max_num_samples, max_context, adapters=adapters is not None
+        )
         whole = description.whole
         if in_blocks:
             whole = description.build(ModelContext(dtype.to_torch()))
@@ -143,7 +145,7 @@ def load_model(
         if isinstance(program, Refusal):
             logger.info("no fused decoder for %s: %s", source.architecture, "; ".join(program.reasons))
         else:
-            loaded = FusedModel(description, whole, scales, seed, program)
+            loaded = FusedModel(description, whole, scales, seed, program, adapters)
     if loaded is None:
         # A program has a layout of its own for the whole model; modules have one for each layer.
         operators = TORCH_OPERATORS if kernels is None else kernels

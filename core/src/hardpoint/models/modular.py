@@ -16,6 +16,7 @@ from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ModelError
 from hardpoint.layers import Step
+from hardpoint.layers.linear import Linear
 from hardpoint.models.base import CapturableModel, RunnableModel
 from hardpoint.weights.kv_scales import ScalesInUse
 from hardpoint.weights.loading import Progress, load_weights, update_weights, with_standard_names
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
     from hardpoint.interfaces.batch import EmbeddingKind, PoolingTask
+    from hardpoint.interfaces.kernels import AdapterWeights
     from hardpoint.layers.states import StateTensor
     from hardpoint.models.description import ModelDescription
     from hardpoint.models.family import Family
@@ -65,6 +67,20 @@ class FamilyModel(RunnableModel):
         """Fill the weights; raises CorruptWeights. For `only` and `begin` see `load_weights`."""
         with torch.no_grad():
             self._fill(checkpoint, progress, only, begin)
+
+    @property
+    def share(self) -> Family:
+        """The modules of the rank's share."""
+        return self._model
+
+    @property
+    def whole(self) -> Family:
+        """The modules of the whole model, on the meta device."""
+        return self._description.whole
+
+    @abstractmethod
+    def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
+        """Add from here on what adapters in these slots make of the inputs of linear layers, by the names of their weights."""
 
     @property
     def weight_formats(self) -> Mapping[str, int]:
@@ -212,15 +228,11 @@ class ModularModel(FamilyModel, CapturableModel):
     def encoded(self, kind: EmbeddingKind, arrays: Mapping[str, Tensor]) -> Tensor:
         return self._model.encoded(kind, arrays)
 
-    @property
-    def share(self) -> Family:
-        """The modules of the rank's share."""
-        return self._model
-
-    @property
-    def whole(self) -> Family:
-        """The modules of the whole model, on the meta device."""
-        return self._description.whole
+    def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
+        for name, slots in weights.items():
+            layer = self._model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(layer, Linear)
+            layer.take_adapters(slots)
 
     def largest_source(self) -> dict[str, Tensor]:
         return self._model.largest_source()

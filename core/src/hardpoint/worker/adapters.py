@@ -17,7 +17,7 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import WorkerError
 from hardpoint.interfaces.kernels import AdapterRows, AdapterWeights
 from hardpoint.models import AdaptedLayer, Adapter, adapted_layers, adapter_targets, read_adapter
-from hardpoint.models.modular import ModularModel
+from hardpoint.models.modular import FamilyModel
 
 if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
@@ -62,7 +62,7 @@ class AdapterMemory:
         self, model: RunnableModel, slots: AdapterSlots, dtype: DType, allocator: DeviceAllocator, platform: Platform
     ) -> None:
         """Take the memory, and let the layers use it; raises DeviceOutOfMemory."""
-        assert isinstance(model, ModularModel)
+        assert isinstance(model, FamilyModel)
         layers, max_adapters, max_rank = list(adapted_layers(model.share)), slots.max_adapters, slots.max_rank
         self._targets, self._rank, self._dtype = adapter_targets(model.whole), max_rank, dtype.to_torch()
         self._step, self._platform = slots, platform
@@ -100,22 +100,26 @@ class AdapterMemory:
         with torch.no_grad():
             for one in (self._slots, self._ranks, self._scales):
                 one.zero_()
-            self._hand_out(layers, spans)
+            model.take_adapters(dict(self._by_layer(layers, spans)))
 
-    def _hand_out(self, layers: Sequence[AdaptedLayer], spans: list[list[tuple[int, int]]]) -> None:
+    def _by_layer(
+        self, layers: Sequence[AdaptedLayer], spans: list[list[tuple[int, int]]]
+    ) -> Iterator[tuple[str, AdapterWeights]]:
+        """Yield where each layer has its adapters, by the name of its weight."""
         first = 0
         for number, (adapted, own) in enumerate(zip(layers, spans, strict=True)):
             (down, down_shape), (up, up_shape) = self._places[2 * number], self._places[2 * number + 1]
             parts = slice(first, first + len(own))
             first = parts.stop
-            adapted.layer.take_adapters(
+            yield (
+                adapted.name,
                 AdapterWeights(
                     self._slots[:, down].view(-1, *down_shape),
                     self._slots[:, up].view(-1, *up_shape),
                     self._ranks[:, parts],
                     self._scales[:, parts],
                     tuple(own),
-                )
+                ),
             )
 
     def load(self, number: int, path: str) -> None:
