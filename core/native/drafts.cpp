@@ -9,8 +9,9 @@ constexpr double kOwnMemory = 0.9;
 constexpr double kCommonMemory = 0.995;
 // What is known of all sequences counts as so many tokens of a sequence's own.
 constexpr double kPriorWeight = 2.0;
-// A draft must be worth this much more than its rows: neither the cost nor the rate is known well.
-constexpr double kMargin = 1.25;
+// A draft must be worth this much more than its rows: neither the cost nor the rate is known well, and a token that comes early saves a
+// step only where no other sequence needs it.
+constexpr double kMargin = 1.5;
 // A model that was found not to be worth its time is asked again after so many tokens: the text may have changed.
 constexpr int32_t kTriedAgain = 32;
 constexpr int32_t kNotGuessedYet = -1;

@@ -234,6 +234,41 @@ class WorkerBench:
         _overwrite(step.batch)
         return output
 
+    def verify(self, sequence: Served, guesses: Sequence[int], others: Sequence[Served] = ()) -> list[int]:
+        """Compute a sequence's last token with guesses at those that follow, beside the last tokens of others; return what counts of it.
+
+        That are the samples up to the first that is not what was guessed at its place; they are appended to the sequence, and each of the
+        others is given its own.
+        """
+        assert all(one.pending == 1 and one.computed for one in (sequence, *others))
+        first, count = len(others), 1 + len(guesses)
+        sequence.tokens += guesses
+        step = self.input_of([*((one, 1) for one in others), (sequence, count)])
+        del sequence.tokens[len(sequence.tokens) - len(guesses) :]
+        samples = [*range(first), *[first] * count]
+        owners = [*others, *[sequence] * count]
+        at = [*(len(one.generated) for one in others), *(len(sequence.generated) + place for place in range(count))]
+        batch = replace(
+            step.batch,
+            sample_rows=np.asarray(samples, np.int32),
+            sample_seq_ids=np.asarray([one.seq_id for one in owners], np.int64),
+            sample_state_rows=np.asarray([one.row for one in owners], np.int32),
+            sample_positions=np.asarray(at, np.int32),
+            sample_tokens=np.arange(first + count, dtype=np.int32),
+        )
+        found: list[int] = self.compute(replace(step, batch=batch)).token_ids.tolist()
+        _overwrite(batch)
+        for one, token in zip(others, found, strict=False):
+            one.tokens.append(token)
+            one.computed += 1
+        drawn = found[first:]
+        right = next(
+            (i for i, (guess, token) in enumerate(zip(guesses, drawn, strict=False)) if guess != token), count - 1
+        )
+        sequence.tokens += drawn[: right + 1]
+        sequence.computed += right + 1
+        return drawn[: right + 1]
+
     def compute(self, step: StepInput) -> StepOutput:
         """Have the worker compute a step that was built by hand; return its output."""
         self.worker.submit(step)

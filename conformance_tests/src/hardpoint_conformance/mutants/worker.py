@@ -48,6 +48,8 @@ from hardpoint_conformance.mutants.derived import Faults, Methods
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hardpoint.interfaces.batch import Int64Array
+
 _FAULTS = Faults("worker")
 MUTANTS = _FAULTS.mutants
 fault = _FAULTS.fault
@@ -286,6 +288,75 @@ def sampling_ignored(base: Any) -> Methods:
 def seed_ignored(base: Any) -> Methods:
     seeds = iter(range(1 << 62))
     return _other_sampling(base, lambda one: replace(one, seed=next(seeds)))
+
+
+def _verifying(base: Any, change: Callable[[Any, StepInput, Int64Array], Int64Array]) -> Methods:
+    """Return the calls of a worker that changes what it samples in steps with drafted tokens."""
+
+    def execute(self: Any, step: StepInput) -> StepOutput:
+        output = run_step(base, self, step)
+        if not len(step.batch.sample_tokens):
+            return output
+        return replace(output, token_ids=change(self, step, output.token_ids.copy()))
+
+    return stepping(execute)
+
+
+def _guesses(batch: StepBatch) -> tuple[Int64Array, Int64Array]:
+    """Return the samples at whose place there is a guess, and the guesses."""
+    places = np.flatnonzero(batch.sample_rows[:-1] == batch.sample_rows[1:])
+    return places, batch.token_ids[batch.sample_tokens[places] + 1]
+
+
+@fault("Drafted tokens are taken that the model did not draw.", "worker.drafts.verified@1")
+def drafts_taken(base: Any) -> Methods:
+    def change(self: Any, step: StepInput, tokens: Int64Array) -> Int64Array:
+        places, guesses = _guesses(step.batch)
+        tokens[places] = guesses
+        return tokens
+
+    return _verifying(base, change)
+
+
+@fault("No new token comes after drafted ones that were all right.", "worker.drafts.verified@1")
+def bonus_token_forgotten(base: Any) -> Methods:
+    def change(self: Any, step: StepInput, tokens: Int64Array) -> Int64Array:
+        places, guesses = _guesses(step.batch)
+        tokens[places[-1] + 1] = guesses[-1]
+        return tokens
+
+    return _verifying(base, change)
+
+
+@fault(
+    "At the place of a wrong guess another token is drawn than the one that showed it to be wrong.",
+    "worker.drafts.verified@1",
+)
+def drawn_anew(base: Any) -> Methods:
+    def change(self: Any, step: StepInput, tokens: Int64Array) -> Int64Array:
+        places, guesses = _guesses(step.batch)
+        wrong = places[tokens[places] != guesses]
+        later = replace(step.batch, sample_positions=step.batch.sample_positions + 1000)
+        tokens[wrong] = run_step(base, self, StepInput(later)).token_ids[wrong]
+        return tokens
+
+    return _verifying(base, change)
+
+
+@fault("All samples of a sequence with drafted tokens are of its last token.", "worker.drafts.verified@1")
+def drafts_sampled_at_the_end(base: Any) -> Methods:
+    return other_batch(base, lambda batch: replace(batch, sample_tokens=batch.sample_tokens[:0]))
+
+
+@fault("Samples of a sequence with drafted tokens share a random number.", "worker.drafts.verified@1")
+def random_number_of_drafts_shared(base: Any) -> Methods:
+    def shared(batch: StepBatch) -> StepBatch:
+        if not len(batch.sample_tokens):
+            return batch
+        first = np.searchsorted(batch.sample_rows, batch.sample_rows)
+        return replace(batch, sample_positions=batch.sample_positions[first])
+
+    return other_batch(base, shared)
 
 
 @fault("Restrictions of the tokens that may be sampled are ignored.", "worker.sampling.limits@1")

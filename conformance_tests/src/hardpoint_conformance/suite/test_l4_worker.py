@@ -543,6 +543,29 @@ def test_draws_depend_on_their_seed(bench: WorkerBench, rng: np.random.Generator
     assert len(others) > 3, "other seeds draw other tokens"
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 2.0, "seed": 11}], ids=["greedy", "drawn"])
+@clause("worker.drafts.verified@1", Level.WORKER)
+def test_drafted_tokens_are_verified(
+    bench: WorkerBench, rng: np.random.Generator, model: Model, sampling: dict[str, Any]
+) -> None:
+    """Each token of a sequence that has drafted ones is sampled as if all before it were right: what comes up to the first wrong guess, and
+    at its place, are the tokens of one step each, greedy or drawn with a seed; one more comes after guesses that were all right. So
+    drawn ones have the model's distribution. Wrong guesses leave nothing behind, and other sequences of the step do not feel them."""
+    wanted = _sampled(bench, 10, **sampling)
+    sequence = bench.begin(PROMPT, **sampling)
+    other = bench.begin(random_prompts(rng, model, [7])[0], temperature=1.0, seed=3)
+    alone = bench.begin(other.tokens, temperature=1.0, seed=3)
+    bench.run([alone], 5)
+    bench.run([sequence, other], 1)
+    wrong = [(token + 1) % model.shape.vocab for token in wanted]
+    assert bench.verify(sequence, wanted[1:4], [other]) == wanted[1:5]
+    assert bench.verify(sequence, [wanted[5], wrong[6], wanted[7]], [other]) == wanted[5:7]
+    assert bench.verify(sequence, wrong[7:9], [other]) == wanted[7:8]
+    bench.run([sequence], 10)
+    assert sequence.generated == wanted
+    assert other.generated == alone.generated[:4]
+
+
 @clause("worker.sampling.top-k@1", Level.WORKER)
 def test_top_k(bench: WorkerBench, model: Model, quality: Quality) -> None:
     """With top_k of 1 a drawn token is the oracle's, at any temperature; with 4 it is one of the oracle's best four."""
