@@ -217,6 +217,21 @@ def test_steps_beyond_the_largest_graph_and_with_prompts_run_eagerly(model: Mode
         assert Recorder.replays == [4, 1]
 
 
+def test_steps_that_verify_drafted_tokens_are_replayed(model: Model) -> None:
+    with serving(model) as bench:
+        prompt, other = [5, 2, 7, 2], [3, 3, 8]
+        wanted = bench.generate([prompt], 8)[0].generated
+        alone = bench.generate([other], 4)[0].generated
+        sequence, beside = bench.begin(prompt), bench.begin(other)
+        bench.step()
+        Recorder.replays.clear()
+        assert bench.verify(sequence, [*wanted[1:4], (wanted[4] + 1) % model.shape.vocab], [beside]) == wanted[1:5]
+        assert bench.verify(sequence, wanted[5:7], [beside]) == wanted[5:8]
+        # One token of the other sequence, and one with four and two guesses, in the next larger graphs.
+        assert list(Recorder.replays) == [8, 4]
+        assert beside.generated == alone[:3]
+
+
 def test_runner_gets_what_operators_take_from_the_host_before_each_replay(model: Model) -> None:
     def tokens(**parts: type) -> list[list[int]]:
         with serving(model, graphed(**parts)) as bench:
