@@ -112,6 +112,18 @@ def test_adapters_over_ranks_and_processes(
             llm.load_adapter(LoRARequest("none", 9, str(folder)))
 
 
+def test_guesses_of_the_base_model_change_nothing(
+    folder: Path, requests: list[LoRARequest | None], expected: list[tuple[list[int], float]]
+) -> None:
+    itself = {"model": str(folder / "base"), "num_speculative_tokens": 3, "adaptive": False}
+    with engine(folder / "base", enable_lora=True, max_loras=3, speculative_config=itself) as llm:
+        found = answers(llm, lora_request=requests)
+        assert [close(*pair) for pair in zip(found, expected, strict=True)] == [True] * 4, (found, expected)
+        stats = llm.stats()
+        # Of the request without an adapter all guesses are right, and of the others those that an adapter did not change.
+        assert 6 <= stats.accepted_tokens < stats.draft_tokens
+
+
 def test_prefixes_of_unlike_adapters_are_kept_apart(llm: LLM, requests: list[LoRARequest | None]) -> None:
     prompt = {"prompt_token_ids": list(range(10, 90))}
     alone = [answers(llm, [prompt], lora_request=one)[0] for one in requests[:2]]

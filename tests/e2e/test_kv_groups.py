@@ -11,6 +11,7 @@ import torch
 
 from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.engine.config import EngineConfig
+from hardpoint.interfaces.errors import CapabilityRefused
 
 WINDOW, CONTEXT, BLOCK = 16, 256, 8
 SHAPE: dict[str, Any] = {
@@ -89,6 +90,21 @@ def expected(model: str) -> list[list[list[int]]]:
         tokens = _tokens(llm)
     assert len({tuple(fork) for output in tokens for fork in output}) > 5, "the model tells its prompts apart"
     return tokens
+
+
+def test_guesses_change_no_token(model: str, expected: list[list[list[int]]]) -> None:
+    """A draft model needs all keys: it is refused where blocks outside of windows are given back."""
+    lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "adaptive": False}
+    with _engine(model, speculative_config=lookup) as llm:
+        assert _tokens(llm) == expected
+        assert llm.stats().accepted_tokens > 0
+    itself = {"model": model, "num_speculative_tokens": 3, "adaptive": False}
+    with pytest.raises(CapabilityRefused, match="windows"):
+        _engine(model, speculative_config=itself)
+    with _engine(model, speculative_config=itself, disable_hybrid_kv_cache_manager=True) as llm:
+        assert _tokens(llm) == expected
+        assert llm.stats().accepted_tokens == llm.stats().draft_tokens > 0
+
 
 
 @pytest.mark.parametrize(
