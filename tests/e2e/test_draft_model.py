@@ -82,6 +82,18 @@ def test_each_seed_draws_the_same_tokens_through_swaps(dtype: str, make_shallow:
     assert steps[2] < steps[0] / 3
 
 
+def test_what_it_did_not_compute_where_there_was_no_room_for_guesses_comes_later(make_shallow: Make) -> None:
+    """As long as all sequences run, their tokens fill a step; the guesses that come then need the tokens of the steps before."""
+    asked = [params(temperature=0.8 * (n % 2), seed=n, max_tokens=10 + 2 * n) for n in range(len(PROMPTS))]
+    found = []
+    for speculation in (None, by(tiny_model(SHALLOW))):
+        with make_shallow(max_num_batched_tokens=20, max_num_seqs=20, speculative_config=speculation) as llm:
+            found.append([list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, asked)])
+            stats = llm.stats()
+    assert found[0] == found[1]
+    assert stats.accepted_tokens == stats.draft_tokens > 20
+
+
 def test_its_memory_sleeps_and_wakes_with_the_model(make_shallow: Make, shallow: Model) -> None:
     with make_shallow() as llm:
         alone = llm.info

@@ -106,7 +106,6 @@ def test_guesses_change_no_token(model: str, expected: list[list[list[int]]]) ->
         assert llm.stats().accepted_tokens == llm.stats().draft_tokens > 0
 
 
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -96,20 +96,32 @@ def load_draft(
     return context, draft
 
 
-@dataclass(frozen=True, slots=True)
-class _LastGuess:
-    """A guess that its model has not computed yet, for none was to follow it; it is part of the text where all were right."""
+_MOST_BEHIND = 32
+"""Tokens of a sequence that its draft model leaves for later: few enough that little is lost for the prefix cache when it ends."""
+
+
+@dataclass(slots=True)
+class _Behind:
+    """Tokens of a sequence that the draft model has not computed yet, from a position on.
+
+    They are those of steps without guesses, or the last guess, which none was to follow: part of the text where all before it were right.
+    """
 
     position: int
-    token: int
+    token_ids: list[int]
+
+    @property
+    def end(self) -> int:
+        """The position after them."""
+        return self.position + len(self.token_ids)
 
 
 class DraftModel:
     """Makes drafted tokens, with keys and values of its own in the blocks that the model's have.
 
     It computes what the model computes, prompts included, in a step before the model does, so that what it needs of a sequence is there
-    whatever became of the guesses, also in blocks of the prefix cache. A block without its keys and values, of a request that came before
-    a change of weights for example, costs right guesses and nothing else.
+    whatever became of the guesses, also in blocks of the prefix cache. Where a step has only decodes, and no guesses pay, it computes
+    nothing, and comes after with many tokens at once. A block without its keys and values costs right guesses and nothing else.
 
     A guess is drawn as the token itself will be: with the same parameters, and the random number of its place. So where the two models'
     distributions are alike, their tokens are mostly the same.
@@ -119,16 +131,30 @@ class DraftModel:
     """
 
     def __init__(
-        self, weights: Weights, kv: KVMemory, runner: ModelRunner, sampler: Sampler, platform: Platform, block_size: int
+        self,
+        weights: Weights,
+        kv: KVMemory,
+        runner: ModelRunner,
+        sampler: Sampler,
+        platform: Platform,
+        *,
+        block_size: int,
+        max_tokens: int,
     ) -> None:
+        """Begin without sequences.
+
+        Args:
+            max_tokens: most tokens that the model computes at a time.
+        """
         self.weights, self.kv, self.runner = weights, kv, runner
-        self._sampler, self._platform, self._block_size = sampler, platform, block_size
-        self._last_guesses: dict[int, _LastGuess] = {}
+        self._sampler, self._platform = sampler, platform
+        self._block_size, self._max_tokens = block_size, max_tokens
+        self._behind: dict[int, _Behind] = {}
 
     def forget(self, seq_ids: Iterable[int]) -> None:
         """Forget sequences that have ended."""
         for seq_id in seq_ids:
-            self._last_guesses.pop(seq_id, None)
+            self._behind.pop(seq_id, None)
 
     def draft(self, batch: StepBatch, plain: PlainRows) -> tuple[StepBatch, Int64Array]:
         """Compute a step as far as its tokens are known, and guess the others.
@@ -144,7 +170,7 @@ class DraftModel:
         known = np.flatnonzero(single.token_ids[: single.num_decodes] >= 0)
         counts = np.diff(known, append=single.num_decodes) - 1
         firsts, counts = known[counts > 0], counts[counts > 0]
-        if not single.num_tokens:
+        if not len(firsts) and single.num_decodes == single.num_tokens and self._fall_behind(single):
             return batch, np.empty(0, np.int64)
         start, outputs = self._known_step(single, known, firsts)
         hidden = self.runner.forward(start, self.kv.cache, outputs)
@@ -163,22 +189,45 @@ class DraftModel:
             step = _decodes(single, tokens, token_ids[tokens])
             hidden = self.runner.forward(step, self.kv.cache, np.arange(len(tokens), dtype=np.int32))
 
+    def _fall_behind(self, single: StepBatch) -> bool:
+        """Leave a step for later; returns False, with nothing done, where some sequence is too far behind."""
+        found = (self._behind.get(seq_id) for seq_id in single.seq_ids.tolist())
+        if any(one is not None and len(one.token_ids) == _MOST_BEHIND for one in found):
+            return False
+        for seq_id, position, token in _tokens(single, np.arange(single.num_tokens), single.token_ids):
+            behind = self._behind.get(seq_id)
+            if behind is None or behind.end != position:
+                self._behind[seq_id] = _Behind(position, [token])
+            else:
+                behind.token_ids.append(token)
+        return True
+
     def _known_step(self, single: StepBatch, known: Int64Array, firsts: Int64Array) -> tuple[StepBatch, Int32Array]:
-        """Return the step without unknown tokens, with last guesses that were right, and where it has those that guesses follow."""
-        decodes = _decodes(single, known, single.token_ids[known])
-        guesses = [self._last_guesses.pop(seq_id, None) for seq_id in decodes.seq_ids.tolist()]
-        prompts = _prefills(single)
+        """Return the step without unknown tokens, with those that are behind, and where it has the tokens that guesses follow."""
+        decodes, prompts = _decodes(single, known, single.token_ids[known]), _prefills(single)
         self.forget(prompts.seq_ids.tolist())
-        late = [i for i, guess in enumerate(guesses) if guess and guess.position == decodes.positions[i] - 1]
+        found = [self._behind.pop(seq_id, None) for seq_id in decodes.seq_ids.tolist()]
+        late = [(i, one) for i, one in enumerate(found) if one and one.end == decodes.positions[i]]
+        count = 0
         if late:
-            tokens = np.array([guess.token for i in late if (guess := guesses[i])], np.int64)
-            before = _decodes(decodes, np.array(late), tokens)
-            positions = before.positions - 1
+            tokens = np.array([token for _, one in late for token in one.token_ids], np.int64)
+            owners = np.repeat([i for i, _ in late], [len(one.token_ids) for _, one in late])
+            before = _decodes(decodes, owners, tokens)
+            positions = np.concatenate([np.arange(one.position, one.end) for _, one in late])
             blocks = before.block_table[before.rows, positions // self._block_size]
             slots = (blocks * self._block_size + positions % self._block_size).astype(np.int32)
-            before = replace(before, positions=positions, slot_mapping=slots, context_lens=before.context_lens - 1)
-            decodes = _joined(before, decodes)
-        outputs = len(late) + np.searchsorted(known, firsts)
+            contexts = (positions + 1).astype(np.int32)
+            before = replace(before, positions=positions, slot_mapping=slots, context_lens=contexts)
+            count = len(tokens)
+            if count + decodes.num_tokens + prompts.num_tokens <= self._max_tokens:
+                decodes = _joined(before, decodes)
+            else:
+                for start in range(0, count, self._max_tokens):
+                    places = np.arange(start, min(count, start + self._max_tokens))
+                    part = _decodes(before, places, tokens[places])
+                    self.runner.forward(part, self.kv.cache, np.empty(0, np.int32))
+                count = 0
+        outputs = count + np.searchsorted(known, firsts)
         return (_joined(decodes, prompts) if prompts.num_tokens else decodes), outputs.astype(np.int32)
 
     def _draw(self, hidden: Tensor, single: StepBatch, tokens: Int64Array, plain: PlainRows) -> Int64Array:
@@ -193,10 +242,14 @@ class DraftModel:
         return np.maximum(drawn, 0)
 
     def _note_last(self, single: StepBatch, token_ids: Int64Array, places: Int64Array) -> None:
-        for seq_id, position, token in zip(
-            single.seq_ids[places].tolist(), single.positions[places].tolist(), token_ids[places].tolist(), strict=True
-        ):
-            self._last_guesses[seq_id] = _LastGuess(position, token)
+        for seq_id, position, token in _tokens(single, places, token_ids):
+            self._behind[seq_id] = _Behind(position, [token])
+
+
+def _tokens(single: StepBatch, places: Int64Array, token_ids: Int64Array) -> Iterator[tuple[int, int, int]]:
+    """Yield sequence, position and token at places of a step."""
+    of = (single.seq_ids[places], single.positions[places], token_ids[places])
+    return zip(*(part.tolist() for part in of), strict=True)
 
 
 def _decodes(single: StepBatch, places: Int64Array, token_ids: Int64Array) -> StepBatch:

@@ -187,7 +187,15 @@ class StandardWorker(Worker):
             context.config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )
         weights = Weights(model, allocator, platform.synchronize)
-        draft = DraftModel(weights, kv, runner, sampler, platform, model.plan.block_size)
+        draft = DraftModel(
+            weights,
+            kv,
+            runner,
+            sampler,
+            platform,
+            block_size=model.plan.block_size,
+            max_tokens=context.config.max_num_batched_tokens,
+        )
         info = replace(
             target.info,
             weight_bytes=target.info.weight_bytes + model.info.weight_bytes,
