@@ -41,8 +41,8 @@ def perplexity(quantization: str) -> float:
     return math.exp(-sum(found) / len(found))
 
 
-def test_activations_of_eight_bits_cost_less_than_a_hundredth_of_the_perplexity() -> None:
+def test_activations_of_eight_bits_cost_little_perplexity() -> None:
     exact, stored = perplexity("none"), perplexity("gguf")
     assert 2 < exact < 60
-    assert abs(stored / exact - 1) < 0.01
+    assert abs(stored / exact - 1) < 0.005
     assert stored != exact

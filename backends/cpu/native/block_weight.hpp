@@ -12,20 +12,24 @@
 //            [16] bytes: its scale and minimum (Q4_K, Q5_K), or the scales of its two halves (Q6_K)
 // so that one vector of memory is the operand of the processor's dot products of bytes, and the whole a tile register's.
 //
-// Arithmetic. A row of activations is quantised as it comes, each 32 terms for themselves: q = round(x * 127 / max|x|) in 8 bits, and
-// s = max|x| / 127 in float32. A block's integers n and the row's q give one sum of products, exact in 32 bits, and
+// Arithmetic. Of a row of activations those beyond kOutlier root mean squares of it are set aside, and the others quantised, each 32 terms for
+// themselves: q = round(x * 127 / max|x|) in 8 bits, and s = max|x| / 127 in float32. A block's integers n and the row's q give one sum of
+// products, exact in 32 bits, and
 //   y += (scale * s) * sum(n q)            formats without a minimum; n is signed
-//   y += (scale * s) * sum(n q);  y += minimum * (s * sum q)
+//   y += (scale * s) * sum(n q);  y += minimum * (s * sum q + the sum of its outliers)
 //   y += (scale * s) * (sum(n q) - zero * sum q)     with zero points; in whole numbers
 // Q4_K and Q5_K are of the second kind, with scale = d * (6 bits) and minimum = -dmin * (6 bits), both exact in float32. Q6_K is
 //   y += (d * s) * (scale0 * sum0(n q) + scale1 * sum1(n q))     of a block's halves; in whole numbers
-// in ascending order of blocks, each line one fused multiply-add. Since the sums of integers are exact, it makes no difference which
-// instructions form them: one row takes dot products, many rows take tile registers, and both give the same bits. The alternative, to expand
-// blocks to bf16 in registers, costs three times the instructions of a row alone and four times the bytes of a register, for activations
-// with 8 bits of significand instead of 7 bits and a sign relative to the largest of 32.
+// in ascending order of blocks; and then for each outlier x, in ascending order,
+//   y += (scale * x) * n                   n less the zero point, and times the scale of its half
+// each line one fused multiply-add. Since the sums of integers are exact, it makes no difference which instructions form them: one row takes
+// dot products, many rows take tile registers, and both give the same bits. The alternative, to expand blocks to bf16 in registers, costs three
+// times the instructions of a row alone and four times the bytes of a register.
 //
-// What it costs in accuracy: an activation's error is at most half a step, max|x| / 254 of its block. Activations below 2^-100 of a block
-// that has no greater ones count as zero; a block with one that is not finite makes the row's results NaN.
+// What it costs in accuracy: an activation's error is at most half a step, min(max|x| of its block, kOutlier * rms of its row) / 254. Without
+// outliers being set aside, a few large activations take the precision of all that share their blocks, which is most of what rounding to 8 bits
+// costs a language model. Activations below 2^-100 of a block that has no greater ones count as zero; a block with one that is not finite makes
+// the row's results NaN. A row whose sum of squares float32 does not hold as a normal number has no outliers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -36,6 +40,8 @@ namespace hp {
 enum class BlockFormat : int { None = -1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, Int4 = 1004, Int8 = 1008 };
 
 constexpr int kBlockTerms = 32;
+constexpr float kOutlier = 4;             // root mean squares of a row
+constexpr int64_t kTermsForOutlier = 8;  // room for outliers; of k numbers fewer than k / kOutlier^2 are so large
 
 struct BlockLayout {
   int number_bytes;  // of one block's numbers
@@ -81,22 +87,32 @@ constexpr int64_t block_tile_bytes(BlockFormat format, int64_t k) {
   return (k / kBlockTerms * tile_number_bytes(format) + k / block_terms(format) * tile_scale_bytes(format) + 63) / 64 * 64;
 }
 
+// A term of a row that is multiplied as it is.
+struct Outlier {
+  int32_t term;
+  float value;
+};
+
 // Where m quantised rows of activations stand from `base` on, which takes at most 4 k bytes for each and 64 more: the bytes [m][row_bytes], then the
-// scales [k / 32][stride] float32, then the offsets [k / 32][stride]: float32 s * sum q where the format has a minimum, else int32 -zero * sum q;
-// and where blocks have halves, the offsets of the first halves, and then of the second ones.
-// A tile register's 16 rows have their scales of a block side by side.
+// scales [k / 32][stride] float32, then the offsets [k / 32][stride]: float32 s * sum q and the outliers where the format has a minimum, else
+// int32 -zero * sum q; where blocks have halves, the offsets of the first halves, and then of the second ones; then the outliers
+// [m][k / kTermsForOutlier], and how many of them there are [m]. A tile register's 16 rows have their scales of a block side by side.
 struct BlockRows {
   char* bytes;
   float* scales;
   float* offsets;
   float* second_offsets;
-  int64_t row_bytes, stride;
+  Outlier* outliers;
+  int32_t* outlier_counts;
+  int64_t row_bytes, stride, row_outliers;
 
   BlockRows(void* base, int64_t m, int64_t k)
-      : bytes(static_cast<char*>(base)), row_bytes(k), stride(m < 16 ? m : (m + 15) / 16 * 16) {
+      : bytes(static_cast<char*>(base)), row_bytes(k), stride(m < 16 ? m : (m + 15) / 16 * 16), row_outliers(k / kTermsForOutlier) {
     scales = reinterpret_cast<float*>(bytes + m * row_bytes);
     offsets = scales + k / kBlockTerms * stride;
     second_offsets = offsets + k / kBlockTerms * stride;
+    outliers = reinterpret_cast<Outlier*>(second_offsets + k / kBlockTerms * stride);
+    outlier_counts = reinterpret_cast<int32_t*>(outliers + m * row_outliers);
   }
 };
 

@@ -1,7 +1,7 @@
 """Weights in quantised blocks, multiplied as they are stored, in every instruction set, against float64 of the expanded weights.
 
 The bound of a result is what native/block_weight.hpp says of its arithmetic: half a step of 8 bits for each activation, relative to the
-largest of its block, and float32 sums of the blocks.
+largest of its block that is no outlier of its row, and float32 sums of the blocks.
 """
 
 from __future__ import annotations
@@ -95,20 +95,22 @@ class Layer:
     def product(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return x Wᵀ in float64 and the bound of its error."""
         plain = x.double()
-        blocks = plain.view(len(x), -1, 32)
+        outlies = plain.abs() > 4.001 * plain.square().mean(-1, keepdim=True).sqrt()
+        blocks = torch.where(outlies, 0.0, plain).view(len(x), -1, 32)
         half_steps = (blocks.abs().amax(-1, keepdim=True) / 253).expand_as(blocks).reshape(plain.shape)
         rounding = 2.0**-23 * (3 * blocks.shape[1] + 40) * ((plain.abs() + half_steps) @ self.sizes.T)
         return plain @ self.values.T, half_steps @ self.values.abs().T + rounding
 
 
 def random(rows: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows whose blocks are of unlike sizes, some of them zero."""
+    """Rows whose blocks are of unlike sizes, some of them zero, with outliers in one block of every second row."""
     generator = torch.Generator().manual_seed(rows)
     x = (
         torch.randn((rows, k // 32, 32), generator=generator)
         * torch.randn((rows, k // 32, 1), generator=generator).exp()
     )
     x[:, 0] *= (torch.arange(rows) % 3 > 0)[:, None]
+    x[::2, -1, 5:7] *= 200
     return x.view(rows, k).to(dtype)
 
 
@@ -172,6 +174,21 @@ def test_a_row_that_is_not_finite_fails_alone_and_tiny_ones_are_zero(rows: int) 
     assert out[:2].isnan().all()
     assert (out[2] == 0).all()
     assert torch.equal(out[3:], good[3:])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_outliers_take_no_precision_from_the_activations_beside_them(format: BlockFormat) -> None:
+    layer = Layer(format, 70, 512)
+    x = random(9, layer.columns).fill_(0.0)
+    x[:, :32] = torch.linspace(-1, 1, 32)
+    x[:, 7] += torch.tensor([20.0, -1e3, 1e6, 1e-6, 0, 3, 7, -100, 1e4])
+    x[:, -1] = 1e-3 * x[:, 7]
+    exact, bound = layer.product(x)
+    assert ((layer.program.run(x, layer.packed) - exact).abs() <= bound).all()
+    # Their sum of squares is beyond float32: none is set aside, and nothing else is lost.
+    x[0, 7] = 1e20
+    exact, _ = layer.product(x)
+    assert ((layer.program.run(x[:1], layer.packed) - exact[:1]).abs() <= 1e20 / 100 * layer.sizes.sum(1)).all()
 
 
 def test_wrong_blocks_are_refused() -> None:

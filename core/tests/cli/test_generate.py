@@ -200,7 +200,7 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         "runner": "generate",
         "convert": "none",
         "hf_overrides": {"num_labels": 3},
-        "quantization": "none",
+        "quantization": "auto",
         "speculative_config": {"method": "ngram"},
         "enable_prefix_caching": False,
         "max_num_seqs": 8,

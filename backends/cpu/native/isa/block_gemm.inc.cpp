@@ -147,6 +147,23 @@ HP_INLINE vi numbers(const char* block, int j, int v) {
   }
 }
 
+// Vector v of the numbers of one term of a block.
+template <BlockFormat F>
+HP_INLINE vi numbers_of_term(const char* block, int term, int v) {
+  const int j = term / 4, byte = term % 4 * 8;
+  if constexpr (block_layout(F).number_bytes < 32) {
+    vu number = reinterpret_cast<vu>(load_ints(block + j % 4 * 64 + v * kVectorBytes)) >> (byte + j / 4 * 4) & 0xfu;
+    if constexpr (block_layout(F).number_bytes == 20) {
+      number |= (reinterpret_cast<vu>(load_ints(block + 4 * 64 + v * kVectorBytes)) >> (byte + j) & 0x1u) << 4;
+    } else if constexpr (block_layout(F).number_bytes == 24) {
+      number |= (reinterpret_cast<vu>(load_ints(block + (4 + j / 4) * 64 + v * kVectorBytes)) >> (byte + 2 * (j % 4)) & 0x3u) << 4;
+    }
+    return reinterpret_cast<vi>(number);
+  } else {
+    return reinterpret_cast<vi>(reinterpret_cast<vu>(load_ints(block + j * 64 + v * kVectorBytes)) >> byte & 0xffu);
+  }
+}
+
 HP_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
 HP_INLINE int32_t largest(vi x) {
 #if defined(HP_SIMD_AVX512)
@@ -167,7 +184,43 @@ HP_INLINE int32_t sum_of(vi x) {
 #endif
 }
 
-typedef int8_t Bytes __attribute__((vector_size(HP_VW)));
+HP_INLINE int32_t as_integer(const float* p) {
+  int32_t value;
+  std::memcpy(&value, p, 4);
+  return value;
+}
+
+// The bits of the magnitude above which numbers of a row are outliers; where there are none, what is above those of every number.
+template <class T>
+int32_t outlier_limit(T type, const typename T::type* x, int64_t k) {
+  constexpr int kVectors = kBlockTerms / kLanes;
+  vf squares[kVectors] = {};
+  for (int64_t i = 0; i < k; i += kBlockTerms)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const vf values = load(type, x + i + v * kLanes);
+      squares[v] = fma(values, values, squares[v]);
+    }
+  float sum = 0;
+  for (const vf& lanes : squares) sum += hsum(lanes);
+  if (!(sum > 1e-30f && sum < 1e38f)) return 0x7fffffff;
+  const float limit = kOutlier * __builtin_sqrtf(sum / static_cast<float>(k));
+  return as_integer(&limit);
+}
+
+// Appends the outliers of a block to row i's; returns their sum.
+template <class T>
+float set_aside(T type, const typename T::type* x, int64_t block, int32_t limit, const BlockRows& rows, int64_t i) {
+  float sum = 0;
+  int32_t& count = rows.outlier_counts[i];
+  for (int64_t term = block * kBlockTerms; term < (block + 1) * kBlockTerms; ++term) {
+    const float value = to_float(type, x[term]);
+    if ((as_integer(&value) & 0x7fffffff) <= limit) continue;
+    rows.outliers[i * rows.row_outliers + count++] = {static_cast<int32_t>(term), value};
+    sum += value;
+  }
+  return sum;
+}
 
 template <class T>
 void quantise_as(T type, const typename T::type* x, int64_t k, BlockFormat format, const BlockRows& rows, int64_t i) {
@@ -175,19 +228,23 @@ void quantise_as(T type, const typename T::type* x, int64_t k, BlockFormat forma
   constexpr int64_t kPiece = 16;  // blocks whose scales are computed together
   const BlockLayout layout = block_layout(format);
   char* to = rows.bytes + i * rows.row_bytes;
+  const int32_t limit = outlier_limit(type, x, k);
+  rows.outlier_counts[i] = 0;
   for (int64_t first = 0; first < k / kBlockTerms; first += kPiece) {
     const int64_t count = k / kBlockTerms - first < kPiece ? k / kBlockTerms - first : kPiece;
     // Of numbers that are not negative the bits have their order, and what is not finite is above all others.
     alignas(64) int32_t tops[kPiece] = {};
-    alignas(64) float scales[kPiece], steps[kPiece];
+    alignas(64) float scales[kPiece], steps[kPiece], outlying[kPiece] = {};
     for (int64_t b = 0; b < count; ++b) {
-      vi bits{};
+      vi all{}, kept{};
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         const vf values = load(type, x + (first + b) * kBlockTerms + v * kLanes);
-        bits = larger(bits, reinterpret_cast<vi>(float_to_bits(values) & 0x7fffffffu));
+        const vi bits = reinterpret_cast<vi>(float_to_bits(values) & 0x7fffffffu);
+        all = larger(all, bits), kept = larger(kept, bits > limit ? vi{} : bits);
       }
-      tops[b] = largest(bits);
+      tops[b] = largest(all);
+      if (tops[b] > limit) tops[b] = largest(kept), outlying[b] = set_aside(type, x, first + b, limit, rows, i);
     }
 #pragma GCC unroll 4
     for (int64_t b = 0; b < kPiece; b += kLanes) {
@@ -205,9 +262,13 @@ void quantise_as(T type, const typename T::type* x, int64_t k, BlockFormat forma
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         vi q{};
-        if (steps[b] > 0) q = __builtin_convertvector(round_nearest(load(type, x + block * kBlockTerms + v * kLanes) * step), vi);
+        if (steps[b] > 0) {
+          const vf values = load(type, x + block * kBlockTerms + v * kLanes);
+          const vi outlies = reinterpret_cast<vi>(float_to_bits(values) & 0x7fffffffu) > limit;
+          q = __builtin_convertvector(round_nearest(values * step), vi) & ~outlies;
+        }
         sums[v * kLanes / 16] += q;
-        const Bytes bytes = __builtin_convertvector(q, Bytes);
+        const vc bytes = __builtin_convertvector(q, vc);
         std::memcpy(to + block * kBlockTerms + v * kLanes, &bytes, sizeof(bytes));
       }
       int32_t total = sum_of(sums[0] + sums[1]);
@@ -216,7 +277,7 @@ void quantise_as(T type, const typename T::type* x, int64_t k, BlockFormat forma
         std::memcpy(rows.second_offsets + block * rows.stride + i, &shift, 4);
         total -= second;
       }
-      const float product = scales[b] * static_cast<float>(total);
+      const float product = scales[b] * static_cast<float>(total) + outlying[b];
       const int32_t shift = -layout.zero * total;
       rows.scales[block * rows.stride + i] = scales[b];
       std::memcpy(rows.offsets + block * rows.stride + i, layout.has_minimum ? static_cast<const void*>(&product) : &shift, 4);
@@ -234,17 +295,11 @@ void quantise(const void* x, DType dtype, int64_t k, BlockFormat format, const B
 
 BlockRows rows_of(const LinearItem& item) { return {const_cast<void*>(item.x), item.call->m, item.call->weight.k}; }
 
-HP_INLINE int32_t as_integer(const float* p) {
-  int32_t value;
-  std::memcpy(&value, p, 4);
-  return value;
-}
-
-// c: [MR, kGroupColumns], of one tile; from row `first` on.
+// c: [MR, kGroupColumns], of one tile, but for outliers; from row `first` on. The memory of a tile that follows is asked for meanwhile.
 template <BlockFormat F, int MR>
-void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, int64_t k, float* c) {
+void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, const char* next, int64_t k, float* c) {
   constexpr bool kMinimum = block_layout(F).has_minimum, kZero = block_layout(F).has_zero, kHalves = block_layout(F).has_halves;
-  const int64_t blocks = k / kBlockTerms;
+  const int64_t blocks = k / kBlockTerms, to_next = next - tile;
   const char* scales = tile + blocks * tile_number_bytes(F);
   const int8_t* x = reinterpret_cast<const int8_t*>(rows.bytes) + first * rows.row_bytes;
   const float* row_scales = rows.scales + first;
@@ -257,6 +312,11 @@ void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, int64_t 
 #pragma GCC unroll 4
     for (int v = 0; v < kTileVectors; ++v) acc[r][v] = vf{};
   for (int64_t b = 0; b < blocks; ++b) {
+    if (to_next != 0) {
+#pragma GCC unroll 8
+      for (int64_t line = 0; line < tile_number_bytes(F); line += 64) __builtin_prefetch(tile + to_next + line);
+      __builtin_prefetch(scales + to_next + b * tile_scale_bytes(F) / block_layout(F).together);
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < kTileVectors; ++v) {
       vi sum[MR];
@@ -302,7 +362,52 @@ void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, int64_t 
     for (int v = 0; v < kTileVectors; ++v) store(c + r * kGroupColumns + v * kLanes, acc[r][v]);
 }
 
-using DotKernel = void (*)(const BlockRows&, int64_t, const char*, int64_t, float*);
+// Adds the products of kTiles tiles, `stride` bytes apart, with a row's outliers to c: [kTiles * kTileColumns].
+template <BlockFormat F, int kTiles>
+void add_outliers(const BlockRows& rows, int64_t row, const char* tiles, int64_t stride, int64_t k, float* c) {
+  const int32_t count = rows.outlier_counts[row];
+  if (count == 0) return;
+  const Outlier* outliers = rows.outliers + row * rows.row_outliers;
+  const char* scales = tiles + k / kBlockTerms * tile_number_bytes(F);
+  vf acc[kTiles][kTileVectors];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTiles; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVectors; ++v) acc[t][v] = load(c + t * kTileColumns + v * kLanes);
+  for (const Outlier* one = outliers; one != outliers + count; ++one) {
+    const int b = one->term / kBlockTerms, in_block = one->term % kBlockTerms;
+    const vf value = splat(one->value);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTiles; ++t)
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) {
+        const char* of_tile = scales + t * stride;
+        vi n = numbers_of_term<F>(tiles + t * stride + b * tile_number_bytes(F), in_block, v);
+        n -= block_layout(F).has_zero ? zeros<F>(scales_of<F>(of_tile, b), v) : splat_int(block_layout(F).zero);
+        if constexpr (block_layout(F).has_halves) n *= group_bytes<F>(scales_of<F>(of_tile, b), b, in_block / 16, v);
+        acc[t][v] = fma(block_scale<F>(of_tile, b, v) * value, to_floats(n), acc[t][v]);
+      }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTiles; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVectors; ++v) store(c + t * kTileColumns + v * kLanes, acc[t][v]);
+}
+
+// Likewise of `count` rows from `first` on: c: [count, kGroupColumns].
+template <BlockFormat F>
+void add_outliers_of_rows(const BlockRows& rows, int64_t first, int count, const LinearItem& item, const char* tiles, float* c) {
+  const int64_t k = item.call->weight.k, stride = block_tile_bytes(F, k);
+  for (int r = 0; r < count; ++r, c += kGroupColumns) {
+    if (item.tile_count == kGroupTiles) {
+      add_outliers<F, kGroupTiles>(rows, first + r, tiles, stride, k, c);
+    } else {
+      for (int t = 0; t < item.tile_count; ++t) add_outliers<F, 1>(rows, first + r, tiles + t * stride, stride, k, c + t * kTileColumns);
+    }
+  }
+}
+
+using DotKernel = void (*)(const BlockRows&, int64_t, const char*, const char*, int64_t, float*);
 
 template <BlockFormat F, int... R>
 DotKernel dot_kernel_for(int rows, std::integer_sequence<int, R...>) {
@@ -322,7 +427,12 @@ void run_rows(const LinearItem& item) {
     const int64_t begin = item.row_begin + rows * p / parts, end = item.row_begin + rows * (p + 1) / parts;
     const int count = static_cast<int>(end - begin);
     const DotKernel kernel = dot_kernel_for<F>(count, std::make_integer_sequence<int, kRows>());
-    for (int t = 0; t < item.tile_count; ++t) kernel(x, begin, tiles + t * stride, weight.k, c + t * kTileColumns);
+    for (int t = 0; t < item.tile_count; ++t) {
+      const char* tile = tiles + t * stride;
+      const char* next = t + 1 < item.tile_count ? tile + stride : item.prefetch;
+      kernel(x, begin, tile, p == 0 && next != nullptr ? next : tile, weight.k, c + t * kTileColumns);
+    }
+    add_outliers_of_rows<F>(x, begin, count, item, tiles, c);
     linear_kernels().finish(item, begin, count, c);
   }
 }
@@ -459,6 +569,7 @@ void run_format(const LinearItem& item) {
         }
       }
     }
+    add_outliers_of_rows<F>(x, begin, rows, item, tiles, c);
     linear_kernels().finish(item, begin, rows, c);
   }
 #else

@@ -157,6 +157,19 @@ def activations_rounded_by_batch(base: Any) -> Methods:
     return _other_products(base, "run", other)
 
 
+@fault("Outliers take the precision of the activations beside them.", "kernels.blocks.product@1")
+def outliers_rounded_with_the_others(base: Any) -> Methods:
+    def other(run: Any) -> Any:
+        def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            blocks = x.unflatten(-1, (-1, 32))
+            steps = blocks.abs().amax(-1, keepdim=True) / 127
+            return run(((blocks / steps).round() * steps).nan_to_num().flatten(-2).to(x.dtype), weight, bias)  # type: ignore[no-any-return]
+
+        return rounded
+
+    return _other_products(base, "run", other)
+
+
 @fault("The row before the wanted one is gathered from a weight in blocks.", "kernels.blocks.gather@1")
 def gathers_the_row_before(base: Any) -> Methods:
     return _other_products(base, "gather", lambda gather: lambda weight, rows: gather(weight, (rows - 1).clamp(min=0)))

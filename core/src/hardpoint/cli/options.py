@@ -161,8 +161,9 @@ def _json(text: str | None, option: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ServedEngineOptions):
-    """The engine that a command runs."""
+    """The engine that a command runs. Unlike a served one it multiplies by quantised weights as they are stored, where it can."""
 
+    quantization: Annotated[str, typer.Option(help=_QUANTIZATION_HELP, rich_help_panel=_ENGINE)] = "auto"
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)] = None
     model_option: Annotated[
         str | None, typer.Option("--model", "-m", help="The same as an option.", rich_help_panel=_ENGINE)

@@ -177,7 +177,8 @@ class LinearProgram(Contract, contract=True):
         """Return `x @ weight.T + bias`, [..., rows], of x [..., columns] and the stored weight.
 
         With a weight in blocks a row's result is the same, bit for bit, whatever rows are beside it. A program may round activations
-        to 8 bits in blocks of 32, to the nearest: its error is then at most half a step, `max|x| / 254`, of each.
+        to 8 bits in blocks of 32, to the nearest: its error is then at most half a step, `max|x| / 254`, of each, in which activations
+        beyond four root mean squares of their row do not count; those are not rounded so.
         """
 
     def run_activated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
