@@ -161,7 +161,7 @@ def activations_rounded_by_batch(base: Any) -> Methods:
 def outliers_rounded_with_the_others(base: Any) -> Methods:
     def other(run: Any) -> Any:
         def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            blocks = x.unflatten(-1, (-1, 32))
+            blocks = x.reshape(*x.shape[:-1], -1, 32)
             steps = blocks.abs().amax(-1, keepdim=True) / 127
             return run(((blocks / steps).round() * steps).nan_to_num().flatten(-2).to(x.dtype), weight, bias)  # type: ignore[no-any-return]
 
