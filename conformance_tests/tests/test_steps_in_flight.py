@@ -59,8 +59,12 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def serve(llm: LLM) -> list[Any]:
-    """Return tokens and log probabilities of requests of all kinds, beside embeddings, and after a sleep."""
+def serve(llm: LLM, *, forgets: bool = True) -> list[Any]:
+    """Return tokens and log probabilities of requests of all kinds, twice, beside embeddings.
+
+    Args:
+        forgets: the prefix cache is reset after each time.
+    """
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True} | values) for values in REQUESTS]
     prompts = [
         {"prompt_token_ids": [(7 * i + j * j) % 250 + 1 for j in range(5 + 9 * i)]} for i in range(len(REQUESTS))
@@ -72,7 +76,8 @@ def serve(llm: LLM) -> list[Any]:
             if (logprobs := output.outputs[0].logprobs) is not None:
                 found.append([[(token, value.logprob) for token, value in place.items()] for place in logprobs])
         found += [list(one.outputs.embedding) for one in llm.embed(prompts[:3])]
-        llm.reset_prefix_cache()
+        if forgets:
+            llm.reset_prefix_cache()
     return found
 
 
@@ -97,6 +102,15 @@ def test_tokens_are_those_of_one_step_at_a_time(model: Model, expected: list[Any
     with engine(target, model) as llm:
         assert serve(llm) == expected
     assert planned_ahead > 20
+
+
+def test_prompts_that_come_back_from_the_tiers_give_the_same_tokens(model: Model, expected: list[Any]) -> None:
+    target = asynchronous(Target.find("cpu"))
+    with engine(target, model, kv_offload_gib=0.001) as llm:
+        assert serve(llm, forgets=False) == expected
+        stats = llm.stats()
+        assert min(stats.preemptions, stats.offload_stores, stats.offload_host_hits) > 0
+        assert stats.offload_failures == 0
 
 
 def test_a_processor_bans_tokens(model: Model) -> None:

@@ -19,7 +19,8 @@ BlockManager::BlockManager(const BlockManagerConfig& config)
       has_windows_(std::any_of(config.windows.begin(), config.windows.end(), [](int32_t window) { return window > 0; })),
       device_(config.num_device_blocks),
       host_(config.num_host_blocks),
-      cache_(config.enable_prefix_caching ? config.num_device_blocks : 0, config.block_size, config.hash_bits) {
+      cache_(config.enable_prefix_caching ? config.num_device_blocks : 0, config.block_size, config.hash_bits, names_),
+      tiers_(config.num_tier_host_blocks, config.num_tier_disk_blocks, config.block_size, config.hash_bits, names_) {
   if (num_groups_ == 1 || !config.enable_prefix_caching) return;
   const auto num_blocks = static_cast<size_t>(config.num_device_blocks);
   companions_ = Array<BlockId>(num_blocks * (num_groups_ - 1));
@@ -50,6 +51,7 @@ BlockStats BlockManager::stats() const {
 BlockId BlockManager::take_device_block() {
   const BlockId block = device_.take_free();
   if (config_.enable_prefix_caching && cache_.contains(block)) {
+    if (tiers_.is_on()) tiers_.store(cache_, block);
     cache_.erase(block);
     if (num_groups_ > 1) detach_companions(block);
     ++evictions_;
@@ -89,7 +91,7 @@ void BlockManager::open(BlockTable& table, uint32_t root) const {
   table.first = {};
   table.root = root;
   table.epoch = epoch_;
-  table.parent = cache_.root_node(root);
+  table.parent = names_.root_node(root);
   table.chain_hash = 0;
   table.may_share_tail = false;
 }
@@ -137,6 +139,34 @@ PrefixMatch BlockManager::match_prefix(BlockTable& table, const int32_t* tokens,
     for (int32_t i = first_seen(group, static_cast<int64_t>(match.num_blocks) * size); i < match.num_blocks; ++i)
       match.num_free += device_.ref_count(group == 0 ? table.blocks[i] : companion(table.blocks[i], group)) == 0;
   return match;
+}
+
+void BlockManager::match_tiers(const BlockTable& table, const PrefixMatch& match, const int32_t* tokens, int64_t num_tokens,
+                               std::vector<TierSlot>& slots) const {
+  const int32_t size = config_.block_size;
+  const auto limit = static_cast<int32_t>(std::min<int64_t>((num_tokens - 1) / size, table.max_blocks));
+  uint64_t hash = match.chain_hash;
+  NodeId parent = match.parent;
+  for (int32_t i = match.num_blocks; i < limit; ++i) {
+    const int32_t* block = tokens + static_cast<int64_t>(i) * size;
+    hash = cache_.extend_hash(hash, block);
+    const TierSlot slot = tiers_.find(hash, parent, block);
+    if (slot == kNoBlock) return;
+    slots.push_back(slot);
+    parent = tiers_.node_id(slot);
+  }
+}
+
+void BlockManager::store_cached(const std::vector<const BlockTable*>& running) {
+  std::vector<BlockId> blocks;  // in rising order of worth
+  const auto add = [&](BlockId block) {
+    if (cache_.contains(block)) blocks.push_back(block);
+  };
+  for (BlockId block = device_.peek_free(); block != device_.size(); block = device_.next_free(block)) add(block);
+  for (auto table = running.rbegin(); table != running.rend(); ++table)
+    for (int32_t i = (*table)->num_blocks - 1; i >= 0; --i) add((*table)->blocks[i]);
+  const auto room = static_cast<size_t>(tiers_.host_size());
+  for (size_t i = blocks.size() > room ? blocks.size() - room : 0; i < blocks.size(); ++i) tiers_.store(cache_, blocks[i]);
 }
 
 AllocStatus BlockManager::can_take(int64_t num_blocks) const {
@@ -235,7 +265,10 @@ bool BlockManager::register_block(BlockTable& table, int32_t index, const int32_
   }
   table.num_registered = index + 1;
   if (cached == kNoBlock) {
-    table.parent = cache_.insert(own, table.chain_hash, table.parent, table.root, tokens);
+    // Blocks below this one, in the tiers, know it by the identity that it has there.
+    const TierSlot slot = tiers_.is_on() ? tiers_.find(table.chain_hash, table.parent, tokens) : kNoBlock;
+    const NodeId id = slot == kNoBlock ? 0 : tiers_.node_id(slot);
+    table.parent = cache_.insert(own, table.chain_hash, table.parent, table.root, tokens, id);
   } else {
     table.parent = cache_.node_id(cached);
     if (is_held && cached != own) {
@@ -362,7 +395,7 @@ void BlockManager::swap_in(BlockTable& table, std::vector<BlockId>& host_blocks,
   table.num_blocks = total_blocks;
   // The blocks are new ones: they join the cache, or give way to equal cached ones, with the next registration.
   table.num_registered = 0;
-  table.parent = cache_.root_node(table.root);
+  table.parent = names_.root_node(table.root);
   table.chain_hash = 0;
   table.may_share_tail = false;
   free_host(host_blocks);
@@ -374,8 +407,9 @@ void BlockManager::free_host(std::vector<BlockId>& host_blocks) {
   host_blocks.clear();
 }
 
-void BlockManager::reset_prefix_cache() {
+void BlockManager::reset_prefix_cache(bool tiers) {
   if (!config_.enable_prefix_caching) return;
+  if (tiers) tiers_.clear();
   cache_.clear();
   std::fill_n(companions_.data(), companions_.size(), kNoBlock);
   std::fill_n(owners_.data(), owners_.size(), kNoBlock);
@@ -388,12 +422,13 @@ std::string BlockManager::check(const std::vector<const BlockTable*>& tables,
   if (!device_.is_consistent()) return "the free list of the device pool is broken";
   if (!host_.is_consistent()) return "the free list of the host pool is broken";
   if (!cache_.is_consistent()) return "the prefix cache's index is broken";
+  if (!tiers_.is_consistent()) return "the tiers below the prefix cache are broken";
   std::unordered_map<BlockId, int32_t> device_refs, host_refs;
   std::unordered_map<BlockId, const BlockTable*> writers;
   for (const BlockTable* table : tables) {
     if (table->num_blocks > table->max_blocks) return "a table has more blocks than room";
     const bool is_registered = table->epoch == epoch_ && config_.enable_prefix_caching;
-    NodeId parent = cache_.root_node(table->root);
+    NodeId parent = names_.root_node(table->root);
     for (int32_t i = 0; i < table->num_blocks; ++i) {
       for (int32_t group = 0; group < num_groups_; ++group) {
         const BlockId block = table_of(*table, group)[i];

@@ -16,6 +16,7 @@
 
 #include "kv_block_pool.hpp"
 #include "kv_prefix_cache.hpp"
+#include "kv_tiers.hpp"
 
 namespace hardpoint::kv {
 
@@ -53,6 +54,8 @@ struct BlockManagerConfig {
   int32_t block_size = 16;
   int32_t num_device_blocks = 0;
   int32_t num_host_blocks = 0;
+  // Of the tiers below the prefix cache, which need it, and a single group without a window.
+  int32_t num_tier_host_blocks = 0, num_tier_disk_blocks = 0;
   double watermark = 0.01;
   bool enable_prefix_caching = true;
   int hash_bits = 64;
@@ -77,7 +80,9 @@ class BlockManager {
   int32_t num_groups() const { return num_groups_; }
   bool has_windows() const { return has_windows_; }
   int32_t num_free_device() const { return device_.num_free(); }
-  PrefixCache& cache() { return cache_; }
+  PrefixNames& names() { return names_; }
+  PrefixTiers& tiers() { return tiers_; }
+  const PrefixTiers& tiers() const { return tiers_; }
   bool is_cached(BlockId block) const {
     return config_.enable_prefix_caching && (cache_.contains(block) || (num_groups_ > 1 && owners_[block] != kNoBlock));
   }
@@ -97,6 +102,13 @@ class BlockManager {
   // last block is full and cached thus computes that whole block again, and no shared block is ever written. Of a group with a window
   // only the blocks have to be cached that the first query after the chain sees.
   PrefixMatch match_prefix(BlockTable& table, const int32_t* tokens, int64_t num_tokens) const;
+
+  // Slots of the tiers with the full blocks of tokens[0, num_tokens - 1) that follow those of the match.
+  void match_tiers(const BlockTable& table, const PrefixMatch& match, const int32_t* tokens, int64_t num_tokens,
+                   std::vector<TierSlot>& slots) const;
+  // Stores in the host's tier what is cached on the device: as much as it has room for, of the most worth. `running`: tables of running
+  // sequences, the most important first.
+  void store_cached(const std::vector<const BlockTable*>& running);
 
   // Admission: the watermark is kept free, unless no block is in use, so that nothing that fits the pool waits forever.
   AllocStatus can_take(int64_t num_blocks) const;
@@ -148,8 +160,9 @@ class BlockManager {
   void swap_in(BlockTable& table, std::vector<BlockId>& host_blocks, int32_t total_blocks, std::vector<BlockPair>& moves);
   void free_host(std::vector<BlockId>& host_blocks);
 
-  // Nothing computed before is ever hit again. Sequences keep the blocks that they hold.
-  void reset_prefix_cache();
+  // What was computed before is never hit again in device blocks, and where `tiers` says so, nowhere. Sequences keep the blocks that they
+  // hold.
+  void reset_prefix_cache(bool tiers);
 
   // The first invariant that does not hold for these tables (all that exist), or an empty string.
   std::string check(const std::vector<const BlockTable*>& tables,
@@ -176,7 +189,9 @@ class BlockManager {
   bool has_windows_;
   BlockPool device_;
   BlockPool host_;
+  PrefixNames names_;
   PrefixCache cache_;
+  PrefixTiers tiers_;
   // With several groups, of each block: the cached blocks of the other groups that go with it where it is a node of the trie, and the
   // node that it goes with.
   Array<BlockId> companions_, owners_;

@@ -23,24 +23,29 @@ constexpr uint64_t kOdd2 = 0xD6E8FEB86659FD93u;
 
 }  // namespace
 
-PrefixCache::PrefixCache(int32_t num_blocks, int32_t block_size, int hash_bits)
+PrefixCache::PrefixCache(int32_t num_blocks, int32_t block_size, int hash_bits, PrefixNames& names)
     : block_size_(block_size),
       hash_mask_(hash_bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << hash_bits) - 1),
+      seed_(names.seed()),
+      names_(names),
       nodes_(static_cast<size_t>(num_blocks) + 1),
       tokens_(static_cast<size_t>(num_blocks) * block_size) {
-  // A seed of this process keeps clients from choosing prompts that collide. Results do not depend on it.
-  std::random_device random;
-  seed_ = (static_cast<uint64_t>(random()) << 32) | random();
   size_t num_slots = 16;
   while (num_slots < 2 * static_cast<size_t>(num_blocks)) num_slots *= 2;
   mask_ = num_slots - 1;
   slots_ = Array<Slot>(num_slots);
   for (size_t i = 0; i < num_slots; ++i) slots_[i].block = kNoBlock;
+}
+
+PrefixNames::PrefixNames() {
+  // A seed of this process keeps clients from choosing prompts that collide. Results do not depend on it.
+  std::random_device random;
+  seed_ = (static_cast<uint64_t>(random()) << 32) | random();
   roots_.push_back({std::string(), next_id_++, 1});
   root_of_salt_.emplace(std::string(), 0);
 }
 
-uint32_t PrefixCache::acquire_root(const std::string& salt) {
+uint32_t PrefixNames::acquire_root(const std::string& salt) {
   const auto [it, is_new] = root_of_salt_.try_emplace(salt, 0);
   if (is_new) {
     if (free_roots_.empty()) {
@@ -57,7 +62,7 @@ uint32_t PrefixCache::acquire_root(const std::string& salt) {
   return it->second;
 }
 
-void PrefixCache::release_root(uint32_t root) {
+void PrefixNames::release_root(uint32_t root) {
   Root& r = roots_[root];
   if (--r.uses > 0) return;
   root_of_salt_.erase(r.salt);
@@ -98,16 +103,18 @@ void PrefixCache::prefetch_node(uint64_t chain_hash) const {
   __builtin_prefetch(tokens_of(slot.block));
 }
 
-NodeId PrefixCache::insert(BlockId block, uint64_t chain_hash, NodeId parent, uint32_t root, const int32_t* tokens) {
+NodeId PrefixCache::insert(BlockId block, uint64_t chain_hash, NodeId parent, uint32_t root, const int32_t* tokens,
+                           NodeId id) {
   const auto hash = static_cast<uint32_t>(chain_hash);
   size_t i = hash & mask_;
   while (slots_[i].block != kNoBlock) i = (i + 1) & mask_;
   slots_[i] = {hash, block};
-  nodes_[block] = {next_id_, parent, hash, root};
+  if (id == 0) id = names_.new_node();
+  nodes_[block] = {id, parent, hash, root};
   std::memcpy(tokens_.data() + static_cast<size_t>(block) * block_size_, tokens, sizeof(int32_t) * block_size_);
-  ++roots_[root].uses;
+  names_.share_root(root);
   ++size_;
-  return next_id_++;
+  return id;
 }
 
 size_t PrefixCache::slot_of(BlockId block) const {
@@ -129,7 +136,7 @@ void PrefixCache::erase(BlockId block) {
   slots_[gap].block = kNoBlock;
   nodes_[block].id = 0;
   --size_;
-  release_root(nodes_[block].root);
+  names_.release_root(nodes_[block].root);
 }
 
 void PrefixCache::clear() {
@@ -137,7 +144,7 @@ void PrefixCache::clear() {
   for (size_t b = 0; b < nodes_.size(); ++b) {
     if (nodes_[b].id == 0) continue;
     nodes_[b].id = 0;
-    release_root(nodes_[b].root);
+    names_.release_root(nodes_[b].root);
   }
   size_ = 0;
 }

@@ -99,7 +99,7 @@ int64_t Scheduler::add_request(Request request) {
     if (request.drafts && config_.drafts.num_tokens > 0) sequence->drafter = std::make_unique<Drafter>(config_.drafts);
     sequence->state = SequenceState::dormant;
     set_stop_ids(*sequence, request.stop_token_ids);
-    sequence->table.root = blocks_.cache().acquire_root(request.salt);
+    sequence->table.root = blocks_.names().acquire_root(request.salt);
     by_id_.emplace(sequence->id, sequence);
   }
   if (request.n > 1) forks_of_.emplace(handle, Forks{request.n, request.n});
@@ -143,6 +143,8 @@ const Plan* Scheduler::schedule() {
   planned_.clear();
   drafted_.clear();
   plan.swapped_out.clear();
+  plan.loads.clear();
+  blocks_.tiers().begin_plan();
 
   schedule_decodes();
   budget_ -= plan.counts.num_seqs;
@@ -158,10 +160,46 @@ const Plan* Scheduler::schedule() {
   for (const Chunk& chunk : planned_) emit_chunk(*chunk.sequence, chunk.length);
   plan.query_start[plan.counts.num_seqs] = plan.counts.num_tokens;
   // Where all others wait for their tokens, a sequence may be swapped out in a step that computes nothing.
-  if (plan.counts.num_seqs == 0 && swap_out.empty()) return nullptr;
+  if (plan.counts.num_seqs == 0 && swap_out.empty() && !blocks_.tiers().has_moves()) return nullptr;
   row_copies.swap(next_row_copies_);
+  return end_plan();
+}
+
+const Plan* Scheduler::end_plan() {
+  kv::PrefixTiers& tiers = blocks_.tiers();
+  Plan& plan = *plan_;
+  plan.tier_loads = tiers.loads;
+  plan.tier_stores = tiers.demotions;
+  plan.tier_stores.insert(plan.tier_stores.end(), tiers.stores.begin(), tiers.stores.end());
+  tiers.end_plan();
   ++num_in_flight_;
   return &plan;
+}
+
+const Plan* Scheduler::store_cached() {
+  if (num_in_flight_ > 0)
+    throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
+  if (!blocks_.tiers().is_on()) return nullptr;
+  Plan& plan = plans_[oldest_];
+  plan_ = &plan;
+  plan.counts = StepCounts{};
+  plan.query_start[0] = 0;
+  swap_out.clear();
+  swap_in.clear();
+  copies.clear();
+  row_copies.clear();
+  preempted.clear();
+  plan.swapped_out.clear();
+  plan.loads.clear();
+  blocks_.tiers().begin_plan();
+  std::vector<const kv::BlockTable*> tables;
+  for (const Sequence* sequence : running_) tables.push_back(&sequence->table);
+  blocks_.store_cached(tables);
+  return blocks_.tiers().has_moves() ? end_plan() : nullptr;
+}
+
+void Scheduler::drop_stored(const std::vector<std::pair<int32_t, int64_t>>& lost) {
+  for (const auto& [slot, tag] : lost) blocks_.tiers().drop(slot, tag);
 }
 
 void Scheduler::schedule_decodes() {
@@ -305,7 +343,7 @@ int32_t Scheduler::chunk_of(const Sequence& sequence) const {
 void Scheduler::schedule_prefills() {
   for (Sequence* sequence : running_) {
     if (budget_ == 0) return;
-    if (sequence->decoding) continue;
+    if (sequence->decoding || sequence->is_loading) continue;
     const int32_t length = chunk_of(*sequence);
     if (length == 0) continue;  // the end of a pooled prompt is in flight
     if (!config_.enable_chunked_prefill && length < sequence->remaining()) continue;
@@ -351,6 +389,7 @@ void Scheduler::schedule_waiting() {
     dequeue(sequence);
     note_passed_over(sequence);
     start_running(sequence);
+    if (sequence.is_loading) continue;
     const int32_t length = chunk_of(sequence);
     planned_.push_back({&sequence, length});
     budget_ -= length;
@@ -391,13 +430,18 @@ AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
   blocks_.open(sequence.table, sequence.table.root);
   kv::PrefixMatch match;
   match.parent = sequence.table.parent;
+  found_.clear();
   if (sequence.max_cached_tokens > 0) {
     const int64_t shareable = std::min<int64_t>(sequence.num_tokens - 1, sequence.max_cached_tokens);
     match = blocks_.match_prefix(sequence.table, sequence.tokens, shareable + 1);
+    // Beams that are admitted together are planned together.
+    if (blocks_.tiers().is_on() && !is_reserved)
+      blocks_.match_tiers(sequence.table, match, sequence.tokens, shareable + 1, found_);
   }
   const int32_t num_cached = match.num_blocks * config_.blocks.block_size;
+  const auto num_found = static_cast<int32_t>(found_.size()) * config_.blocks.block_size;
   const AllocStatus status = blocks_.can_allocate(match, total);
-  const bool fits_budget = config_.enable_chunked_prefill || sequence.num_tokens - num_cached <= budget_;
+  const bool fits_budget = config_.enable_chunked_prefill || sequence.num_tokens - num_cached - num_found <= budget_;
   if (!is_reserved && (status != AllocStatus::ok || !fits_budget)) {
     if (status != AllocStatus::ok) {
       blocked_ = &sequence;
@@ -407,14 +451,31 @@ AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
     free_row(sequence);
     return AllocStatus::later;
   }
+  // Before anything is evicted, which may go where they are.
+  for (const kv::TierSlot slot : found_) blocks_.tiers().hold(slot);
   blocks_.allocate(sequence.table, match, total);
   if (config_.blocks.enable_prefix_caching && sequence.max_cached_tokens > 0)
     blocks_.count_lookup(sequence.num_tokens, match);
-  if (sequence.num_cached < 0) sequence.num_cached = num_cached;
+  const bool is_first = sequence.num_cached < 0;
+  if (is_first) sequence.num_cached = num_cached;
   sequence.num_computed = num_cached;
   sequence.register_at = num_cached + config_.blocks.block_size;
   sequence.bookkeeping_at = 0;
+  if (blocks_.tiers().is_on() && sequence.max_cached_tokens > 0) {
+    const int64_t shareable = std::min<int64_t>(sequence.num_tokens - 1, sequence.max_cached_tokens);
+    blocks_.tiers().count_lookup(shareable / config_.blocks.block_size - match.num_blocks, found_);
+  }
+  if (!found_.empty()) load_from_tiers(sequence, is_first);
   return AllocStatus::ok;
+}
+
+// The blocks that follow those it shares are loaded from where they were found.
+void Scheduler::load_from_tiers(Sequence& sequence, bool is_first) {
+  int32_t index = sequence.num_computed / config_.blocks.block_size;
+  for (const kv::TierSlot slot : found_) blocks_.tiers().load(slot, sequence.table.blocks[index++]);
+  plan_->loads.push_back({&sequence, sequence.id, is_first, found_});
+  sequence.is_loading = true;
+  ++sequence.in_flight;
 }
 
 // Writes a row of the sequence's next tokens, of which those that it has are known; returns the row.
@@ -571,7 +632,7 @@ void Scheduler::restart(Sequence& sequence) {
 void Scheduler::recompute_all(bool swapped) {
   if (num_in_flight_ > 0)
     throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
-  blocks_.reset_prefix_cache();
+  blocks_.reset_prefix_cache(swapped);
   blocked_ = nullptr;
   next_row_copies_.clear();
   for (Sequence* sequence : running_) {
@@ -616,7 +677,7 @@ bool Scheduler::swap_is_better(const Sequence& sequence) const {
 
 // Results of a step
 
-const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const int64_t* drafted) {
+const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const int64_t* drafted, const std::vector<int32_t>& failed_loads) {
   const int64_t expected = num_in_flight_ > 0 ? plans_[oldest_].counts.num_samples : 0;
   if (count != expected)
     throw std::invalid_argument("the step has " + std::to_string(expected) + " samples, and got " + std::to_string(count) + " tokens");
@@ -626,12 +687,17 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const i
   // -1 stands for a token that there is not.
   for (int64_t i = 0; i < count; ++i) all |= sampled[i] == -1 ? 0 : static_cast<uint64_t>(sampled[i]);
   if (all > static_cast<uint64_t>(kNever)) throw std::invalid_argument("a sampled token is below -1 or does not fit int32");
+  const size_t num_loads = num_in_flight_ > 0 ? plans_[oldest_].tier_loads.size() : 0;
+  if (!std::is_sorted(failed_loads.begin(), failed_loads.end()) ||
+      (!failed_loads.empty() && (failed_loads.front() < 0 || static_cast<size_t>(failed_loads.back()) >= num_loads)))
+    throw std::invalid_argument("the step has " + std::to_string(num_loads) + " loads, and others are said to have failed");
 
   finished_.ids.clear();
   finished_.reasons.clear();
   kept_.clear();
   if (num_in_flight_ == 0) return finished_;
   const Plan& plan = take_oldest();
+  book_tiers(plan, &failed_loads);
   for (const auto& [sequence, id] : plan.swapped_out)
     if (sequence->id == id) --sequence->in_flight;
   const StepCounts& step = plan.counts;
@@ -669,6 +735,38 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const i
   }
   if (has_ended_) sweep_running();
   return finished_;
+}
+
+// What was loaded is computed, up to the first load that failed. `failed_loads`: null for a step that was not done.
+void Scheduler::book_tiers(const Plan& plan, const std::vector<int32_t>* failed_loads) {
+  kv::PrefixTiers& tiers = blocks_.tiers();
+  if (failed_loads == nullptr) {
+    for (const kv::TierMove& move : plan.tier_stores) tiers.drop(static_cast<kv::TierSlot>(move.to), move.tag);
+  } else {
+    for (const int32_t i : *failed_loads) {
+      tiers.drop(static_cast<kv::TierSlot>(plan.tier_loads[i].from), plan.tier_loads[i].tag);
+      tiers.count_failed_load();
+    }
+  }
+  int32_t first = 0;
+  for (const Load& load : plan.loads) {
+    const auto count = static_cast<int32_t>(load.slots.size());
+    int32_t good = failed_loads == nullptr ? 0 : count;
+    if (failed_loads != nullptr) {
+      const auto failed = std::lower_bound(failed_loads->begin(), failed_loads->end(), first);
+      if (failed != failed_loads->end()) good = std::min(good, *failed - first);
+    }
+    first += count;
+    for (auto slot = load.slots.rbegin(); slot != load.slots.rend(); ++slot) tiers.release(*slot);
+    Sequence& sequence = *load.sequence;
+    if (sequence.id != load.id || sequence.state == SequenceState::finished) continue;
+    --sequence.in_flight;
+    sequence.is_loading = false;
+    if (sequence.state != SequenceState::running || good == 0) continue;
+    sequence.num_computed += good * config_.blocks.block_size;
+    if (load.is_first) sequence.num_cached = sequence.num_computed;
+    computed(sequence, sequence.num_computed);
+  }
 }
 
 // Takes the samples of a row with drafts up to the first that is not what was guessed: the row's next token was the wrong one.
@@ -885,6 +983,7 @@ const Finished& Scheduler::fail_step() {
   finished_.reasons.clear();
   if (num_in_flight_ == 0) return finished_;
   const Plan& plan = take_oldest();
+  book_tiers(plan, nullptr);
   for (int32_t row = 0; row < plan.counts.num_seqs; ++row) {
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
@@ -942,7 +1041,7 @@ void Scheduler::release(const std::vector<int64_t>& ids) {
     const auto it = by_id_.find(id);
     if (it == by_id_.end()) continue;
     Sequence* sequence = it->second;
-    blocks_.cache().release_root(sequence->table.root);
+    blocks_.names().release_root(sequence->table.root);
     by_id_.erase(it);
     const auto forks = forks_of_.find(sequence->handle);
     if (forks != forks_of_.end() && --forks->second.num_unreleased == 0) forks_of_.erase(forks);

@@ -20,6 +20,9 @@
 // given them. update() takes the samples up to the first that is not what was guessed; the positions after it are computed again. A guess
 // is taken where the model's own draw is that token, so that tokens are those of a run without drafts.
 //
+// Tiers. Where a prompt goes on in the tiers below the prefix cache (kv_tiers.hpp), its sequence is admitted with loads of these blocks, and
+// is planned again when update() has said which of them failed: it computes from the first that did.
+//
 // Beams. The sequences of a beam search go on together: what is sampled for one is not appended to it, and it is planned again when
 // advance_beams() has said, for all of them, which one each continues and with which token. They are admitted and preempted together, so
 // that none waits for another one's blocks, and are computed again after a preemption, never swapped.
@@ -118,6 +121,7 @@ struct alignas(kCacheLine) Sequence {
   bool is_sampled = false;  // a beam whose next token waits for the others'
   uint8_t in_flight = 0;    // steps that compute it or swap it out, and are not booked
   bool is_drafted = false;  // a step in flight computes guesses at its next tokens
+  bool is_loading = false;  // a step in flight loads blocks of it from the tiers
 
   int32_t min_total = 0;
   int32_t stop_ids[4] = {-1, -1, -1, -1};
@@ -152,6 +156,14 @@ struct StepCounts {
   int32_t num_drafted = 0;  // rows of sequences with drafts; they follow the decodes
 };
 
+// Blocks of a sequence that a step loads from the tiers, and the slots that hold them until it is booked.
+struct Load {
+  Sequence* sequence;
+  int64_t id;
+  bool is_first;  // it has not been admitted before
+  std::vector<kv::TierSlot> slots;
+};
+
 // One step, planned and not booked.
 struct Plan {
   StepCounts counts;
@@ -161,6 +173,8 @@ struct Plan {
   // Of each row. One whose id differs from the row's was released since.
   std::vector<Sequence*> sequences;
   std::vector<std::pair<Sequence*, int64_t>> swapped_out;  // with their ids
+  std::vector<Load> loads;
+  std::vector<kv::TierMove> tier_loads, tier_stores;  // demotions are stores too
 
   Plan(size_t max_tokens, size_t max_seqs, size_t max_samples, size_t num_groups);
 };
@@ -188,7 +202,8 @@ class Scheduler {
   // Accounting the oldest step. `sampled`: a token for each of its samples, -1 where there is none, which ends its sequence with `error`. The sequences that ended, in step order. Tokens of sequences
   // that ended meanwhile are ignored. std::invalid_argument, with nothing changed, on a wrong count or token.
   // `drafted`: for each sample what a model guessed there, where guesses are a model's; else null.
-  const Finished& update(const int64_t* sampled, int64_t count, const int64_t* drafted = nullptr);
+  // `failed_loads`: in rising order, which of the step's loads from the tiers failed.
+  const Finished& update(const int64_t* sampled, int64_t count, const int64_t* drafted, const std::vector<int32_t>& failed_loads);
   // The oldest step was not done, or only in part: sequences in it end with `error`, since what their blocks hold is unknown;
   // those swapped out in it are recomputed.
   const Finished& fail_step();
@@ -204,8 +219,13 @@ class Scheduler {
   // Ends one sequence; false when it is not alive.
   bool finish(int64_t id, FinishReason reason);
   // What the device's blocks hold is lost: running sequences give them back and wait to be computed again from their tokens,
-  // and the prefix cache forgets everything. `swapped`: what is on the host is lost too. std::logic_error with a step in flight.
+  // and the prefix cache forgets everything. `swapped`: what is on the host, and in the tiers, is lost too. std::logic_error with a step in flight.
   void recompute_all(bool swapped);
+  // Plans a step that computes nothing and stores what is cached on the device in the host's tier; null where there is nothing to
+  // store. std::logic_error with a step in flight.
+  const Plan* store_cached();
+  // What the worker could not keep in the tiers: (slot, tag).
+  void drop_stored(const std::vector<std::pair<int32_t, int64_t>>& lost);
   // Blocks whose contents count, in rising order: cached ones, and those of running sequences' computed tokens if asked for.
   std::vector<BlockId> live_blocks(bool running) const;
   // Forgets ended sequences and their tokens. std::invalid_argument when one has not ended.
@@ -225,7 +245,8 @@ class Scheduler {
   // Of the step that was booked last, which samples count; in a step without drafts all do, and this is empty.
   const std::vector<int32_t>& kept() const { return kept_; }
   kv::BlockStats block_stats() const { return blocks_.stats(); }
-  void reset_prefix_cache() { blocks_.reset_prefix_cache(); }
+  const kv::PrefixTiers& tiers() const { return blocks_.tiers(); }
+  void reset_prefix_cache() { blocks_.reset_prefix_cache(true); }
   // The first invariant that does not hold, or an empty string. Slow; for tests.
   std::string check() const;
 
@@ -273,6 +294,9 @@ class Scheduler {
   std::vector<Sequence*> beams_of(int64_t handle) const;
   int32_t chunk_of(const Sequence& sequence) const;
   AllocStatus admit(Sequence& sequence, bool is_reserved = false);
+  void load_from_tiers(Sequence& sequence, bool is_first);
+  void book_tiers(const Plan& plan, const std::vector<int32_t>* failed_loads);
+  const Plan* end_plan();
   void admit_beams(const Sequence& first);
   void emit_decode(Sequence& sequence, int32_t row);
   int32_t plan_drafts(Sequence& sequence);
@@ -343,6 +367,7 @@ class Scheduler {
   Trust trust_ = initial_trust();
   DraftStats draft_stats_;
   std::vector<int32_t> kept_;
+  std::vector<kv::TierSlot> found_;  // in the tiers, for the sequence that is admitted
   std::vector<BlockPair> next_row_copies_;  // row_copies of the next plan
   bool has_ended_ = false;  // running_ holds sequences that are no longer running
   int32_t budget_ = 0;

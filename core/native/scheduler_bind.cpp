@@ -38,6 +38,8 @@ SchedulerConfig config_from(const py::object& settings) {
   take(settings, "block_size", config.blocks.block_size);
   take(settings, "num_device_blocks", config.blocks.num_device_blocks);
   take(settings, "num_host_blocks", config.blocks.num_host_blocks);
+  take(settings, "num_tier_host_blocks", config.blocks.num_tier_host_blocks);
+  take(settings, "num_tier_disk_blocks", config.blocks.num_tier_disk_blocks);
   take(settings, "watermark", config.blocks.watermark);
   take(settings, "enable_prefix_caching", config.blocks.enable_prefix_caching);
   take(settings, "hash_bits", config.blocks.hash_bits);
@@ -82,6 +84,18 @@ py::array_t<int32_t> pairs(const std::vector<BlockPair>& source) {
   return out;
 }
 
+// int64[k, 3].
+py::array_t<int64_t> triples(const std::vector<kv::TierMove>& source) {
+  py::array_t<int64_t> out({static_cast<py::ssize_t>(source.size()), py::ssize_t{3}});
+  int64_t* to = out.mutable_data();
+  for (const kv::TierMove& move : source) {
+    *to++ = move.from;
+    *to++ = move.to;
+    *to++ = move.tag;
+  }
+  return out;
+}
+
 py::object finished_or_none(const Finished& finished) {
   if (finished.ids.empty()) return py::none();
   return py::make_tuple(py::cast(finished.ids), py::cast(finished.reasons));
@@ -98,12 +112,12 @@ py::array_t<int32_t> copy_tokens(const Sequence& sequence, int32_t from) {
 }
 
 // ((tokens, sequences, decodes, samples, sequences with drafts), whether anything moves, which of the plans), or None.
-py::object schedule(Scheduler& self) {
-  const Plan* plan = self.schedule();
+py::object planned(Scheduler& self, const Plan* plan) {
   if (plan == nullptr) return py::none();
   const StepCounts& step = plan->counts;
   const bool moves = !(self.swap_out.empty() && self.swap_in.empty() && self.copies.empty() && self.row_copies.empty() &&
-                       self.preempted.empty());
+                       self.preempted.empty()) ||
+                     self.tiers().has_moves();
   return py::make_tuple(py::make_tuple(step.num_tokens, step.num_seqs, step.num_decodes, step.num_samples, step.num_drafted), moves,
                         plan - self.plans().data());
 }
@@ -169,6 +183,17 @@ void bind_scheduler(py::module_& m) {
       .def_readonly("hit_tokens", &BlockStats::hit_tokens)
       .def_readonly("evictions", &BlockStats::evictions);
 
+  py::class_<kv::TierStats>(m, "TierStats")
+      .def_readonly("host_blocks", &kv::TierStats::host_blocks)
+      .def_readonly("disk_blocks", &kv::TierStats::disk_blocks)
+      .def_readonly("queries", &kv::TierStats::queries)
+      .def_readonly("host_hits", &kv::TierStats::host_hits)
+      .def_readonly("disk_hits", &kv::TierStats::disk_hits)
+      .def_readonly("stores", &kv::TierStats::stores)
+      .def_readonly("demotions", &kv::TierStats::demotions)
+      .def_readonly("evictions", &kv::TierStats::evictions)
+      .def_readonly("failed_loads", &kv::TierStats::failed_loads);
+
   py::class_<SchedulerStats>(m, "SchedulerStats")
       .def_readonly("num_running", &SchedulerStats::num_running)
       .def_readonly("num_waiting", &SchedulerStats::num_waiting)
@@ -206,14 +231,17 @@ void bind_scheduler(py::module_& m) {
              request.drafts = drafts;
              return self.add_request(std::move(request));
            })
-      .def("schedule", &schedule)
+      .def("schedule", [](Scheduler& self) { return planned(self, self.schedule()); })
+      .def("store_cached", [](Scheduler& self) { return planned(self, self.store_cached()); })
+      .def("drop_stored", &Scheduler::drop_stored)
       .def("update",
            [](Scheduler& self, const py::array_t<int64_t, py::array::c_style>& sampled,
-              const py::array_t<int64_t, py::array::c_style>& drafted) {
+              const py::array_t<int64_t, py::array::c_style>& drafted, const std::vector<int32_t>& failed_loads) {
              if (drafted.size() > 0 && drafted.size() != sampled.size())
                throw std::invalid_argument("there are " + std::to_string(sampled.size()) + " samples, and " +
                                            std::to_string(drafted.size()) + " tokens that were drafted");
-             return finished_or_none(self.update(sampled.data(), sampled.size(), drafted.size() > 0 ? drafted.data() : nullptr));
+             const int64_t* guesses = drafted.size() > 0 ? drafted.data() : nullptr;
+             return finished_or_none(self.update(sampled.data(), sampled.size(), guesses, failed_loads));
            })
       .def("fail_step", [](Scheduler& self) { return finished_or_none(self.fail_step()); })
       .def("beams_sampled", &Scheduler::beams_sampled)
@@ -254,6 +282,13 @@ void bind_scheduler(py::module_& m) {
              return py::make_tuple(pairs(self.swap_out), pairs(self.swap_in), pairs(self.copies), pairs(self.row_copies),
                                    py::array_t<int64_t>(static_cast<py::ssize_t>(self.preempted.size()), self.preempted.data()));
            })
+      .def("tier_moves",
+           [](const Scheduler& self) {
+             const kv::PrefixTiers& tiers = self.tiers();
+             if (!tiers.has_moves()) return py::object(py::none());
+             return py::object(py::make_tuple(triples(tiers.demotions), triples(tiers.stores), triples(tiers.loads)));
+           })
+      .def("tier_stats", [](const Scheduler& self) { return self.tiers().stats(); })
       .def("kept",
            [](const Scheduler& self) {
              const std::vector<int32_t>& kept = self.kept();

@@ -28,7 +28,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "layers": frozenset({"interfaces", "quantization"}),
     "weights": frozenset({"interfaces", "layers", "_native"}),
     "models": frozenset({"interfaces", "validation", "layers", "quantization", "weights"}),
-    "worker": frozenset({"interfaces", "memory", "layers", "models", "sampling"}),
+    "worker": frozenset({"interfaces", "memory", "layers", "models", "sampling", "_native"}),
     "executor": frozenset({"interfaces", "validation", "plugins", "worker", "_native"}),
     "triton": frozenset({"interfaces", "memory", "worker"}),
     "engine": PARTS | {"interfaces"},

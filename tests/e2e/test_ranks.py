@@ -84,6 +84,19 @@ def _check_prompt_logprobs(llm: LLM, oracle: Oracle) -> None:
             assert abs(entry[token].logprob - float(row[token])) < 1e-4
 
 
+def _check_that_a_prompt_is_found_after_a_sleep(llm: LLM, params: SamplingParams) -> None:
+    prompt = {"prompt_token_ids": list(range(100, 200))}
+    answers = []
+    for _ in range(2):
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        answers.append((list(output.outputs[0].token_ids), output.num_cached_tokens))
+        llm.sleep()
+        llm.wake_up()
+    assert (answers[0][1], answers[1][1]) == (0, 96)
+    assert answers[0][0] == answers[1][0]
+    assert llm.stats().offload_host_hits > 0
+
+
 def _check_dead(llm: LLM, rank: int) -> None:
     """A dead engine says so, whatever it is asked, and can be shut down."""
     engine = llm.engine
@@ -208,7 +221,7 @@ def test_two_ranks_share_each_layer(
     make: Make, shallow: Model, oracle: Oracle, greedy: Any, nothing_left: Callable[[], list[str]]
 ) -> None:
     listening_before = _listening()
-    with make(tensor_parallel_size=2) as llm:
+    with make(tensor_parallel_size=2, kv_offload_gib=0.02) as llm:
         assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
         assert len(_pids(llm)) == 2
         _check_tokens(llm, oracle, greedy(TOKENS))
@@ -223,6 +236,7 @@ def test_two_ranks_share_each_layer(
         assert seen
         assert llm.wake_up().state is EngineState.RUNNING
         _check_tokens(llm, oracle, greedy(TOKENS))
+        _check_that_a_prompt_is_found_after_a_sleep(llm, greedy(TOKENS))
 
         _check_that_no_other_user_reaches_where_ranks_meet(llm, listening_before)
         _check_that_one_rank_rolls_back_all(llm)

@@ -43,6 +43,7 @@ from hardpoint.interfaces import (
     StepInput,
     StepOutput,
     TagStats,
+    TierReport,
     TokenLogprobs,
     WeightWrite,
     Worker,
@@ -135,6 +136,9 @@ class FakeWorker(Worker):
         self._do("initialize_kv")
         self._blocks = num_device_blocks, num_host_blocks
 
+    def open_tiers(self, num_host_blocks: int, num_disk_blocks: int, folder: str | None) -> None:
+        self._do("open_tiers")
+
     def warm_up(self) -> None:
         self._do("warm_up")
 
@@ -149,9 +153,13 @@ class FakeWorker(Worker):
 
     def _output(self, step: StepInput) -> StepOutput:
         """Return for each sample the sum of its sequence's block table, so that a wrong table is seen."""
-        if self._config.rank != self._config.driver_rank:
-            return StepOutput(np.empty(0, np.int64))
-        batch = step.batch
+        batch, rank, tiers = step.batch, self._config.rank, None
+        if batch.tier_moves is not None:
+            # Each rank loses a load of its own, and says what it was told to store.
+            stored = tuple((slot, tag) for _, slot, tag in batch.tier_moves.stores.tolist())
+            tiers = TierReport((rank, 3 + rank), stored, checksum_failures=1, io_errors=rank, seconds=1.0 + rank)
+        if rank != self._config.driver_rank:
+            return StepOutput(np.empty(0, np.int64), tiers=tiers)
         used = -(-batch.context_lens // BLOCK_SIZE)
         sums = [int(batch.block_table[row, :n].sum()) for row, n in zip(batch.rows, used, strict=True)]
         tokens = np.array([sums[row] for row in batch.sample_rows], np.int64)
@@ -161,7 +169,7 @@ class FakeWorker(Worker):
             if s.logprobs is not None
         }
         embeddings = {seq: np.full(3, p.prompt_len, np.float32) for seq, p in step.pooling.items()}
-        return StepOutput(tokens, logprobs, embeddings)
+        return StepOutput(tokens, logprobs, embeddings, tiers=tiers)
 
     def begin(self, transaction: int, change: MemoryChange) -> None:
         if isinstance(change, SleepPlan) and change.progress is not None:

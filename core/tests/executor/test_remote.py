@@ -22,7 +22,7 @@ import torch
 from core.tests.executor.conftest import TRANSPORTS, Make, make_executor
 from core.tests.executor.helpers import REPORTED_WITHIN, is_gone, order, run_step, sums, wait_until
 from hardpoint.executor import RemoteExecutor
-from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan, WakePlan, WeightWrite
+from hardpoint.interfaces import WORKER_CALLS, SequenceSampling, SleepPlan, TierMoves, TierReport, WakePlan, WeightWrite
 from hardpoint.interfaces.errors import (
     ConfigError,
     DriverError,
@@ -82,6 +82,17 @@ def test_steps_carry_what_changes_and_return_the_drivers_output(pair: RemoteExec
         context = int(rng.integers(1, 512))
         output = run_step(pair, step(rows, context, table=table, seed=number))
         assert output.token_ids.tolist() == sums(table, rows, -(-context // 16))
+
+
+def test_a_block_of_the_tiers_is_loaded_where_all_ranks_have_loaded_their_part(pair: RemoteExecutor, step: Any) -> None:
+    pair.call("load")
+    pair.call("open_tiers", 4, 2, "folder")
+    one = step([0], 16, table=np.zeros((4, 4), np.int32))
+    stores, loads = np.array([[7, 1, 5], [8, 2, 6]], np.int64), np.array([[3, 4, 2]], np.int64)
+    one.batch.tier_moves = TierMoves(stores=stores, loads=loads)
+    assert run_step(pair, one).tiers == TierReport((0, 1, 3, 4), ((1, 5), (2, 6)), 2, 1, 2.0)
+    one.batch.tier_moves = None
+    assert run_step(pair, one).tiers is None
 
 
 def test_steps_and_answers_larger_than_the_ring_go_through(pair: RemoteExecutor, step: Any) -> None:
@@ -370,6 +381,7 @@ def test_a_rank_that_fails_to_end_a_change_frees_those_that_wait_for_it(make: Ma
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "initialize_kv": (1, 1),
+    "open_tiers": (1, 1, "a/folder"),
     "begin": (1, SleepPlan()),
     "commit": (1,),
     "rollback": (1,),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.scheduler import Scheduler, SchedulerConfig
 
 NEW = 63
@@ -306,3 +307,127 @@ def test_hits_and_evictions_are_those_of_a_plain_cache(data: st.DataObject) -> N
         assert s.num_cached_tokens(handle) == model.serve(prompt, output, salt, skips)
         assert s.block_stats.evictions == model.evictions
         assert s.block_stats.cached == len(model.cached)
+
+
+# Tiers below the prefix cache
+
+
+class PlainTiers:
+    """What is where, of prompts of one block that are served one by one by a device which keeps the last one only."""
+
+    def __init__(self, num_host: int, num_disk: int) -> None:
+        self.num_host, self.num_disk = num_host, num_disk
+        self.on_device: int | None = None
+        # Least recently used first.
+        self.host: list[int] = []
+        self.disk: list[int] = []
+
+    def serve(self, prompt: int) -> bool:
+        """Return whether the prompt's block is found."""
+        if prompt == self.on_device:
+            return True
+        found = self.host if prompt in self.host else self.disk if prompt in self.disk else None
+        if self.on_device is not None:
+            self._evict(self.on_device, keeps=prompt)
+        self.on_device = prompt
+        if found is not None:
+            found.remove(prompt)
+            found.append(prompt)
+        return found is not None
+
+    def _evict(self, prompt: int, keeps: int) -> None:
+        if prompt in self.host:
+            self.host.remove(prompt)
+        else:
+            room = [one for one in self.host if one != keeps] if len(self.host) == self.num_host else None
+            if room == []:
+                return
+            if prompt in self.disk:
+                self.disk.remove(prompt)
+            if room:
+                self.host.remove(room[0])
+                others = [one for one in self.disk if one != keeps]
+                if len(self.disk) == self.num_disk and others:
+                    self.disk.remove(others[0])
+                if len(self.disk) < self.num_disk:
+                    self.disk.append(room[0])
+        self.host.append(prompt)
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.lists(st.integers(0, 8), max_size=40))
+@settings(deadline=None)
+def test_what_the_tiers_keep_is_what_was_used_last(num_host: int, num_disk: int, prompts: list[int]) -> None:
+    s = scheduler(2, num_tier_host_blocks=num_host, num_tier_disk_blocks=num_disk)
+    plain = PlainTiers(num_host, num_disk)
+    for prompt in prompts:
+        assert run(s, [prompt] * 4 + [9]) == (4 if plain.serve(prompt) else 0)
+        stats = s.tier_stats
+        assert (stats.host_blocks, stats.disk_blocks) == (len(plain.host), len(plain.disk))
+
+
+def test_a_prompt_may_go_on_from_the_device_to_the_tiers() -> None:
+    s = scheduler(8, num_tier_host_blocks=8)
+    long = list(range(24))
+    run(s, long)
+    run(s, [60] * 13)  # takes the end of the long prompt's chain
+    assert 0 < s.tier_stats.stores < 6
+    handle = s.add_request(long, max_tokens=1)
+    batch = step(s)
+    assert batch.num_tokens == 0
+    assert len(batch.tier_moves.loads) > 0
+    assert run(s, [7, 7]) == 0
+    assert s.num_cached_tokens(handle) == 20
+
+
+def test_salts_stay_apart_in_the_tiers() -> None:
+    s = scheduler(2, num_tier_host_blocks=4)
+    run(s, [1] * 5, salt="a")
+    run(s, [2] * 5)
+    assert run(s, [1] * 5) == 0
+    run(s, [2] * 5)
+    assert run(s, [1] * 5, salt="a") == 4
+
+
+def test_a_load_that_fails_is_computed_with_all_that_follows() -> None:
+    s = scheduler(6, num_tier_host_blocks=8)
+    run(s, list(range(17)))
+    run(s, [60] * 21)
+    handle = s.add_request(list(range(17)), max_tokens=1)
+    batch = s.schedule()
+    assert batch is not None
+    assert batch.tier_moves is not None
+    assert len(batch.tier_moves.loads) == 4
+    with pytest.raises(InvalidRequest):
+        s.update(np.empty(0, np.int64), failed_loads=[4])
+    s.update(np.empty(0, np.int64), failed_loads=[1, 3])
+    s.check()
+    assert step(s).token_ids.tolist() == list(range(4, 17))
+    assert s.num_cached_tokens(handle) == 4
+    assert s.tier_stats.failed_loads == 2
+
+
+def test_a_step_that_fails_leaves_nothing_to_be_found_that_it_was_to_store() -> None:
+    s = scheduler(2, num_tier_host_blocks=4)
+    run(s, [1] * 5)
+    s.add_request([2] * 5, max_tokens=1)
+    assert s.schedule() is not None
+    s.fail_step()
+    s.check()
+    assert s.tier_stats.host_blocks == 0
+    assert run(s, [1] * 5) == 0
+
+
+def test_what_the_device_has_can_be_stored_before_it_is_lost() -> None:
+    s = scheduler(16, num_tier_host_blocks=3)
+    run(s, list(range(21)))
+    batch = s.store_cached()
+    assert batch is not None
+    assert (batch.num_tokens, len(batch.tier_moves.stores)) == (0, 3)
+    s.update(np.empty(0, np.int64))
+    assert s.store_cached() is None
+    s.recompute_all(swapped=False)
+    s.check()
+    assert run(s, list(range(21))) in (4, 8, 12)
+    s.reset_prefix_cache()
+    assert s.tier_stats.host_blocks == 0
+    assert run(s, list(range(21))) == 0

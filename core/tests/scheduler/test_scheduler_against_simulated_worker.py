@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.batch import StepBatch, TierMoves
 from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig, SequenceState
 
@@ -68,6 +68,8 @@ class SimulatedWorker:
         self.states: dict[int, int] = {}
         self.device: dict[int, Held] = {}
         self.host: dict[int, Held] = {}
+        # Of each slot of the tiers, the tag and what each token of the block holds.
+        self.tiers: dict[int, tuple[int, list[Held]]] = {}
         self.generation = 0
         self.last_tokens: dict[int, int] = {}
         self._ids: dict[tuple[object, int], int] = {}
@@ -88,6 +90,27 @@ class SimulatedWorker:
                     target.pop(b * self.block_size + offset, None)
                 else:
                     target[b * self.block_size + offset] = value
+
+    def move_tiers(self, moves: TierMoves | None) -> list[int]:
+        """Do the moves and return the loads that fail, for which blocks are void."""
+        if moves is None:
+            return []
+        size = self.block_size
+        for source, slot, tag in moves.demotions.tolist():
+            self.tiers[slot] = self.tiers.get(source, (0, []))
+            assert self.tiers[slot][0] in (tag, 0), "a demotion comes too late"
+        for block, slot, tag in moves.stores.tolist():
+            self.tiers[slot] = (tag, [self.device[block * size + offset] for offset in range(size)])
+        failed = []
+        for row, (slot, block, tag) in enumerate(moves.loads.tolist()):
+            found, held = self.tiers.get(slot, (0, []))
+            for offset in range(size):
+                self.device.pop(block * size + offset, None)
+            if found != tag:
+                failed.append(row)
+            else:
+                self.device |= {block * size + offset: one for offset, one in enumerate(held)}
+        return failed
 
     def execute(self, batch: StepBatch, sequences: dict[int, Expected]) -> None:
         self._move(self.device, self.host, batch.swap_out)
@@ -152,6 +175,7 @@ class InFlight:
     batch: StepBatch
     tokens: list[int]
     arrays: dict[str, list[int]]
+    failed_loads: list[int]
 
 
 class Driver:
@@ -213,6 +237,7 @@ class Driver:
         self.check_rules(batch)
         if len(batch.preempted):
             assert running.issuperset(batch.seq_ids.tolist()), "a step that preempts admits nothing"
+        failed_loads = self.worker.move_tiers(batch.tier_moves)
         self.worker.execute(batch, self.sequences)
         fields = ("token_ids", "positions", "slot_mapping", "rows", "seq_ids", "sample_seq_ids", "copies", "preempted")
         self.trace.append([getattr(batch, name).tolist() for name in fields])
@@ -244,14 +269,17 @@ class Driver:
                 continue
             sequence.sampled.append(tokens[-1])
             self.worker.last_tokens[row] = tokens[-1]
-        others = ("block_table", "num_decodes", "more_groups")
+        others = ("block_table", "num_decodes", "more_groups", "tier_moves")
         arrays = {f.name: getattr(batch, f.name).tolist() for f in dataclasses.fields(batch) if f.name not in others}
-        self.in_flight.append(InFlight(batch, tokens, arrays))
+        self.in_flight.append(InFlight(batch, tokens, arrays, failed_loads))
         return batch
 
     def check_rules(self, batch: StepBatch) -> None:
         config = self.config
-        assert (0 if self.in_flight and len(batch.swap_out) else 1) <= batch.num_tokens <= config.max_num_batched_tokens
+        only_moves = (self.in_flight and len(batch.swap_out)) or (
+            batch.tier_moves is not None and len(batch.tier_moves.loads)
+        )
+        assert (0 if only_moves else 1) <= batch.num_tokens <= config.max_num_batched_tokens
         assert batch.num_seqs <= config.max_num_seqs
         assert len(set(batch.seq_ids.tolist())) == batch.num_seqs
         assert len(set(batch.rows.tolist())) == batch.num_seqs
@@ -334,7 +362,7 @@ class Driver:
                 sequence.reason = FinishReason.LENGTH
             if sequence.reason is not None:
                 expected[seq_id] = sequence.reason
-        assert dict(self.scheduler.update(np.array(tokens, np.int64))) == expected
+        assert dict(self.scheduler.update(np.array(tokens, np.int64), failed_loads=step.failed_loads)) == expected
         found = self.scheduler.kept()
         assert kept == (list(range(len(tokens))) if found is None else found.tolist())
         for handle in dict.fromkeys(self.sequences[seq_id].beams_of for seq_id in batch.sample_seq_ids.tolist()):
@@ -423,6 +451,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     chunked = draw(st.booleans())
     max_model_len = draw(st.integers(6, 40))
     windows = draw(st.sampled_from([(0,), (0,), (0, 5), (0, 3, 3), (6,), (9, 2)]))
+    caches = draw(st.booleans())
+    tiers = draw(st.sampled_from([(0, 0), (2, 0), (3, 2), (9, 4)])) if caches and windows == (0,) else (0, 0)
     return SchedulerConfig(
         block_size=block_size,
         num_device_blocks=len(windows) * draw(st.integers(2, 16)),
@@ -430,7 +460,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 24)) if chunked else max(max_model_len, max_num_seqs),
         max_model_len=max_model_len,
-        enable_prefix_caching=draw(st.booleans()),
+        num_tier_host_blocks=tiers[0],
+        num_tier_disk_blocks=tiers[1],
+        enable_prefix_caching=caches,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])) if chunked else 0,
         mixed_prefill_tokens=draw(st.sampled_from([None, 1, 4])) if chunked else None,
@@ -554,7 +586,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.worker.device.clear()
         if swapped:
             self.driver.worker.host.clear()
+            # As after a change of weights: what is there is not what anything would compute now.
+            self.driver.worker.tiers = {
+                slot: (tag, [((0, -1), 0)] * len(held)) for slot, (tag, held) in self.driver.worker.tiers.items()
+            }
         assert self.driver.scheduler.live_blocks(running=True).tolist() == []
+
+    @precondition(is_idle)
+    @rule()
+    def store_cached(self) -> None:
+        assert self.driver
+        batch = self.driver.scheduler.store_cached()
+        if batch is not None:
+            assert batch.num_tokens == 0
+            assert self.driver.worker.move_tiers(batch.tier_moves) == []
+            assert self.driver.scheduler.update(np.empty(0, np.int64)) == []
+
+    @rule(data=st.data())
+    def lose_a_block_of_the_tiers(self, data: st.DataObject) -> None:
+        tiers = self.driver.worker.tiers if self.driver is not None else {}
+        if tiers:
+            slot = data.draw(st.sampled_from(sorted(tiers)))
+            tag, _ = tiers.pop(slot)
+            if data.draw(st.booleans()):
+                self.driver.scheduler.drop_stored([(slot, tag)])
 
     @precondition(is_idle)
     @rule()

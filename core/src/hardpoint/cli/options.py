@@ -74,6 +74,19 @@ class ServedEngineOptions:
     prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV blocks of equal prompt beginnings.", rich_help_panel=_ENGINE)
     ] = True
+    kv_offload_gib: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="GiB of host memory for KV blocks that the prefix cache evicts.", rich_help_panel=_ENGINE
+        ),
+    ] = 0.0
+    kv_offload_disk_gib: Annotated[
+        float,
+        typer.Option(min=0.0, help="GiB on disk for those that this memory evicts.", rich_help_panel=_ENGINE),
+    ] = 0.0
+    kv_offload_path: Annotated[
+        str | None, typer.Option(help="Folder for them.", show_default="none", rich_help_panel=_ENGINE)
+    ] = None
     download_dir: Annotated[
         str | None,
         typer.Option(help="Where models are fetched to.", show_default="Hugging Face's cache", rich_help_panel=_ENGINE),

@@ -56,6 +56,10 @@ class EngineConfig(SchedulerSettings):
         memory_utilization: share of the device's memory for this engine; None for the backend's default.
         num_device_blocks: KV blocks on the device; None to measure what fits.
         swap_space: GiB of host memory for preempted requests.
+        kv_offload_gib: GiB of host memory for KV blocks that the device's prefix cache evicts, from where prompts that begin alike get
+            them back instead of computing them; 0 for none.
+        kv_offload_disk_gib: GiB on disk for blocks that this memory has no room for; 0 for none.
+        kv_offload_path: folder for them, in a file without a name.
         limit_mm_per_prompt: most pictures of a prompt, {"image": 2} for example.
         allowed_local_media_path: folder of which file: URLs in messages may name pictures; None for no local files.
         encoder_cache_space: GiB on the device for embeddings of pictures, which later steps and requests with the same picture use.
@@ -119,6 +123,9 @@ class EngineConfig(SchedulerSettings):
     memory_utilization: Share | None = None
     num_device_blocks: PositiveInt | None = None
     swap_space: GiB = 4.0
+    kv_offload_gib: GiB = 0.0
+    kv_offload_disk_gib: GiB = 0.0
+    kv_offload_path: FileName | None = None
     limit_mm_per_prompt: Mapping[str, NonNegativeInt] | None = None
     allowed_local_media_path: FileName | None = None
     encoder_cache_space: GiB = 0.25
@@ -163,6 +170,7 @@ class EngineConfig(SchedulerSettings):
         self._check_types()
         parse_speculative_config(self.speculative_config)
         self._check_ranks()
+        self._check_offload()
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras={self.max_cpu_loras} is not possible",
@@ -171,6 +179,26 @@ class EngineConfig(SchedulerSettings):
             )
         _parse_dtype("dtype", self.dtype)
         _parse_dtype("kv_dtype", self.kv_dtype)
+
+    def _check_offload(self) -> None:
+        if self.kv_offload_gib and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offload_gib keeps blocks of the prefix cache",
+                found="enable_prefix_caching=False",
+                hint="Leave kv_offload_gib out, or enable the prefix cache",
+            )
+        if self.kv_offload_disk_gib and not self.kv_offload_gib:
+            raise ConfigError(
+                "KV blocks go to the disk from the host's memory",
+                found=f"kv_offload_disk_gib={self.kv_offload_disk_gib} without kv_offload_gib",
+                hint="Give kv_offload_gib too",
+            )
+        if (self.kv_offload_disk_gib > 0) != (self.kv_offload_path is not None):
+            raise ConfigError(
+                "KV blocks on disk need a folder and a size",
+                found=f"kv_offload_disk_gib={self.kv_offload_disk_gib}, kv_offload_path={shown(self.kv_offload_path)}",
+                hint="Give both, or neither",
+            )
 
     def _check_ranks(self) -> None:
         if self.ray is not None and self.executor != "ray":

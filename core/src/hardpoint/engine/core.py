@@ -76,11 +76,13 @@ from hardpoint.interfaces.batch import (
     StepBatch,
     StepInput,
     StepOutput,
+    TierReport,
     TokenLogprobs,
 )
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import (
     CapabilityRefused,
+    ConfigError,
     DrainTimeout,
     EngineDead,
     InvalidRequest,
@@ -172,6 +174,13 @@ class EngineStats:
         blocks_used, blocks_free, blocks_cached: device blocks; those cached hold reusable prefixes, in use or free.
         sleep: what sleeps and wakes did.
         running, waiting, swapped: sequences now.
+        offload_host_blocks, offload_disk_blocks, offload_host_bytes, offload_disk_bytes: evicted blocks that the tiers below the prefix
+            cache hold, of all ranks together.
+        offload_queries, offload_host_hits, offload_disk_hits: blocks of prompts that were looked up there, and found.
+        offload_stores, offload_demotions, offload_evictions: blocks that went to the host, from there to the disk, and out of the tiers.
+        offload_failures, offload_checksum_failures, offload_io_errors: blocks found that could not be loaded, and were computed; blocks
+            that were damaged; reads and writes of the disk that failed.
+        offload_seconds: that the slowest rank's host has spent on copies.
     """
 
     steps: int
@@ -193,6 +202,20 @@ class EngineStats:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    offload_host_blocks: int = 0
+    offload_disk_blocks: int = 0
+    offload_host_bytes: int = 0
+    offload_disk_bytes: int = 0
+    offload_queries: int = 0
+    offload_host_hits: int = 0
+    offload_disk_hits: int = 0
+    offload_stores: int = 0
+    offload_demotions: int = 0
+    offload_evictions: int = 0
+    offload_failures: int = 0
+    offload_checksum_failures: int = 0
+    offload_io_errors: int = 0
+    offload_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -285,6 +308,7 @@ class EngineCore:
             raise
         self.lifecycle = LifeCycle(self.executor, self.scheduler, memory, settings, resolved.descriptor.name)
         self.totals = StepTotals(sleep=self.lifecycle.totals)
+        self._tier_totals = TierReport()
         self._requests: dict[int, _Request] = {}
         self._keys: dict[int, int] = {}
         self._queued: set[int] = set()
@@ -355,6 +379,8 @@ class EngineCore:
             # What a state follows from is lost with it: such sequences are computed from their first token.
             num_host, overridden["enable_prefix_caching"] = 0, False
             _log.info("%s keeps recurrent states: prefixes are not cached, and nothing is swapped", model.architecture)
+        tiers = self._check_offload(models, block_bytes)
+        self._block_bytes = block_bytes
         speculation = parse_speculative_config(self.config.speculative_config)
         if speculation is not None:
             check_speculation(speculation, model, takes_embeddings=self.config.enable_prompt_embeds)
@@ -362,6 +388,8 @@ class EngineCore:
             if speculation.adaptive:
                 self._step_costs = StepCosts(max(profile.seconds_per_token for profile in profiles))
         call("initialize_kv", num_blocks, num_host)
+        if tiers[0]:
+            call("open_tiers", *tiers, self.config.kv_offload_path)
         call("warm_up")
         config = self.config
         if model.whole_prompts:
@@ -377,6 +405,8 @@ class EngineCore:
                 block_size=spec.block_size,
                 num_device_blocks=num_blocks,
                 num_host_blocks=num_host,
+                num_tier_host_blocks=tiers[0],
+                num_tier_disk_blocks=tiers[1],
                 steps_in_flight=model.steps_in_flight,
                 max_model_len=model.max_model_len,
                 group_windows=model.kv_group_windows,
@@ -408,6 +438,35 @@ class EngineCore:
             weight_formats=dict(sum((Counter(one.weight_formats) for one in models), Counter())),
         )
         return model
+
+    def _check_offload(self, models: Sequence[ModelInfo], block_bytes: int) -> tuple[int, int]:
+        """Return how many evicted blocks the host and the disk keep; raises CapabilityRefused, ConfigError where they cannot."""
+        config, model = self.config, models[0]
+        if not config.kv_offload_gib:
+            return 0, 0
+        reasons = []
+        if model.state_bytes:
+            reasons.append("it keeps recurrent states, so that its prefixes are not cached")
+        if block_bytes == 0:
+            reasons.append("it has no KV cache")
+        if model.kv_group_windows != (0,):
+            reasons.append(f"its KV cache groups have the windows {list(model.kv_group_windows)}")
+        if reasons:
+            raise CapabilityRefused(
+                f"kv_offload_gib cannot be had with {model.architecture}",
+                reasons,
+                hint="Leave kv_offload_gib out, or where windows are the reason set disable_hybrid_kv_cache_manager",
+            )
+        num_host, num_disk = (
+            int(size * (1 << 30)) // block_bytes for size in (config.kv_offload_gib, config.kv_offload_disk_gib)
+        )
+        if not num_host or (config.kv_offload_disk_gib and not num_disk):
+            raise ConfigError(
+                "there is no room for one evicted KV block",
+                found=f"kv_offload_gib={config.kv_offload_gib}, kv_offload_disk_gib={config.kv_offload_disk_gib}, of {block_bytes} bytes",
+                hint="Give more, or leave it out",
+            )
+        return num_host, num_disk
 
     def _num_device_blocks(self, profile: MemoryProfile, model: ModelInfo) -> int:
         """Return how many KV blocks to allocate; raises KVCacheTooSmall with what to change."""
@@ -641,7 +700,7 @@ class EngineCore:
 
     def _stats(self) -> EngineStats:
         blocks, totals, queues = self.scheduler.block_stats, self.totals, self.scheduler.stats
-        drafts = self.scheduler.draft_stats
+        drafts, tiers, moved = self.scheduler.draft_stats, self.scheduler.tier_stats, self._tier_totals
         return EngineStats(
             **{f.name: getattr(totals, f.name) for f in fields(totals) if f.name != "sleep"},
             sleep=replace(totals.sleep),
@@ -656,6 +715,20 @@ class EngineCore:
             drafts=drafts.num_drafts,
             draft_tokens=drafts.num_draft_tokens,
             accepted_tokens=drafts.num_accepted_tokens,
+            offload_host_blocks=tiers.host_blocks,
+            offload_disk_blocks=tiers.disk_blocks,
+            offload_host_bytes=tiers.host_blocks * self._block_bytes,
+            offload_disk_bytes=tiers.disk_blocks * self._block_bytes,
+            offload_queries=tiers.queries,
+            offload_host_hits=tiers.host_hits,
+            offload_disk_hits=tiers.disk_hits,
+            offload_stores=tiers.stores,
+            offload_demotions=tiers.demotions,
+            offload_evictions=tiers.evictions,
+            offload_failures=tiers.failed_loads,
+            offload_checksum_failures=moved.checksum_failures,
+            offload_io_errors=moved.io_errors,
+            offload_seconds=moved.seconds,
         )
 
     # Sleep
@@ -687,6 +760,8 @@ class EngineCore:
             self._drain = _Drain(request, Future(), start, time.monotonic() + limit)
             return self._drain.reply
         with self._between_steps():
+            if self.scheduler.config.num_tier_host_blocks and self.lifecycle.loses_kv(request):
+                self._store_cached()
             report = self.lifecycle.sleep(request, start)
         if request.mode is not SleepMode.ABORT:
             return replace(report, kept=self._in_progress)
@@ -837,7 +912,7 @@ class EngineCore:
             seq_ids, batch = step.batch.sample_seq_ids.copy(), step.batch
             decode_tokens, preempted = _decode_tokens(batch), len(batch.preempted)
             num_tokens, prefill_tokens = batch.num_tokens, batch.num_tokens - decode_tokens
-            finished = self.scheduler.update(output.token_ids, output.drafted)
+            finished = self._update(output)
             kept = self.scheduler.kept()
         except Exception as error:
             self._in_flight.popleft()
@@ -880,6 +955,38 @@ class EngineCore:
                 beams,
             )
         )
+
+    def _update(self, output: StepOutput) -> list[tuple[int, FinishReason]]:
+        """Book the oldest step in the scheduler, with what became of blocks that went to and from the tiers."""
+        report = output.tiers
+        if report is None:
+            return self.scheduler.update(output.token_ids, output.drafted)
+        finished = self.scheduler.update(output.token_ids, output.drafted, report.failed_loads)
+        self.scheduler.drop_stored(report.lost)
+        totals = self._tier_totals
+        self._tier_totals = TierReport(
+            checksum_failures=totals.checksum_failures + report.checksum_failures,
+            io_errors=totals.io_errors + report.io_errors,
+            seconds=totals.seconds + report.seconds,
+        )
+        return finished
+
+    def _store_cached(self) -> None:
+        """Store what the prefix cache has on the device in the host's tier, before a sleep that discards it; no step is in flight."""
+        batch = self.scheduler.store_cached()
+        if batch is None:
+            return
+        try:
+            self.executor.submit(StepInput(batch))
+            self._update(self.executor.collect())
+        except EngineDead as error:
+            self._lose_oldest(error)
+        except Exception as error:
+            self.scheduler.fail_step()
+            _log.warning("the prefix cache is not kept over the sleep: %s", error)
+        except BaseException as error:
+            self._abandon_steps(error)
+            raise
 
     def _advance_searches(
         self,

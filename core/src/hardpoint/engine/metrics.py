@@ -27,6 +27,20 @@ COUNTERS: tuple[Reading, ...] = (
     ("num_preemptions", "Sequences preempted", lambda stats: stats.preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda stats: stats.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda stats: stats.prefix_hits),
+    ("kv_offload_queries", "KV blocks of prompts looked up in the tiers", lambda stats: stats.offload_queries),
+    ("kv_offload_host_hits", "KV blocks found on the host", lambda stats: stats.offload_host_hits),
+    ("kv_offload_disk_hits", "KV blocks found on disk", lambda stats: stats.offload_disk_hits),
+    ("kv_offload_stores", "KV blocks copied to the host", lambda stats: stats.offload_stores),
+    ("kv_offload_demotions", "KV blocks moved from the host to the disk", lambda stats: stats.offload_demotions),
+    ("kv_offload_evictions", "KV blocks that left the tiers for others", lambda stats: stats.offload_evictions),
+    ("kv_offload_failures", "KV blocks found and not loaded", lambda stats: stats.offload_failures),
+    (
+        "kv_offload_checksum_failures",
+        "KV blocks found damaged",
+        lambda stats: stats.offload_checksum_failures,
+    ),
+    ("kv_offload_io_errors", "Failed reads and writes of KV blocks", lambda stats: stats.offload_io_errors),
+    ("kv_offload_seconds", "Seconds of copying KV blocks", lambda stats: stats.offload_seconds),
     ("spec_decode_num_drafts", "Sequences in steps that had draft tokens", lambda stats: stats.drafts),
     ("spec_decode_num_draft_tokens", "Draft tokens verified", lambda stats: stats.draft_tokens),
     ("spec_decode_num_accepted_tokens", "Draft tokens accepted", lambda stats: stats.accepted_tokens),
@@ -35,6 +49,8 @@ GAUGES: tuple[Reading, ...] = (
     ("num_requests_running", "Sequences that are computed", lambda stats: stats.running),
     ("num_requests_waiting", "Sequences that wait", lambda stats: stats.waiting),
     ("num_requests_swapped", "Sequences whose blocks are on the host", lambda stats: stats.swapped),
+    ("kv_offload_host_bytes", "Bytes of KV blocks on the host", lambda stats: stats.offload_host_bytes),
+    ("kv_offload_disk_bytes", "Bytes of KV blocks on disk", lambda stats: stats.offload_disk_bytes),
     (
         "kv_cache_usage_perc",
         "Share of the KV blocks that is in use, 0 to 1",
@@ -65,7 +81,7 @@ class Metric:
 class Counter(Metric):
     """A number that only grows."""
 
-    value: int
+    value: float
 
 
 @dataclass(frozen=True)
@@ -155,6 +171,6 @@ class RequestMetricsBook:
 def engine_metrics(stats: EngineStats, model: str, book: RequestMetricsBook) -> list[Metric]:
     """Return an engine's metrics: its counters, and those of the requests that a client saw end."""
     labels = {"model_name": model}
-    counters: list[Metric] = [Counter(PREFIX + name, labels, int(read(stats))) for name, _, read in COUNTERS]
+    counters: list[Metric] = [Counter(PREFIX + name, labels, read(stats)) for name, _, read in COUNTERS]
     gauges: list[Metric] = [Gauge(PREFIX + name, labels, read(stats)) for name, _, read in GAUGES]
     return counters + gauges + book.metrics(labels)

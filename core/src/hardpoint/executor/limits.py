@@ -11,6 +11,7 @@ _KINDS = {
     "load": "load",
     "profile": "load",
     "initialize_kv": "load",
+    "open_tiers": "load",
     "warm_up": "load",
     "write_weights": "load",
     "stop_trace": "load",
@@ -26,7 +27,7 @@ class RankLimits(Validated):
 
     Attributes:
         start: for a process to be there with its backend, and for its `start`.
-        load: for each of `load`, `profile`, `initialize_kv` and `warm_up`, for changes of weights, and for writing a profile.
+        load: for each of `load`, `profile`, `initialize_kv`, `open_tiers` and `warm_up`, for changes of weights, and for writing a profile.
         step: for one step.
         sleep: for each call of a sleep or wake.
         other: for questions.

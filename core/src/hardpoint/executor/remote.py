@@ -20,7 +20,7 @@ from hardpoint.executor.steps import StepEncoder, decode_output
 from hardpoint.executor.transport import NAME_BYTES, PROGRESS, Deadline, Frame, Kind, Transport
 from hardpoint.executor.weights import encode_weight
 from hardpoint.interfaces.allocator import SleepPlan
-from hardpoint.interfaces.batch import StepInput, StepOutput
+from hardpoint.interfaces.batch import StepInput, StepOutput, TierReport
 from hardpoint.interfaces.errors import (
     EngineDead,
     ForkedProcess,
@@ -138,7 +138,11 @@ class RemoteExecutor(Executor):
         outcomes = self._gather(round, deadline, waits=True, first=self._driver)
         if round.first_failure is not None:
             raise self._failed_step(outcomes)
-        return decode_output(outcomes[self._driver])
+        output = decode_output(outcomes[self._driver])
+        if output.tiers is None or len(outcomes) == 1:
+            return output
+        # Each rank has its part of a block: it is there where all parts are.
+        return replace(output, tiers=_over_ranks([decode_output(one).tiers or output.tiers for one in outcomes]))
 
     def shutdown(self) -> None:
         """End all ranks: those that are well end their workers first. Callable in any state; idempotent."""
@@ -331,6 +335,16 @@ class RemoteExecutor(Executor):
         failure = self._transport.fail(rank, ended, "\n".join(getattr(error, "__notes__", ())), _INCONSISTENT)
         failure.__cause__ = error
         return failure
+
+
+def _over_ranks(reports: Sequence[TierReport]) -> TierReport:
+    return TierReport(
+        failed_loads=tuple(sorted({row for one in reports for row in one.failed_loads})),
+        lost=tuple(sorted({lost for one in reports for lost in one.lost})),
+        checksum_failures=sum(one.checksum_failures for one in reports),
+        io_errors=sum(one.io_errors for one in reports),
+        seconds=max(one.seconds for one in reports),
+    )
 
 
 def ranks_consistent(outcomes: Sequence[Any], driver: int) -> bool:

@@ -30,6 +30,8 @@ from hardpoint.interfaces.batch import (
     StepBatch,
     StepInput,
     StepOutput,
+    TierMoves,
+    TierReport,
     TokenLogprobs,
 )
 from hardpoint.interfaces.errors import MalformedMessage
@@ -54,6 +56,7 @@ class _Sequences(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     positions: Int64Array | None = None
     adapters: dict[int, int] = {}
     sample_tokens: Int32Array | None = None
+    tier_moves: TierMoves | None = None
 
 
 class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -64,16 +67,25 @@ class _Extras(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     failed: dict[int, str] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     drafted: Int64Array | None = None
+    tiers: TierReport | None = None
 
 
 def encode_output(output: StepOutput) -> list[Buffer]:
     """Return a step's output as a message: numbers of tokens and of bytes that follow them, tokens, and the rest if there is any."""
     tokens = np.ascontiguousarray(output.token_ids, np.int64)
     rest = b""
-    if output.logprobs or output.embeddings or output.failed or output.prompt_logprobs or len(output.drafted):
+    if (
+        output.logprobs
+        or output.embeddings
+        or output.failed
+        or output.prompt_logprobs
+        or len(output.drafted)
+        or output.tiers is not None
+    ):
         logprobs, embeddings = dict(output.logprobs), dict(output.embeddings)
         drafted = output.drafted if len(output.drafted) else None
-        extras = _Extras(logprobs, embeddings, dict(output.failed), dict(output.prompt_logprobs), drafted)
+        scores = dict(output.prompt_logprobs)
+        extras = _Extras(logprobs, embeddings, dict(output.failed), scores, drafted, output.tiers)
         rest = b"".join(encode(extras))
     return [b"".join([_OUTPUT_HEADER.pack(len(tokens), len(rest)), tokens.data, rest])]
 
@@ -91,8 +103,8 @@ def decode_output(message: Buffer) -> StepOutput:
     if not rest:
         return StepOutput(tokens)
     extras: _Extras = decode(memoryview(message)[end:], _Extras)
-    drafted = _NO_LONGS if extras.drafted is None else extras.drafted
-    return StepOutput(tokens, extras.logprobs, extras.embeddings, extras.failed, extras.prompt_logprobs, drafted)
+    drafted, scores = _NO_LONGS if extras.drafted is None else extras.drafted, extras.prompt_logprobs
+    return StepOutput(tokens, extras.logprobs, extras.embeddings, extras.failed, scores, drafted, extras.tiers)
 
 
 class StepEncoder:
@@ -128,6 +140,7 @@ class StepEncoder:
                 or step.positions is not None
                 or step.adapters
                 or len(batch.sample_tokens)
+                or batch.tier_moves is not None
             ):
                 new = tuple(map(_with_list, step.new_sequences))
                 groups = self._encode_groups(batch)
@@ -146,6 +159,7 @@ class StepEncoder:
                     step.positions,
                     dict(step.adapters),
                     batch.sample_tokens if len(batch.sample_tokens) else None,
+                    batch.tier_moves,
                 )
                 last = b"".join(encode(sequences))
             message = self._packer.pack(
@@ -242,6 +256,7 @@ class StepDecoder:
             batch.row_copies = np.array(sequences.row_copies, np.int32)
         if sequences.sample_tokens is not None:
             batch.sample_tokens = sequences.sample_tokens
+        batch.tier_moves = sequences.tier_moves
         return StepInput(
             batch,
             sequences.new,

@@ -48,6 +48,8 @@ from hardpoint.interfaces.batch import (
     StepBatch,
     StepInput,
     StepOutput,
+    TierMoves,
+    TierReport,
     TokenLogprobs,
 )
 from hardpoint.interfaces.blocks import BlockFormat, Quantization
@@ -166,6 +168,8 @@ __all__ = [
     "StepInput",
     "StepOutput",
     "TagStats",
+    "TierMoves",
+    "TierReport",
     "TokenLogprobs",
     "TorchPoolScope",
     "WakePlan",

@@ -48,6 +48,50 @@ class KVGroupSlots:
     block_table: Int32Array
 
 
+def _no_moves() -> Int64Array:
+    import numpy
+
+    return numpy.empty((0, 3), numpy.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TierMoves:
+    """Blocks that a step moves between the device and the tiers below its prefix cache (`Worker.open_tiers`), all int64[k, 3].
+
+    Slots are numbered from 0 in the host's memory, and go on on disk. A tag says which contents are meant: a worker keeps it with the
+    bytes that it stores, and never takes others for them. A worker does the moves before all others of the step, in the order of the
+    attributes.
+
+    Attributes:
+        demotions: (slot of the host, slot on disk, tag).
+        stores: (device block, slot of the host, tag).
+        loads: (slot, device block, tag).
+    """
+
+    demotions: Int64Array = field(default_factory=_no_moves)
+    stores: Int64Array = field(default_factory=_no_moves)
+    loads: Int64Array = field(default_factory=_no_moves)
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """What became of a step's `TierMoves` on one rank, or on all.
+
+    Attributes:
+        failed_loads: rows of `TierMoves.loads` whose block was not there or not as it was stored, in rising order.
+        lost: (slot, tag) of blocks that are not kept: moves of this step, or of earlier ones whose writing to disk has failed since.
+        checksum_failures: blocks that were read and are not what was stored.
+        io_errors: reads and writes of the disk that failed.
+        seconds: that the host has spent on it.
+    """
+
+    failed_loads: tuple[int, ...] = ()
+    lost: tuple[tuple[int, int], ...] = ()
+    checksum_failures: int = 0
+    io_errors: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class StepBatch:
     """One step's work: T tokens of R sequences, of which S rows are sampled.
@@ -91,6 +135,7 @@ class StepBatch:
         sample_tokens: int32[S], index in 0..T of the token whose logits are sampled, where some sequence has drafted tokens: guesses at
             what follows its last token, each of which is sampled as if all before it were right. Empty where all samples are of the
             sequences' last tokens.
+        tier_moves: of blocks of the prefix cache, to and from its tiers; None for none. They come before `swap_out`.
     """
 
     token_ids: Int64Array
@@ -114,6 +159,7 @@ class StepBatch:
     more_groups: tuple[KVGroupSlots, ...] = ()
     row_copies: Int32Array = field(default_factory=_no_pairs)
     sample_tokens: Int32Array = field(default_factory=_no_rows)
+    tier_moves: TierMoves | None = None
 
     def sampled_tokens(self) -> Int32Array:
         """Return the index in 0..T of the token whose logits each sample is of, int32[S]."""
@@ -381,6 +427,7 @@ class StepOutput:
         prompt_logprobs: by sequence id, what `StepInput.scoring` asks for.
         drafted: int64[S], what the worker's draft model has guessed for each sample; -1 where it guessed nothing. Empty where it made no
             guess in the step.
+        tiers: what became of `StepBatch.tier_moves`, on every rank; None where the step has none.
     """
 
     token_ids: Int64Array
@@ -389,3 +436,4 @@ class StepOutput:
     failed: Mapping[int, str] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)
     drafted: Int64Array = field(default_factory=_no_tokens)
+    tiers: TierReport | None = None

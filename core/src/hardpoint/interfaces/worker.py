@@ -287,9 +287,10 @@ class Worker(Contract, contract=True):
     def collect(self) -> StepOutput:
         """Wait for the oldest step that was submitted and not collected, and return its output.
 
-        Ranks other than `WorkerConfig.driver_rank` return an empty output. A step that ends with an error may leave ranks waiting for one
-        another. OutputFailed says that it does not: the driver raises it for what fails when it needs the others no more, and its
-        device has done all its work. Either way the step is over, and steps that were submitted after it are collected next.
+        Ranks other than `WorkerConfig.driver_rank` return an output that is empty, but for `StepOutput.tiers`. A step that ends with an
+        error may leave ranks waiting for one another. OutputFailed says that it does not: the driver raises it for what fails when it needs
+        the others no more, and its device has done all its work. Either way the step is over, and steps that were submitted after it are
+        collected next.
 
         Raises:
             NothingToCollect: no step was submitted.
@@ -352,6 +353,19 @@ class Worker(Contract, contract=True):
     @abstractmethod
     def status(self) -> WorkerStatus:
         """Return this rank's account of its memory and weights."""
+
+    def open_tiers(self, num_host_blocks: int, num_disk_blocks: int, folder: str | None) -> None:
+        """Take memory for blocks that the prefix cache evicts, after `initialize_kv`; steps have `StepBatch.tier_moves` then. Optional.
+
+        Args:
+            num_host_blocks: slots in the host's memory.
+            num_disk_blocks: slots in a file that nobody else can open and that is gone when the worker ends.
+            folder: of that file, made where it is not there; None with no slots on disk.
+
+        Raises:
+            HostBudgetExceeded, ConfigError for a folder that cannot be written to, CapabilityRefused where the worker has no such tiers.
+        """
+        raise CapabilityRefused("evicted KV blocks are not kept here", [f"{type(self).__name__} has no open_tiers"])
 
     def load_adapter(self, number: int, path: str) -> None:
         """Read a LoRA adapter from a folder as PEFT writes it, check it against the model, and keep it on the host; optional.

@@ -55,6 +55,8 @@ class SchedulerConfig(SchedulerSettings):
     Attributes:
         block_size: tokens per KV block.
         num_device_blocks, num_host_blocks: sizes of the block pools.
+        num_tier_host_blocks, num_tier_disk_blocks: sizes of the tiers below the prefix cache: blocks that the device evicts go to the host,
+            and from there to the disk. They need the prefix cache and a single KV cache group without a window.
         max_model_len: most tokens of a sequence, prompt included.
         watermark: share of the device blocks that admission leaves free.
         swap_seconds_per_block, recompute_seconds_per_token: the costs that the preemption mode "auto" compares (a swap moves a block
@@ -79,6 +81,8 @@ class SchedulerConfig(SchedulerSettings):
     block_size: PositiveInt
     num_device_blocks: PositiveInt
     num_host_blocks: NonNegativeInt = 0
+    num_tier_host_blocks: NonNegativeInt = 0
+    num_tier_disk_blocks: NonNegativeInt = 0
     max_model_len: Annotated[int, Meta(ge=2, le=INT32_MAX, description="It holds a prompt token and a new one")] = 2048
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     swap_seconds_per_block: NonNegativeFloat = 0.0
@@ -104,6 +108,21 @@ class SchedulerConfig(SchedulerSettings):
                     found=f"{name}={getattr(self, name)} of {self.block_size} slots",
                     hint="Set num_device_blocks, or a smaller memory_utilization or swap_space",
                 )
+        if self.num_tier_host_blocks and not (self.enable_prefix_caching and self.group_windows == (0,)):
+            raise ConfigError(
+                "tiers below the prefix cache need it, and a single KV cache group without a window",
+                found=f"enable_prefix_caching={self.enable_prefix_caching}, group_windows={self.group_windows}",
+            )
+        if self.num_tier_disk_blocks and not self.num_tier_host_blocks:
+            raise ConfigError(
+                "blocks go to the disk from the host's tier",
+                found=f"num_tier_disk_blocks={self.num_tier_disk_blocks} without num_tier_host_blocks",
+            )
+        if self.num_tier_host_blocks + self.num_tier_disk_blocks >= 1 << 31:
+            raise ConfigError(
+                "there are more tier blocks than int32 can number",
+                found=f"{self.num_tier_host_blocks} and {self.num_tier_disk_blocks}",
+            )
         if 0 in self.group_windows[1:] and self.group_windows[0]:
             raise ConfigError("the first KV cache group has the largest window", found=f"{self.group_windows}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hardpoint._native import BlockStats, DraftStats, SchedulerCore, SchedulerStats, SequenceState
-from hardpoint.interfaces.batch import Int32Array, Int64Array, KVGroupSlots, StepBatch
+from hardpoint._native import BlockStats, DraftStats, SchedulerCore, SchedulerStats, SequenceState, TierStats
+from hardpoint.interfaces.batch import Int32Array, Int64Array, KVGroupSlots, StepBatch, TierMoves
 from hardpoint.interfaces.errors import (
     EmptyPrompt,
     InvalidRequest,
@@ -273,23 +273,45 @@ class Scheduler:
         step = self._core.schedule()
         if step is None:
             return None
-        sizes, has_moves, plan = step
-        return self._plans[plan].batch(sizes, self._core.moves() if has_moves else None)
+        return self._planned(*step)
 
-    def update(self, token_ids: Int64Array, drafted: Int64Array = _NO_IDS) -> Finished:
+    def _planned(self, sizes: tuple[int, int, int, int, int], has_moves: bool, plan: int) -> StepBatch:
+        batch = self._plans[plan].batch(sizes, self._core.moves() if has_moves else None)
+        tiers = self._core.tier_moves() if has_moves else None
+        return batch if tiers is None else replace(batch, tier_moves=TierMoves(*tiers))
+
+    def store_cached(self) -> StepBatch | None:
+        """Plan a step that computes nothing and stores what the prefix cache has on the device in the host's tier.
+
+        None where there is no such tier, or nothing to store. Where the tier has no room for all, that is what was used last.
+
+        Raises:
+            RuntimeError: a step is in flight.
+        """
+        step = self._core.store_cached()
+        return None if step is None else self._planned(*step)
+
+    def drop_stored(self, lost: Sequence[tuple[int, int]]) -> None:
+        """Forget blocks that the worker could not keep in the tiers: (slot, tag), as in `TierMoves`."""
+        self._core.drop_stored(lost)
+
+    def update(self, token_ids: Int64Array, drafted: Int64Array = _NO_IDS, failed_loads: Sequence[int] = ()) -> Finished:
         """Book the oldest step in flight: take the tokens of its samples, in order; -1 (it failed) ends its sequence with ERROR.
 
         Args:
             drafted: `StepOutput.drafted`, of a step whose drafts the worker has made.
+            failed_loads: in rising order, rows of the step's `TierMoves.loads` that failed on some rank. Their sequences compute from
+                there on.
 
         Returns:
             (sequence id, reason) of the sequences that ended in this step; they hold no blocks any more.
 
         Raises:
-            InvalidRequest: not one token for each sample, or one below -1, or drafts are missing; nothing was changed.
+            InvalidRequest: not one token for each sample, or one below -1, or drafts are missing, or a row that there is not; nothing was
+                changed.
         """
         try:
-            finished = self._core.update(token_ids, drafted)
+            finished = self._core.update(token_ids, drafted, failed_loads)
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
         return [] if finished is None else _named(finished)
@@ -363,8 +385,13 @@ class Scheduler:
         """Counts of the block pools and the prefix cache, see `BlockManager.stats`."""
         return self._core.block_stats()
 
+    @property
+    def tier_stats(self) -> TierStats:
+        """Blocks in the tiers below the prefix cache now, and counts of blocks since the beginning."""
+        return self._core.tier_stats()
+
     def reset_prefix_cache(self) -> None:
-        """Forget all cached contents at once, as after a change of weights.
+        """Forget all cached contents at once, in the tiers too, as after a change of weights.
 
         Callable at any time. No request admitted later uses anything computed before; running and swapped sequences keep their
         blocks, which are not shared any more.
@@ -378,7 +405,8 @@ class Scheduler:
         This is no preemption in the sense of fairness.
 
         Args:
-            swapped: the blocks on the host are lost too, as after a change of weights; otherwise swapped sequences stay.
+            swapped: the blocks on the host, and in the tiers below the prefix cache, are lost too, as after a change of weights;
+                otherwise swapped sequences and these tiers stay.
 
         Raises:
             RuntimeError: a step is in flight.

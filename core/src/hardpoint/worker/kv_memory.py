@@ -20,7 +20,8 @@ from hardpoint.interfaces.platform import Platform
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hardpoint.interfaces.batch import Int32Array
+    from hardpoint.interfaces.batch import Int32Array, TierMoves
+    from hardpoint.worker.kv_tiers import KVTiers, TierWork
     from hardpoint.worker.state_memory import StateMemory
 
 
@@ -29,6 +30,7 @@ class KVMemory:
 
     Attributes:
         states: None for a model without.
+        tiers: for blocks that the prefix cache evicts; None without.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class KVMemory:
         self._platform = platform
         self._cache: Tensor | None = None
         self._host: Tensor | None = None
+        self.tiers: KVTiers | None = None
 
     @property
     def cache(self) -> Tensor:
@@ -85,6 +88,28 @@ class KVMemory:
             self._attention.copy_blocks(self.cache, batch.copies)
         if self.states is not None:
             self.states.copy_rows(batch)
+
+    def open_tiers(self, num_host_blocks: int, num_disk_blocks: int, folder: str | None) -> None:
+        """Take the memory of the tiers below the prefix cache; raises HostBudgetExceeded, ConfigError."""
+        from hardpoint.worker.kv_tiers import KVTiers
+
+        self.check_initialized()
+        self.tiers = KVTiers(
+            self._spec, self._platform, num_host=num_host_blocks, num_disk=num_disk_blocks, folder=folder
+        )
+
+    def move_tiers(self, moves: TierMoves | None) -> TierWork | None:
+        """Do a step's moves to and from the tiers; they come before its others. None for a step without."""
+        if moves is None:
+            return None
+        if self.tiers is None:
+            raise WorkerError("a step moves blocks of tiers, and there are none", hint="Call open_tiers first")
+        return self.tiers.move(self.cache, moves)
+
+    def close(self) -> None:
+        """Give the disk's tier back; idempotent."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def _swapped(self) -> Tensor:
         if self._host is None:

@@ -32,6 +32,7 @@ from hardpoint.worker.drafts import as_decodes
 from hardpoint.worker.given_embeddings import GivenEmbeddings
 from hardpoint.worker.kv_groups import in_chunks
 from hardpoint.worker.kv_memory import KVMemory
+from hardpoint.worker.kv_tiers import TierWork
 from hardpoint.worker.loading import LoadedModel
 from hardpoint.worker.ranks import place_of
 
@@ -61,6 +62,7 @@ class LaunchedStep:
         scores: by sequence id, blocks of what `PromptLogprobs` has, on their way to the host.
         drafted: see `StepOutput`.
         done: the end of the step's work; None where all work is done already.
+        tiers: moves of blocks to and from the tiers.
     """
 
     done: Event | None
@@ -68,11 +70,16 @@ class LaunchedStep:
     embeddings: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
     drafted: Int64Array = field(default_factory=lambda: _NO_TOKENS)
+    tiers: TierWork | None = None
 
     def collect(self) -> StepOutput:
         """Wait for the step's end and return its output; raises what the device failed with."""
         if self.done is not None:
             self.done.synchronize()
+        output = self._output()
+        return output if self.tiers is None else replace(output, tiers=self.tiers.report())
+
+    def _output(self) -> StepOutput:
         embeddings = {seq_id: vector.numpy() for seq_id, vector in self.embeddings.items()}
         scores = {
             seq_id: PromptLogprobs(*(torch.cat(parts).numpy() for parts in zip(*blocks, strict=True)))
@@ -125,6 +132,14 @@ class ModelRunner:
 
     def launch(self, step: StepInput) -> LaunchedStep:
         """Queue one step: swap, copy, compute and sample; see `Worker.submit`."""
+        tiers = self._kv.move_tiers(step.batch.tier_moves)
+        if self._draft is not None:
+            # A block that it cannot load costs right guesses and nothing else, so that nobody has to know.
+            self._draft.kv.move_tiers(step.batch.tier_moves)
+        launched = self._launch(step)
+        return launched if tiers is None else replace(launched, tiers=tiers)
+
+    def _launch(self, step: StepInput) -> LaunchedStep:
         self._pooler.remove(step.finished_seq_ids)
         self._plain.write(step.new_sequences)
         if self._is_driver:

@@ -256,6 +256,12 @@ class StandardWorker(Worker):
         if self._loaded.draft is not None:
             self._loaded.draft.kv.initialize(num_device_blocks, num_host_blocks)
 
+    def open_tiers(self, num_host_blocks: int, num_disk_blocks: int, folder: str | None) -> None:
+        """Take memory for blocks that the prefix cache evicts; raises HostBudgetExceeded, ConfigError."""
+        self._loaded.kv.open_tiers(num_host_blocks, num_disk_blocks, folder)
+        if self._loaded.draft is not None:
+            self._loaded.draft.kv.open_tiers(num_host_blocks, num_disk_blocks, folder)
+
     def warm_up(self) -> None:
         """Run one prefill and one decode of small steps, so that the first request finds everything in place; capture decodes.
 
@@ -405,6 +411,9 @@ class StandardWorker(Worker):
                     self._rank.platform.synchronize()
             self._model.runner.drop_graphs()
             self._model.sampler.close()
+            self._model.kv.close()
+            if self._model.draft is not None:
+                self._model.draft.kv.close()
         self._model = None
         self._groups.close()
         rank, self._rank = self._rank, None

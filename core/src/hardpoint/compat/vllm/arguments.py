@@ -80,7 +80,7 @@ _REFUSED: Mapping[str, str] = {
     "io_processor_plugin": "Prepare the data before the call",
     "kv_cache_memory_bytes": "Give num_gpu_blocks_override, or gpu_memory_utilization",
     "kv_events_config": "Leave it out: the server's metrics say what the prefix cache does",
-    "kv_offloading_size": "Give swap_space, to which preempted requests go",
+    "kv_offloading_size": "Give kv_offload_gib",
     "kv_sharing_fast_prefill": "Leave it out",
     "kv_transfer_config": "Prefill and decode run in one engine: leave it out",
     "language_model_only": "Give limit_mm_per_prompt={'image': 0} to take no pictures",

@@ -265,6 +265,18 @@ class LifeCycle:
             self._log_sleep(report)
         return report
 
+    def loses_kv(self, request: SleepRequest) -> bool:
+        """Whether a sleep discards the KV cache, which is awake, and leaves the weights with which it was computed as they are.
+
+        Raises what refuses the sleep.
+        """
+        plan = self._plan(request)
+        if plan is None or self._asleep or self._missing:
+            return False
+        tags, policies = plan.tags or frozenset(), plan.policies
+        loses_weights = WEIGHTS in tags and policies[WEIGHTS] is Policy.DISCARD
+        return KV_CACHE in tags and policies[KV_CACHE] is Policy.DISCARD and not loses_weights
+
     def _note_slept(self, plan: SleepPlan, tags: frozenset[str]) -> None:
         """Remember how these tags sleep, on all ranks or on some, and that bytes of the KV cache are gone."""
         self._slept.update(dict.fromkeys(tags & self._asleep, plan))
