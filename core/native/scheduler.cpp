@@ -129,22 +129,12 @@ void Scheduler::dequeue(Sequence& sequence) {
 const Plan* Scheduler::schedule() {
   if (static_cast<size_t>(num_in_flight_) == plans_.size())
     throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
-  Plan& plan = plans_[(oldest_ + num_in_flight_) % plans_.size()];
-  plan_ = &plan;
-  plan.counts = StepCounts{};
+  Plan& plan = begin_plan();
   budget_ = config_.max_num_batched_tokens;
   may_admit_ = true;
   has_prefills_ = has_decodes_ = false;
-  swap_out.clear();
-  swap_in.clear();
-  copies.clear();
-  row_copies.clear();
-  preempted.clear();
   planned_.clear();
   drafted_.clear();
-  plan.swapped_out.clear();
-  plan.loads.clear();
-  blocks_.tiers().begin_plan();
 
   schedule_decodes();
   budget_ -= plan.counts.num_seqs;
@@ -165,6 +155,21 @@ const Plan* Scheduler::schedule() {
   return end_plan();
 }
 
+Plan& Scheduler::begin_plan() {
+  Plan& plan = plans_[(oldest_ + num_in_flight_) % plans_.size()];
+  plan_ = &plan;
+  plan.counts = StepCounts{};
+  plan.swapped_out.clear();
+  plan.loads.clear();
+  swap_out.clear();
+  swap_in.clear();
+  copies.clear();
+  row_copies.clear();
+  preempted.clear();
+  blocks_.tiers().begin_plan();
+  return plan;
+}
+
 const Plan* Scheduler::end_plan() {
   kv::PrefixTiers& tiers = blocks_.tiers();
   Plan& plan = *plan_;
@@ -180,18 +185,7 @@ const Plan* Scheduler::store_cached() {
   if (num_in_flight_ > 0)
     throw std::logic_error(std::to_string(num_in_flight_) + " steps have had neither update() nor fail_step()");
   if (!blocks_.tiers().is_on()) return nullptr;
-  Plan& plan = plans_[oldest_];
-  plan_ = &plan;
-  plan.counts = StepCounts{};
-  plan.query_start[0] = 0;
-  swap_out.clear();
-  swap_in.clear();
-  copies.clear();
-  row_copies.clear();
-  preempted.clear();
-  plan.swapped_out.clear();
-  plan.loads.clear();
-  blocks_.tiers().begin_plan();
+  begin_plan().query_start[0] = 0;
   std::vector<const kv::BlockTable*> tables;
   for (const Sequence* sequence : running_) tables.push_back(&sequence->table);
   blocks_.store_cached(tables);

@@ -296,6 +296,7 @@ class Scheduler {
   AllocStatus admit(Sequence& sequence, bool is_reserved = false);
   void load_from_tiers(Sequence& sequence, bool is_first);
   void book_tiers(const Plan& plan, const std::vector<int32_t>* failed_loads);
+  Plan& begin_plan();
   const Plan* end_plan();
   void admit_beams(const Sequence& first);
   void emit_decode(Sequence& sequence, int32_t row);

@@ -164,6 +164,7 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
     more = "--download-dir models --threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
     more += ' --runner generate --convert none --enable-prompt-embeds --hf-overrides {"num_labels":3}'
     more += ' --speculative-config {"method":"ngram"}'
+    more += " --kv-offload-gib 2 --kv-offload-disk-gib 0.5 --kv-offload-path tiers"
     ranks = "--mixed-prefill-tokens 33 --tensor-parallel-size 2 --pipeline-parallel-size 3 --executor multi_process --engine-process"
     sampling = "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop x --stop y --max-tokens 3"
     hp(
@@ -202,6 +203,9 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         "hf_overrides": {"num_labels": 3},
         "quantization": "auto",
         "speculative_config": {"method": "ngram"},
+        "kv_offload_gib": 2.0,
+        "kv_offload_disk_gib": 0.5,
+        "kv_offload_path": "tiers",
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 99,

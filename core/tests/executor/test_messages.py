@@ -108,6 +108,7 @@ EXAMPLES: dict[Any, Any] = {
 }
 ARGUMENTS: dict[str, list[tuple[Any, ...]]] = {
     "initialize_kv": [(5, 6)],
+    "open_tiers": [(5, 0, None), (5, 6, "a/folder")],
     "begin": [(3, PLAN), (3, SleepPlan()), (4, WakePlan()), (4, WakePlan(frozenset({"a", "b"})))],
     "commit": [(4,)],
     "rollback": [(4,)],

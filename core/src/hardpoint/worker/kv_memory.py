@@ -16,12 +16,12 @@ from hardpoint.interfaces.attention import AttentionBackend, KVCacheSpec
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded, InvalidBatch, WorkerError
 from hardpoint.interfaces.platform import Platform
+from hardpoint.worker.kv_tiers import KVTiers, TierWork
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.batch import Int32Array, TierMoves
-    from hardpoint.worker.kv_tiers import KVTiers, TierWork
     from hardpoint.worker.state_memory import StateMemory
 
 
@@ -91,8 +91,6 @@ class KVMemory:
 
     def open_tiers(self, num_host_blocks: int, num_disk_blocks: int, folder: str | None) -> None:
         """Take the memory of the tiers below the prefix cache; raises HostBudgetExceeded, ConfigError."""
-        from hardpoint.worker.kv_tiers import KVTiers
-
         self.check_initialized()
         self.tiers = KVTiers(
             self._spec, self._platform, num_host=num_host_blocks, num_disk=num_disk_blocks, folder=folder

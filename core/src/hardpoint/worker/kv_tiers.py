@@ -88,7 +88,7 @@ class KVTiers:
                 found=str(error).splitlines()[0],
                 hint="Lower kv_offload_gib",
             ) from error
-        # Of each slot, under which tag it was stored (0: nothing), and the checksum of its bytes.
+        # Of each slot, under which tag it was stored (0: nothing; negative: it is on its way), and the checksum of its bytes.
         self._tags = np.zeros(num_host + num_disk, np.int64)
         self._sums = np.zeros(num_host + num_disk, np.uint64)
         self._storing: list[_Stores] = []
@@ -132,8 +132,8 @@ class KVTiers:
     # Device and host
 
     def _store(self, cache: Tensor, stores: Int64Array, work: TierWork) -> None:
-        for block, slot, _ in stores.tolist():
-            self._tags[slot] = 0
+        for block, slot, tag in stores.tolist():
+            self._tags[slot] = -tag
             whole = _of_block(cache, self._axis, block)
             self.host[slot].view(whole.dtype).view(whole.shape).copy_(whole, non_blocking=True)
         done = self._platform.record_event() if len(stores) else None
@@ -152,7 +152,9 @@ class KVTiers:
 
     def _check_in(self, stores: Int64Array) -> None:
         for _, slot, tag in stores.tolist():
-            self._tags[slot], self._sums[slot] = tag, xxh64(self._row(slot), tag)
+            # A later store may be on its way to the same slot.
+            if self._tags[slot] == -tag:
+                self._tags[slot], self._sums[slot] = tag, xxh64(self._row(slot), tag)
 
     def _row(self, slot: int) -> memoryview:
         return self.host[slot].numpy().data
@@ -164,9 +166,10 @@ class KVTiers:
                 work.failed_loads.append(row)
                 self._lose(slot, tag, work)
                 continue
-            # What is on the host is copied before anything that is queued later writes to the slot.
             whole = _of_block(cache, self._axis, block)
-            whole.copy_(found.view(whole.dtype).view(whole.shape), non_blocking=True)
+            # Nothing that is queued later writes to a slot before it was copied.
+            is_kept = slot < self._num_host
+            whole.copy_(found.view(whole.dtype).view(whole.shape), non_blocking=is_kept)
 
     def _read(self, slot: int, tag: int, work: TierWork) -> Tensor | None:
         """Return the bytes of a block; None where they are not those that were stored under the tag."""
