@@ -3,8 +3,8 @@
     python benchmarks/offload.py [--prompt 2000] [--rounds 9] [--threads 2] [--json FILE]
 
 The demo model in bf16, with a device cache that one prompt fills, so that each request evicts the one before. In each round a new prompt
-is computed, by an engine without tiers and by one that stores what it evicts, and one comes back from the host and one from disk; a ratio is
-the median of the rounds' ratios to the times of the engine without.
+is computed, by an engine without tiers and by one that stores what it evicts, and one comes back from the host and one from disk; a ratio
+is the median of the rounds' ratios to the times of the engine without.
 """
 
 from __future__ import annotations

@@ -198,6 +198,18 @@ def test_an_fp8_cache_is_kept_as_it_is(make_shallow: Make) -> None:
         assert serve(llm) == (wanted, [CACHED] * 3)
 
 
+def test_a_draft_models_keys_come_back_too(make_shallow: Make, shallow: Model, expected: list[Any]) -> None:
+    """A model that guesses for itself is always right, as long as it has its own keys and values."""
+    speculation = {"method": "draft_model", "model": shallow.path, "num_speculative_tokens": 2, "adaptive": False}
+    with make_shallow(**SETTINGS, kv_offload_gib=0.02, speculative_config=speculation) as llm:
+        for cached in (0, CACHED):
+            answers, found = serve(llm)
+            assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
+            assert found == [cached] * 3
+        stats = llm.stats()
+        assert stats.accepted_tokens == stats.draft_tokens > 0
+
+
 def test_what_cannot_be_is_refused(make_shallow: Make, tmp_path: Path) -> None:
     for settings, words in (
         ({"kv_offload_disk_gib": 1, "kv_offload_path": "x"}, "without kv_offload_gib"),

@@ -295,7 +295,9 @@ class Scheduler:
         """Forget blocks that the worker could not keep in the tiers: (slot, tag), as in `TierMoves`."""
         self._core.drop_stored(lost)
 
-    def update(self, token_ids: Int64Array, drafted: Int64Array = _NO_IDS, failed_loads: Sequence[int] = ()) -> Finished:
+    def update(
+        self, token_ids: Int64Array, drafted: Int64Array = _NO_IDS, failed_loads: Sequence[int] = ()
+    ) -> Finished:
         """Book the oldest step in flight: take the tokens of its samples, in order; -1 (it failed) ends its sequence with ERROR.
 
         Args:
