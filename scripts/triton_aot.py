@@ -1,10 +1,10 @@
-"""Compile the kernels of attention, of rows and of experts for targets without a device, and fail where one spills: `make aot`.
+"""Compile the kernels of attention, rows, experts and adapters for targets without a device, and fail where one spills: `make aot`.
 
     python scripts/triton_aot.py [--jobs N] [--target sm_90] [--again N] [--update] [--shows-spills]
 
 Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives it, for the element
 types, head dimensions and features below, and those
-of `hardpoint.triton.row_kernels`, `.expert_kernels` and `.sampling_kernels` for common widths.
+of `hardpoint.triton.row_kernels`, `.expert_kernels`, `.adapter_kernels` and `.sampling_kernels` for common widths.
 Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel spills registers to memory or needs more shared
 memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from the cubin (cuobjdump
 --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata of the assembly (`.vgpr_spill_count`,
@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.interfaces import Activation, AttentionLayer, AttentionRequest, DType, ExpertsRequest
+from hardpoint.triton.adapters import expand_constants, shrink_constants
 from hardpoint.triton.experts import (
     down_constants,
     expert_tiles,
@@ -87,17 +88,26 @@ USUAL = ("sm_80", "sm_90", "gfx90a", "gfx942")
 TYPES = {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT8_E4M3: "fp8e4nv"}
 INTS = (
     {"parameters", "masks", "history"}
-    | {"header", "contexts", "starts", "items", "tables", "slots", "pairs"}
+    | {"header", "contexts", "starts", "items", "tables", "slots", "pairs", "ranks", "spans"}
     | {
         "chosen",
         "sorted_rows",
         "tile_experts",
     }
 )
-SINGLES = {"logits", "biases", "partial", "partial_state", "sinks", "slopes", "shares"}
+SINGLES = {"logits", "biases", "partial", "partial_state", "sinks", "slopes", "shares", "sums", "scales"}
 EXPERT_TENSORS = {"logits", "gate_up", "down", "bias", "inner", "parts"}
 FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor", "eps"}
-ALIGNED = {"q_stride", "out_stride", "k_stride", "v_stride", "block_stride", "x_stride", "residual_stride"}
+ALIGNED = {
+    "q_stride",
+    "out_stride",
+    "k_stride",
+    "v_stride",
+    "block_stride",
+    "x_stride",
+    "residual_stride",
+    "slot_stride",
+}
 
 VARYING = {"rows", "num_tokens", "tiles", "partial_splits", "source_blocks", "destination_blocks"}
 """Numbers that steps differ in: kernels take them as they come."""
@@ -149,9 +159,10 @@ class Resources:
 @cache
 def _function(name: str) -> Any:
     """Return a kernel by its name."""
-    from hardpoint.triton import expert_kernels, kernels, row_kernels, sampling_kernels
+    from hardpoint.triton import adapter_kernels, expert_kernels, kernels, row_kernels, sampling_kernels
 
-    return next(getattr(m, name) for m in (row_kernels, expert_kernels, sampling_kernels, kernels) if hasattr(m, name))
+    modules = (row_kernels, expert_kernels, adapter_kernels, sampling_kernels, kernels)
+    return next(getattr(m, name) for m in modules if hasattr(m, name))
 
 
 def _aligned(job: Job) -> list[str]:
@@ -179,7 +190,7 @@ def requests() -> Iterator[tuple[str, AttentionRequest]]:
 
 def jobs(machines: Sequence[str]) -> Iterator[Job]:
     """Yield everything that is compiled."""
-    from hardpoint.triton import expert_kernels, kernels, row_kernels, sampling_kernels
+    from hardpoint.triton import adapter_kernels, expert_kernels, kernels, row_kernels, sampling_kernels
 
     seen = set()
     for name in machines:
@@ -208,6 +219,8 @@ def jobs(machines: Sequence[str]) -> Iterator[Job]:
             yield _job(
                 name, kernel, f"{dtype} {what}", getattr(expert_kernels, kernel), values, {"q": dtype, "experts": dtype}
             )
+        for dtype, kernel, what, values in adapter_operators():
+            yield _job(name, kernel, f"{dtype} {what}", getattr(adapter_kernels, kernel), values, {"q": dtype})
         yield _job(name, "copy_blocks", "any", kernels.copy_blocks, {"WORDS": COPY_WORDS, "num_warps": 4}, {})
 
 
@@ -240,6 +253,14 @@ def expert_operators() -> Iterator[tuple[str, str, str, dict[str, int]]]:
             yield dtype, "sort_rows", size, sort_constants(experts, tiles.block_m)
             yield dtype, "expert_gate_up", size, gate_up_constants(request, tiles, biased)
             yield dtype, "expert_down", size, down_constants(request, tiles, biased)
+
+
+def adapter_operators() -> Iterator[tuple[str, str, str, dict[str, int]]]:
+    """Yield the kernels of adapters: (dtype, kernel, of what, compile-time arguments)."""
+    for dtype, rank, slots in ((DType.BFLOAT16, 16, 32), (DType.BFLOAT16, 256, 128), (DType.FLOAT32, 64, 8)):
+        what = f"{slots} adapters of rank {rank}, 4096 to 6144 in 3 parts"
+        yield TYPES[dtype], "adapter_shrink", what, shrink_constants(4096, 3, rank, slots, dtype.itemsize)
+        yield TYPES[dtype], "adapter_expand", what, expand_constants(6144, 3, rank, slots)
 
 
 def spilling_jobs() -> list[Job]:

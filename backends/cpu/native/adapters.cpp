@@ -5,6 +5,11 @@
 #include "thread_pool.hpp"
 
 namespace hp {
+namespace {
+
+constexpr int kChunksPerThread = 4;  // the fewer, the more often a thread knows what it will read next
+
+}  // namespace
 
 void append_items(int slot, const int64_t* tokens, int64_t count, std::vector<AdapterItem>& items) {
   for (int64_t first = 0; first < count; first += kAdapterTokens)
@@ -14,10 +19,14 @@ void append_items(int slot, const int64_t* tokens, int64_t count, std::vector<Ad
 void add_adapters(const AdapterCall& call, const std::vector<AdapterItem>& items) {
   const AdapterKernels& kernels = HP_DISPATCH(adapter_kernels_here);
   const size_t inner = static_cast<size_t>(kAdapterTokens * call.matrices.parts * call.matrices.max_rank);
-  ThreadPool::global().parallel_for(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int) {
+  const int64_t count = static_cast<int64_t>(items.size());
+  ThreadPool::global().parallel_for(count, std::max<int64_t>(1, count / (kChunksPerThread * ThreadPool::global().num_threads())), [&](int64_t begin, int64_t end, int) {
     static thread_local std::vector<float> scratch;
     if (scratch.size() < inner) scratch.resize(inner);
-    for (int64_t i = begin; i < end; ++i) kernels.add(call, items[static_cast<size_t>(i)], scratch.data());
+    for (int64_t i = begin; i < end; ++i) {
+      const AdapterItem* item = items.data() + i;
+      kernels.add(call, *item, i + 1 < end ? item + 1 : nullptr, scratch.data());
+    }
   });
 }
 

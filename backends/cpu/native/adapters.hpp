@@ -50,8 +50,8 @@ struct AdapterCall {
 };
 
 struct AdapterKernels {
-  // inner: [count][parts * max_rank].
-  void (*add)(const AdapterCall& call, const AdapterItem& item, float* inner);
+  // inner: [count][parts * max_rank]. `next`: the item that this thread will compute then, or null.
+  void (*add)(const AdapterCall& call, const AdapterItem& item, const AdapterItem* next, float* inner);
 };
 
 // Appends the items of tokens of one adapter.

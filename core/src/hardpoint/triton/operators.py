@@ -1,4 +1,4 @@
-"""A kernel set in Triton: what lies between the matrix products and attention, in one launch each, and the experts of mixtures.
+"""A kernel set in Triton: what lies between the matrix products and attention, in one launch each, the experts of mixtures, and adapters.
 
 Other matrix products and the argmax are torch's, whose libraries have the best ones.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.backend import Device
+    from hardpoint.interfaces.kernels import AdapterRows, AdapterWeights
     from hardpoint.interfaces.sampling import SamplingTables
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU, Activation.GELU)
@@ -121,6 +122,13 @@ class TritonKernels(KernelSet):
                 **sampling_constants(width),
             )
         return tokens
+
+    def add_adapters(self, out: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows) -> bool:
+        """Add what adapters make of rows; see `KernelSet.add_adapters`."""
+        from hardpoint.triton.adapters import add_adapters
+
+        add_adapters(out, x, weights, rows)
+        return True
 
     def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
         """Return the experts of a mixture in Triton."""

@@ -1,0 +1,106 @@
+"""LoRA adapters over the Triton kernels: shapes of tiles, and the launches of a linear layer."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hardpoint.triton.experts import most_tiles
+from hardpoint.triton.launch import interpreter_is_on
+from hardpoint.triton.tiles import padded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hardpoint.interfaces.kernels import AdapterRows, AdapterWeights
+
+_BLOCK_M = 16
+"""Tokens of a tile: most adapters have few, whose matrices' bytes bound a product."""
+_BLOCK_N = 64
+_BLOCK_R = 16
+_FEW_GROUPS = 64
+"""As many lanes work together, so that fewer groups take no less."""
+
+
+def _ranks(max_rank: int) -> int:
+    return -(-max_rank // _BLOCK_R) * _BLOCK_R
+
+
+def shrink_constants(columns: int, parts: int, max_rank: int, slots: int, itemsize: int) -> dict[str, int]:
+    """Return the compile-time arguments of the first product."""
+    return {
+        "COLUMNS": columns,
+        "PARTS": parts,
+        "MAX_RANK": max_rank,
+        "RANKS": _ranks(max_rank),
+        "GROUPS_PAD": max(_FEW_GROUPS, padded(slots)),
+        "BLOCK_M": _BLOCK_M,
+        "BLOCK_R": _BLOCK_R,
+        # float32 is multiplied without matrix units: small tiles, for registers.
+        "BLOCK_K": 32 if itemsize == 4 else 128,
+        "SINGLE": interpreter_is_on(),
+        "num_warps": 4,
+    }
+
+
+def expand_constants(rows: int, parts: int, max_rank: int, slots: int) -> dict[str, int]:
+    """Return the compile-time arguments of the second product."""
+    return {
+        "ROWS": rows,
+        "PARTS": parts,
+        "RANKS": _ranks(max_rank),
+        "GROUPS_PAD": max(_FEW_GROUPS, padded(slots)),
+        "BLOCK_M": _BLOCK_M,
+        "BLOCK_N": _BLOCK_N,
+        "BLOCK_R": _BLOCK_R,
+        "num_warps": 4,
+    }
+
+
+def add_adapters(out: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
+    """Do what `KernelSet.add_adapters` says, in two launches, whose grids follow from the numbers of tokens and adapters."""
+    kernels: Any = importlib.import_module("hardpoint.triton.adapter_kernels")
+    down, up, parts = weights.down, weights.up, len(weights.spans)
+    slots, max_rank, outputs = up.shape
+    groups, tokens = len(rows.slots), len(rows.tokens)
+    tiles = most_tiles(tokens, groups, _BLOCK_M)
+    sums = torch.empty((tokens, parts, _ranks(max_rank)), dtype=torch.float32, device=x.device)
+    kernels.adapter_shrink[(tiles, parts, _ranks(max_rank) // _BLOCK_R)](
+        x,
+        down,
+        sums,
+        rows.tokens,
+        rows.slots,
+        rows.starts,
+        weights.ranks,
+        weights.scales,
+        groups,
+        x.stride(0),
+        down.stride(0),
+        weights.ranks.stride(0),
+        **shrink_constants(down.shape[2], parts, max_rank, slots, x.element_size()),
+    )
+    widest = max(end - first for first, end in weights.spans)
+    kernels.adapter_expand[(tiles, parts, -(-widest // _BLOCK_N))](
+        sums,
+        up,
+        out,
+        rows.tokens,
+        rows.slots,
+        rows.starts,
+        weights.ranks,
+        _spans(weights.spans, x.device),
+        groups,
+        out.stride(0),
+        up.stride(0),
+        weights.ranks.stride(0),
+        **expand_constants(outputs, parts, max_rank, slots),
+    )
+
+
+@cache
+def _spans(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    return torch.tensor(spans, dtype=torch.int32, device=device)
