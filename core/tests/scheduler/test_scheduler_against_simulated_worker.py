@@ -831,7 +831,7 @@ def test_a_model_makes_drafts_while_it_is_mostly_right_and_is_asked_again_later(
     """The worker guesses right until a place of the text, and wrong from there on."""
     room = {"max_model_len": 512, "num_device_blocks": 512, "drafts_by_model": True}
     scheduler = Scheduler(variant(**drafting(4) | room))
-    scheduler.set_step_cost(1.0, 0.5)
+    scheduler.set_step_cost(1.0, 0.4)
     scheduler.add_request([1, 2, 3], max_tokens=400, drafts=True)
     tokens, rows = [], []
     while (batch := scheduler.schedule()) is not None:
