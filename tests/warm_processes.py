@@ -52,7 +52,7 @@ class _Server:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()  # a question and its answer
-        self._read, self._client = _read_at_start(os.environ), os.getpid()
+        self._read, self.client = _read_at_start(os.environ), os.getpid()
         # A thread would be missing in a fork, with whatever it holds; a sanitizer's runtime, which is preloaded, would not see the fork.
         self._is_usable = len(os.listdir("/proc/self/task")) == 1 and "LD_PRELOAD" not in os.environ
         with theirs:
@@ -62,7 +62,7 @@ class _Server:
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
         """Whether a fork is what a new process with this environment would be."""
-        return self._is_usable and self._client == os.getpid() and self._read == _read_at_start(environment)
+        return self._is_usable and self.client == os.getpid() and self._read == _read_at_start(environment)
 
     def start(self, message: Mapping[str, Any], files: Sequence[int]) -> int:
         """Return the process id of a fork that has these files."""
@@ -83,8 +83,13 @@ _server: _Server | None = None
 
 
 def start_server() -> None:
-    """Fork this process, for as long as it lasts: it has torch imported, and no threads yet."""
+    """Fork this process, for as long as it lasts: it has torch imported, and no threads yet.
+
+    Once: a test may run pytest in this process, whose configuration asks for it again.
+    """
     global _server
+    if _server is not None and _server.client == os.getpid():
+        return
     for name in _IMPORTED:
         import_module(name)
     _server = _Server()

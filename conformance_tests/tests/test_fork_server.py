@@ -78,3 +78,18 @@ def test_the_end_of_the_server_is_an_end_of_its_processes_and_an_error_of_the_ne
         with pytest.raises(OSError, match=r"ended|pipe"):
             start(server, tmp_path, "fail")
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_server_ends_though_a_fork_of_its_client_goes_on(tmp_path: Path) -> None:
+    with ForkServer(for_ranks=False, variables={}) as server:
+        process, _, _ = start(server, tmp_path)
+        assert process.wait(240) == 0
+        held, holds = os.pipe()
+        fork = os.fork()
+        if fork == 0:
+            os.close(holds)
+            os.read(held, 1)
+            os._exit(0)
+    os.close(holds)
+    os.close(held)
+    assert os.waitpid(fork, 0)[1] == 0

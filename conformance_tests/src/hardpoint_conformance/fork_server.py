@@ -59,6 +59,8 @@ class ForkServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._socket is not None and self._server is not None:
+            # A fork of this process may hold a copy, which closing this one would leave open.
+            self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
             self._server.wait()
 
