@@ -51,6 +51,8 @@ def expected(make_shallow: Make) -> list[Any]:
         pytest.param(OTHER, {"max_num_batched_tokens": 20, "max_num_seqs": 20}, id="chunks-within-20-tokens"),
         pytest.param(OTHER, {"block_size": 8, "num_device_blocks": 20, "max_model_len": 80}, id="preempted"),
         pytest.param(SHALLOW, {"engine_process": True, "executor": "multi_process"}, id="processes"),
+        pytest.param(SHALLOW, {"tensor_parallel_size": 3, "dtype": "float32"}, id="ranks"),
+        pytest.param(OTHER, {"tensor_parallel_size": 2, "dtype": "float32"}, id="another-over-ranks"),
     ],
 )
 def test_tokens_are_those_without(
@@ -94,11 +96,14 @@ def test_what_it_did_not_compute_where_there_was_no_room_for_guesses_comes_later
     assert stats.accepted_tokens == stats.draft_tokens > 20
 
 
-def test_its_memory_sleeps_and_wakes_with_the_model(make_shallow: Make, shallow: Model) -> None:
-    with make_shallow() as llm:
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2, "dtype": "float32"}], ids=["alone", "ranks"])
+def test_its_memory_sleeps_and_wakes_with_the_model(
+    settings: dict[str, Any], make_shallow: Make, shallow: Model
+) -> None:
+    with make_shallow(**settings) as llm:
         alone = llm.info
     asked = mixed(range(2), 24)
-    with make_shallow(speculative_config=by(shallow)) as llm:
+    with make_shallow(**settings, speculative_config=by(shallow)) as llm:
         assert llm.info.weight_bytes == 2 * alone.weight_bytes
         assert llm.info.kv_bytes == 2 * alone.kv_bytes
 
@@ -168,9 +173,9 @@ def test_impossible_settings_are_refused(given: Any, error: type[Exception], fou
         LLM("demo", speculative_config=given)
 
 
-def test_several_ranks_are_refused(make_shallow: Make, shallow: Model) -> None:
+def test_pipeline_stages_are_refused(make_shallow: Make, shallow: Model) -> None:
     with (
         pytest.raises(CapabilityRefused, match="draft model"),
-        make_shallow(tensor_parallel_size=3, speculative_config=by(shallow)),
+        make_shallow(pipeline_parallel_size=2, speculative_config=by(shallow)),
     ):
         pass

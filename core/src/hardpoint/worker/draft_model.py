@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from hardpoint.interfaces.batch import Int32Array, Int64Array, StepBatch
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
+    from hardpoint.interfaces.collectives import Collectives
     from hardpoint.interfaces.kernels import KernelSet
     from hardpoint.interfaces.platform import Platform
     from hardpoint.interfaces.worker import WorkerContext
@@ -78,7 +80,13 @@ def load_draft(
             hint="Give disable_hybrid_kv_cache_manager=True, or leave speculative_config out",
         )
     draft = load_rank(
-        context, allocator=allocator, attention=attention, kernels=kernels, platform=platform, groups=groups
+        context,
+        allocator=allocator,
+        attention=attention,
+        kernels=kernels,
+        platform=platform,
+        groups=groups,
+        ranks=target.ranks,
     )
     if draft.info.vocab_size != info.vocab_size:
         raise ConfigError(
@@ -126,6 +134,8 @@ class DraftModel:
     A guess is drawn as the token itself will be: with the same parameters, and the random number of its place. So where the two models'
     distributions are alike, their tokens are mostly the same.
 
+    Ranks that share the model's layers share its layers too. The first of them draws, and tells the others.
+
     Attributes:
         weights, kv, runner: as the rank's model has them.
     """
@@ -138,16 +148,21 @@ class DraftModel:
         sampler: Sampler,
         platform: Platform,
         *,
+        ranks: Collectives | None,
+        is_driver: bool,
         block_size: int,
         max_tokens: int,
     ) -> None:
         """Begin without sequences.
 
         Args:
+            ranks: those that share the model's layers; None where there are no others.
+            is_driver: this rank is the one that draws.
             max_tokens: most tokens that the model computes at a time.
         """
         self.weights, self.kv, self.runner = weights, kv, runner
         self._sampler, self._platform = sampler, platform
+        self._ranks, self._is_driver = ranks, is_driver
         self._block_size, self._max_tokens = block_size, max_tokens
         self._behind: dict[int, _Behind] = {}
 
@@ -233,13 +248,27 @@ class DraftModel:
     def _draw(self, hidden: Tensor, single: StepBatch, tokens: Int64Array, plain: PlainRows) -> Int64Array:
         rows, positions = single.state_rows[tokens], single.sample_positions[tokens]
         if plain.all(rows, positions):
-            chosen = self._platform.download(self.runner.argmax(hidden))
-            self._platform.synchronize()
-            drawn: Int64Array = chosen.numpy()
+            # Each rank finds the same.
+            return self._on_host(self.runner.argmax(hidden))
+        logits = self.runner.logits(hidden)
+        if self._ranks is None:
+            return self._sampled(logits, rows, positions)
+        if self._is_driver:
+            tokens = self._platform.upload(self._sampled(logits, rows, positions))
         else:
-            drawn = self._sampler.sample(self.runner.logits(hidden), rows, positions).collect().token_ids
+            tokens = logits.new_empty(len(rows), dtype=torch.int64)
+        self._ranks.broadcast(tokens, 0)
+        return self._on_host(tokens)
+
+    def _sampled(self, logits: Tensor, rows: Int32Array, positions: Int64Array) -> Int64Array:
         # What has no token is guessed wrong, and no more than that.
-        return np.maximum(drawn, 0)
+        return np.maximum(self._sampler.sample(logits, rows, positions).collect().token_ids, 0)
+
+    def _on_host(self, tokens: Tensor) -> Int64Array:
+        copied = self._platform.download(tokens)
+        self._platform.synchronize()
+        drawn: Int64Array = copied.numpy()
+        return drawn
 
     def _note_last(self, single: StepBatch, token_ids: Int64Array, places: Int64Array) -> None:
         for seq_id, position, token in _tokens(single, places, token_ids):

@@ -39,6 +39,7 @@ class LoadedModel:
     Attributes:
         fingerprint: of the source before its weights were read.
         groups: the KV cache groups of the rank's layers.
+        ranks: what the rank reaches the others by.
         communicators: of the groups that the rank is in; none on the host, where they take nothing of a device.
         adapters: of the rank's layers; None where the model takes none.
     """
@@ -48,6 +49,7 @@ class LoadedModel:
     source: ModelSource
     fingerprint: object
     groups: tuple[KVCacheGroup, ...]
+    ranks: Ranks = field(default_factory=Ranks)
     communicators: Communicators = field(default_factory=Communicators)
     adapters: AdapterMemory | None = None
 
@@ -65,6 +67,7 @@ def load_rank(
     kernels: KernelSet | None,
     platform: Platform,
     groups: ExitStack,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load the model that a worker's configuration names.
 
@@ -72,6 +75,7 @@ def load_rank(
 
     Args:
         groups: takes what leaves the groups that the rank joins.
+        ranks: what the rank reaches the others by already; by default it joins them.
 
     Raises:
         ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load` and `join_ranks`.
@@ -92,8 +96,10 @@ def load_rank(
             kv_groups.reasons,
             hint="`hardpoint doctor` lists what the backend supports",
         )
-    ranks, communicators = Ranks(), Communicators()
-    if not place.is_alone:
+    communicators = Communicators()
+    if place.is_alone:
+        ranks = Ranks()
+    elif ranks is None:
         ranks, joined = join_ranks(config, context.descriptor, context.device)
         groups.enter_context(joined)
         if torch.device(context.device.torch_device).type != "cpu":
@@ -146,7 +152,7 @@ def load_rank(
         embedding_kinds=model.embedding_kinds,
         weight_formats=model.weight_formats,
     )
-    return LoadedModel(model, info, source, fingerprint, kv_groups, communicators, adapters)
+    return LoadedModel(model, info, source, fingerprint, kv_groups, ranks, communicators, adapters)
 
 
 @contextlib.contextmanager

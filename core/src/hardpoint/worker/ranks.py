@@ -74,8 +74,10 @@ def check_claims(config: WorkerConfig, descriptor: BackendDescriptor, device: De
         reasons.append(f"{tensor} tensor-parallel ranks are not supported (supported: {claims.tensor_parallel})")
     if not claims.collectives or descriptor.collectives is None:
         reasons.append(f"{world} ranks need collectives, and the backend has none")
-    if config.draft_model is not None:
-        reasons.append("a draft model is not divided: only the rank that samples would know its guesses")
+    if config.draft_model is not None and config.pipeline_parallel_size > 1:
+        reasons.append(
+            "a draft model guesses in one stage, and the stages before it would not know its guesses in time"
+        )
     if reasons:
         raise CapabilityRefused(
             f"the {descriptor.name} backend cannot run {world} ranks", tuple(reasons), hint="Run with one rank"

@@ -193,6 +193,8 @@ class StandardWorker(Worker):
             runner,
             sampler,
             platform,
+            ranks=model.ranks.tensor,
+            is_driver=self._config.rank == self._config.driver_rank,
             block_size=model.plan.block_size,
             max_tokens=context.config.max_num_batched_tokens,
         )
