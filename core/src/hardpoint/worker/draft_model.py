@@ -253,14 +253,13 @@ class DraftModel:
         logits = self.runner.logits(hidden)
         if self._ranks is None:
             return self._sampled(logits, rows, positions)
+        told: Tensor = logits.new_empty(len(rows), dtype=torch.int64)
         if self._is_driver:
-            tokens = self._platform.upload(self._sampled(logits, rows, positions))
-        else:
-            tokens = logits.new_empty(len(rows), dtype=torch.int64)
-        self._ranks.broadcast(tokens, 0)
-        return self._on_host(tokens)
+            told = self._platform.upload(self._sampled(logits, rows, positions))
+        self._ranks.broadcast(told, 0)
+        return self._on_host(told)
 
-    def _sampled(self, logits: Tensor, rows: Int32Array, positions: Int64Array) -> Int64Array:
+    def _sampled(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> Int64Array:
         # What has no token is guessed wrong, and no more than that.
         return np.maximum(self._sampler.sample(logits, rows, positions).collect().token_ids, 0)
 
