@@ -186,6 +186,7 @@ def _serve_and_end(requests: socket.socket) -> NoReturn:
         # Forks share what there is: a garbage collection in them neither goes through it nor copies its pages.
         gc.collect()
         gc.freeze()
+        gc.enable()  # which a client may have disabled while it imports
         message = _serve(requests)
         if message is not None:
             _become(message)

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from pathlib import Path
 
 from tests.warm_processes import WarmPopen, children_by, start_server
@@ -61,6 +62,7 @@ def _run(script: Path, report: Path) -> None:
 def main() -> None:
     """Import what scripts need, and fork for each."""
     folder, *scripts = map(Path, sys.argv[1:])
+    gc.disable()  # what is imported stays
 
     import llguidance  # noqa: F401
     import transformers.models.auto.tokenization_auto
@@ -76,11 +78,16 @@ def main() -> None:
 
     stand_in()
     installed().records("cpu")
+    # At its end torch takes its operators' kernels out of their tables, one by one: 7000 pages that each fork would copy.
+    for finalizer, info in weakref.finalize._registry.items():  # type: ignore[attr-defined]
+        if info.func.__module__ == "torch.library":
+            finalizer.atexit = False
     # A thread would be missing in a fork, with whatever it holds.
     assert threading.active_count() == 1, threading.enumerate()
     # A garbage collection in a fork does not go through what all share, nor copy its pages.
     gc.collect()
     gc.freeze()
+    gc.enable()
     for script in scripts:
         report = folder / f"{script.stem}.json"
         process = os.fork()
