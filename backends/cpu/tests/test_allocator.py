@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, SleepTier, TorchPoolScope
+from hardpoint.interfaces import KV_CACHE, WEIGHTS, Device, DType, Policy, SleepPlan, SleepTier, TorchPoolScope
 from hardpoint.interfaces.errors import DeviceOutOfMemory, MemoryFault
 from hardpoint_cpu.allocator import CpuAllocator
 from hardpoint_cpu.capabilities import capabilities
+from hardpoint_cpu.driver import use_small_pages
 
 DEVICE = Device(backend="cpu", index=0, name="host", torch_device="cpu")
 
@@ -82,3 +85,53 @@ def test_a_closed_allocator_keeps_living_tensors_and_refuses_new_ones(allocator:
 def test_memory_info_is_the_hosts(allocator: CpuAllocator) -> None:
     info = allocator.memory_info()
     assert 0 < info.free <= info.total
+
+
+def _resident(tensor: torch.Tensor) -> int:
+    """Return how many bytes of a tensor's mappings are in memory."""
+    begin, found, inside = tensor.data_ptr(), 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if edges := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(edges[1], 16) < begin + tensor.nbytes and int(edges[2], 16) > begin
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_a_kv_cache_takes_memory_for_what_is_written_also_after_a_wake(allocator: CpuAllocator) -> None:
+    """Of each layer a few tokens, whose blocks lie MiBs apart. More than one chunk of the driver, so that ranges of several are found."""
+    cache = allocator.empty((40, 4 << 20), DType.UINT8, KV_CACHE, Policy.DISCARD)
+    for _ in range(2):
+        cache[:, :4096] = 1
+        assert 40 * 4096 <= _resident(cache) <= 4 * 40 * 4096
+        allocator.sleep(SleepPlan())
+        allocator.wake()
+
+
+def test_other_tensors_at_the_address_of_a_kv_cache_are_not_on_small_pages(allocator: CpuAllocator) -> None:
+    """Where the kernel gives no huge pages, the flag of the mapping is all that can be seen."""
+    cache = allocator.empty((16 << 20,), DType.UINT8, KV_CACHE, Policy.DISCARD)
+    assert "nh" in _flags(cache)
+    address = cache.data_ptr()
+    del cache
+    gc.collect()
+    weights = allocator.empty((16 << 20,), DType.UINT8, WEIGHTS)
+    assert weights.data_ptr() == address, "the kernel no longer gives the same address: this shows nothing"
+    assert "nh" not in _flags(weights)
+
+
+def _flags(tensor: torch.Tensor) -> list[str]:
+    mapping = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if edges := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            mapping = line if int(edges[1], 16) <= tensor.data_ptr() < int(edges[2], 16) else ""
+        elif mapping and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("the tensor is in no mapping")
+
+
+@pytest.mark.parametrize("offset", [4096, 1 << 40])
+def test_small_pages_are_refused_where_nothing_is_reserved(allocator: CpuAllocator, offset: int) -> None:
+    tensor = allocator.empty((16 << 20,), DType.UINT8)
+    with pytest.raises(ValueError, match="not within one reservation"):
+        use_small_pages(allocator.driver, tensor.data_ptr() + offset, 2 << 20)

@@ -72,6 +72,7 @@ class CpuDevice {
 
   const hp_driver &table() const { return table_; }
   Faults &faults() { return faults_; }
+  VirtualMemory &memory() { return memory_; }
 
   void open() {
     faults_.enter("open");
@@ -239,6 +240,13 @@ hp_status hp_driver_open(const hp_open_request *request, const hp_driver **drive
 }
 
 void hp_driver_fail_call(int64_t nth) { hardpoint::driver::calls_to_failure = nth; }
+
+// See VirtualMemory::use_small_pages.
+extern "C" HP_EXPORT hp_status hp_cpu_driver_use_small_pages(const hp_driver *driver, uint64_t address, size_t size) {
+  hp_error error{};
+  return hardpoint::driver::guarded("hp_cpu_driver_use_small_pages", &error,
+                                    [&] { hp::driver::device_of(driver).memory().use_small_pages(address, size); });
+}
 
 // For tests. Makes the nth call of an entry from here on (1 = the next), and the `times` - 1 calls after it, fail; a negative `times` means all
 // after it, 0 none. Calls of `create` end with HP_OUT_OF_MEMORY, others with HP_FAILED; nothing was done. Returns HP_OK or HP_INVALID.

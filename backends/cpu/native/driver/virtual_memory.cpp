@@ -169,6 +169,7 @@ void VirtualMemory::release_address(uint64_t address, size_t size) {
   if (overlaps_mapping(address, size)) refuse("release_address", "memory is mapped in " + range_text(address, size));
   unmap_range(address, size);
   reservations_.erase(found);
+  small_pages_.erase(small_pages_.lower_bound(address), small_pages_.lower_bound(address + size));
 }
 
 uint64_t VirtualMemory::create(size_t size) {
@@ -224,6 +225,7 @@ void VirtualMemory::map(uint64_t address, size_t size, uint64_t handle) {
   forget.dismiss();
   memory.address = address;
   memory.mapped = true;
+  if (has_small_pages(address)) ::madvise(pointer(address), size, MADV_NOHUGEPAGE);
 }
 
 void VirtualMemory::unmap(uint64_t address, size_t size) {
@@ -261,6 +263,15 @@ void VirtualMemory::move_to_parking(uint64_t address, uint64_t parking, size_t s
     // Where the kernel has emptied the range, the copy is all that is left of the pages, and the memory is unmapped.
     if (!reserve_at(address, size)) throw;
   }
+}
+
+void VirtualMemory::use_small_pages(uint64_t address, size_t size) {
+  check_multiple("use_small_pages", "address", address, kGranularity);
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (!is_reserved(address, size)) refuse("use_small_pages", range_text(address, size) + " are not within one reservation");
+  small_pages_[address] = size;
+  for (auto mapping = mappings_.lower_bound(address); mapping != mappings_.end() && has_small_pages(mapping->first); ++mapping)
+    ::madvise(pointer(mapping->first), mapping->second.size, MADV_NOHUGEPAGE);
 }
 
 void VirtualMemory::check_mapped(const char* call, uint64_t address, size_t size) const {
@@ -309,6 +320,11 @@ bool VirtualMemory::is_reserved(uint64_t address, size_t size) const {
   if (after == reservations_.begin()) return false;
   const auto& [start, length] = *std::prev(after);
   return address - start < length && size <= length - (address - start);
+}
+
+bool VirtualMemory::has_small_pages(uint64_t address) const {
+  const auto after = small_pages_.upper_bound(address);
+  return after != small_pages_.begin() && address - std::prev(after)->first < std::prev(after)->second;
 }
 
 bool VirtualMemory::overlaps_mapping(uint64_t address, size_t size) const {

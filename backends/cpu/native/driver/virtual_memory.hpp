@@ -30,6 +30,10 @@ class VirtualMemory {
   void map(uint64_t address, size_t size, uint64_t handle);
   void unmap(uint64_t address, size_t size);
 
+  // Memory of the range takes pages of the processor's smallest size, now and whenever it is mapped there again, until the address is
+  // released: for what is touched here and there. A huge page would take 2 MiB, and be zeroed, for each place that has a few KiB.
+  void use_small_pages(uint64_t address, size_t size);
+
   // Throws unless every byte of the range is mapped.
   void check_mapped(const char* call, uint64_t address, size_t size) const;
 
@@ -51,16 +55,18 @@ class VirtualMemory {
   void check_available(size_t size);
   bool is_reserved(uint64_t address, size_t size) const;
   bool overlaps_mapping(uint64_t address, size_t size) const;
+  bool has_small_pages(uint64_t address) const;
   void move_to_parking(uint64_t address, uint64_t parking, size_t size) const;
 
   const uint64_t budget_;
   const uint64_t total_;
   const bool keep_address_;
 
-  // Guards all below. Every Memory that is mapped has one Mapping, which lies within one reservation and overlaps no other; used_ is the
-  // sum of the sizes of all Memory, and of those being made or released.
+  // Guards all below. Every Memory that is mapped has one Mapping, which lies within one reservation and overlaps no other; so does every
+  // range with small pages; used_ is the sum of the sizes of all Memory, and of those being made or released.
   mutable std::mutex mutex_;
   std::map<uint64_t, size_t> reservations_;
+  std::map<uint64_t, size_t> small_pages_;
   std::map<uint64_t, Mapping> mappings_;
   std::unordered_map<uint64_t, Memory> memory_;
   uint64_t used_ = 0;

@@ -30,6 +30,23 @@ def driver_table(device: int = 0, options: Mapping[str, object] | None = None) -
     return DriverTable(driver_file("hardpoint_cpu"), device=device, options=options)
 
 
+def use_small_pages(table: DriverTable, address: int, size: int) -> None:
+    """Let memory at these addresses take small pages, from now on until the address is released: for what is touched here and there.
+
+    Args:
+        address: of a reservation or in one, a multiple of the driver's granularity.
+        size: bytes.
+
+    Raises ValueError for addresses that are not such ones.
+    """
+    call = ctypes.CDLL(str(table.module)).hp_cpu_driver_use_small_pages
+    call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t], ctypes.c_int32
+    if call(_address_of(table), address, size):
+        raise ValueError(
+            f"{size} bytes at {address:#x} are not within one reservation, or do not begin at its granularity"
+        )
+
+
 class DriverFaults:
     """Makes calls of one opened CPU driver fail, and counts them. For tests."""
 
@@ -42,9 +59,7 @@ class DriverFaults:
         self._calls = library.hp_cpu_driver_calls
         self._calls.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
         self._calls.restype = ctypes.c_int64
-        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer_of.argtypes, pointer_of.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-        self._table = pointer_of(table.capsule, CAPSULE_NAME)
+        self._table = _address_of(table)
 
     def fail(self, entry: str, nth: int = 1, times: int = 1) -> None:
         """Make the nth call of an entry from here on (1 = the next), and `times` - 1 calls after it, fail without doing anything.
@@ -61,3 +76,10 @@ class DriverFaults:
         if calls < 0:
             raise ValueError(f"the CPU driver has no entry '{entry}'")
         return calls
+
+
+def _address_of(table: DriverTable) -> int | None:
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.argtypes, pointer_of.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    address: int | None = pointer_of(table.capsule, CAPSULE_NAME)
+    return address

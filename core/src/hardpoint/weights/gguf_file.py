@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _F32, _F16, _BF16 = 0, 1, 30
+_PLAIN = {_F32: (1, 4), _F16: (1, 2), _BF16: (1, 2)}
+"""Formats that are not of blocks: elements and bytes of one."""
 _CHUNK_ELEMENTS = 1 << 17
 _MAX_DIMS = 4
 """ggml's GGML_MAX_DIMS."""
@@ -354,14 +356,24 @@ class _Reader:
         kind, offset = self._unpack("<IQ")
         return name, tuple(reversed(dims)), kind, offset
 
-    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
+    def _block(self, name: str, kind: int) -> tuple[int, int]:
+        """Return the elements and bytes of one block; the `gguf` library, slow to import, is asked only for rare formats."""
+        from hardpoint import _native
+
+        known = _PLAIN.get(kind) or (_native.gguf_block(kind) if kind < 1 << 31 else None)
+        if known is not None:
+            return known
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if kind not in GGMLQuantizationType._value2member_map_:
             raise CorruptWeights(
                 f"{self._path} has a tensor of an unknown type", found=f"{name} has ggml type number {kind}"
             )
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        return elements, size
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
+        block, block_bytes = self._block(name, kind)
         if not shape or shape[-1] % block:
             raise CorruptWeights(
                 f"{self._path} has a tensor of an impossible shape",
