@@ -48,7 +48,8 @@ from hardpoint.interfaces import (
     LinearRequest,
 )
 from hardpoint.triton.adapters import expand_constants, shrink_constants
-from hardpoint.triton.blocks import LAYOUTS, Offset, product_constants, sum_constants as split_sum_constants
+from hardpoint.triton.blocks import LAYOUTS, Offset, product_constants
+from hardpoint.triton.blocks import sum_constants as split_sum_constants
 from hardpoint.triton.experts import (
     down_constants,
     expert_tiles,

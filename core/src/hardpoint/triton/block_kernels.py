@@ -1,6 +1,6 @@
 """Products with weights in blocks in Triton: numbers are expanded in registers, and multiplied by in the activations' dtype.
 
-The layout of a weight is `hardpoint.triton.blocks.BlockLayout`'s: for each group of a row's elements its bytes, [groups, ROWS_PAD, BYTES],
+The layout of a weight is `hardpoint.triton.blocks.BlockLayout`'s: for each group of a row's elements its bytes, [groups, ROWS_PAD, width],
 so that the rows of a tile lie one after the other. An element is `scale * number - minimum`, or `scale * (number - zero point)`.
 
 A row's result is the same, bit for bit, whatever rows are beside it: every product is of 16 rows, so that a device has one instruction for
@@ -63,16 +63,16 @@ def block_product(
     """Write x times the expanded weight, and the bias. The grid is (ROWS_PAD / BLOCK_N, SPLITS if SHARED else 1, tiles of tokens / TILES).
 
     Args:
-        numbers: uint8[GROUPS, ROWS_PAD, BYTES]; of 4 BITS byte j has number j in its low half, and j + BYTES in the high one, and MIDDLE
+        numbers: uint8[GROUPS, ROWS_PAD, width]; of 4 BITS byte j has number j in its low half, and j + width in the high one, and MIDDLE
             is taken from each.
         factors, lowers: int8[GROUPS, ROWS_PAD], by which the scale, and the minimum, of a block of IN_BLOCK groups are multiplied, where
             that is more than one.
         block_scales: [GROUPS / IN_BLOCK, ROWS_PAD], offsets the same: minima (OFFSET 1) or zero points (OFFSET 2).
         sums: float32[SPLITS, tokens, ROWS], which a program of one split (SHARED) writes to, in the place of `out`.
     """
-    BYTES: tl.constexpr = GROUP * BITS // 8
+    width: tl.constexpr = GROUP * BITS // 8
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    j = tl.arange(0, BYTES)
+    j = tl.arange(0, width)
     token = tl.program_id(2) * (16 * TILES) + tl.arange(0, 16)
     there0, there1 = token < num_tokens, token + 16 < num_tokens
     there2, there3 = token + 32 < num_tokens, token + 48 < num_tokens
@@ -87,7 +87,7 @@ def block_product(
             # Groups times rows fit into 32 bits, and bytes do not.
             place = group * ROWS_PAD + n
             of_block = group // IN_BLOCK * ROWS_PAD + n
-            bits = tl.load(numbers + place.to(tl.int64)[None, :] * BYTES + j[:, None])
+            bits = tl.load(numbers + place.to(tl.int64)[None, :] * width + j[:, None])
             scale = tl.load(block_scales + of_block).to(tl.float32)
             if IN_BLOCK > 1:
                 scale *= tl.load(factors + place).to(tl.float32)
@@ -107,7 +107,7 @@ def block_product(
                 if OFFSET == 1:
                     number -= offset[None, :]
                 a0, a1, a2, a3 = _products(
-                    source + half * BYTES, there0, there1, there2, there3, x_stride, number.to(x.dtype.element_ty), a0, a1, a2, a3,
+                    source + half * width, there0, there1, there2, there3, x_stride, number.to(x.dtype.element_ty), a0, a1, a2, a3,
                     TILES, SINGLE,
                 )  # fmt: skip
         t0, t1, t2, t3 = t0 + a0, t1 + a1, t2 + a2, t3 + a3

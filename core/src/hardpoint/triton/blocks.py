@@ -211,9 +211,9 @@ class TritonBlockLinear(LinearProgram):
         return found
 
 
-def split_count(rows: int, columns: int, group: int, block_n: int) -> int:
+def split_count(rows: int, columns: int, group: int) -> int:
     """Return how many programs share the columns of a product with few tokens: by the weight alone, so that sums have one order."""
-    wanted = _PROGRAMS // -(-rows // block_n)
+    wanted = _PROGRAMS // -(-rows // _ROWS_PAD)
     return max(1, min(_MAX_SPLITS, wanted, columns // group // _LEAST_GROUPS))
 
 
@@ -222,9 +222,7 @@ def product_constants(request: LinearRequest, tokens: int, *, biased: bool) -> d
     assert request.blocks is not None
     layout = LAYOUTS[request.blocks]
     groups = request.columns // layout.group
-    # float32 is multiplied without matrix units: small tiles, for registers.
-    block_n = 32 if request.dtype.itemsize == 4 else 64
-    splits = split_count(request.rows, request.columns, layout.group, block_n)
+    splits = split_count(request.rows, request.columns, layout.group)
     many = tokens >= _MANY_TOKENS
     return {
         "ROWS": request.rows,
@@ -241,7 +239,8 @@ def product_constants(request: LinearRequest, tokens: int, *, biased: bool) -> d
         "TILES": 4 if many else 1,
         "SHARED": splits > 1 and not many,
         "BIASED": biased,
-        "BLOCK_N": block_n,
+        # Sums of four tiles of tokens take registers, and so does float32, which is multiplied without matrix units.
+        "BLOCK_N": 32 if many or request.dtype.itemsize == 4 else _ROWS_PAD,
         "SINGLE": interpreter_is_on(),
         "num_warps": 4,
         "num_stages": 2 if many or request.dtype.itemsize == 4 else 4,
@@ -329,7 +328,7 @@ def _k_with_minima(format: BlockFormat, blocks: Tensor, values: Any) -> dict[str
 
 
 def _q6_k(blocks: Tensor, values: Any) -> dict[str, Tensor]:
-    """Return the parts of Q6_K: 16 groups of 16; a half of 128 has 64 bytes of low bits, and 32 bytes with 2 high bits of 4 numbers each."""
+    """Return the parts of Q6_K: 16 groups of 16; each half of them has 64 bytes of low bits, and 32 of high bits of 4 numbers each."""
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
     low = torch.cat((low & 15, low >> 4), -2).flatten(-2)
     places = torch.arange(0, 8, 2, device=blocks.device)[:, None]
