@@ -115,8 +115,8 @@ class TritonBlockLinear(LinearProgram):
         self._kernels: Any = importlib.import_module("hardpoint.triton.block_kernels")
 
     def weight_shape(self) -> tuple[int, ...]:
-        """Return the bytes of all parts."""
-        return (sum(_aligned(dtype.itemsize * prod(shape)) for dtype, shape in self._sections.values()),)
+        """Return [1, bytes of all parts]."""
+        return 1, sum(_aligned(dtype.itemsize * prod(shape)) for dtype, shape in self._sections.values())
 
     def write(self, stored: Tensor, row: int, values: Tensor) -> None:
         """Repack rows of blocks from `row` on; raises InvalidBlocks."""
@@ -203,10 +203,10 @@ class TritonBlockLinear(LinearProgram):
             self._kernels.sum_splits[grid](sums, added, out, tokens, **constants)
 
     def _parts(self, stored: Tensor) -> dict[str, Tensor]:
-        found, begin = {}, 0
+        memory, found, begin = stored.view(-1), {}, 0
         for name, (dtype, shape) in self._sections.items():
             size = dtype.itemsize * prod(shape)
-            found[name] = stored[begin : begin + size].view(dtype).view(shape)
+            found[name] = memory[begin : begin + size].view(dtype).view(shape)
             begin += _aligned(size)
         return found
 

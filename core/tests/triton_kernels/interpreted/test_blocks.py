@@ -79,7 +79,7 @@ def test_wrong_tensors_are_refused() -> None:
 def test_a_weight_takes_no_more_than_its_numbers_and_scales() -> None:
     bits = {}
     for format in LAYOUTS:
-        (size,) = TritonBlockLinear(LinearRequest(4096, 4096, DType.BFLOAT16, format)).weight_shape()
+        _, size = TritonBlockLinear(LinearRequest(4096, 4096, DType.BFLOAT16, format)).weight_shape()
         bits[str(format)] = 8 * size / 4096**2
     assert bits["Q4_0"] == bits["Q4_1"] - 0.5 == 4.5
     assert bits["Q4_K"] == 4.625
