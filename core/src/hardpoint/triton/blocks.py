@@ -317,7 +317,7 @@ def _k_with_minima(format: BlockFormat, blocks: Tensor, values: Any) -> dict[str
         "lowers": lowers.flatten(1).view(torch.int8),
     }
     # 32 bytes have one group in their low halves, and the next in their high ones.
-    chunks = blocks[..., -128:].unflatten(-1, (4, 1, 32))
+    chunks = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32)
     numbers = torch.cat((chunks & 15, chunks >> 4), -2).reshape(*blocks.shape[:2], 8, 32)
     if format is BlockFormat.Q4_K:
         numbers = numbers[..., :16] | numbers[..., 16:] << 4
@@ -329,10 +329,10 @@ def _k_with_minima(format: BlockFormat, blocks: Tensor, values: Any) -> dict[str
 
 def _q6_k(blocks: Tensor, values: Any) -> dict[str, Tensor]:
     """Return the parts of Q6_K: 16 groups of 16; each half of them has 64 bytes of low bits, and 32 of high bits of 4 numbers each."""
-    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64)
     low = torch.cat((low & 15, low >> 4), -2).flatten(-2)
     places = torch.arange(0, 8, 2, device=blocks.device)[:, None]
-    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> places & 3).flatten(-2)
+    high = (blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> places & 3).flatten(-2)
     numbers = _signed((low | high << 4).reshape(*blocks.shape[:2], 16, 16), 32)
     factors = blocks[..., 192:208].flatten(1).view(torch.int8)
     return {"block_scales": values(208, _HALF), "factors": factors, "numbers": numbers.flatten(1, 2)}
