@@ -123,14 +123,18 @@ test-clients: .torch/clients/.installed  ## lm-eval, LangChain, LlamaIndex, outl
 	.torch/$*/bin/python -m hardpoint_simulators.torch_libraries $* $(@D)
 	touch $@
 
+KERNEL_CLAUSES := $(foreach part,product row gather,blocks.$(part)) linear.product experts.mixture adapters.product adapters.row sample.definition sample.row
+
 # One thread for each process of the suite: the interpreter has no use for more.
 conformance-triton: export TRITON_INTERPRET = 1
 conformance-triton: export OMP_NUM_THREADS = 1
 conformance-triton: .torch/triton/.installed  ## The conformance suite on the Triton kernels, in Triton's interpreter
 	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter --level L2 --level L3 --jobs 2 --report build/conformance/triton
+# Of the level of workers, what is asked of the kernel set alone.
+	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter $(KERNEL_CLAUSES:%=--clause kernels.%@1) --jobs 2 --report build/conformance/triton-kernels
 
 test-triton: .torch/triton/.installed  ## What the suite does not ask of the Triton kernels, in Triton's interpreter
-	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels core/tests/worker/test_kv_scales.py
+	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels core/tests/worker/test_kv_scales.py core/tests/worker/test_stored_blocks.py
 
 aot: .torch/triton/.installed  ## Compile the Triton kernels that changed for every target, and fail where one spills registers
 	.torch/triton/bin/python scripts/triton_aot.py --shows-spills

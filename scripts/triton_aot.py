@@ -1,10 +1,10 @@
-"""Compile the kernels of attention, rows, experts and adapters for targets without a device, and fail where one spills: `make aot`.
+"""Compile the kernels of attention, rows, experts, adapters and blocks for targets without a device, and fail where one spills: `make aot`.
 
     python scripts/triton_aot.py [--jobs N] [--target sm_90] [--again N] [--update] [--shows-spills]
 
 Compiles each kernel of `hardpoint.triton.kernels` with the compile-time arguments and tiles that the attention gives it, for the element
 types, head dimensions and features below, and those
-of `hardpoint.triton.row_kernels`, `.expert_kernels`, `.adapter_kernels` and `.sampling_kernels` for common widths.
+of `hardpoint.triton.row_kernels`, `.expert_kernels`, `.adapter_kernels`, `.block_kernels` and `.sampling_kernels` for common widths.
 Prints registers, shared memory and spilled bytes, and ends with status 1 if a kernel spills registers to memory or needs more shared
 memory than a program may have on the target. Figures come from the code itself: for NVIDIA's from the cubin (cuobjdump
 --dump-resource-usage; a frame on the stack is where ptxas spills to), for AMD's from the metadata of the assembly (`.vgpr_spill_count`,
@@ -38,8 +38,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from hardpoint.interfaces import Activation, AttentionLayer, AttentionRequest, DType, ExpertsRequest
+from hardpoint.interfaces import (
+    Activation,
+    AttentionLayer,
+    AttentionRequest,
+    BlockFormat,
+    DType,
+    ExpertsRequest,
+    LinearRequest,
+)
 from hardpoint.triton.adapters import expand_constants, shrink_constants
+from hardpoint.triton.blocks import LAYOUTS, Offset, product_constants
+from hardpoint.triton.blocks import sum_constants as split_sum_constants
 from hardpoint.triton.experts import (
     down_constants,
     expert_tiles,
@@ -97,6 +107,7 @@ INTS = (
 )
 SINGLES = {"logits", "biases", "partial", "partial_state", "sinks", "slopes", "shares", "sums", "scales"}
 EXPERT_TENSORS = {"logits", "gate_up", "down", "bias", "inner", "parts"}
+BLOCK_TENSORS = {"block_scales", "offsets", "factors", "lowers", "bias"}
 FACTORS = {"scale", "cap", "value_scale", "key_factor", "value_factor", "eps"}
 ALIGNED = {
     "q_stride",
@@ -159,9 +170,16 @@ class Resources:
 @cache
 def _function(name: str) -> Any:
     """Return a kernel by its name."""
-    from hardpoint.triton import adapter_kernels, expert_kernels, kernels, row_kernels, sampling_kernels
+    from hardpoint.triton import (
+        adapter_kernels,
+        block_kernels,
+        expert_kernels,
+        kernels,
+        row_kernels,
+        sampling_kernels,
+    )
 
-    modules = (row_kernels, expert_kernels, adapter_kernels, sampling_kernels, kernels)
+    modules = (row_kernels, expert_kernels, adapter_kernels, block_kernels, sampling_kernels, kernels)
     return next(getattr(m, name) for m in modules if hasattr(m, name))
 
 
@@ -190,7 +208,14 @@ def requests() -> Iterator[tuple[str, AttentionRequest]]:
 
 def jobs(machines: Sequence[str]) -> Iterator[Job]:
     """Yield everything that is compiled."""
-    from hardpoint.triton import adapter_kernels, expert_kernels, kernels, row_kernels, sampling_kernels
+    from hardpoint.triton import (
+        adapter_kernels,
+        block_kernels,
+        expert_kernels,
+        kernels,
+        row_kernels,
+        sampling_kernels,
+    )
 
     seen = set()
     for name in machines:
@@ -221,6 +246,12 @@ def jobs(machines: Sequence[str]) -> Iterator[Job]:
             )
         for dtype, kernel, what, values in adapter_operators():
             yield _job(name, kernel, f"{dtype} {what}", getattr(adapter_kernels, kernel), values, {"q": dtype})
+        for types, kernel, what, values in block_operators():
+            job = _job(name, kernel, f"{types['q']} {what}", getattr(block_kernels, kernel), values, types)
+            # Formats that differ only in how they are repacked have one kernel.
+            if job.key() not in seen:
+                seen.add(job.key())
+                yield job
         yield _job(name, "copy_blocks", "any", kernels.copy_blocks, {"WORDS": COPY_WORDS, "num_warps": 4}, {})
 
 
@@ -263,6 +294,27 @@ def adapter_operators() -> Iterator[tuple[str, str, str, dict[str, int]]]:
         yield TYPES[dtype], "adapter_expand", what, expand_constants(6144, 3, rank, slots)
 
 
+def block_operators() -> Iterator[tuple[dict[str, str], str, str, dict[str, int]]]:
+    """Yield the kernels of weights in blocks: (types, kernel, of what, compile-time arguments)."""
+    wanted = [(DType.BFLOAT16, format) for format in LAYOUTS]
+    wanted += [(DType.FLOAT16, format) for format in (BlockFormat.Q4_K, BlockFormat.INT4, BlockFormat.FP8)]
+    wanted += [(DType.FLOAT32, format) for format in LAYOUTS]
+    for dtype, format in wanted:
+        layout = LAYOUTS[format]
+        scale = "fp32" if layout.scale.itemsize == 4 else "fp16"
+        offset = {Offset.NONE: "u8", Offset.MINIMUM: scale, Offset.ZERO_POINT: "i16"}[layout.offset]
+        factor = "i8" if layout.in_block > 1 else "u8"
+        types = {"q": TYPES[dtype], "block_scales": scale, "offsets": offset, "factors": factor, "lowers": factor}
+        if layout.offset is Offset.NONE:
+            types["lowers"] = "u8"
+        request = LinearRequest(4096, 4096, dtype, format)
+        for tokens in (1, 1024):
+            what = f"{format} of 4096 x 4096, {'few' if tokens == 1 else 'many'} tokens"
+            yield types, "block_product", what, product_constants(request, tokens, biased=True)
+        if format is BlockFormat.Q4_K:
+            yield types, "sum_splits", "4096 rows", split_sum_constants(request, biased=True)
+
+
 def spilling_jobs() -> list[Job]:
     """Return jobs whose tiles cannot fit into a program's registers."""
     from hardpoint.triton import kernels
@@ -285,6 +337,10 @@ def _job(machine: str, name: str, what: str, kernel: Any, values: dict[str, Any]
 
 
 def _type(argument: str, types: dict[str, str]) -> str:
+    if argument in BLOCK_TENSORS and "block_scales" in types:
+        return f"*{types.get(argument, types['q'])}"
+    if argument == "numbers":
+        return "*u8"
     if argument in EXPERT_TENSORS and "experts" in types:
         return f"*{types['experts']}"
     if argument in INTS:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.interfaces import BlockFormat
 from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
 from hardpoint.models import open_model
 from tests.quantised_checkpoints import LAYERS, dense_weights, write_folder
@@ -91,6 +92,36 @@ def test_matrices_are_what_the_format_says(name: str, tmp_path: Path) -> None:
         assert torch.equal(source.checkpoint.read(tensor), expected)
     rows = torch.cat([values for _, values in source.checkpoint.rows(f"{DOWN}.weight", 5, 107)])
     assert torch.equal(rows, meant[f"{DOWN}.weight"][5:107])
+
+
+@pytest.mark.parametrize("name", ["fp8-matrix-static", "fbgemm-rows", "fp8-blocks"])
+def test_blocks_mean_what_the_format_says(name: str, tmp_path: Path) -> None:
+    """Parts of 80 elements are not cut into blocks of 32; parts of 96 are, the last of a row among them, which is less."""
+    format = BlockFormat.FP8
+    checkpoint = open_model(str(write(tmp_path, name))).checkpoint
+    tensor = f"{DOWN}.weight"
+    if name == "fp8-blocks":
+        assert checkpoint.block_format(tensor) is None
+        values = quantised(name)[0]
+        config = FP8 | {"weight_block_size": [96, 96]}
+        for stored in [one for one in values if one.endswith("weight_scale_inv")]:
+            rows, columns = values[stored.replace("_scale_inv", "")].shape
+            values[stored] = torch.rand(-(-rows // 96), -(-columns // 96)) + 0.5
+        checkpoint = open_model(str(write_folder(tmp_path, values, quantization_config=config))).checkpoint
+    assert checkpoint.block_format(tensor) is format
+    assert checkpoint.block_format("model.embed_tokens.weight") is None
+    blocks = torch.cat([rows for _, rows in checkpoint.block_rows(tensor, 5, 107)])
+    meant = torch.cat([rows for _, rows in checkpoint.rows(tensor, 5, 107)])
+    assert blocks.shape == (102, format.row_bytes(meant.shape[1]))
+    parts = blocks.view(102, -1, format.nbytes)
+    scales = parts[..., :4].contiguous().view(torch.float32)
+    numbers = parts[..., 4:].contiguous().view(torch.float8_e4m3fn).float()
+    assert torch.equal((numbers * scales).flatten(1), meant)
+
+
+def test_numbers_of_8_floating_bits_can_be_rounded_to_whole_ones(tmp_path: Path, start: Callable[..., LLM]) -> None:
+    llm = start(write(tmp_path, "fbgemm-rows"), quantization="int8")
+    assert llm.info.weight_formats == {"Q8_0": 4 * LAYERS + 1}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

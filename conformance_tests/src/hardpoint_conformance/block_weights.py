@@ -43,7 +43,9 @@ def block_matrix(format: BlockFormat, rows: int, columns: int, rng: np.random.Ge
     """Return a matrix of random numbers whose blocks have unlike scales, minima and zero points."""
     shape = (rows, columns // format.elements)
     raw = rng.integers(0, 256, (*shape, format.nbytes), dtype=np.uint8)
-    if format in ZERO_POINTS:
+    if format is BlockFormat.FP8:
+        values = _of_float8(raw, rng)
+    elif format in ZERO_POINTS:
         values = _with_zero_points(format, raw, rng)
     else:
         for place, at in enumerate(HALVES[format]):
@@ -71,3 +73,16 @@ def _with_zero_points(format: BlockFormat, raw: np.ndarray, rng: np.random.Gener
     stored = raw[..., 6:]
     numbers = np.concatenate([stored & 15, stored >> 4], axis=-1) if format is BlockFormat.INT4 else stored
     return scales.astype(np.float64) * (numbers.astype(np.float64) - zeros)
+
+
+def _of_float8(raw: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Write scales into blocks, and numbers in the place of NaN, and return what they mean."""
+    numbers = raw[..., 4:]
+    numbers[(numbers & 127) == 127] ^= 1
+    scales = rng.uniform(0.0003, 0.001, raw.shape[:2]).astype(np.float32)[..., None]
+    raw[..., :4] = scales.view(np.uint8)
+    # 1 sign bit, 4 of the exponent, whose bias is 7, and 3 of the mantissa; the exponent 0 is of subnormal numbers.
+    exponents, mantissas = (numbers >> 3 & 15).astype(np.int32), (numbers & 7).astype(np.float64)
+    sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
+    values: np.ndarray = scales.astype(np.float64) * np.where(numbers & 128, -sizes, sizes)
+    return values

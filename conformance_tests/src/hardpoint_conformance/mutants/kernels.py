@@ -111,7 +111,7 @@ _NUMBERS = {BlockFormat.Q4_0: 2, BlockFormat.Q4_1: 4, BlockFormat.INT4: 6}
 @fault("Numbers in blocks have the scale of the block beside theirs.", *_VALUES)
 def scales_of_other_blocks(base: Any) -> Methods:
     def change(blocks: Tensor, format: BlockFormat) -> None:
-        at, size = (0, 4) if format in ZERO_POINTS else (HALVES[format][0], 2)
+        at, size = (HALVES[format][0], 2) if format in HALVES else (0, 4)
         blocks[..., at : at + size] = blocks[..., at : at + size].roll(1, dims=1)
 
     return _other_blocks(base, change)
@@ -130,7 +130,7 @@ def swapped_nibbles(base: Any) -> Methods:
 @fault("Minima and zero points of blocks are left out.", *_VALUES)
 def lost_zero_points(base: Any) -> Methods:
     def change(blocks: Tensor, format: BlockFormat) -> None:
-        at = (4,) if format in ZERO_POINTS else HALVES[format][1:]
+        at = (4,) if format in ZERO_POINTS else HALVES.get(format, ())[1:]
         for first in at:
             blocks[..., first : first + 2] = 0
 

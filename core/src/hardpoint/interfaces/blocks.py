@@ -11,7 +11,8 @@ class BlockFormat(StrEnum):
     A weight [rows, columns] in blocks is uint8[rows, row_bytes(columns)]: the blocks of each row, in order. Those of ggml's formats are as
     GGUF files have them (ggml, ggml-common.h). INT4 and INT8 are for formats of scale and zero point, whose groups are one block or more:
     a block is its scale, float32, its zero point, int16, and 32 unsigned numbers, so that an element is `scale * (number - zero point)`.
-    Numbers are bytes in INT8; in INT4 byte j has number j in its low half, and number j + 16 in the high one. Native byte order.
+    Numbers are bytes in INT8; in INT4 byte j has number j in its low half, and number j + 16 in the high one. FP8 is for 8-bit floating
+    numbers with a scale for a matrix, a row or a part of both: a block is its scale, float32, and 32 numbers in e4m3fn. Native byte order.
     """
 
     Q4_0 = "Q4_0"
@@ -26,6 +27,7 @@ class BlockFormat(StrEnum):
     Q6_K = "Q6_K"
     INT4 = "INT4"
     INT8 = "INT8"
+    FP8 = "FP8"
 
     @property
     def type_id(self) -> int:
@@ -65,6 +67,7 @@ _TABLE = {
     BlockFormat.Q6_K: (14, 256, 210),
     BlockFormat.INT4: (1004, 32, 22),
     BlockFormat.INT8: (1008, 32, 38),
+    BlockFormat.FP8: (1009, 32, 36),
 }
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.attention import Refusal
-from hardpoint.interfaces.blocks import Quantization
+from hardpoint.interfaces.blocks import BlockFormat, Quantization
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.interfaces.kernels import LinearRequest
 from hardpoint.layers import Experts, Linear, LMHead, VocabEmbedding
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hardpoint.interfaces.blocks import BlockFormat
     from hardpoint.interfaces.dtypes import DType
     from hardpoint.interfaces.kernels import KernelSet
     from hardpoint.layers import StoredWeight
@@ -54,8 +53,9 @@ def wants_blocks(
     reasons, wanted = [], set(found)
     if quantization.rounds_to is not None:
         wanted = set(quantization.rounds_to)
-        if found:
-            counts = ", ".join(f"{count} in {format}" for format, count in sorted(found.items()))
+        # Floating numbers of 8 bits can be rounded as those of 16 can.
+        if rounded := {format: count for format, count in found.items() if format is not BlockFormat.FP8}:
+            counts = ", ".join(f"{count} in {format}" for format, count in sorted(rounded.items()))
             reasons.append(
                 f"the checkpoint is quantised already ({counts}): quantization='auto' multiplies by what it has"
             )

@@ -1,4 +1,5 @@
-"""A kernel set in Triton: what lies between the matrix products and attention, in one launch each, the experts of mixtures, and adapters.
+"""A kernel set in Triton: what lies between the matrix products and attention, in one launch each, the experts of mixtures, adapters, and
+products with weights in blocks.
 
 Other matrix products and the argmax are torch's, whose libraries have the best ones.
 """
@@ -13,13 +14,21 @@ import torch
 
 from hardpoint.interfaces.attention import Refusal
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.interfaces.kernels import Activation, ExpertsProgram, ExpertsRequest, KernelSet
+from hardpoint.interfaces.kernels import (
+    Activation,
+    ExpertsProgram,
+    ExpertsRequest,
+    KernelSet,
+    LinearProgram,
+    LinearRequest,
+)
 from hardpoint.triton.tiles import padded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.backend import Device
+    from hardpoint.interfaces.blocks import BlockFormat
     from hardpoint.interfaces.kernels import AdapterRows, AdapterWeights
     from hardpoint.interfaces.sampling import SamplingTables
 
@@ -129,6 +138,18 @@ class TritonKernels(KernelSet):
 
         add_adapters(out, x, weights, rows)
         return True
+
+    def block_formats(self) -> frozenset[BlockFormat]:
+        """Return the formats of blocks that there is a layout for."""
+        from hardpoint.triton.blocks import LAYOUTS
+
+        return frozenset(LAYOUTS)
+
+    def plan_linear(self, request: LinearRequest) -> LinearProgram | Refusal:
+        """Return the product with a weight in blocks in Triton; plain weights are left to torch, whose library has the best products."""
+        from hardpoint.triton.blocks import TritonBlockLinear
+
+        return super().plan_linear(request) if request.blocks is None else TritonBlockLinear(request)
 
     def plan_experts(self, request: ExpertsRequest) -> ExpertsProgram | Refusal:
         """Return the experts of a mixture in Triton."""

@@ -7,7 +7,8 @@ integrations, vLLM's `Fp8Config`, compressed-tensors' `float_quantized` and `nai
 - `weight_scale` of one element, or [rows] or [rows, 1]: one for the matrix, or for each row.
 - compressed-tensors with the strategy "block": `weight_scale` [rows / a, columns / b].
 
-Matrices are expanded, and activations stay as they are: scales of activations (`input_scale`) have no use here.
+Matrices in e4m3 whose rows are cut into whole parts of 32 are blocks of FP8, with a scale repeated in each; where no kernel set multiplies
+by these, and otherwise, matrices are expanded. Activations stay as they are: scales of activations (`input_scale`) have no use here.
 """
 
 from __future__ import annotations
@@ -125,19 +126,12 @@ class Float8Checkpoint(Checkpoint):
         if name not in self._scales:
             yield from self._inner.rows(name, begin, end)
             return
-        import torch
-
-        rows, columns = self._shapes[name]
-        scales = self._read_scales(name)
-        high, wide = -(-rows // len(scales)), -(-columns // scales.shape[1])
-        if self._format.block is not None:
-            high, wide = self._format.block
-        for first, numbers in self._inner.rows(name, begin, end):
-            of_rows = scales[torch.arange(first, first + len(numbers)) // high]
-            values = numbers.float()
+        columns, wide = self._shapes[name][1], self._wide(name)
+        for first, numbers, scales in self._scaled(name, begin, end):
+            of_rows = scales
             if scales.shape[1] > 1:
-                of_rows = of_rows.repeat_interleave(wide, dim=1)[:, :columns]
-            yield first, values.mul_(of_rows)
+                of_rows = scales.repeat_interleave(wide, dim=1)[:, :columns]
+            yield first, numbers.float().mul_(of_rows)
 
     def reads_parts(self, name: str) -> bool:
         return self._inner.reads_parts(name)
@@ -146,7 +140,20 @@ class Float8Checkpoint(Checkpoint):
         return self._inner.expert_rows(name, expert, begin, end)
 
     def block_format(self, name: str) -> BlockFormat | None:
-        return None
+        if name not in self._scales or self._inner.kind(name) != "F8_E4M3":
+            return None
+        size = BlockFormat.FP8.elements
+        return None if self._shapes[name][1] % size or self._wide(name) % size else BlockFormat.FP8
+
+    def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        import torch
+
+        size = BlockFormat.FP8.elements
+        count, repeats = self._shapes[name][1] // size, self._wide(name) // size
+        for first, numbers, scales in self._scaled(name, begin, end):
+            stored = numbers.contiguous().view(torch.uint8).view(-1, count, size)
+            of_blocks = scales.repeat_interleave(repeats, dim=1)[:, :count, None].contiguous().view(torch.uint8)
+            yield first, torch.cat((of_blocks, stored), dim=-1).flatten(1)
 
     def dtype(self) -> DType | None:
         """Return the dtype of the first tensor that is no matrix of 8 bits, and no scale."""
@@ -155,6 +162,19 @@ class Float8Checkpoint(Checkpoint):
 
     def stored(self, name: str) -> StoredTensor | None:
         return None if name in self._scales else self._inner.stored(name)
+
+    def _wide(self, name: str) -> int:
+        """Return how many elements of a row share a scale; the last ones may be fewer."""
+        return self._shapes[name][1] if self._format.block is None else self._format.block[1]
+
+    def _scaled(self, name: str, begin: int, end: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (first row, numbers as they are stored [n, columns], their scales float32[n, parts of a row])."""
+        import torch
+
+        scales = self._read_scales(name)
+        high = -(-self._shapes[name][0] // len(scales)) if self._format.block is None else self._format.block[0]
+        for first, numbers in self._inner.rows(name, begin, end):
+            yield first, numbers, scales[torch.arange(first, first + len(numbers)) // high]
 
     def _scale_of(self, name: str, shape: tuple[int, ...], found: Mapping[str, tuple[int, ...]]) -> str:
         """Return the name of a matrix's scales, which are there in a shape that the format says."""

@@ -26,7 +26,7 @@ from hardpoint.triton.choice import attention_note
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import Worker
-    from hardpoint.triton import TritonAttention
+    from hardpoint.triton import TritonAttention, TritonKernels
     from hardpoint_simulators.triton_interpreter.graphs import RecordedCalls
     from hardpoint_simulators.triton_interpreter.memory import HostMemory
 
@@ -91,6 +91,16 @@ def _attention() -> type[TritonAttention]:
     return InterpretedAttention
 
 
+def _kernels() -> type[TritonKernels]:
+    from hardpoint.triton import TritonKernels
+    from hardpoint_simulators.triton_interpreter.products import multiply_rows_alike
+    from hardpoint_simulators.triton_interpreter.speed import quicken_interpreter
+
+    quicken_interpreter()
+    multiply_rows_alike()
+    return TritonKernels
+
+
 def _graph_runner() -> type[RecordedCalls]:
     from hardpoint_simulators.triton_interpreter.graphs import RecordedCalls
 
@@ -116,6 +126,7 @@ def hardpoint_backend() -> BackendDescriptor:
         allocator=_allocator,
         attention=_attention,
         worker=_worker,
+        kernels=_kernels,
         graph_runner=_graph_runner,
         priority=-100,
         install_hint="Install triton and set TRITON_INTERPRET=1 (`make conformance-triton` does both)",
