@@ -29,6 +29,13 @@ struct AdapterMatrices {
   int64_t parts_stride = 0;  // of a slot, in ranks and scales
   const int32_t* spans = nullptr;  // [parts][2]
   int64_t parts = 0;
+
+  // Whether the adapter in a slot adds anything to this layer.
+  bool has(int slot) const {
+    for (int64_t part = 0; part < parts; ++part)
+      if (ranks[slot * parts_stride + part]) return true;
+    return false;
+  }
 };
 
 // Tokens of one adapter, at most kAdapterTokens.

@@ -159,10 +159,15 @@ LinearCall Decoder::call(const PackedWeight& weight, const void* x, int64_t x_st
   return c;
 }
 
+// Null where no row's adapter has anything for the layer.
 const AdapterMatrices* Decoder::adapters_of(const Place& place) const {
   if (!place.rows) return nullptr;
   const AdapterMatrices& found = adapters_[static_cast<size_t>(place.layer - config_.layers.data())][static_cast<size_t>(place.linear)];
-  return found.down ? &found : nullptr;
+  if (!found.down) return nullptr;
+  for (const AdaptedRows::Range& range : place.rows->ranges)
+    for (const AdapterItem& item : range.items)
+      if (found.has(item.slot)) return &found;
+  return nullptr;
 }
 
 // Which rows of a step go through which adapter. `kept`, where it is not null: the m tokens, rising, that are the rows from here on.
@@ -175,16 +180,17 @@ Decoder::AdaptedRows Decoder::adapted_rows(const DecoderStep& step, int64_t toke
   AdaptedRows found;
   for (int64_t first = 0; first < m; first += kAdaptedRows) {
     const int64_t count = std::min(m - first, kAdaptedRows);
-    found.ranges.push_back({first, count, {}, {}, std::vector<uint8_t>(static_cast<size_t>(count))});
+    found.ranges.push_back({first, count, {}, {}});
     AdaptedRows::Range& range = found.ranges.back();
+    std::vector<uint8_t> is_adapted(static_cast<size_t>(count));
     // Items point to the tokens, which therefore stay where they are.
     range.tokens.reserve(static_cast<size_t>(count));
     for (int64_t i = 0; i < step.num_adapters; ++i) {
       const size_t begin = range.tokens.size();
       for (int32_t t = step.adapter_starts[i]; t < step.adapter_starts[i + 1]; ++t) {
         const int64_t token = step.adapted_tokens[t], row = (kept ? row_of[static_cast<size_t>(token)] : token) - first;
-        if (row < 0 || row >= count || range.is_adapted[static_cast<size_t>(row)]) continue;
-        range.is_adapted[static_cast<size_t>(row)] = 1;
+        if (row < 0 || row >= count || is_adapted[static_cast<size_t>(row)]) continue;
+        is_adapted[static_cast<size_t>(row)] = 1;
         range.tokens.push_back(row);
       }
       append_items(step.adapter_slots[i], range.tokens.data() + begin, static_cast<int64_t>(range.tokens.size() - begin), range.items);
@@ -193,8 +199,8 @@ Decoder::AdaptedRows Decoder::adapted_rows(const DecoderStep& step, int64_t toke
   return found;
 }
 
-// What adapters add comes first, and is added to the product's sums before they are rounded: a row without an adapter has the bits that it has in
-// a step without any.
+// What adapters add comes first, and is added to the product's sums before they are rounded: a row whose adapter has nothing for the layer has the
+// bits that it has in a step without any.
 void Decoder::adapted_linear(LinearCall c, const Place& place) const {
   const AdapterMatrices* matrices = adapters_of(place);
   if (!matrices) return linear(c);
@@ -205,17 +211,26 @@ void Decoder::adapted_linear(LinearCall c, const Place& place) const {
   adding.sums = scratch_.added;
   adding.sums_stride = num_tiles(c.weight.n) * kTileColumns;
   adding.gated_pair = is_gated(c.epilogue);
+  std::vector<AdapterItem> items;
+  std::vector<uint8_t> has_added;
   for (const AdaptedRows::Range& range : place.rows->ranges) {
+    items.clear();
+    has_added.assign(static_cast<size_t>(range.count), 0);
+    for (const AdapterItem& item : range.items) {
+      if (!matrices->has(item.slot)) continue;
+      items.push_back(item);
+      for (int i = 0; i < item.count; ++i) has_added[static_cast<size_t>(item.tokens[i])] = 1;
+    }
     LinearCall part = c;
     part.x = static_cast<const char*>(c.x) + range.first * c.x_stride * itemsize(config_.dtype);
     part.m = range.count;
     part.out = static_cast<char*>(c.out) + range.first * c.out_stride * out_size;
-    if (!range.items.empty()) {
+    if (!items.empty()) {
       adding.x = part.x;
-      add_adapters(adding, range.items);
+      add_adapters(adding, items);
       part.added = adding.sums;
       part.added_stride = adding.sums_stride;
-      part.has_added = range.is_adapted.data();
+      part.has_added = has_added.data();
     }
     linear(part);
   }

@@ -140,13 +140,12 @@ class Decoder {
     struct Range {
       int64_t first, count;
       std::vector<AdapterItem> items;
-      std::vector<int64_t> tokens;     // from `first` on, by adapter
-      std::vector<uint8_t> is_adapted;  // [count]
+      std::vector<int64_t> tokens;  // from `first` on, by adapter
     };
     std::vector<Range> ranges;
   };
 
-  // A linear layer, and the rows that go through its adapters; null where none does.
+  // A linear layer, and the rows that go through adapters; null where none does.
   struct Place {
     const DecoderLayer* layer;
     DecoderLinear linear;

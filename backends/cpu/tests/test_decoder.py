@@ -286,6 +286,26 @@ def tolerance(dtype: DType) -> float:
     return {DType.FLOAT32: 3e-5, DType.BFLOAT16: 0.15, DType.FLOAT16: 2e-2}[dtype]
 
 
+def test_layers_for_which_a_rows_adapter_has_nothing() -> None:
+    spec = FAMILIES["qwen2"]
+    weights, adapters = random_weights(spec, torch.float32), random_adapters(spec, (3, 9, 5))
+    for name, one in adapters.items():
+        one.ranks[1] = 0
+        if not name.endswith(".down"):
+            one.ranks[2] = 0
+    prompts, slots = {seq: tokens_of(seq, 20) for seq in range(4)}, {1: 1, 2: 0, 3: 2}
+    found = Runner(spec, DType.FLOAT32, weights, adapters=adapters).step(prompts, adapted=slots)
+    plain = Runner(spec, DType.FLOAT32, weights).step(prompts)
+    assert torch.equal(found[[0, 1]], plain[[0, 1]])
+    # Most layers of this step add nothing to any row.
+    some = {seq: prompts[seq] for seq in (1, 3)}
+    alone = Runner(spec, DType.FLOAT32, weights, adapters=adapters).step(some, adapted={1: 1, 3: 2})
+    assert torch.equal(alone, found[[1, 3]])
+    for seq in (2, 3):
+        expected, _ = reference_logits(spec, merged(weights, adapters, slots[seq]), torch.tensor(prompts[seq]))
+        torch.testing.assert_close(found[seq].double(), expected[-1], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "odd-sizes", "gemma2"])
 def test_adapters_are_added_to_all_linear_layers(family: str) -> None:
     spec = FAMILIES[family]
