@@ -1,10 +1,11 @@
 """Python processes for tests that start with torch and the engine imported, which takes most of a short process's time.
 
-`WarmPopen` takes the place of `subprocess.Popen` for `python -P -m MODULE`, as ranks and engines are started. The process is a fork of a
-server that this one has forked early (`start_server`), yet becomes a child of this one, to which the kernel gives it when the process
-between them ends (PR_SET_CHILD_SUBREAPER): it is waited for, watched and killed as any other, and the kernel ends it with this process if
-it asks for that. Streams, inherited files, environment, current folder, limits and
-processors are those that a process started afresh would have. Tests of how processes are started do so the plain way (`children_by`).
+`WarmPopen` takes the place of `subprocess.Popen` for `python -P -m MODULE`, as ranks and engines are started, and for `python -P FILE`, for
+scripts whose start is not what a test is of. The process is a fork of a server that this one has forked early (`start_server`), yet
+becomes a child of this one, to which the kernel gives it when the process between them ends (PR_SET_CHILD_SUBREAPER): it is waited for,
+watched and killed as any other, and the kernel ends it with this process if it asks for that. Streams, inherited files, environment,
+current folder, limits and processors are those that a process started afresh would have. Tests of how processes are started do so the
+plain way (`children_by`).
 """
 
 from __future__ import annotations
@@ -146,13 +147,15 @@ def children_by(popen: type[subprocess.Popen[Any]]) -> Iterator[None]:
 
 
 def _command(asked: SimpleNamespace) -> list[str] | None:
-    """Return the module that a fork is to run, and its arguments; None for what is no such command, or cannot be followed."""
+    """Return the module or file that a fork is to run, and its arguments; None for what is no such command, or cannot be followed."""
     odd = (asked.preexec_fn, asked.shell, asked.executable not in (None, sys.executable), not asked.close_fds)
     if any(odd) or isinstance(asked.args, str | bytes | os.PathLike):
         return None
     match list(map(os.fspath, asked.args)):
         case [sys.executable, "-P", "-m", module, *arguments]:
             return [module, *arguments]
+        case [sys.executable, "-P", file, *arguments] if file.endswith(".py"):
+            return [file, *arguments]
     return None
 
 
@@ -267,6 +270,9 @@ def _become(message: Mapping[str, Any]) -> None:
     folders = os.environ.get("PYTHONPATH", "")
     sys.path[:0] = folders.split(os.pathsep) if folders else []
     invalidate_caches()
-    module, *arguments = message["command"]
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    program, *arguments = message["command"]
+    sys.argv = [program, *arguments]
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_processes import WarmPopen
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 ARGUMENTS = {"rlhf_loop": ["--rounds", "2", "--tokens", "6", "--model", "{shallow}"]}
 """Which make an example shorter."""
@@ -16,6 +18,11 @@ ARGUMENTS = {"rlhf_loop": ["--rounds", "2", "--tokens", "6", "--model", "{shallo
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, shallow_demo: str) -> None:
     arguments = [argument.format(shallow=shallow_demo) for argument in ARGUMENTS.get(example.stem, [])]
-    done = subprocess.run([sys.executable, str(example), *arguments], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) > 10
+    command = [sys.executable, "-P", str(example), *arguments]
+    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    assert len(out.split()) > 10
