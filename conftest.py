@@ -7,15 +7,12 @@ The processes of ranks and engines are forks of one that has imported torch and 
 
 And what collecting the tests has made (modules, most of all) is left out of garbage collection, which otherwise goes through all of it
 wherever a test asks for a collection to see memory given back: half of the time of such tests. Until then nothing is collected at all:
-what is imported stays, and to go through it again and again takes up to a quarter of the time.
+what is imported stays, and to go through it again and again takes a fifth of the time.
 """
 
 from __future__ import annotations
 
 import gc
-
-gc.disable()  # to the end of pytest's collection
-
 import os
 import subprocess
 from collections.abc import Iterator
@@ -29,6 +26,7 @@ from hypothesis import settings
 
 from tests.warm_processes import WarmPopen, children_by, start_server
 
+gc.disable()  # to the end of pytest's collection
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("hardpoint", deadline=None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 
-gc.disable()  # what is imported stays
-
-from .batches import run
-from .corpora import CORPORA
-
-gc.enable()
+gc.disable()  # what the corpora import stays
+try:
+    from .batches import run
+    from .corpora import CORPORA
+finally:
+    gc.enable()
 
 
 def main(kinds: list[str], first: int, count: int) -> int:
