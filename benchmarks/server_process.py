@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvloop
 from child import ChildFailed
 
 from hardpoint.bench.client import Client
@@ -150,7 +151,8 @@ class ServerProcess:
                 bodies = [json.dumps({**ask, **fields}).encode() for ask in asks]
                 return await send(client, bodies, [0.0] * len(bodies), concurrency, asyncio.Event())
 
-        sent = asyncio.run(whole())
+        # As `hardpoint bench` runs.
+        sent: Sent = uvloop.run(whole())
         # Without a stream there are no events: the whole answer is read, and its end is what counts.
         failed = [one for one in sent.answers if one.error is not None and stream]
         if failed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -201,9 +201,13 @@ class AsyncLLM:
             )
             timer = asyncio.get_running_loop().call_later(timeout, arrived.fail, late)
         try:
-            async for output in self._outputs(request, command, arrived):
-                assert isinstance(output, RequestOutput)
-                yield output
+            async with self._asked(request, command):
+                finished = False
+                while not finished:
+                    output = await arrived.get()
+                    assert isinstance(output, RequestOutput)
+                    finished = output.finished
+                    yield output
         finally:
             if timer is not None:
                 timer.cancel()
@@ -245,9 +249,10 @@ class AsyncLLM:
         arrived = _Mailbox(asyncio.get_running_loop())
         recipient = Recipient(arrived.put, arrived.fail)
         request, command = self._maker.pooling(self._name(request_id), prompt, params, recipient)
-        found = [output async for output in self._outputs(request, command, arrived)]
-        assert isinstance(found[0], PoolingRequestOutput)
-        return found[0]
+        async with self._asked(request, command):
+            output = await arrived.get()
+        assert isinstance(output, PoolingRequestOutput)
+        return output
 
     @named_arguments
     async def embed(
@@ -418,21 +423,14 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def _outputs(
-        self,
-        request: AnyRequest,
-        command: Generate | Embed,
-        arrived: _Mailbox,
-    ) -> AsyncGenerator[Output, None]:
+    @asynccontextmanager
+    async def _asked(self, request: AnyRequest, command: Generate | Embed) -> AsyncIterator[None]:
+        """Queue a request; it is aborted where the context ends before its last output was put into its mailbox."""
         self._check_open()
         self._requests.add(request)
         try:
             await self._call(command)
-            finished = False
-            while not finished:
-                output = await arrived.get()
-                finished = output.finished
-                yield output
+            yield
         finally:
             if request.request_id in self._requests:
                 self._requests.remove(request.request_id)

@@ -111,12 +111,19 @@ class _Answer:
                 self._model.generate(prompt, self._beams or self._params, priority=self._body.priority, **self._limits)
                 for prompt in tokenized
             ]
-            async with aclosing(merged(streams)) as outputs:
-                async for index, output in outputs:
-                    if self._beams is not None:
-                        output = with_logprobs(output, self._body.logprobs)
-                    self._counted.add(index, output)
-                    yield index, output
+            if len(streams) == 1:
+                async with aclosing(streams[0]) as outputs:
+                    async for output in outputs:
+                        yield 0, self._noted(0, output)
+                return
+            async with aclosing(merged(streams)) as several:
+                async for index, output in several:
+                    yield index, self._noted(index, output)
+
+    def _noted(self, index: int, output: RequestOutput) -> RequestOutput:
+        """Count an output, and return what is shown of it."""
+        self._counted.add(index, output)
+        return output if self._beams is None else with_logprobs(output, self._body.logprobs)
 
     def _check_embeds(self) -> None:
         body = self._body

@@ -163,7 +163,8 @@ class Counted:
     def add(self, index: int, output: RequestOutput) -> None:
         """Take a delta or the only output of a prompt."""
         self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
-        self._completion += sum(len(one.token_ids) for one in output.outputs)
+        for one in output.outputs:
+            self._completion += len(one.token_ids)
 
     def usage(self) -> Usage:
         """Return the counts until now."""
@@ -205,13 +206,6 @@ async def respond(request: Request, answer: Answer, stream: bool | None) -> Resp
 
 async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield (index of the iterator, item) of several at a time, as items come; ends all where one fails or nobody reads on."""
-    if len(iterators) == 1:
-        try:
-            async for item in iterators[0]:
-                yield 0, item
-        finally:
-            await aclose(iterators[0])
-        return
     waiting = {asyncio.ensure_future(anext(one)): index for index, one in enumerate(iterators)}
     try:
         while waiting:

@@ -194,7 +194,8 @@ class RequestWatch:
     def output(self, output: RequestOutput) -> None:
         """Take the next output, of deltas or the only one."""
         now, metrics = time.perf_counter(), self._metrics
-        self._tokens += sum(len(one.token_ids) for one in output.outputs)
+        for one in output.outputs:
+            self._tokens += len(one.token_ids)
         if self._last is not None:
             metrics.inter_token.observe(now - self._last)
         else:
