@@ -24,8 +24,6 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(80);
 constexpr int kPausesPerClockRead = 32;
 constexpr int kPausesBeforeYield = 4000;
-// Linux moves no thread to another core that has just run; half a millisecond later it does, once that core is idle.
-constexpr auto kYield = std::chrono::microseconds(600);
 
 // Index of this thread in the job it is working on; -1 outside a job.
 thread_local int t_thread_index = -1;
@@ -84,10 +82,6 @@ struct ThreadPool::State {
   std::atomic<int> sleepers{0};
   std::atomic<bool> stop{false};
 
-  std::mutex done_mutex;  // guards the decision of the caller to sleep: `done` is re-checked under it once `caller_sleeps` is set
-  std::condition_variable all_done;
-  std::atomic<bool> caller_sleeps{false};
-
   bool work_available(int thread) const {
     return static_cast<uint32_t>(ticket.load(std::memory_order_seq_cst)) != 0 && thread < most.load(std::memory_order_seq_cst);
   }
@@ -98,14 +92,10 @@ struct ThreadPool::State {
     uint64_t seen = ticket.load(std::memory_order_acquire);
     while (static_cast<uint32_t>(seen) != 0 && thread < most.load(std::memory_order_acquire)) {
       if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-      const uint32_t chunks = job.chunks;
-      const int64_t chunk = chunks - static_cast<uint32_t>(seen);
+      const int64_t chunk = job.chunks - static_cast<uint32_t>(seen);
       const int64_t begin = chunk * job.grain;
       job.body(job.context, begin, std::min(job.n, begin + job.grain), thread);
-      if (done.fetch_add(1, std::memory_order_seq_cst) + 1 == chunks && caller_sleeps.load(std::memory_order_seq_cst)) {
-        { std::lock_guard<std::mutex> lock(done_mutex); }
-        all_done.notify_one();
-      }
+      done.fetch_add(1, std::memory_order_release);
       seen = ticket.load(std::memory_order_acquire);
     }
     t_thread_index = -1;
@@ -196,25 +186,11 @@ struct ThreadPool::State {
     ticket.store(uint64_t{++job_number} << 32 | chunks, std::memory_order_seq_cst);
     wake_helpers(chunks, threads <= static_cast<int>(helpers.size()));
     work(0);
-    wait_for_helpers(chunks);
-  }
-
-  // A helper that holds a chunk may have lost its core to another process. Ours is given up for it, by sleeping in the end: the
-  // system lets the helper go on here only where nothing else wants to run.
-  void wait_for_helpers(uint32_t chunks) {
-    const auto is_done = [&] { return done.load(std::memory_order_seq_cst) == chunks; };
-    for (int pauses = 0; pauses < kPausesBeforeYield; ++pauses) {
-      if (is_done()) return;
-      pause_cpu();
+    for (int pauses = 0; done.load(std::memory_order_acquire) != chunks; ++pauses) {
+      // A helper that holds a chunk may have lost its core to another process: give ours up for it.
+      if (pauses < kPausesBeforeYield) pause_cpu();
+      else std::this_thread::yield();
     }
-    for (const auto end = std::chrono::steady_clock::now() + kYield; std::chrono::steady_clock::now() < end;) {
-      if (is_done()) return;
-      std::this_thread::yield();
-    }
-    std::unique_lock<std::mutex> lock(done_mutex);
-    caller_sleeps.store(true, std::memory_order_seq_cst);
-    all_done.wait(lock, is_done);
-    caller_sleeps.store(false, std::memory_order_relaxed);
   }
 };
 
