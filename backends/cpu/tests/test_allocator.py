@@ -110,14 +110,20 @@ def test_a_kv_cache_takes_memory_for_what_is_written_also_after_a_wake(allocator
 
 def test_other_tensors_at_the_address_of_a_kv_cache_are_not_on_small_pages(allocator: CpuAllocator) -> None:
     """Where the kernel gives no huge pages, the flag of the mapping is all that can be seen."""
-    cache = allocator.empty((16 << 20,), DType.UINT8, KV_CACHE, Policy.DISCARD)
-    assert "nh" in _flags(cache)
-    address = cache.data_ptr()
-    del cache
-    gc.collect()
-    weights = allocator.empty((16 << 20,), DType.UINT8, WEIGHTS)
-    assert weights.data_ptr() == address, "the kernel no longer gives the same address: this shows nothing"
-    assert "nh" not in _flags(weights)
+    kept = []
+    # Others in the process, a sanitizer's runtime too, may map memory in the place of the first caches.
+    for _ in range(16):
+        cache = allocator.empty((16 << 20,), DType.UINT8, KV_CACHE, Policy.DISCARD)
+        assert "nh" in _flags(cache)
+        address = cache.data_ptr()
+        del cache
+        gc.collect()
+        kept.append(allocator.empty((16 << 20,), DType.UINT8, WEIGHTS))
+        if kept[-1].data_ptr() == address:
+            break
+    else:
+        pytest.fail("the kernel gives no address a second time: this shows nothing")
+    assert "nh" not in _flags(kept[-1])
 
 
 def _flags(tensor: torch.Tensor) -> list[str]:

@@ -26,8 +26,9 @@ from hardpoint.triton.choice import attention_note
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import Worker
-    from hardpoint.triton import TritonAttention, TritonKernels
+    from hardpoint.triton import TritonAttention
     from hardpoint_simulators.triton_interpreter.graphs import RecordedCalls
+    from hardpoint_simulators.triton_interpreter.kernels import InterpretedKernels
     from hardpoint_simulators.triton_interpreter.memory import HostMemory
 
 BUDGET = 256 << 20
@@ -91,14 +92,10 @@ def _attention() -> type[TritonAttention]:
     return InterpretedAttention
 
 
-def _kernels() -> type[TritonKernels]:
-    from hardpoint.triton import TritonKernels
-    from hardpoint_simulators.triton_interpreter.products import multiply_rows_alike
-    from hardpoint_simulators.triton_interpreter.speed import quicken_interpreter
+def _kernels() -> type[InterpretedKernels]:
+    from hardpoint_simulators.triton_interpreter.kernels import InterpretedKernels
 
-    quicken_interpreter()
-    multiply_rows_alike()
-    return TritonKernels
+    return InterpretedKernels
 
 
 def _graph_runner() -> type[RecordedCalls]:
