@@ -4,25 +4,32 @@
                                    [--tokens 20480] [--quick] [--json benchmarks/results/quantized.json]
 
 `demo` is the packaged file, matrices in Q4_1 and the embedding in Q8_0; the others are GGUF files of Qwen3-0.6B's shape with random
-numbers in one format. Speed: each configuration runs in a process of its own once a round, the rounds are interleaved, and medians
-are quoted; see `benchmarks/README.md`. Perplexity: of Python's own help texts in chunks of 512 tokens, of which the second halves are
-scored, as llama.cpp's tool does; beside the same file expanded to float32.
+numbers in one format. Speed: each configuration is loaded once, in a process of its own, and they take turns at every measurement, in an
+order that is reversed in each round; one that waits is stopped (SIGSTOP). Medians are quoted; see `benchmarks/README.md`. Then the demo
+model is started as stored in a fresh process once a round. Perplexity: of Python's own help texts in chunks of 512 tokens, of which the
+second halves are scored, as llama.cpp's tool does; beside the same file expanded to float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import select
+import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import report
 from bandwidth import read_bandwidth
 from child import ChildFailed, run_script
-from cpu_engine import PEERS, Configuration, Outcome, make_workload, measure, pin_to_cores
+from cpu_engine import PEERS, Configuration, Outcome, make_workload, pin_to_cores
 
 sys.path.insert(0, str(PEERS))
 import export_demo
@@ -50,6 +57,12 @@ _BARS = (
 )
 _SHARE_OF_BANDWIDTH = 0.75
 _READY_S = 1.0
+_NO_WORK: dict[str, Any] = {
+    "warm_up": [],
+    "first_token": {"prompts": []},
+    "single_stream": {"prompt_pairs": [], "output_tokens": 0},
+    "mixed": {},
+}
 
 
 def model_file(name: str) -> Path:
@@ -91,10 +104,123 @@ def streams_workload(vocab_size: int, quick: bool) -> dict[str, Any]:
     """Return `cpu_engine`'s workload with equal streams in the place of its mixed requests."""
     workload = make_workload(vocab_size, quick)
     prompts = [prompt[:32] for prompt in make_workload(vocab_size, False)["mixed"]["prompts"][:_STREAMS]]
-    tokens = 16 if quick else 64
+    tokens = 16 if quick else 32
+    workload["single_stream"]["output_tokens"] = 32 if quick else 64
     workload["mixed"] = {"prompts": prompts, "output_tokens": [tokens] * _STREAMS}
     workload["warm_up"][1] = {"prompts": prompts, "output_tokens": [4] * _STREAMS}
     return workload
+
+
+class _Engine:
+    """One configuration, loaded in a process of its own that is stopped while others are measured."""
+
+    def __init__(self, configuration: Configuration, workload: dict[str, Any], scratch: Path, timeout_s: float) -> None:
+        """Start it, warm it up and stop it; raises ChildFailed."""
+        self._name, self._timeout_s = configuration.name, timeout_s
+        job = scratch / "job.json"
+        job.write_text(json.dumps({"options": configuration.options, "workload": workload, "serves": True}), "utf-8")
+        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
+        self._process = subprocess.Popen(
+            [str(configuration.python), str(PEERS / configuration.script), str(job)],
+            env={**os.environ, **configuration.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            self.start = self._answer()
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def measure(self, metric: str) -> float:
+        """Measure once; raises ChildFailed."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(f"{metric}\n")
+        self._process.stdin.flush()
+        value: float = self._answer()
+        self._signal(signal.SIGSTOP)
+        return value
+
+    def finish(self) -> dict[str, Any]:
+        """Return what the process says at its end; raises ChildFailed."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.close()
+        answer: dict[str, Any] = self._answer()
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it does; idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._stderr.close()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], self._timeout_s)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            self._stderr.seek(0)
+            end = "".join(f"\n    {text.rstrip()[:300]}" for text in self._stderr.readlines()[-6:])
+            why = "ended" if ready else f"gave no answer in {self._timeout_s:.0f} s"
+            raise ChildFailed(f"{self._name} {why}{end}")
+        return json.loads(line)
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+
+def measure_in_turn(
+    found: Sequence[Configuration],
+    workload: dict[str, Any],
+    options: argparse.Namespace,
+    scratch: Path,
+    outcomes: dict[str, Outcome],
+    bandwidths: list[float],
+) -> None:
+    """Load all configurations and measure them in turns; fills `outcomes`, and `bandwidths` (GB/s), one of each round."""
+    engines: dict[str, _Engine] = {}
+    samples: dict[str, list[dict[str, Any]]] = {}
+
+    def fail(name: str, error: ChildFailed) -> None:
+        outcomes[name].failure = str(error)
+        if name in engines:
+            engines.pop(name).close()
+
+    try:
+        for configuration in found:
+            name = configuration.name
+            outcomes[name], samples[name] = Outcome(), []
+            try:
+                engines[name] = _Engine(configuration, workload, scratch, options.timeout)
+            except ChildFailed as error:
+                fail(name, error)
+        for number in range(options.rounds):
+            bandwidths.append(read_bandwidth(options.threads).gb_per_s)
+            for name in engines:
+                samples[name].append({})
+            for metric in (*_RATES, "first_token_ms"):
+                for name in list(engines) if number % 2 else list(engines)[::-1]:
+                    try:
+                        samples[name][-1][metric] = engines[name].measure(metric)
+                    except ChildFailed as error:
+                        fail(name, error)
+        for name, engine in list(engines.items()):
+            try:
+                end = engine.finish()
+            except ChildFailed as error:
+                fail(name, error)
+                continue
+            outcomes[name].rounds = [{**end, **one} for one in samples[name]]
+    finally:
+        for engine in engines.values():
+            engine.close()
 
 
 def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path) -> dict[str, Any]:
@@ -104,7 +230,7 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
     outcomes: dict[str, Outcome] = {}
     bandwidths: list[float] = []
     workload = streams_workload(random_gguf.VOCAB if name != "demo" else 49152, options.quick)
-    measure(found, workload, options.rounds, len(cpus), options.timeout, scratch, outcomes, bandwidths)
+    measure_in_turn(found, workload, options, scratch, outcomes, bandwidths)
     bandwidth = report.median(bandwidths)
     rows = []
     for one in found:
@@ -115,9 +241,9 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
         rows.append([one.name, *(report.number(outcome.value(key)) for key in (*_RATES, *_TIMES)), share])
     print(f"{name}: {model.name}, {len(cpus)} threads; read bandwidth {bandwidth:.1f} GB/s")
     print(report.table(["system", *_RATES.values(), *_TIMES.values(), "bytes read / bandwidth"], rows))
-    verdicts = _verdicts(name, found, outcomes, bandwidth)
+    starts = _starts(found[0], options, scratch) if name == "demo" and not outcomes[_AS_STORED].failure else []
+    verdicts = _verdicts(found, outcomes, bandwidth, starts)
     print(report.verdict_table(verdicts))
-    _print_load(outcomes.get(_AS_STORED, Outcome()))
     for system, reason in missing.items():
         print(f"Missing: {system}: {reason}.")
     failures = {key: outcome.failure for key, outcome in outcomes.items() if outcome.failure}
@@ -127,6 +253,7 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
         "file_bytes": model.stat().st_size,
         "read_bandwidth_gb_per_s": bandwidths,
         "verdicts": [verdict.as_dict() for verdict in verdicts],
+        "starts_s": starts,
         "missing": missing,
         "failures": failures,
         "rounds": {
@@ -136,8 +263,17 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
     }
 
 
+def _starts(configuration: Configuration, options: argparse.Namespace, scratch: Path) -> list[float]:
+    """Return seconds from import to ready in fresh processes that do nothing else."""
+    seconds = []
+    for _ in range(options.rounds):
+        with contextlib.closing(_Engine(configuration, _NO_WORK, scratch, options.timeout)) as engine:
+            seconds.append(engine.start["import_s"] + engine.start["load_s"])
+    return seconds
+
+
 def _verdicts(
-    name: str, found: list[Configuration], outcomes: dict[str, Outcome], bandwidth: float
+    found: list[Configuration], outcomes: dict[str, Outcome], bandwidth: float, starts: list[float]
 ) -> list[report.Verdict]:
     ours = outcomes.get(_AS_STORED, Outcome())
     peers = [outcomes[one.name] for one in found if one.system == _LLAMA_CPP]
@@ -162,24 +298,12 @@ def _verdicts(
         read = rate * ours.rounds[0]["details"]["weight_bytes"] / 1e9
         met = read >= _SHARE_OF_BANDWIDTH * bandwidth
         verdicts.append(report.Verdict("1 stream (GB/s of weights)", read, bandwidth, "read bandwidth", "≥ 75 %", met))
-    if name == "demo" and ours.rounds:
-        ready = report.median([one["import_s"] + one["load_s"] for one in ours.rounds])
+    if starts:
+        ready = report.median(starts)
         verdicts.append(
             report.Verdict("import to ready (s)", ready, _READY_S, "limit", f"≤ {_READY_S} s", ready <= _READY_S)
         )
     return verdicts
-
-
-def _print_load(outcome: Outcome) -> None:
-    if not outcome.rounds:
-        return
-    parts = {
-        "import": [one["import_s"] for one in outcome.rounds],
-        "load": [one["load_s"] for one in outcome.rounds],
-        "of it the model": [one["details"]["load_seconds"] for one in outcome.rounds],
-    }
-    shown = ", ".join(f"{name} {report.median(values):.2f} s" for name, values in parts.items())
-    print(f"Import to ready, as stored: {shown}")
 
 
 def perplexity(options: argparse.Namespace) -> dict[str, Any]:
@@ -235,6 +359,8 @@ def main() -> int:
         parser.error(f"parts are of {', '.join(PARTS)}, models of {', '.join(MODELS)}")
     if options.quick:
         options.rounds, options.tokens = 1, 2 * _CHUNK
+    # Engines are in groups of their own, and are closed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     machine = report.machine(["hardpoint", "hardpoint-cpu", "torch", "gguf"])
     cpus = pin_to_cores(options.threads)
     result: dict[str, Any] = {

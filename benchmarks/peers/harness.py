@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
@@ -33,7 +34,8 @@ def run(import_system: Callable[[], Build], packages: Sequence[str]) -> None:
 
     Args:
         import_system: imports everything that the engine needs and returns its constructor, which takes the job's
-            `options`. The two steps are timed apart: `import_s` and `load_s` (both in a fresh process).
+            `options`. The two steps are timed apart: `import_s` and `load_s` (both in a fresh process). A job that `serves` is answered
+            line by line, see `_serve`.
         packages: distributions whose versions belong beside the numbers.
     """
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -44,7 +46,10 @@ def run(import_system: Callable[[], Build], packages: Sequence[str]) -> None:
         system = build(job["options"])
         loaded = time.perf_counter()
         result: dict[str, Any] = {"import_s": imported - started, "load_s": loaded - imported}
-        result.update(_measure(system, job["workload"]))
+        if job.get("serves"):
+            _serve(system, job["workload"], result, answer)
+        else:
+            result.update(_measure(system, job["workload"]))
         result["peak_rss_mb"] = _peak_rss_bytes() / 1e6
         result["versions"] = versions(packages)
         result["details"] = getattr(system, "details", {})
@@ -55,28 +60,63 @@ def run(import_system: Callable[[], Build], packages: Sequence[str]) -> None:
 
 
 def _measure(system: System, workload: dict[str, Any]) -> dict[str, Any]:
-    for submission in workload["warm_up"]:
-        _timed(system, submission["prompts"], submission["output_tokens"])
-
-    first_token_ms = [_timed(system, [prompt], [1])[0] * 1e3 for prompt in workload["first_token"]["prompts"]]
-
+    _warm_up(system, workload)
+    first_token_ms = [_first_token_ms(system, prompt) for prompt in workload["first_token"]["prompts"]]
     single = workload["single_stream"]
-    rates = []
-    for first_prompt, prompt in single["prompt_pairs"]:
-        # The prefill is taken out by measuring it alone on another prompt of the same length: the same definition for
-        # systems that report no time of the first token.
-        until_first, _ = _timed(system, [first_prompt], [1])
-        whole, _ = _timed(system, [prompt], [single["output_tokens"]])
-        rates.append((single["output_tokens"] - 1) / (whole - until_first))
-
-    mixed = workload["mixed"]
-    seconds, outputs = _timed(system, mixed["prompts"], mixed["output_tokens"])
+    rates = [_stream(system, pair, single["output_tokens"]) for pair in single["prompt_pairs"]]
+    rate, first_tokens = _many(system, workload["mixed"])
     return {
         "first_token_ms": first_token_ms,
         "single_stream_tokens_per_s": rates,
-        "mixed_tokens_per_s": [sum(mixed["output_tokens"]) / seconds],
-        "mixed_first_tokens": [output[0] for output in outputs],
+        "mixed_tokens_per_s": [rate],
+        "mixed_first_tokens": first_tokens,
     }
+
+
+def _serve(system: System, workload: dict[str, Any], start: dict[str, float], answer: Any) -> None:
+    """Say how the start went, then measure what each line on stdin names, one number a line, until there are no more.
+
+    So several systems stay loaded and take turns at every measurement. Prompts are taken in order, and from the first again after the last.
+    """
+    _warm_up(system, workload)
+    print(json.dumps(start), file=answer, flush=True)
+    first_prompts = itertools.cycle(workload["first_token"]["prompts"])
+    pairs, tokens = (
+        itertools.cycle(workload["single_stream"]["prompt_pairs"]),
+        workload["single_stream"]["output_tokens"],
+    )
+    measures: dict[str, Callable[[], float]] = {
+        "first_token_ms": lambda: _first_token_ms(system, next(first_prompts)),
+        "single_stream_tokens_per_s": lambda: _stream(system, next(pairs), tokens),
+        "mixed_tokens_per_s": lambda: _many(system, workload["mixed"])[0],
+    }
+    for line in sys.stdin:
+        print(json.dumps(measures[line.strip()]()), file=answer, flush=True)
+
+
+def _warm_up(system: System, workload: dict[str, Any]) -> None:
+    for submission in workload["warm_up"]:
+        _timed(system, submission["prompts"], submission["output_tokens"])
+
+
+def _first_token_ms(system: System, prompt: Sequence[int]) -> float:
+    return _timed(system, [prompt], [1])[0] * 1e3
+
+
+def _stream(system: System, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Return tokens per second after the first.
+
+    The prefill is taken out by measuring it alone on another prompt of the same length: the same definition for systems that report no
+    time of the first token.
+    """
+    until_first, _ = _timed(system, [prompts[0]], [1])
+    whole, _ = _timed(system, [prompts[1]], [tokens])
+    return (tokens - 1) / (whole - until_first)
+
+
+def _many(system: System, mixed: dict[str, Any]) -> tuple[float, list[int]]:
+    seconds, outputs = _timed(system, mixed["prompts"], mixed["output_tokens"])
+    return sum(mixed["output_tokens"]) / seconds, [output[0] for output in outputs]
 
 
 def _timed(
