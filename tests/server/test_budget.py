@@ -57,7 +57,7 @@ def ask(server: Running, name: str, number: int) -> list[int]:
 def device_memory(server: Running) -> list[int]:
     """Return what each engine has mapped of the device, which is the host here, as the kernel counts it.
 
-    The CPU's driver asks for huge pages for all that it maps ("hg"), and nobody else in an engine's process does.
+    The CPU's driver asks for huge pages ("hg") for all that it maps, or for none ("nh"), and nobody else in an engine's process does.
     """
     found = []
     for model in server.server.fleet:
@@ -66,7 +66,7 @@ def device_memory(server: Running) -> list[int]:
             name, _, value = line.partition(":")
             if name == "Size":
                 size = int(value.split()[0])
-            elif name == "VmFlags" and "hg" in value.split():
+            elif name == "VmFlags" and not {"hg", "nh"}.isdisjoint(value.split()):
                 total += 1024 * size
         found.append(total)
     return found
