@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -57,17 +58,22 @@ def ask(server: Running, name: str, number: int) -> list[int]:
 def device_memory(server: Running) -> list[int]:
     """Return what each engine has mapped of the device, which is the host here, as the kernel counts it.
 
-    The CPU's driver asks for huge pages ("hg") for all that it maps, or for none ("nh"), and nobody else in an engine's process does.
+    The CPU's driver asks for huge pages ("hg") for all that it maps, or for none ("nh"). Nobody else in an engine's process does but the
+    kernel, for the stacks of threads ("nh"), which have a page without access before them.
     """
     found = []
     for model in server.server.fleet:
-        total = size = 0
+        total = guard_end = begin = size = 0
+        access = ""
         for line in Path(f"/proc/{model.llm.pid}/smaps").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "Size":
-                size = int(value.split()[0])
-            elif name == "VmFlags" and not {"hg", "nh"}.isdisjoint(value.split()):
-                total += 1024 * size
+            if edges := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+                begin, size, access = int(edges[1], 16), int(edges[2], 16) - int(edges[1], 16), edges[3]
+            elif line.startswith("VmFlags:"):
+                flags = line.split()
+                if access.startswith("---"):
+                    guard_end = begin + size if "nh" in flags else 0
+                elif "hg" in flags or ("nh" in flags and begin != guard_end):
+                    total += size
         found.append(total)
     return found
 
