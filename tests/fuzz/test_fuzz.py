@@ -33,6 +33,7 @@ def test_hostile_input_is_refused_with_a_typed_error_or_answered(
     kind: str, fuzzed: subprocess.CompletedProcess[str]
 ) -> None:
     (said,) = re.findall(rf"^{kind}: (.*); 0 failures$", fuzzed.stdout, re.MULTILINE) or [""]
+    assert fuzzed.returncode == 0, fuzzed.stdout + fuzzed.stderr
     assert said, fuzzed.stdout + fuzzed.stderr
     counts = {name: int(number) for name, number in re.findall(r"(\w+) (\d+)[, ]", said)}
     assert sum(counts.values()) == CASES
