@@ -146,8 +146,8 @@ class ServerProcess:
 
         async def whole() -> Sent:
             async with Client(self.url, chat=False, key=None, timeout=600) as client:
-                # Clients keep connections: what the first one costs to open is theirs, and not the server's.
-                await client.model()
+                # Clients keep connections: what it costs to open them is not part of a request.
+                await asyncio.gather(*(client.model() for _ in range(concurrency or len(asks))))
                 bodies = [json.dumps({**ask, **fields}).encode() for ask in asks]
                 return await send(client, bodies, [0.0] * len(bodies), concurrency, asyncio.Event())
 

@@ -346,7 +346,7 @@ def main() -> None:
             "benchmark": "serving",
             "command": report.command(),
             "machine": report.machine(
-                ("hardpoint", "hardpoint-cpu", "torch", "fastapi", "uvicorn", "uvloop", "aiohttp")
+                ("hardpoint", "hardpoint-cpu", "torch", "fastapi", "uvicorn", "uvloop", "httptools")
             ),
             "rounds": run.rounds,
             "threads": run.threads,

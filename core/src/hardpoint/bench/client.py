@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from hardpoint.bench.answers import Answer
+from hardpoint.bench.http import BrokenOff, HttpClient, NotConnected
 from hardpoint.interfaces.errors import ConfigError
 
 _MOST_DETAIL = 300
@@ -88,17 +89,13 @@ class Client:
                 "the server's address is not a URL", found=base_url, hint="Give one such as http://127.0.0.1:8000/v1"
             )
         self._base = f"{scheme}://{rest}" + ("" if "/" in rest else "/v1")
-        self._url = f"{self._base}/{'chat/' if chat else ''}completions"
+        self._path = urlsplit(self._base).path
+        self._endpoint = f"{self._path}/{'chat/' if chat else ''}completions"
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout),
-                trust_env=True,
-            )
+            self._http = HttpClient(self._base, headers, timeout)
         except ValueError as error:
-            raise ConfigError("the API key cannot be sent in a header", found=str(error)) from error
+            raise ConfigError("the API key or the address cannot be sent", found=str(error)) from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,70 +103,80 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        self._http.close()
 
     async def model(self) -> str:
         """Return the name of the first model that the server lists; raises ConfigError where it cannot be had."""
         hint = "Is the server there? Otherwise give --model"
+        body = bytearray()
         try:
-            async with self._session.get(f"{self._base}/models") as response:
-                body = await response.read()
-                if response.status != 200:
-                    raise ConfigError(
-                        f"{self._base}/models answers {response.status}", found=_short(body), hint="Check --api-key"
-                    )
+            status = await self._http.request("GET", f"{self._path}/models", b"", lambda _, piece: body.extend(piece))
+            if status != 200:
+                raise ConfigError(
+                    f"{self._base}/models answers {status}", found=_short(bytes(body)), hint="Check --api-key"
+                )
             return msgspec.json.decode(body, type=_ModelList).data[0].id
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, IndexError) as error:
+        except (NotConnected, BrokenOff, TimeoutError, msgspec.MsgspecError, IndexError) as error:
             problem = f"the models of {self._base} cannot be listed"
             raise ConfigError(problem, found=f"{type(error).__name__}: {error}", hint=hint) from error
 
     async def ask(self, body: bytes) -> Answer:
         """Send one request, whose answer is a stream, and read it to its end; failures are in the answer."""
-        answer = Answer(time.perf_counter())
+        reading = _Reading(Answer(time.perf_counter()))
+        answer = reading.answer
         try:
-            try:
-                await self._post(body, answer)
-            except aiohttp.ServerDisconnectedError:
-                # A kept connection that the server was closing just then: the request was not answered, and a new one may carry it.
-                await self._post(body, answer)
+            status = await self._http.request("POST", self._endpoint, body, reading.take)
+            reading.end(status)
         except TimeoutError as error:
             answer.error, answer.detail = "timeout", str(error)
-        except aiohttp.ClientConnectorError as error:
+        except NotConnected as error:
             answer.error, answer.detail = "no_connection", str(error)
-        except aiohttp.ClientError as error:
-            answer.error, answer.detail = "broken_off", f"{type(error).__name__}: {error}"
+        except BrokenOff as error:
+            answer.error, answer.detail = "broken_off", str(error)
         except msgspec.MsgspecError as error:
             answer.error, answer.detail = "malformed_event", str(error)
         answer.ended = time.perf_counter()
         return answer
 
-    async def _post(self, body: bytes, answer: Answer) -> None:
-        async with self._session.post(self._url, data=body) as response:
-            if response.status == 200:
-                await self._read(response, answer)
-            else:
-                answer.error, answer.detail = f"http_{response.status}", _short(await response.read())
 
-    @staticmethod
-    async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
-        events, is_done, counted = EventReader(), False, None
-        async for piece in response.content.iter_any():
-            now = time.perf_counter()
-            for data in events.feed(piece):
-                if data == b"[DONE]":
-                    is_done = True
-                    continue
-                event = _event(data)
-                if event.error is not None:
-                    answer.error, answer.detail = "error_event", _short(data)
-                counted = event.usage or counted
-                if any(choice.brings_text for choice in event.choices):
-                    answer.times.append(now)
+class _Reading:
+    """What is noted of an answer as its pieces come."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self._events = EventReader()
+        self._refusal = b""
+        self._is_done = False
+        self._counted: _Usage | None = None
+
+    def take(self, status: int, piece: bytes) -> None:
+        """Take the next piece of the answer; raises MsgspecError."""
+        if status != 200:
+            self._refusal += piece
+            return
+        answer, now = self.answer, time.perf_counter()
+        for data in self._events.feed(piece):
+            if data == b"[DONE]":
+                self._is_done = True
+                continue
+            event = _event(data)
+            if event.error is not None:
+                answer.error, answer.detail = "error_event", _short(data)
+            self._counted = event.usage or self._counted
+            if any(choice.brings_text for choice in event.choices):
+                answer.times.append(now)
+
+    def end(self, status: int) -> None:
+        """Note what only the end shows."""
+        answer, counted = self.answer, self._counted
+        if status != 200:
+            answer.error, answer.detail = f"http_{status}", _short(self._refusal)
+            return
         if counted is None:
             answer.output_tokens = len(answer.times)
         else:
             answer.prompt_tokens, answer.output_tokens = counted.prompt_tokens, counted.completion_tokens
-        if not is_done and answer.error is None:
+        if not self._is_done and answer.error is None:
             answer.error, answer.detail = "broken_off", "the stream ended without [DONE]"
 
 

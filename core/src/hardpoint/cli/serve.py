@@ -334,7 +334,7 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
     # What was loaded stays; to look through it again and again for garbage takes a sixth of the time of answering.
     gc.freeze()
     # Answers leave little that only a search finds, and the default is one every few tokens: a twentieth of the time of answering.
-    gc.set_threshold(10_000)
+    gc.set_threshold(50_000)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for model in server.fleet:
         info = model.llm.info

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Generic, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -199,6 +199,22 @@ class _MadeWhenRead:
 C = TypeVar("C")
 
 
+def _made_quickly(cls: type[C]) -> type[C]:
+    """Give a frozen dataclass with slots a constructor that fills the slots themselves.
+
+    Its own does that by `object.__setattr__`, which takes twice as long: 1 µs of each token that is streamed.
+    """
+    parameters, names = [], dict[str, Any]()
+    for field in fields(cls):  # type: ignore[arg-type]  # a dataclass
+        names[f"_set_{field.name}"] = vars(cls)[field.name].__set__
+        names[f"_default_{field.name}"] = field.default
+        parameters.append(field.name + ("" if field.default is MISSING else f"=_default_{field.name}"))
+    body = "".join(f"    _set_{field.name}(self, {field.name})\n" for field in fields(cls))  # type: ignore[arg-type]
+    exec(f"def __init__(self, {', '.join(parameters)}):\n{body}", names)  # as dataclasses makes it
+    setattr(cls, "__init__", names["__init__"])  # noqa: B010  # mypy knows no other way
+    return cls
+
+
 def _made_when_read(name: str) -> Callable[[type[C]], type[C]]:
     def decorate(cls: type[C]) -> type[C]:
         setattr(cls, name, _MadeWhenRead(vars(cls)[name]))
@@ -236,6 +252,7 @@ class RequestMetrics:
         return self.finished_time - self.first_token_time
 
 
+@_made_quickly
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One completion of a request.
@@ -265,6 +282,7 @@ class CompletionOutput:
 
 
 @_made_when_read("prompt_logprobs")
+@_made_quickly
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The state or the result of a generation request.

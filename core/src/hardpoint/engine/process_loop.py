@@ -198,7 +198,9 @@ class EngineProcess:
                 check_room(pending.command, len(self._pending), self._limit)
             self._pending[pending.call] = pending
             self._outgoing.append((kind, pending.call, message))
-            os.eventfd_write(self._wake, 1)
+            # Others that wait to be sent have woken the thread, which takes all of them.
+            if len(self._outgoing) == 1:
+                os.eventfd_write(self._wake, 1)
 
     def wait(self, pending: _Pending) -> Reply:
         """Return the answer to a command, and do until then what the engine asks for."""

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from hardpoint import __version__
 from hardpoint.interfaces.errors import HardpointError
 from hardpoint.server import chat, completions, errors, page, pooling, responses, similarity, texts
+from hardpoint.server.direct import Direct
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.http import Gate
@@ -32,8 +33,9 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     about = "An OpenAI-compatible server of language models."
     app = FastAPI(title="Hardpoint", version=__version__, description=about, responses=errors.RESPONSES)
     errors.install(app)
-    for part in (completions, chat, responses, pooling, similarity, texts):
-        app.include_router(part.router(fleet))
+    generating = [part.router(fleet) for part in (completions, chat, responses)]
+    for router in (*generating, *(part.router(fleet) for part in (pooling, similarity, texts))):
+        app.include_router(router)
     app.include_router(page.router("users"))
 
     @app.get("/v1/models", response_model=ModelList)
@@ -67,7 +69,7 @@ def public_app(fleet: Fleet, metrics: Metrics, *, keys: Collection[str] = (), ma
     async def prometheus() -> Response:
         return await metrics_page(fleet, metrics)
 
-    return Gate(app, keys, OPEN_PATHS, max_body)
+    return Gate(Direct(app, generating), keys, OPEN_PATHS, max_body)
 
 
 async def metrics_page(fleet: Fleet, metrics: Metrics) -> Response:

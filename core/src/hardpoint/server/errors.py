@@ -141,8 +141,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        # Its traceback is in the log, and nothing of it in the answer.
-        return ApiError(500, "the server failed; its log says why", "internal_error").response()
+        return internal_error().response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -155,12 +154,17 @@ def install(app: FastAPI) -> None:
         return told.response(error.headers or {})
 
 
+def internal_error() -> ApiError:
+    """Return the answer where the server itself failed; the traceback is in the log, and nothing of it in the answer."""
+    return ApiError(500, "the server failed; its log says why", "internal_error")
+
+
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     """Return the answer to a body or query that is not what its declared type says: the first few things that are wrong."""
     found = error.errors()
     first = found[0]
     if first["loc"] == ("body",) and first["type"] == "model_attributes_type":
-        if _is_json(content_type):
+        if is_json(content_type):
             return ApiError(400, "the body is JSON, but not an object", "invalid_value")
         # Not read as JSON all the same: a web page of any origin may send another type without asking, and would reach a server at home.
         return ApiError(415, "the body must be sent with Content-Type: application/json", "unsupported_media_type")
@@ -178,6 +182,7 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     return ApiError(400, "; ".join(told) + more, code, param)
 
 
-def _is_json(content_type: str) -> bool:
+def is_json(content_type: str) -> bool:
+    """Whether a body of this type is read as JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

@@ -9,8 +9,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import suppress
+from secrets import token_hex
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 _SEND = "hardpoint.send"
 """Of a request's scope: its server's own `send`, past the layers that look at the beginning of an answer alone."""
+
+BODY = "hardpoint.body"
+"""Of a request's scope: its body, whole."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
@@ -64,7 +67,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _ID.match(given) else uuid4().hex
+        request_id = given if _ID.match(given) else token_hex(16)
         start, status = time.perf_counter(), 499  # nginx's: the client left before an answer
 
         async def answer(message: Message) -> None:
@@ -80,6 +83,7 @@ class Gate:
             if scope["method"] in self._streamed:
                 await self._app(scope, receive, answer)
             elif (body := await self._body(headers, receive)) is not None:
+                scope[BODY] = body
                 await self._app(scope, _replay(body, receive), answer)
         except ApiError as error:
             await error.response()(scope, receive, answer)
@@ -138,18 +142,30 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return what some work returns; it is cancelled when the client leaves, which raises ClientLeft, or when this is."""
-    doing = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    cancelling, has_left = task.cancelling(), False
+
+    def leave(done: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        # Also where no more can be received.
+        if not done.cancelled():
+            done.exception()
+            has_left = True
+            task.cancel()
+
     leaving = asyncio.ensure_future(_gone(receive))
+    leaving.add_done_callback(leave)
     try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
-        raise ClientLeft(499, "the client left", "client_closed_request")
+        return await work
+    except asyncio.CancelledError:
+        # As `asyncio.timeout` tells its own cancellation from another's.
+        if has_left and task.uncancel() <= cancelling:
+            raise ClientLeft(499, "the client left", "client_closed_request") from None
+        raise
     finally:
+        leaving.remove_done_callback(leave)
         leaving.cancel()
-        if not doing.done():
-            doing.cancel()
-            await asyncio.wait([doing])
 
 
 async def _gone(receive: Receive) -> None:

@@ -6,8 +6,8 @@ A field that is not declared is refused by name. Those that OpenAI's clients sen
 from __future__ import annotations
 
 import time
+from secrets import token_hex
 from typing import Annotated, Any, Literal, TypeAlias
-from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -481,7 +481,7 @@ class Detokenized(_Answer):
 
 def new_id(kind: str) -> str:
     """Return the id of an answer."""
-    return f"{kind}-{uuid4().hex}"
+    return f"{kind}-{token_hex(16)}"
 
 
 def now() -> int:

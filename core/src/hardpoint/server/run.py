@@ -163,6 +163,8 @@ class HardpointServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            # Nothing looks at who asks or by which scheme, so what a proxy says of that is not read.
+            proxy_headers=False,
             lifespan="off",
             ssl_certfile=self.settings.tls_certificate,
             ssl_keyfile=self.settings.tls_key,
