@@ -170,7 +170,9 @@ def expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
     """Return the oracle's result for a case in `dtype`, with the bound on the error."""
     queries, heads, _ = numbers.q.shape
     step = max(_WEIGHTS // (heads * max(len(numbers.k), 1)), 1)
-    parts = [_expected(numbers.part(begin, min(begin + step, queries)), dtype) for begin in range(0, max(queries, 1), step)]
+    parts = [
+        _expected(numbers.part(begin, min(begin + step, queries)), dtype) for begin in range(0, max(queries, 1), step)
+    ]
     return Expected(torch.cat([part.out for part in parts]), torch.cat([part.bound for part in parts]))
 
 
