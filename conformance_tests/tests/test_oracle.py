@@ -41,6 +41,20 @@ def test_agrees_with_torch(group: int, queries: int, context: int) -> None:
     torch.testing.assert_close(attend(numbers, torch.float64).out, theirs.transpose(0, 1))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+@pytest.mark.parametrize(("queries", "context"), [(20, 20), (9, 20), (1, 20)])
+def test_parts_see_what_the_whole_sees(causal: bool, window: int | None, queries: int, context: int) -> None:
+    features = layer(window=window, soft_cap=3.0, sinks=True, alibi=True, causal=causal)
+    case = make_case(np.random.default_rng(0), features, DType.FLOAT32, [context])
+    numbers = case.numbers(Span(0, context - queries, context))
+    parts = [numbers.part(begin, min(begin + 3, queries)) for begin in range(0, queries, 3)]
+    found = torch.cat([attend(part, torch.float64).out for part in parts])
+    torch.testing.assert_close(found, attend(numbers, torch.float64).out)
+    reach = min(window or context, context)
+    assert max(len(part.k) for part in parts) <= (2 - causal) * (reach - 1) + 3
+
+
 def test_window_counts_the_own_key() -> None:
     weights = by_hand(replace(ONES, sliding_window=2), [5.0, 1.0, 1.0])
     torch.testing.assert_close(weights, torch.tensor([0.0, 0.5, 0.5]).double())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sysconfig
 import textwrap
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -60,12 +61,16 @@ def _statement(error: pytest.ExceptionInfo[BaseException]) -> tuple[ast.stmt | N
         return None, ""
     source = Path(entries[-1].path).read_text("utf-8")
     line = entries[-1].lineno + 1
-    around = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
-    return max(around, key=lambda node: node.lineno, default=None), source
+    return max(_around(ast.parse(source), line), key=lambda node: node.lineno, default=None), source
+
+
+def _around(node: ast.AST, line: int) -> Iterator[ast.stmt]:
+    """Yield the statements in a node that have a line."""
+    for child in ast.iter_child_nodes(node):
+        if getattr(child, "lineno", line) <= line <= getattr(child, "end_lineno", line):
+            if isinstance(child, ast.stmt):
+                yield child
+            yield from _around(child, line)
 
 
 def _expected(error: BaseException, statement: ast.stmt | None, source: str) -> str:
@@ -106,8 +111,12 @@ def _place(error: pytest.ExceptionInfo[BaseException]) -> str:
     return ""
 
 
-def _text(node: ast.AST, source: str) -> str:
-    return _shortened(ast.get_source_segment(source, node) or ast.unparse(node))
+def _text(node: ast.expr | ast.stmt, source: str) -> str:
+    # As `ast.get_source_segment`, which goes through the whole source letter by letter; columns are bytes.
+    lines = source.encode().split(b"\n")[node.lineno - 1 : node.end_lineno]
+    lines[-1] = lines[-1][: node.end_col_offset]
+    lines[0] = lines[0][node.col_offset :]
+    return _shortened(b"\n".join(lines).decode())
 
 
 def _shortened(text: str) -> str:

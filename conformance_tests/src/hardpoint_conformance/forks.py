@@ -255,11 +255,18 @@ def _options(backend: str) -> Sequence[str]:
         "no:terminalreporter",
         "-p",
         "no:logging",
-        "--tb=short",
+        # They look for what warnings, which are ignored, could be given of, by a garbage collection each.
+        "-p",
+        "no:threadexception",
+        "-p",
+        "no:unraisableexception",
+        # Of a failure its error is told, and not the lines that led to it, which are found by parsing their files.
+        "--tb=line",
         "-W",
         "ignore",
     ]
-    return [*quiet, "-c", os.devnull, f"--rootdir={_SUITE}", f"--backend={backend}"]
+    own = ["-c", os.devnull, f"--rootdir={_SUITE}", f"--confcutdir={_SUITE}"]
+    return [*quiet, *own, f"--backend={backend}"]
 
 
 class _Collection:

@@ -36,6 +36,8 @@ from hardpoint.interfaces import AttentionLayer
 
 FACTOR = 2.0
 FACTOR_SOFT_CAP = 3.0
+_WEIGHTS = 1 << 18
+"""Weights that are computed at a time: what is kept of each then stays in a processor's caches."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,10 @@ class Numbers:
     """Attention of one sequence's consecutive queries.
 
     Attributes:
-        q: [queries, num_heads, head_dim], of the last positions of the context.
+        q: [queries, num_heads, head_dim], of the last positions of the context but for those that come after.
         k, v: [context, num_kv_heads, head_dim].
         sinks, alibi: float32[num_heads], where the layer has them.
+        after: keys that come after the last query.
     """
 
     layer: AttentionLayer
@@ -54,6 +57,15 @@ class Numbers:
     v: Tensor
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+    after: int = 0
+
+    def part(self, begin: int, end: int) -> Numbers:
+        """Return some of the queries, and of the keys those that any of them may see."""
+        keys, reach = len(self.k), self.layer.sliding_window or len(self.k)
+        first, last = (keys - self.after - len(self.q) + query for query in (begin, end - 1))
+        low, high = max(first - reach + 1, 0), min(last + (1 if self.layer.causal else reach), keys)
+        k, v = self.k[low:high], self.v[low:high]
+        return Numbers(self.layer, self.q[begin:end], k, v, self.sinks, self.alibi, high - last - 1)
 
 
 @dataclass(frozen=True)
@@ -126,8 +138,8 @@ def _mixed(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def _distances(numbers: Numbers) -> Tensor:
-    queries, keys = len(numbers.q), len(numbers.k)
-    return torch.arange(keys)[None, :] - torch.arange(keys - queries, keys)[:, None]
+    keys, end = len(numbers.k), len(numbers.k) - numbers.after
+    return torch.arange(keys)[None, :] - torch.arange(end - len(numbers.q), end)[:, None]
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,15 @@ class Expected:
 
 def expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
     """Return the oracle's result for a case in `dtype`, with the bound on the error."""
+    queries, heads, _ = numbers.q.shape
+    step = max(_WEIGHTS // (heads * max(len(numbers.k), 1)), 1)
+    parts = [
+        _expected(numbers.part(begin, min(begin + step, queries)), dtype) for begin in range(0, max(queries, 1), step)
+    ]
+    return Expected(torch.cat([part.out for part in parts]), torch.cat([part.bound for part in parts]))
+
+
+def _expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
     exact = attend(numbers, torch.float64)
     plain = attend(numbers, torch.float32, dtype).out.double()
     # Where the plain implementation overflows it says nothing about the error.
