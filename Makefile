@@ -105,8 +105,8 @@ test-ray: .torch/ray/.installed  ## Ray's transport, and replicas on Ray Serve, 
 	.torch/ray/bin/python -m pytest -q tests/ray_cluster
 	.torch/ray/bin/python -m pytest -q -k ray core/tests/executor/test_remote.py
 
-test-trl: .torch/trl/.installed  ## The drop-in for TRL's colocated mode, with TRL itself (downloads it once)
-	.torch/trl/bin/python -m pytest -q tests/trl
+test-trl: .torch/trl/.installed  ## The drop-in for TRL's colocated mode, with TRL itself, and adapters that PEFT wrote (downloads both once)
+	.torch/trl/bin/python -m pytest -q tests/trl tests/peft
 
 test-verl: .torch/verl/.installed  ## verl's rollout, with verl's own manager, client and registries on Ray (downloads them once)
 	.torch/verl/bin/python -m pytest -q tests/verl

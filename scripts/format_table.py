@@ -25,8 +25,14 @@ BEGIN, END = "<!-- formats: begin -->", "<!-- formats: end -->"
 BACKENDS: dict[str, type[KernelSet]] = {"cpu": CpuKernels, "cuda, rocm": TritonKernels, "ascend": AscendKernels}
 SOURCES: dict[str, tuple[BlockFormat, ...]] = {
     "blocks of GGUF files": tuple(one for one in BlockFormat if one.type_id < 1000),
-    "GPTQ, AWQ (`gemm`), compressed-tensors `pack-quantized`: 4 bits": (BlockFormat.INT4,),
-    "GPTQ, compressed-tensors `pack-quantized`, `int-quantized` (W8A8): 8 bits": (BlockFormat.INT8,),
+    "GPTQ, AWQ (`gemm`), compressed-tensors `pack-quantized`: 4 bits, in groups of a multiple of 32": (
+        BlockFormat.INT4,
+        BlockFormat.INT4_128,
+    ),
+    "GPTQ, compressed-tensors `pack-quantized`, `int-quantized` (W8A8): 8 bits, in groups of a multiple of 32 or rows": (
+        BlockFormat.INT8,
+        BlockFormat.INT8_128,
+    ),
     "FP8 (e4m3) with a scale for a matrix, a row or a block": (BlockFormat.FP8,),
 }
 """What checkpoints have, and the formats of blocks that it is."""
@@ -36,7 +42,7 @@ def _of_checkpoint(formats: Sequence[BlockFormat], known: frozenset[BlockFormat]
     kept = [format for format in formats if format in known]
     if not kept:
         return "expanded"
-    if len(formats) == 1:
+    if len(kept) == len(formats):
         return "as stored"
     return f"as stored: {', '.join(kept)}; others expanded"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton), Ray (ray), TRL (trl), verl (verl) or clients of servers (clients), that sees the
+# Makes .torch/<build>: an environment with one vendor's build of torch (cuda, ascend), with Triton (triton), Ray (ray), TRL and PEFT (trl), verl (verl) or clients of servers (clients), that sees the
 # packages of the development environment behind its own. PYTHON is the development environment's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,9 +19,9 @@ case $build in
   ray) packages=("ray[serve]==$(sed -n 's/^ray==//p' constraints.txt)") dependencies= ;;
   # Without dependencies, too, or torch and transformers would be installed again: what the development environment has not is named here.
   trl) packages=("$(sed -n '/^trl==/p' constraints.txt)" "$(sed -n '/^accelerate==/p' constraints.txt)" "$(sed -n '/^datasets==/p' constraints.txt)"
-    dill multiprocess pandas psutil pyarrow python-dateutil xxhash) ;;
-  verl) packages=($(grep -E '^(verl|tensordict|ray|accelerate|datasets)==' constraints.txt) antlr4-python3-runtime==4.9.3 cachetools cloudpickle codetiming dill hydra-core
-    importlib_metadata msgpack multiprocess nvtx omegaconf orjson pandas peft protobuf psutil pyarrow python-dateutil pyvers torchdata xxhash zipp) ;;
+    "$(sed -n '/^peft==/p' constraints.txt)" dill multiprocess pandas psutil pyarrow python-dateutil xxhash) ;;
+  verl) packages=($(grep -E '^(verl|tensordict|ray|accelerate|datasets|peft)==' constraints.txt) antlr4-python3-runtime==4.9.3 cachetools cloudpickle codetiming dill hydra-core
+    importlib_metadata msgpack multiprocess nvtx omegaconf orjson pandas protobuf psutil pyarrow python-dateutil pyvers torchdata xxhash zipp) ;;
   # With dependencies, but for guidellm and accelerate, whose torch the development environment has; what else they need is named.
   clients) packages=($(grep -E '^(dspy|langchain-core|langchain-openai|litellm|llama-index-core|outlines)==' constraints.txt)
     "lm-eval[api]==$(sed -n 's/^lm-eval==//p' constraints.txt)" aiologic culsans eval_type_backport faker ftfy loguru msgpack protobuf psutil sanic) dependencies= ;;

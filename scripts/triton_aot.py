@@ -303,7 +303,7 @@ def block_operators() -> Iterator[tuple[dict[str, str], str, str, dict[str, int]
         layout = LAYOUTS[format]
         scale = "fp32" if layout.scale.itemsize == 4 else "fp16"
         offset = {Offset.NONE: "u8", Offset.MINIMUM: scale, Offset.ZERO_POINT: "i16"}[layout.offset]
-        factor = "i8" if layout.in_block > 1 else "u8"
+        factor = "i8" if layout.factored else "u8"
         types = {"q": TYPES[dtype], "block_scales": scale, "offsets": offset, "factors": factor, "lowers": factor}
         if layout.offset is Offset.NONE:
             types["lowers"] = "u8"

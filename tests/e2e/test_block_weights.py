@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.interfaces.errors import CapabilityRefused, CorruptWeights
+from hardpoint.interfaces.errors import CapabilityRefused, CorruptWeights, ModelError
 from hardpoint.weights.gguf_file import read_gguf
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * p) % 250 for i in range(5 + 9 * p)]} for p in range(4)]
@@ -216,6 +216,8 @@ def test_k_formats_are_multiplied_as_stored_and_expanded_where_ranks_cut_their_b
     expected = run(plain)
     for (_, ours), (_, theirs) in zip(run(llm), expected, strict=True):
         assert ours[0] == pytest.approx(theirs[0], abs=0.1)
+    with pytest.raises(ModelError, match=f"cannot be written into weights in blocks of {kind}"):
+        llm.update_weights([("model.layers.1.mlp.down_proj.weight", torch.ones(128, 256))])
     if kind == "Q6_K":
         halves = start(path, tensor_parallel_size=2, executor="multi_process")
         assert halves.info.weight_formats == {"Q4_1": 6 * LAYERS, "float32": 2 * LAYERS, "Q8_0": 2}

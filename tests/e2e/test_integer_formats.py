@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.interfaces.errors import CapabilityRefused, CorruptWeights, ModelError, UnsupportedArchitecture
+from hardpoint.interfaces.errors import CapabilityRefused, CorruptWeights, UnsupportedArchitecture
 from hardpoint.models import open_model
 from tests.quantised_checkpoints import LAYERS, dense_weights, write_folder
 
@@ -40,6 +40,11 @@ class Kind:
 
     def __init__(self, name: str, bits: int, size: int | None, config: dict[str, Any], zeros: bool = True) -> None:
         self.name, self.bits, self.size, self.config, self.zeros = name, bits, size, config, zeros
+
+    @property
+    def blocks(self) -> str:
+        """The format of blocks that has the same numbers, and no scale more than once where groups are of 128 or a multiple."""
+        return f"INT{self.bits}" if self.size in (32, 64) else f"INT{self.bits}_128"
 
     def of(self, weight: Tensor, rng: np.random.Generator) -> tuple[dict[str, Tensor], Tensor]:
         """Return the tensors of a quantised matrix, and what it means, float32."""
@@ -179,12 +184,14 @@ def test_matrices_are_what_the_format_says_expanded_and_in_blocks(name: str, tmp
     rows = torch.cat([values for _, values in checkpoint.rows(weight, 5, 77)])
     assert torch.equal(rows, meant[weight][5:77])
     format = checkpoint.block_format(weight)
-    assert format == f"INT{kind.bits}"
+    assert format == kind.blocks
     raw = torch.cat([values for _, values in checkpoint.block_rows(weight, 5, 77)])
     blocks = raw.view(72, -1, format.nbytes).numpy()
     scales, zeros, stored = blocks[..., :4].copy().view("f4"), blocks[..., 4:6].copy().view("i2"), blocks[..., 6:]
-    numbers = np.concatenate([stored & 15, stored >> 4], axis=-1) if kind.bits == 4 else stored
-    values = scales * (numbers.astype(np.float32) - zeros)
+    if kind.bits == 4:
+        pairs = stored.reshape(*stored.shape[:2], -1, 16)
+        stored = np.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(*stored.shape[:2], -1)
+    values = scales * (stored.astype(np.float32) - zeros)
     assert torch.equal(torch.from_numpy(values.reshape(72, -1)), meant[weight][5:77])
     assert checkpoint.block_format("model.embed_tokens.weight") is None
 
@@ -194,7 +201,7 @@ def test_products_are_those_of_the_matrices(name: str, tmp_path: Path, start: Ca
     kind = KINDS[name]
     folder = write(tmp_path / "quantised", kind)
     llm = start(folder)
-    assert llm.info.weight_formats == {f"INT{kind.bits}": 4 * LAYERS, "float32": 1}
+    assert llm.info.weight_formats == {kind.blocks: 4 * LAYERS, "float32": 1}
     dense = start(write_folder(tmp_path / "dense", quantised(kind)[1]))
     expanded = start(folder, "none")
     assert expanded.info.weight_formats == {"float32": 4 * LAYERS + 1}
@@ -204,23 +211,27 @@ def test_products_are_those_of_the_matrices(name: str, tmp_path: Path, start: Ca
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"use_fused_decoder": False}, {"tensor_parallel_size": 2, "executor": "multi_process"}],
-    ids=["layers", "two-ranks"],
+    ("name", "settings", "formats"),
+    [
+        ("awq-4-64", {"use_fused_decoder": False}, {"INT4"}),
+        ("gptq-4-128", {"use_fused_decoder": False}, {"INT4_128"}),
+        ("awq-4-64", {"tensor_parallel_size": 2, "executor": "multi_process"}, {"INT4"}),
+        # A rank's half of 128 columns is not whole blocks of 128, and is kept in those of 32.
+        ("gptq-4-128", {"tensor_parallel_size": 2, "executor": "multi_process"}, {"INT4", "INT4_128"}),
+    ],
+    ids=["layers", "layers-128", "two-ranks", "two-ranks-128"],
 )
 def test_layers_and_ranks_compute_what_the_program_does(
-    settings: dict[str, Any], tmp_path: Path, start: Callable[..., LLM]
+    name: str, settings: dict[str, Any], formats: set[str], tmp_path: Path, start: Callable[..., LLM]
 ) -> None:
-    folder = write(tmp_path, KINDS["awq-4-64"])
+    folder = write(tmp_path, KINDS[name])
     other = start(folder, **settings)
-    assert set(other.info.weight_formats) == {"INT4", "float32"}
+    assert set(other.info.weight_formats) == {*formats, "float32"}
     for ours, theirs in zip(run(start(folder)), run(other), strict=True):
         assert ours[0] == pytest.approx(theirs[0], abs=0.1)
 
 
-def test_they_sleep_and_are_reloaded_and_floating_values_are_not_written(
-    tmp_path: Path, start: Callable[..., LLM]
-) -> None:
+def test_they_sleep_and_are_reloaded_and_floating_values_are_rounded(tmp_path: Path, start: Callable[..., LLM]) -> None:
     kind = KINDS["gptq-4-128"]
     folder = write(tmp_path / "model", kind)
     llm = start(folder, enable_sleep_mode=True, sleep_disk_directory=str(tmp_path))
@@ -232,9 +243,14 @@ def test_they_sleep_and_are_reloaded_and_floating_values_are_not_written(
         assert run(llm) == expected, arguments
     write(folder, kind, seed=1)
     llm.reload_weights()
-    assert run(llm) != expected
-    with pytest.raises(ModelError, match="cannot be written into weights in blocks of INT4"):
-        llm.update_weights([(f"{DOWN}.weight", torch.ones(128, 256))])
+    changed = run(llm)
+    assert changed != expected
+    # What groups of 128 hold exactly is written without loss, so that the file's values bring its answers back.
+    llm.update_weights([(f"{DOWN}.weight", torch.ones(128, 256))])
+    assert run(llm) != changed
+    llm.update_weights([(f"{DOWN}.weight", quantised(kind, seed=1)[1][f"{DOWN}.weight"])])
+    for ours, theirs in zip(run(llm), changed, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], abs=0.1)
 
 
 GPTQ, AWQ = KINDS["gptq-4-128"], KINDS["awq-4-64"]

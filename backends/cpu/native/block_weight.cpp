@@ -45,14 +45,14 @@ uint32_t fifth_bits_of_file(uint32_t bits) {
   return found;
 }
 
-// Blocks stand in files as scale, minimum or zero point, fifth bits, numbers.
+// Blocks stand in files as scale, minimum or zero point, fifth bits, numbers; of those that share a scale the numbers of each.
 void read_block(const Lane<const char>& from, int64_t block, BlockFormat format, char* out) {
   const BlockLayout layout = block_layout(format);
   const int64_t scales = block * tile_scale_bytes(format);
   std::memcpy(out, from.scales + scales, static_cast<size_t>(layout.scale_bytes));
   if (layout.has_second()) std::memcpy(out + layout.scale_bytes, from.seconds + scales, 2);
   out += block_scale_bytes(format);
-  const char* numbers = from.numbers + block * tile_number_bytes(format);
+  const char* numbers = from.numbers + block * layout.together * tile_number_bytes(format);
   int words = layout.number_bytes / 4;
   if (has_fifth_bits(format)) {
     uint32_t bits;
@@ -61,7 +61,8 @@ void read_block(const Lane<const char>& from, int64_t block, BlockFormat format,
     std::memcpy(out, &bits, 4);
     out += 4;
   }
-  for (int j = 0; j < words; ++j) {
+  // The vectors of one block after another's are in a tile as they are in a block.
+  for (int j = 0; j < words * layout.together; ++j) {
     uint32_t word;
     std::memcpy(&word, numbers + j * 64, 4);
     if (layout.zero == 128) word ^= kSigns;
@@ -75,7 +76,7 @@ void write_block(const char* in, const Lane<char>& to, int64_t block, BlockForma
   std::memcpy(to.scales + scales, in, static_cast<size_t>(layout.scale_bytes));
   if (layout.has_second()) std::memcpy(to.seconds + scales, in + layout.scale_bytes, 2);
   in += block_scale_bytes(format);
-  char* numbers = to.numbers + block * tile_number_bytes(format);
+  char* numbers = to.numbers + block * layout.together * tile_number_bytes(format);
   int words = layout.number_bytes / 4;
   if (has_fifth_bits(format)) {
     uint32_t bits;
@@ -84,7 +85,7 @@ void write_block(const char* in, const Lane<char>& to, int64_t block, BlockForma
     std::memcpy(numbers + --words * 64, &bits, 4);
     in += 4;
   }
-  for (int j = 0; j < words; ++j) {
+  for (int j = 0; j < words * layout.together; ++j) {
     uint32_t word;
     std::memcpy(&word, in + j * 4, 4);
     if (layout.zero == 128) word ^= kSigns;
@@ -190,8 +191,9 @@ void expand_integers(const uint8_t* block, BlockFormat format, float* out) {
   std::memcpy(&scale, block, 4);
   std::memcpy(&zero, block + 4, 2);
   const uint8_t* numbers = block + 6;
-  for (int j = 0; j < kBlockTerms; ++j) {
-    const int number = format == BlockFormat::Int8 ? numbers[j] : numbers[j % 16] >> j / 16 * 4 & 15;
+  const bool in_half_bytes = block_layout(format).number_bytes == 16;
+  for (int j = 0; j < block_terms(format); ++j) {
+    const int number = in_half_bytes ? numbers[j / 32 * 16 + j % 16] >> j % 32 / 16 * 4 & 15 : numbers[j];
     out[j] = scale * static_cast<float>(number - zero);
   }
 }
@@ -199,7 +201,7 @@ void expand_integers(const uint8_t* block, BlockFormat format, float* out) {
 // One block of a row as files have it.
 void read_stored(const void* tiles, int64_t row, int64_t k, int64_t block, BlockFormat format, const PackPlacement& at, char* out) {
   const auto lane = lane_of(static_cast<const char*>(tiles), row, k, format, at);
-  if (block_layout(format).together > 1) return read_groups(lane, block, (at.first_row + row) % kTileColumns, format, out);
+  if (block_layout(format).has_bytes) return read_groups(lane, block, (at.first_row + row) % kTileColumns, format, out);
   read_block(lane, block, format, out);
 }
 
@@ -207,7 +209,7 @@ void read_stored(const void* tiles, int64_t row, int64_t k, int64_t block, Block
 
 void pack_blocks(const void* src, int64_t rows, int64_t k, BlockFormat format, const PackPlacement& at, void* tiles) {
   const int64_t blocks = k / block_terms(format), size = block_bytes(format);
-  const bool in_groups = block_layout(format).together > 1;
+  const bool in_groups = block_layout(format).has_bytes;
   const auto pack = [&](int64_t begin, int64_t end, int) {
     // A tile's rows are written block by block, so that a cache line is filled at once.
     for (int64_t first = begin; first < end;) {
@@ -244,7 +246,9 @@ void expand_block_row(const void* tiles, int64_t row, int64_t k, BlockFormat for
     read_stored(tiles, row, k, b, format, {}, reinterpret_cast<char*>(block));
     switch (format) {
       case BlockFormat::Int4:
-      case BlockFormat::Int8: expand_integers(block, format, out); break;
+      case BlockFormat::Int8:
+      case BlockFormat::Int4_128:
+      case BlockFormat::Int8_128: expand_integers(block, format, out); break;
       default: gguf::with_format(static_cast<gguf::Format>(format), [&](auto known) { known.expand(block, out); });
     }
   }

@@ -1,13 +1,14 @@
 // Weights in quantised blocks, multiplied as they are stored, and the arithmetic of their products.
 //
 // A block is 32 numbers of a row with one scale, and in some formats one minimum, in binary16 (ggml's formats, hardpoint/gguf_blocks.hpp); or,
-// in Int4 and Int8, with a scale in float32 and a zero point, a whole number of 16 bits (hardpoint.interfaces.BlockFormat). A packed weight has
-// the same bytes in another order, tiles of 16 rows ("columns" of the product) with all numbers before all scales:
+// in Int4 and Int8, with a scale in float32 and a zero point, a whole number of 16 bits (hardpoint.interfaces.BlockFormat), which in Int4_128 and
+// Int8_128 four blocks share. A packed weight has the same bytes in another order, tiles of 16 rows ("columns" of the product) with all numbers
+// before all scales:
 //   numbers  [k / 32][4][16][4]   of 4 bits: the low halves of vector j are terms 4 j to 4 j + 3 of the block, the high halves those 16 later
 //            [k / 32][8][16][4]   of 8 bits, Q8_0's with 128 added: vector j has terms 4 j to 4 j + 3
 //            and then for each block [1][16][4]: the fifth bits (Q5_0, Q5_1, Q5_K), byte t of bit j for term 4 j + t; or [2][16][4]: two more bits
 //            (Q6_K), of each half of the terms byte t of bits 2 j for term 4 j + t of it
-//   scales   [k / 32][16], and after each 16 scales, in formats with minima or zero points, those 16
+//   scales   [k / 32 or 128][16], and after each 16 scales, in formats with minima or zero points, those 16
 //            of ggml's K formats, for every 256 terms: [16] binary16, with minima [16] more, and for each of their 8 blocks two rows of
 //            [16] bytes: its scale and minimum (Q4_K, Q5_K), or the scales of its two halves (Q6_K)
 // so that one vector of memory is the operand of the processor's dot products of bytes, and the whole a tile register's.
@@ -37,7 +38,7 @@
 namespace hp {
 
 // ggml's numbers of its formats, and our own beyond them.
-enum class BlockFormat : int { None = -1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, Int4 = 1004, Int8 = 1008 };
+enum class BlockFormat : int { None = -1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, Int4 = 1004, Int8 = 1008, Int4_128 = 1104, Int8_128 = 1108 };
 
 constexpr int kBlockTerms = 32;
 constexpr float kOutlier = 4;             // root mean squares of a row
@@ -49,7 +50,8 @@ struct BlockLayout {
   bool has_minimum;
   bool has_zero;  // a zero point
   int zero;       // what a stored number of zero means, negated: the stored ones are not negative; with zero points 1, by which each is multiplied
-  int together = 1;        // blocks that share a scale of 16 bits, and have bytes of their own
+  int together = 1;        // blocks that share a scale
+  bool has_bytes = false;  // of their own, two rows of 16 for each block, beside the shared scale
   bool has_halves = false;  // with scales of their own
 
   constexpr bool has_second() const { return has_minimum || has_zero; }  // two bytes beside the scale
@@ -61,11 +63,13 @@ constexpr BlockLayout block_layout(BlockFormat format) {
     case BlockFormat::Q4_1: return {16, 2, true, false, 0};
     case BlockFormat::Q5_0: return {20, 2, false, false, 16};
     case BlockFormat::Q5_1: return {20, 2, true, false, 0};
-    case BlockFormat::Q4_K: return {16, 2, true, false, 0, 8};
-    case BlockFormat::Q5_K: return {20, 2, true, false, 0, 8};
-    case BlockFormat::Q6_K: return {24, 2, false, false, 32, 8, true};
+    case BlockFormat::Q4_K: return {16, 2, true, false, 0, 8, true};
+    case BlockFormat::Q5_K: return {20, 2, true, false, 0, 8, true};
+    case BlockFormat::Q6_K: return {24, 2, false, false, 32, 8, true, true};
     case BlockFormat::Int4: return {16, 4, false, true, 1};
     case BlockFormat::Int8: return {32, 4, false, true, 1};
+    case BlockFormat::Int4_128: return {16, 4, false, true, 1, 4};
+    case BlockFormat::Int8_128: return {32, 4, false, true, 1, 4};
     default: return {32, 2, false, false, 128};
   }
 }
@@ -75,13 +79,12 @@ constexpr int64_t block_terms(BlockFormat format) { return kBlockTerms * block_l
 constexpr int64_t block_scale_bytes(BlockFormat format) { return block_layout(format).scale_bytes + (block_layout(format).has_second() ? 2 : 0); }
 constexpr int64_t block_bytes(BlockFormat format) {
   const BlockLayout layout = block_layout(format);
-  if (layout.together == 1) return layout.number_bytes + block_scale_bytes(format);
-  return layout.number_bytes * 8 + block_scale_bytes(format) + (layout.has_halves ? 16 : 12);
+  return layout.number_bytes * layout.together + block_scale_bytes(format) + (!layout.has_bytes ? 0 : layout.has_halves ? 16 : 12);
 }
 // Bytes of 16 blocks' numbers, of 16 scales with what is beside them and under them, and of a tile.
 constexpr int64_t tile_number_bytes(BlockFormat format) { return 16 * block_layout(format).number_bytes; }
 constexpr int64_t tile_scale_bytes(BlockFormat format) {
-  return 16 * block_scale_bytes(format) + (block_layout(format).together == 1 ? 0 : 8 * 32);
+  return 16 * block_scale_bytes(format) + (block_layout(format).has_bytes ? 8 * 32 : 0);
 }
 constexpr int64_t block_tile_bytes(BlockFormat format, int64_t k) {
   return (k / kBlockTerms * tile_number_bytes(format) + k / block_terms(format) * tile_scale_bytes(format) + 63) / 64 * 64;

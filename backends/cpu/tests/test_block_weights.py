@@ -20,7 +20,7 @@ from hardpoint_cpu.decoder import InvalidOperand
 from hardpoint_cpu.linear import BLOCK_FORMATS, CpuBlockLinear
 
 FORMATS = sorted(BLOCK_FORMATS)
-WITH_ZERO_POINTS = (BlockFormat.INT4, BlockFormat.INT8)
+WITH_ZERO_POINTS = (BlockFormat.INT4, BlockFormat.INT4_128, BlockFormat.INT8, BlockFormat.INT8_128)
 HALVES = {BlockFormat.Q4_K: (0, 2), BlockFormat.Q5_K: (0, 2), BlockFormat.Q6_K: (208,)}
 """Where blocks have scales and minima in binary16."""
 NUMBERS = {BlockFormat.Q4_1: 4, BlockFormat.Q5_1: 4, BlockFormat.Q4_K: 16, BlockFormat.Q5_K: 48}
@@ -65,11 +65,15 @@ def ggml(format: BlockFormat, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def integers(format: BlockFormat, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return blocks with zero points, and what they mean and are made of, float64; all numbers, and the least and greatest zero points."""
     rng = np.random.default_rng(n + k)
-    most = 15 if format is BlockFormat.INT4 else 255
-    numbers = rng.integers(0, most + 1, (n, k // 32, 32))
-    zeros = rng.choice([0, 1, most // 2, most, most + 1], (n, k // 32, 1))
-    scales = rng.normal(0.0, 0.1, (n, k // 32, 1)).astype(np.float32)
-    stored = numbers[..., :16] | numbers[..., 16:] << 4 if format is BlockFormat.INT4 else numbers
+    in_half_bytes, size = format.startswith("INT4"), format.elements
+    most = 15 if in_half_bytes else 255
+    numbers = rng.integers(0, most + 1, (n, k // size, size))
+    zeros = rng.choice([0, 1, most // 2, most, most + 1], (n, k // size, 1))
+    scales = rng.normal(0.0, 0.1, (n, k // size, 1)).astype(np.float32)
+    stored = numbers
+    if in_half_bytes:
+        parts_of_32 = numbers.reshape(n, k // size, -1, 32)
+        stored = (parts_of_32[..., :16] | parts_of_32[..., 16:] << 4).reshape(n, k // size, -1)
     parts = (scales.view(np.uint8), zeros.astype(np.int16).view(np.uint8), stored.astype(np.uint8))
     raw = np.concatenate(parts, axis=-1).reshape(n, -1)
     values = torch.from_numpy((scales.astype(np.float64) * (numbers - zeros)).reshape(n, k))

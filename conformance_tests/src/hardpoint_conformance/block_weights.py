@@ -23,7 +23,7 @@ HALVES = {
     BlockFormat.Q6_K: (208,),
 }
 """Where blocks of ggml's formats have a scale in binary16, and a minimum."""
-ZERO_POINTS = (BlockFormat.INT4, BlockFormat.INT8)
+ZERO_POINTS = (BlockFormat.INT4, BlockFormat.INT4_128, BlockFormat.INT8, BlockFormat.INT8_128)
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,15 @@ def _by_ggml(format: BlockFormat, raw: np.ndarray) -> np.ndarray:
 
 def _with_zero_points(format: BlockFormat, raw: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Write scales and zero points into blocks, and return what they mean."""
-    most = 15 if format is BlockFormat.INT4 else 255
+    bits = 4 if format in (BlockFormat.INT4, BlockFormat.INT4_128) else 8
+    most = (1 << bits) - 1
     scales = rng.uniform(0.01, 0.03, raw.shape[:2]).astype(np.float32)[..., None]
     zeros = rng.integers(0, most + 2, raw.shape[:2]).astype(np.int16)[..., None]
     raw[..., :4], raw[..., 4:6] = scales.view(np.uint8), zeros.view(np.uint8)
-    stored = raw[..., 6:]
-    numbers = np.concatenate([stored & 15, stored >> 4], axis=-1) if format is BlockFormat.INT4 else stored
+    numbers = raw[..., 6:]
+    if bits == 4:
+        pairs = numbers.reshape(*raw.shape[:2], -1, 16)
+        numbers = np.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(*raw.shape[:2], -1)
     return scales.astype(np.float64) * (numbers.astype(np.float64) - zeros)
 
 

@@ -107,7 +107,7 @@ HP_INLINE vf block_scale(const char* scales, int64_t b, int v) {
     return reinterpret_cast<vf>(load_ints(of_block + v * kVectorBytes));
   } else {
     const vf scale = load_halves_as_floats(of_block + v * kLanes * 2);
-    if constexpr (block_layout(F).together > 1 && !block_layout(F).has_halves) return scale * to_floats(group_bytes<F>(of_block, b, 0, v));
+    if constexpr (block_layout(F).has_bytes && !block_layout(F).has_halves) return scale * to_floats(group_bytes<F>(of_block, b, 0, v));
     return scale;
   }
 }
@@ -116,7 +116,7 @@ template <BlockFormat F>
 HP_INLINE vf block_minimum(const char* scales, int64_t b, int v) {
   const char* of_block = scales_of<F>(scales, b);
   const vf minimum = load_halves_as_floats(seconds<F>(of_block, v));
-  if constexpr (block_layout(F).together > 1) return -minimum * to_floats(group_bytes<F>(of_block, b, 1, v));
+  if constexpr (block_layout(F).has_bytes) return -minimum * to_floats(group_bytes<F>(of_block, b, 1, v));
   return minimum;
 }
 
@@ -588,6 +588,8 @@ void run_item(const LinearItem& item) {
     case BlockFormat::Q6_K: return run_format<BlockFormat::Q6_K>(item);
     case BlockFormat::Int4: return run_format<BlockFormat::Int4>(item);
     case BlockFormat::Int8: return run_format<BlockFormat::Int8>(item);
+    case BlockFormat::Int4_128: return run_format<BlockFormat::Int4_128>(item);
+    case BlockFormat::Int8_128: return run_format<BlockFormat::Int8_128>(item);
     default: return run_format<BlockFormat::Q8_0>(item);
   }
 }

@@ -22,7 +22,7 @@ BLOCK_FORMATS = frozenset(
     {
         *(BlockFormat.Q4_0, BlockFormat.Q4_1, BlockFormat.Q5_0, BlockFormat.Q5_1, BlockFormat.Q8_0),
         *(BlockFormat.Q4_K, BlockFormat.Q5_K, BlockFormat.Q6_K),
-        *(BlockFormat.INT4, BlockFormat.INT8),
+        *(BlockFormat.INT4, BlockFormat.INT4_128, BlockFormat.INT8, BlockFormat.INT8_128),
     }
 )
 """What native/block_weight.hpp knows."""

@@ -104,7 +104,7 @@ def _other_products(base: Any, name: str, other: Callable[[Any], Any]) -> Method
 
 
 _VALUES = ("kernels.blocks.product@1", "kernels.blocks.gather@1")
-_NUMBERS = {BlockFormat.Q4_0: 2, BlockFormat.Q4_1: 4, BlockFormat.INT4: 6}
+_NUMBERS = {BlockFormat.Q4_0: 2, BlockFormat.Q4_1: 4, BlockFormat.INT4: 6, BlockFormat.INT4_128: 6}
 """Where blocks have their half bytes."""
 
 

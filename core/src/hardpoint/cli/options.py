@@ -21,7 +21,7 @@ _ENGINE = "Engine"
 _SAMPLING = "Sampling"
 _QUANTIZATION_HELP = (
     "Quantised weights: auto (multiplied as stored where the backend does so), gguf (likewise, or refused) or none (expanded). Dense ones: "
-    "int8 or int4 (rounded)."
+    "int8 or int4 (rounded, in groups of 32), int8-128 or int4-128 (of 128)."
 )
 
 MODEL_HELP = "'demo', a folder with a model, a GGUF file, or a hub id: ORG/NAME, ORG/NAME@REVISION, ORG/NAME:FILE.gguf."

@@ -80,7 +80,8 @@ class EngineConfig(SchedulerSettings):
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights from the configuration.
         quantization: of weights that the checkpoint has quantised (GGUF's blocks, GPTQ, AWQ, compressed-tensors): "auto" multiplies by them
             as they are stored where the backend does so and expands the others, "gguf" refuses the others, "none" expands all. Of weights
-            that are not quantised: "int8" and "int4" round them while they are loaded, in groups of 32 with a scale each.
+            that are not quantised: "int8" and "int4" round them while they are loaded, in groups of 32 of a row with a scale each, and
+            "int8-128" and "int4-128" in groups of 128 (where a row, or a rank's part, is no multiple of 128, of 32).
             `EngineInfo.weight_formats` says what became of them.
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages that the layers are divided into; there are as many ranks as the two sizes' product.
@@ -142,7 +143,7 @@ class EngineConfig(SchedulerSettings):
     convert: Literal["auto", "none", "embed", "classify"] = "auto"
     hf_overrides: Mapping[str, Any] | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    quantization: Literal["auto", "gguf", "int4", "int8", "none"] = "none"
+    quantization: Literal["auto", "gguf", "int4", "int4-128", "int8", "int8-128", "none"] = "none"
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
     data_parallel_size: PositiveInt = 1

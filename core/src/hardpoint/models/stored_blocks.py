@@ -42,17 +42,17 @@ def wants_blocks(
         runs_layers: whether the core's layers run the model, or a program made of them.
 
     Raises:
-        CapabilityRefused: GGUF, INT4 or INT8 was asked for and is not possible; says what is.
+        CapabilityRefused: GGUF or rounding was asked for and is not possible; says what is.
     """
     if quantization is Quantization.NONE:
         return False
     found = formats_of(checkpoint)
     known = frozenset[BlockFormat]() if kernels is None else kernels.block_formats()
     if quantization is Quantization.AUTO:
-        return runs_layers and not known.isdisjoint(found)
-    reasons, wanted = [], set(found)
+        return runs_layers and any(not known.isdisjoint(format.forms) for format in found)
+    reasons, unknown = [], {format for format in found if known.isdisjoint(format.forms)}
     if quantization.rounds_to is not None:
-        wanted = set(quantization.rounds_to)
+        unknown = set(quantization.rounds_to) - known
         # Floating numbers of 8 bits can be rounded as those of 16 can.
         if rounded := {format: count for format, count in found.items() if format is not BlockFormat.FP8}:
             counts = ", ".join(f"{count} in {format}" for format, count in sorted(rounded.items()))
@@ -61,9 +61,9 @@ def wants_blocks(
             )
     elif not found:
         reasons.append("the checkpoint has no weights in blocks of GGUF")
-    if unknown := sorted(wanted - known):
+    if unknown:
         can = ", ".join(sorted(known)) or "none"
-        reasons.append(f"the backend does not multiply by blocks of {', '.join(unknown)} (it does by: {can})")
+        reasons.append(f"the backend does not multiply by blocks of {', '.join(sorted(unknown))} (it does by: {can})")
     if not runs_layers:
         reasons.append("the model is run by transformers' code, which takes weights in the model's dtype")
     if reasons:
@@ -96,11 +96,17 @@ def store_in_blocks(
         if leaf != "weight" or not isinstance(layer, Linear | LMHead | VocabEmbedding):
             continue
         if quantization.rounds_to is None:
-            format = _common_format(stored, checkpoint)
+            wanted = _common_format(stored, checkpoint)
         else:
-            format = _rounded_format(model, owner, layer, stored, quantization.rounds_to)
-        if format is None or format not in kernels.block_formats():
+            wanted = _rounded_format(model, owner, layer, quantization.rounds_to)
+        forms = () if wanted is None else wanted.forms
+        known = [form for form in forms if form in kernels.block_formats() and _has_whole_blocks(stored, form)]
+        if not known:
+            if quantization.rounds_to is not None and forms:
+                columns, size = stored.shards[0].num_columns, forms[-1].elements
+                logger.info("%s is not rounded: rows of %d elements are not whole blocks of %d", path, columns, size)
             continue
+        format = known[0]
         program = None
         if by_layers:
             planned = kernels.plan_linear(LinearRequest(stored.num_rows, stored.shards[0].num_columns, dtype, format))
@@ -118,18 +124,16 @@ def store_in_blocks(
 
 
 def _common_format(stored: StoredWeight, checkpoint: Checkpoint) -> BlockFormat | None:
-    """Return the format of all tensors that a parameter is stored from; None where they differ, or are cut within a block."""
+    """Return the format of all tensors that a parameter is stored from; None where they differ."""
     formats = {checkpoint.block_format(shard.name) for shard in stored.shards}
     format = formats.pop()
-    if formats or format is None:
-        return None
-    return format if _has_whole_blocks(stored, format) else None
+    return None if formats else format
 
 
 def _rounded_format(
-    model: Family, owner: str, layer: nn.Module, stored: StoredWeight, formats: tuple[BlockFormat, BlockFormat]
+    model: Family, owner: str, layer: nn.Module, formats: tuple[BlockFormat, BlockFormat]
 ) -> BlockFormat | None:
-    """Return the format that a dense parameter is rounded to; None for a row that is not whole blocks, and for a router of experts.
+    """Return the format that a dense parameter is rounded to; None for a router of experts.
 
     A router's few rows decide where tokens go, so that an error there is no small one.
     """
@@ -137,14 +141,7 @@ def _rounded_format(
     if any(isinstance(part, Experts) for part in around.children()):
         logger.info("%s is not rounded: it is a router of experts", owner)
         return None
-    format = formats[0] if isinstance(layer, Linear) else formats[1]
-    if not _has_whole_blocks(stored, format):
-        columns = stored.shards[0].num_columns
-        logger.info(
-            "%s is not rounded: rows of %d elements are not whole blocks of %d", owner, columns, format.elements
-        )
-        return None
-    return format
+    return formats[0] if isinstance(layer, Linear) else formats[1]
 
 
 def _has_whole_blocks(stored: StoredWeight, format: BlockFormat) -> bool:

@@ -58,19 +58,22 @@ class Blocks(LinearMethod):
 
 
 def encoded(values: Tensor, format: BlockFormat) -> Tensor:
-    """Return rows in blocks of a format, uint8, each number rounded to the nearest as ggml does it.
+    """Return rows in blocks of a format, uint8, each number rounded to the nearest: of ggml's formats as ggml does it.
 
     Raises:
         CorruptWeights: values are not finite, or so large that scales are not.
         ModelError: the format has no rounding here.
     """
     from hardpoint import _native
+    from hardpoint.interfaces.blocks import BlockFormat
 
     plain = values.detach().to(device="cpu", dtype=torch.float32).contiguous()
     if not bool(plain.isfinite().all()):
         raise CorruptWeights(
             "weights that are to be quantised have values that are not finite", found="NaN or infinity"
         )
+    if format in (BlockFormat.INT4, BlockFormat.INT4_128, BlockFormat.INT8, BlockFormat.INT8_128):
+        return _integers(plain.view(len(plain), -1, format.elements), 4 if format.startswith("INT4") else 8)
     blocks = torch.empty((*plain.shape[:-1], format.row_bytes(plain.shape[-1])), dtype=torch.uint8)
     known = _native.gguf_block(format.type_id) is not None
     if not known or not _native.round_to_gguf(format.type_id, plain.numpy(), blocks.numpy()):
@@ -86,3 +89,27 @@ def encoded(values: Tensor, format: BlockFormat) -> Tensor:
             hint="Run them with quantization='none'",
         )
     return blocks
+
+
+def _integers(groups: Tensor, bits: int) -> Tensor:
+    """Return groups [n, count, size] in blocks of scale and zero point, uint8[n, count * bytes of a block]; see `BlockFormat`.
+
+    Numbers of 4 bits span a group's values from the least, or zero, to the greatest, or zero, so that zero stays zero. Those of 8 bits span
+    the greatest magnitude to both sides.
+    """
+    if bits == 4:
+        low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+        # Halves, since the whole of the span may be beyond float32.
+        scales = (high / 2 - low / 2) / 7.5
+        zeros = torch.where(scales > 0, (-low / scales).round(), 0.0)
+    else:
+        scales = groups.abs().amax(-1, keepdim=True) / 127
+        zeros = torch.full_like(scales, 128)
+    numbers = (
+        torch.where(scales > 0, groups / scales, 0.0).round_().add_(zeros).clamp_(0, (1 << bits) - 1).to(torch.uint8)
+    )
+    if bits == 4:
+        numbers = numbers.unflatten(-1, (-1, 2, 16))
+        numbers = (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(-2)
+    heads = (scales.view(torch.uint8), zeros.to(torch.int16).view(torch.uint8))
+    return torch.cat((*heads, numbers), dim=-1).flatten(1)

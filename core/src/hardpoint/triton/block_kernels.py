@@ -57,8 +57,9 @@ def _store(out, total, bias, token, there, n, ROWS: tl.constexpr, BIASED: tl.con
 def block_product(
     x, numbers, factors, lowers, block_scales, offsets, bias, out, sums, x_stride, num_tokens,
     ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr,
-    IN_BLOCK: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_GROUPS: tl.constexpr,
-    TILES: tl.constexpr, SHARED: tl.constexpr, BIASED: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE: tl.constexpr,
+    IN_BLOCK: tl.constexpr, FACTORED: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_GROUPS: tl.constexpr, TILES: tl.constexpr, SHARED: tl.constexpr, BIASED: tl.constexpr, BLOCK_N: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Write x times the expanded weight, and the bias. The grid is (ROWS_PAD / BLOCK_N, SPLITS if SHARED else 1, tiles of tokens / TILES).
 
@@ -66,7 +67,7 @@ def block_product(
         numbers: uint8[GROUPS, ROWS_PAD, width]; of 4 BITS byte j has number j in its low half, and j + width in the high one, and MIDDLE
             is taken from each.
         factors, lowers: int8[GROUPS, ROWS_PAD], by which the scale, and the minimum, of a block of IN_BLOCK groups are multiplied, where
-            that is more than one.
+            they are FACTORED.
         block_scales: [GROUPS / IN_BLOCK, ROWS_PAD], offsets the same: minima (OFFSET 1) or zero points (OFFSET 2).
         sums: float32[SPLITS, tokens, ROWS], which a program of one split (SHARED) writes to, in the place of `out`.
     """
@@ -89,11 +90,11 @@ def block_product(
             of_block = group // IN_BLOCK * ROWS_PAD + n
             bits = tl.load(numbers + place.to(tl.int64)[None, :] * width + j[:, None])
             scale = tl.load(block_scales + of_block).to(tl.float32)
-            if IN_BLOCK > 1:
+            if FACTORED:
                 scale *= tl.load(factors + place).to(tl.float32)
             if OFFSET:
                 offset = tl.load(offsets + of_block).to(tl.float32)
-                if IN_BLOCK > 1:
+                if FACTORED:
                     offset *= tl.load(lowers + place).to(tl.float32)
             source = rows + group * GROUP
             for half in tl.static_range(2 if BITS == 4 else 1):

@@ -57,7 +57,8 @@ class BlockLayout:
         offset: what is subtracted.
         middle: what is taken from a number of 4 bits before all else.
         group: elements with one scale.
-        in_block: groups that share a block's scale; more than one have factors of 8 bits.
+        in_block: groups that share a block's scale.
+        factored: each group has factors of 8 bits to the block's scale, and to its minimum.
         float8: the numbers are e4m3.
     """
 
@@ -67,6 +68,7 @@ class BlockLayout:
     middle: int = 0
     group: int = 32
     in_block: int = 1
+    factored: bool = False
     float8: bool = False
 
     def sections(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -79,7 +81,7 @@ class BlockLayout:
         if self.offset is not Offset.NONE:
             kind = torch.int16 if self.offset is Offset.ZERO_POINT else self.scale
             found["offsets"] = (kind, (groups // self.in_block, padded))
-        if self.in_block > 1:
+        if self.factored:
             found["factors"] = (torch.int8, (groups, padded))
             if self.offset is not Offset.NONE:
                 found["lowers"] = (torch.int8, (groups, padded))
@@ -93,11 +95,13 @@ LAYOUTS = {
     BlockFormat.Q5_0: BlockLayout(8, _HALF),
     BlockFormat.Q5_1: BlockLayout(8, _HALF, Offset.MINIMUM),
     BlockFormat.Q8_0: BlockLayout(8, _HALF),
-    BlockFormat.Q4_K: BlockLayout(4, _HALF, Offset.MINIMUM, in_block=8),
-    BlockFormat.Q5_K: BlockLayout(8, _HALF, Offset.MINIMUM, in_block=8),
-    BlockFormat.Q6_K: BlockLayout(8, _HALF, group=16, in_block=16),
+    BlockFormat.Q4_K: BlockLayout(4, _HALF, Offset.MINIMUM, in_block=8, factored=True),
+    BlockFormat.Q5_K: BlockLayout(8, _HALF, Offset.MINIMUM, in_block=8, factored=True),
+    BlockFormat.Q6_K: BlockLayout(8, _HALF, group=16, in_block=16, factored=True),
     BlockFormat.INT4: BlockLayout(4, _SINGLE, Offset.ZERO_POINT),
+    BlockFormat.INT4_128: BlockLayout(4, _SINGLE, Offset.ZERO_POINT, in_block=4),
     BlockFormat.INT8: BlockLayout(8, _SINGLE, Offset.ZERO_POINT),
+    BlockFormat.INT8_128: BlockLayout(8, _SINGLE, Offset.ZERO_POINT, in_block=4),
     BlockFormat.FP8: BlockLayout(8, _SINGLE, float8=True),
 }
 """The formats that are multiplied by as they are stored."""
@@ -162,10 +166,10 @@ class TritonBlockLinear(LinearProgram):
 
         def of_groups(name: str, factors: str) -> Tensor:
             values = part[name].float().repeat_interleave(layout.in_block, dim=0)
-            return (values if layout.in_block == 1 else values * part[factors])[..., None]
+            return (values * part[factors] if layout.factored else values)[..., None]
 
         if layout.offset is Offset.ZERO_POINT:
-            numbers = numbers - part["offsets"][..., None]
+            numbers = numbers - of_groups("offsets", "lowers")
         numbers = numbers * of_groups("block_scales", "factors")
         if layout.offset is Offset.MINIMUM:
             numbers = numbers - of_groups("offsets", "lowers")
@@ -232,6 +236,7 @@ def product_constants(request: LinearRequest, tokens: int, *, biased: bool) -> d
         "FLOAT8": layout.float8,
         "GROUP": layout.group,
         "IN_BLOCK": layout.in_block,
+        "FACTORED": layout.factored,
         "OFFSET": int(layout.offset),
         "MIDDLE": layout.middle,
         "SPLITS": splits,
@@ -274,7 +279,8 @@ def _unpacked(format: BlockFormat, blocks: Tensor) -> dict[str, Tensor]:
         found = {"block_scales": values(0, _SINGLE)}
         if layout.float8:
             return found | {"numbers": blocks[..., 4:]}
-        zeros, numbers = values(4, torch.int16), blocks[..., 6:]
+        zeros = values(4, torch.int16)
+        numbers = blocks[..., 6:].reshape(len(blocks), -1, layout.group * layout.bits // 8)
         # Numbers of 8 bits become signed, and their zero points with them.
         return found | (
             {"offsets": zeros, "numbers": numbers}

@@ -89,10 +89,12 @@ class IntegerFormat:
         """Return a checkpoint as one of the matrices that it means; raises CorruptWeights."""
         return IntegerCheckpoint(inner, self)
 
-    @property
-    def blocks(self) -> BlockFormat:
-        """The format of blocks that has the same numbers, scales and zero points."""
-        return BlockFormat.INT4 if self.bits == 4 else BlockFormat.INT8
+    def blocks(self, group_size: int) -> BlockFormat:
+        """Return the smallest format of blocks that has the same numbers, scales and zero points, of groups of that size."""
+        wide, narrow = (
+            (BlockFormat.INT4_128, BlockFormat.INT4) if self.bits == 4 else (BlockFormat.INT8_128, BlockFormat.INT8)
+        )
+        return narrow if group_size % wide.elements else wide
 
 
 def _refused(where: str, found: str) -> UnsupportedArchitecture:
@@ -223,17 +225,21 @@ class IntegerCheckpoint(Checkpoint):
 
     def block_format(self, name: str) -> BlockFormat | None:
         matrix = self._matrices.get(name)
-        return self._format.blocks if matrix is not None and matrix.columns % 32 == 0 else None
+        if matrix is None or matrix.columns % 32:
+            return None
+        return self._format.blocks(self._group_size(matrix))
 
     def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         import torch
 
         matrix = self._matrices[name]
-        count, repeats = matrix.columns // 32, self._group_size(matrix) // 32
+        size = self._format.blocks(self._group_size(matrix)).elements
+        count, repeats = matrix.columns // size, self._group_size(matrix) // size
         for first, numbers, scales, zeros in self._chunks(matrix, begin, end):
-            stored = numbers.view(-1, count, 32)
+            stored = numbers.view(-1, count, size)
             if self._format.bits == 4:
-                stored = stored[..., :16] | stored[..., 16:] << 4
+                stored = stored.unflatten(-1, (-1, 2, 16))
+                stored = (stored[..., 0, :] | stored[..., 1, :] << 4).flatten(-2)
             parts = (
                 each.repeat_interleave(repeats, dim=1)[..., None].contiguous().view(torch.uint8)
                 for each in (scales, zeros)
@@ -372,6 +378,19 @@ class IntegerCheckpoint(Checkpoint):
         order = self._inner.stored_values(name)
         if not torch.equal(order.long(), torch.arange(matrix.columns) // self._group_size(matrix)):
             raise _refused("the checkpoint", f"{name} has columns in another order than their groups' (desc_act)")
+
+
+def divided(rows: Tensor, format: BlockFormat, form: BlockFormat) -> Tensor:
+    """Return rows in blocks of a format in one of its `forms`: smaller blocks with the scale and zero point of theirs."""
+    import torch
+
+    if form is format:
+        return rows
+    numbers = form.nbytes - 6
+    blocks = rows.view(len(rows), -1, format.nbytes)
+    parts = blocks[..., 6:].unflatten(-1, (-1, numbers))
+    heads = blocks[..., None, :6].expand(*parts.shape[:-1], 6)
+    return torch.cat((heads, parts), dim=-1).flatten(1)
 
 
 def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:

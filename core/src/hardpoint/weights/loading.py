@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.errors import CorruptWeights
 from hardpoint.weights.checkpoint import Checkpoint, RenamedCheckpoint
+from hardpoint.weights.integer_formats import divided
 from hardpoint.weights.kv_scales import is_scale
 from hardpoint.weights.stacked_experts import unstacked, unstacked_pairs
 
@@ -203,9 +204,11 @@ def load_weights(
         stored, target, row = weights.stored[piece.name], place(piece.name, piece.num_rows), 0
         for shard in piece.shards:
             span = shard.name, shard.first_row, shard.end_row
-            if stored.blocks is not None and checkpoint.block_format(shard.name) is stored.blocks:
+            format = None if stored.blocks is None else checkpoint.block_format(shard.name)
+            if format is not None and stored.blocks in format.forms:
                 for first, rows in checkpoint.block_rows(*span):
-                    stored.write(target, row + first - shard.first_row, shard.blocks_of(rows, stored.blocks))
+                    blocks = shard.blocks_of(divided(rows, format, stored.blocks), stored.blocks)
+                    stored.write(target, row + first - shard.first_row, blocks)
             elif stored.verbatim and shard.columns is None and target.shape[1:] == shard.shape[1:]:
                 checkpoint.fill(*span, target[row : row + shard.num_rows])
             else:

@@ -27,7 +27,9 @@ def layer(
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32])
-@pytest.mark.parametrize("format", [BlockFormat.Q4_K, BlockFormat.Q6_K, BlockFormat.INT8, BlockFormat.FP8])
+@pytest.mark.parametrize(
+    "format", [BlockFormat.Q4_K, BlockFormat.Q6_K, BlockFormat.INT4_128, BlockFormat.INT8, BlockFormat.FP8]
+)
 def test_activations_are_not_rounded(format: BlockFormat, dtype: DType) -> None:
     program, stored, values = layer(format, dtype)
     x = torch.randn(70, COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype.to_torch())
@@ -84,5 +86,6 @@ def test_a_weight_takes_no_more_than_its_numbers_and_scales() -> None:
     assert bits["Q4_0"] == bits["Q4_1"] - 0.5 == 4.5
     assert bits["Q4_K"] == 4.625
     assert bits["INT4"] == 5.5
+    assert bits["INT4_128"] == bits["INT8_128"] - 4 == 4.375
     assert bits["FP8"] == 9.0
     assert bits["Q6_K"] == 8.5625

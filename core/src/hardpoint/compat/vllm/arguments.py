@@ -202,7 +202,7 @@ def _quantization(name: Any) -> Any:
     if name in _STORED_AS:
         return Quantization.AUTO.value
     if name not in set(Quantization):
-        known = ", ".join((*_STORED_AS, Quantization.INT8, Quantization.INT4))
+        known = ", ".join((*_STORED_AS, *(one for one in Quantization if one.rounds_to is not None)))
         raise ConfigError(
             "quantization is not supported as given", found=f"quantization={shown(name)}", hint=f"Use one of: {known}"
         )
