@@ -1,7 +1,12 @@
 // The extension module hardpoint._native.
 #include "bind.hpp"
 
+#include <dlfcn.h>
+
+#include <string>
+
 #include "crash_frames.hpp"
+#include "hardpoint/released_gil.hpp"
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native parts of the core: scheduler, steps' messages, memory, and blocks of GGUF files.";
@@ -10,5 +15,8 @@ PYBIND11_MODULE(_native, m) {
   hardpoint::bind_memory(m);
   hardpoint::bind_disk(m);
   hardpoint::bind_gguf(m);
+  m.def(
+      "load_library", [](const std::string& path) { return dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr; }, pybind11::arg("path"),
+      pybind11::call_guard<hardpoint::ReleasedGil>());
   m.def("write_crash_frames", &hardpoint::write_crash_frames, pybind11::arg("file"));
 }
