@@ -2,6 +2,9 @@
 #include "bind.hpp"
 
 #include <dlfcn.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #include <string>
 
@@ -15,6 +18,14 @@ PYBIND11_MODULE(_native, m) {
   hardpoint::bind_memory(m);
   hardpoint::bind_disk(m);
   hardpoint::bind_gguf(m);
+  m.def(
+      "return_free_memory",
+      [] {
+#if defined(__GLIBC__)
+        malloc_trim(0);
+#endif
+      },
+      pybind11::call_guard<hardpoint::ReleasedGil>());
   m.def(
       "load_library", [](const std::string& path) { return dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr; }, pybind11::arg("path"),
       pybind11::call_guard<hardpoint::ReleasedGil>());

@@ -65,7 +65,7 @@ from hardpoint.engine.sleep import (
 )
 from hardpoint.engine.speculation import StepCosts, check_speculation, parse_speculative_config, takes_drafts
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
-from hardpoint.executor.torch_start import TorchLibraries, collection_paused
+from hardpoint.executor.start import TorchLibraries, collection_paused
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import (
     EmbeddingKind,

@@ -8,7 +8,7 @@ from typing import Any
 
 from hardpoint.executor.calls import CONFIG, from_message, to_message
 from hardpoint.executor.messages import Buffer, decode, encode
-from hardpoint.executor.torch_start import collection_paused
+from hardpoint.executor.start import collection_paused
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend

@@ -1,4 +1,4 @@
-"""How a process takes in torch: most of a small model's start."""
+"""What a process does beside its real work while an engine starts: taking in torch is most of a small model's start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from hardpoint import _native
+from hardpoint._native import load_library, return_free_memory
+
+__all__ = ["TorchLibraries", "collection_paused", "return_free_memory"]
 
 
 class TorchLibraries:
@@ -25,7 +27,7 @@ class TorchLibraries:
             # It needs all the others. Where it is missing or does not load, the import says so.
             library = Path(folder, "lib", "libtorch_python.so")
             if library.exists():
-                self._thread = threading.Thread(target=_native.load_library, args=(str(library),), daemon=True)
+                self._thread = threading.Thread(target=load_library, args=(str(library),), daemon=True)
                 self._thread.start()
 
     def wait(self) -> None:
