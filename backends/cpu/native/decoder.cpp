@@ -1,6 +1,7 @@
 #include "decoder.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -60,7 +61,7 @@ Decoder::Decoder(DecoderConfig config) : config_(std::move(config)) {
     for (const PackedWeight* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) in_blocks_ = in_blocks_ || weight->blocks != BlockFormat::None;
   }
   in_blocks_ = in_blocks_ || config_.head.blocks != BlockFormat::None;
-  if (config_.adapted) adapters_.resize(config_.layers.size());
+  if (config_.adapted) adapters_.resize(config_.layers.size() * kLinears);
   Scratch unused{};
   scratch_bytes_ = lay_out(nullptr, unused);
 }
@@ -115,7 +116,7 @@ void Decoder::set_adapters(int64_t layer, DecoderLinear linear, const AdapterMat
   if (matrices.columns != weight.k || matrices.rows > weight.n || matrices.dtype != config_.dtype)
     throw std::invalid_argument("adapters of [" + text(matrices.rows) + ", " + text(matrices.columns) + "] do not fit a linear layer of [" + text(weight.n) +
                                 ", " + text(weight.k) + "]");
-  adapters_[static_cast<size_t>(layer)][static_cast<size_t>(linear)] = matrices;
+  adapters_[number_of({&owner, linear, nullptr})] = matrices;
 }
 
 void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const {
@@ -139,10 +140,9 @@ void Decoder::check(const DecoderStep& step, const AttentionBatch& batch) const 
       throw std::out_of_range("embedded row " + text(step.embedded_rows[i]) + " is not one of the step's " + text(batch.num_tokens) + " tokens");
   if (step.num_adapters && !config_.adapted) throw std::invalid_argument("the decoder was made without adapters");
   for (int64_t i = 0; i < step.num_adapters; ++i) {
-    for (const auto& layer : adapters_)
-      for (const AdapterMatrices& one : layer)
-        if (one.down && (step.adapter_slots[i] < 0 || step.adapter_slots[i] >= one.slots))
-          throw std::out_of_range("slot " + text(step.adapter_slots[i]) + " is not one of " + text(one.slots) + " of adapters");
+    for (const AdapterMatrices& one : adapters_)
+      if (one.down && (step.adapter_slots[i] < 0 || step.adapter_slots[i] >= one.slots))
+        throw std::out_of_range("slot " + text(step.adapter_slots[i]) + " is not one of " + text(one.slots) + " of adapters");
     for (int32_t t = step.adapter_starts[i]; t < step.adapter_starts[i + 1]; ++t)
       if (step.adapted_tokens[t] < 0 || step.adapted_tokens[t] >= batch.num_tokens)
         throw std::out_of_range("adapted token " + text(step.adapted_tokens[t]) + " is not one of the step's " + text(batch.num_tokens));
@@ -159,10 +159,14 @@ LinearCall Decoder::call(const PackedWeight& weight, const void* x, int64_t x_st
   return c;
 }
 
+size_t Decoder::number_of(const Place& place) const {
+  return static_cast<size_t>((place.layer - config_.layers.data()) * kLinears) + static_cast<size_t>(place.linear);
+}
+
 // Null where no row's adapter has anything for the layer.
 const AdapterMatrices* Decoder::adapters_of(const Place& place) const {
   if (!place.rows) return nullptr;
-  const AdapterMatrices& found = adapters_[static_cast<size_t>(place.layer - config_.layers.data())][static_cast<size_t>(place.linear)];
+  const AdapterMatrices& found = adapters_[number_of(place)];
   if (!found.down) return nullptr;
   for (const AdaptedRows::Range& range : place.rows->ranges)
     for (const AdapterItem& item : range.items)
@@ -178,6 +182,9 @@ Decoder::AdaptedRows Decoder::adapted_rows(const DecoderStep& step, int64_t toke
     for (int64_t i = 0; i < m; ++i) row_of[static_cast<size_t>(kept[i])] = i;
   }
   AdaptedRows found;
+  found.slots.assign(step.adapter_slots, step.adapter_slots + step.num_adapters);
+  std::sort(found.slots.begin(), found.slots.end());
+  found.slots.erase(std::unique(found.slots.begin(), found.slots.end()), found.slots.end());
   for (int64_t first = 0; first < m; first += kAdaptedRows) {
     const int64_t count = std::min(m - first, kAdaptedRows);
     found.ranges.push_back({first, count, {}, {}});
@@ -199,11 +206,51 @@ Decoder::AdaptedRows Decoder::adapted_rows(const DecoderStep& step, int64_t toke
   return found;
 }
 
+// The first lines of what a step's adapters have for the linear layer after one.
+std::vector<LineSpan> Decoder::lines_after(const Place& place, int64_t most) const {
+  std::vector<LineSpan> found;
+  const size_t next = number_of(place) + 1;
+  if (next == adapters_.size() || !adapters_[next].down) return found;
+  const AdapterMatrices& m = adapters_[next];
+  const int64_t size = itemsize(m.dtype);
+  int64_t count = 0;
+  const auto append = [&](const void* matrices, int64_t offset, int64_t elements) {
+    const char* data = static_cast<const char*>(matrices) + offset * size;
+    const int64_t lines = std::min(ceil_div(elements * size, kLineBytes), most - count);
+    if (lines == 0) return;
+    if (!found.empty() && found.back().data + (found.back().end - found.back().begin) * kLineBytes == data) found.back().end += lines;
+    else found.push_back({data, count, count + lines});
+    count += lines;
+  };
+  for (const int slot : place.rows->slots) {
+    int64_t most_rank = 0;
+    for (int64_t part = 0; part < m.parts; ++part) {
+      const int64_t rank = m.ranks[slot * m.parts_stride + part];
+      append(m.down, slot * m.down_stride + part * m.max_rank * m.columns, rank * m.columns);
+      most_rank = std::max(most_rank, rank);
+    }
+    append(m.up, slot * m.up_stride, most_rank * m.rows);
+  }
+  return found;
+}
+
+// The product alone. For a batch of some rows it computes for longer than it reads, while adapters for a few rows each are bound by the
+// memory: it brings those of the next layer meanwhile. Of several ranges each would bring them again, and there computing takes the time.
+void Decoder::run_linear(LinearCall c, const RowProducer& producer, const Place& place) const {
+  if (!place.rows || place.rows->ranges.size() != 1) return linear(c, producer);
+  const std::vector<LineSpan> ahead = lines_after(place, spare_lines(c));
+  if (!ahead.empty()) {
+    c.ahead = ahead.data();
+    c.ahead_lines = ahead.back().end;
+  }
+  linear(c, producer);
+}
+
 // What adapters add comes first, and is added to the product's sums before they are rounded: a row whose adapter has nothing for the layer has the
 // bits that it has in a step without any.
 void Decoder::adapted_linear(LinearCall c, const Place& place) const {
   const AdapterMatrices* matrices = adapters_of(place);
-  if (!matrices) return linear(c);
+  if (!matrices) return run_linear(c, {}, place);
   const int64_t out_size = itemsize(c.out_dtype);
   AdapterCall adding;
   adding.matrices = *matrices;
@@ -232,13 +279,13 @@ void Decoder::adapted_linear(LinearCall c, const Place& place) const {
       part.added_stride = adding.sums_stride;
       part.has_added = has_added.data();
     }
-    linear(part);
+    run_linear(part, {}, place);
   }
 }
 
 void Decoder::normed_linear(LinearCall c, const float* norm, const Place& place) const {
   const NormedRows rows{&op_kernels(), scratch_.residual, nullptr, norm, config_.hidden, config_.norm_eps, config_.dtype};
-  if (!adapters_of(place)) return linear(c, rows.producer());
+  if (!adapters_of(place)) return run_linear(c, rows.producer(), place);
   for_tokens(c.m, [&](int64_t t) { NormedRows::fill(&rows, t, scratch_.normed + t * config_.hidden * itemsize(config_.dtype)); });
   adapted_linear(c, place);
 }

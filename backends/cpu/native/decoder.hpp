@@ -3,7 +3,6 @@
 // The residual stream is fp32 whatever the model's dtype: it costs nothing measurable here and rounds less. Every row's result
 // is independent of the other rows of the step, bit for bit, which also lets the last layer run only for the rows asked for.
 #pragma once
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -38,6 +37,7 @@ struct DecoderLayer {
 
 // The linear layers of a DecoderLayer, in the order of use.
 enum class DecoderLinear : int { Qkv = 0, O = 1, GateUp = 2, Down = 3 };
+constexpr int64_t kLinears = 4;
 
 struct RopeTable {
   const float* cos = nullptr;  // [max_positions, rotary_dim / 2]
@@ -143,6 +143,7 @@ class Decoder {
       std::vector<int64_t> tokens;  // from `first` on, by adapter
     };
     std::vector<Range> ranges;
+    std::vector<int> slots;  // rising, of all ranges
   };
 
   // A linear layer, and the rows that go through adapters; null where none does.
@@ -153,7 +154,10 @@ class Decoder {
   };
 
   int64_t lay_out(char* base, Scratch& scratch) const;
+  size_t number_of(const Place& place) const;
   const AdapterMatrices* adapters_of(const Place& place) const;
+  std::vector<LineSpan> lines_after(const Place& place, int64_t most) const;
+  void run_linear(LinearCall call, const RowProducer& producer, const Place& place) const;
   static AdaptedRows adapted_rows(const DecoderStep& step, int64_t tokens, const int32_t* kept, int64_t m);
   void check(const DecoderStep& step, const AttentionBatch& batch) const;
   LinearCall head_call(const void* hidden, int64_t rows, int64_t most) const;
@@ -168,7 +172,7 @@ class Decoder {
 
   DecoderConfig config_;
   std::vector<RopeTable> rope_tables_;
-  std::vector<std::array<AdapterMatrices, 4>> adapters_;  // of each layer, where the configuration says that there are any
+  std::vector<AdapterMatrices> adapters_;  // [layers][kLinears], where the configuration says that there are any
   Scratch scratch_{};
   int64_t scratch_bytes_ = 0;
   bool sandwich_ = false;

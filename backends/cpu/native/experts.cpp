@@ -70,7 +70,7 @@ void run_products(const std::vector<Share>& shares, int64_t x_stride, bool gated
       const bool fetch = next < items && next_tile + width <= tiles;
       LinearItem item{&share.call, share.x, x_stride, tile, static_cast<int>(std::min(width, tiles - tile)), 0, share.call.m,
                       fetch ? static_cast<const char*>(shares[next / per_share].call.weight.tiles) + next_tile * stride : nullptr,
-                      nullptr, nullptr};
+                      0, 0, nullptr, nullptr};
       kernels.run_item(item);
     }
   });

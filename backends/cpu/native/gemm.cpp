@@ -136,6 +136,13 @@ int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks
   return workspace_bytes(m, k, dtype, in_blocks, std::max(ThreadPool::global().num_threads(), cores));
 }
 
+int64_t spare_lines(const LinearCall& call) {
+  const PackedWeight& weight = call.weight;
+  if (weight.blocks != BlockFormat::None) return 0;
+  const int64_t steps = HP_DISPATCH_AND_AMX(linear_kernels).fetching_steps(weight, call.m);
+  return std::max<int64_t>(0, steps - num_tiles(weight.n) * weight.tile_stride() / kLineBytes);
+}
+
 void linear(const LinearCall& call) { linear(call, RowProducer{}); }
 
 void linear(const LinearCall& call, const RowProducer& producer) {
@@ -222,7 +229,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
     picking.epilogue = Epilogue::Pick;
     pool.parallel_for(call.m, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i)
-        run_item(LinearItem{&picking, x, x_stride, call.targets[i] / kTileColumns, 1, i, i + 1, nullptr, nullptr, nullptr});
+        run_item(LinearItem{&picking, x, x_stride, call.targets[i] / kTileColumns, 1, i, i + 1, nullptr, 0, 0, nullptr, nullptr});
     }, threads);
   }
   pool.parallel_for(items, split.grain, [&](int64_t begin, int64_t end, int thread) {
@@ -248,6 +255,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
       LinearItem item{&call, rows, x_stride, tile, static_cast<int>(std::min(split.tiles_per_item, tiles - tile)),
                       call.m * part / split.row_parts, call.m * (part + 1) / split.row_parts,
                       fetch ? static_cast<const char*>(weight.tiles) + next_tile * stride : nullptr,
+                      call.ahead_lines * i / items, call.ahead_lines * (i + 1) / items,
                       best.empty() ? nullptr : best[thread].value, best.empty() ? nullptr : best[thread].column};
       run_item(item);
     }

@@ -102,6 +102,14 @@ struct Workspace {
   int64_t bytes = 0;
 };
 
+constexpr int64_t kLineBytes = 64;
+
+// Lines of memory, which count from `begin` to `end` among those of several spans.
+struct LineSpan {
+  const char* data;
+  int64_t begin, end;
+};
+
 struct LinearCall {
   PackedWeight weight;
   const void* x = nullptr;  // [m, k], the weight's dtype
@@ -111,6 +119,8 @@ struct LinearCall {
   const float* added = nullptr;  // [m, added_stride] in stored column order: added to the sums of the rows that are marked; or null
   int64_t added_stride = 0;      // whole tiles
   const uint8_t* has_added = nullptr;  // [m]
+  const LineSpan* ahead = nullptr;     // brought to the caches meanwhile, for what comes after: ahead_lines in all, at most spare_lines
+  int64_t ahead_lines = 0;
   Epilogue epilogue = Epilogue::Store;
   float soft_cap = 0;  // y becomes cap * tanh(y / cap) before the epilogue; 0 = off
   void* out = nullptr;
@@ -135,6 +145,9 @@ struct RowProducer {
 // are more, as the thread pool has now. With less, fewer threads work.
 int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks = false);
 
+// How many lines a product can bring along beside its own weights: none where these alone keep the memory busy.
+int64_t spare_lines(const LinearCall& call);
+
 // Throws std::invalid_argument when the workspace is too small for one thread.
 void linear(const LinearCall& call);
 
@@ -151,11 +164,14 @@ struct LinearItem {
   int tile_count;
   int64_t row_begin, row_end;
   const char* prefetch;  // tiles that this thread will probably read next, or null
+  int64_t ahead_begin, ahead_end;  // its part of the call's lines ahead
   float* best;           // [m] running maximum of this thread (ArgMax, Summary)
   int32_t* best_column;  // [m]
 };
 
 struct LinearKernels {
+  // Steps of a product with m rows, each of which may bring a line; 0 where the weight's kernels bring none.
+  int64_t (*fetching_steps)(const PackedWeight& weight, int64_t m);
   bool bf16_dot;  // BF16 weights take BF16 rows; otherwise every 16-bit row is widened to fp32 first
   void (*run_item)(const LinearItem& item);
   void (*widen)(const void* src, DType dtype, int64_t n, float* dst);

@@ -133,10 +133,58 @@ struct Bf16Format {
 };
 #endif
 
-// c: [MR, kGroupColumns]. `prefetch_lines` cache lines are prefetched per step from `prefetch` on.
+// Lines that a micro-kernel brings to the second-level cache: `per_step` in each of its first steps.
+struct Fetched {
+  const char* data = nullptr;
+  int64_t steps = 0;
+  int per_step = 0;
+  bool far = false;  // nothing has read their pages lately
+};
+
+constexpr int64_t kPageBytes = 4096;
+
+HP_INLINE void read_line(const char* line) { asm volatile("" : : "r"(*line)); }
+
+// The lines that an item's micro-kernels bring, in their order: first the tiles that are likely to come next.
+class Fetching {
+ public:
+  // `steps`: of all the item's micro-kernels.
+  Fetching(const LinearItem& item, int64_t tile_lines, int64_t steps)
+      : tiles_(item.prefetch), per_step_(static_cast<int>(ceil_div(tile_lines, steps))), tile_steps_(item.prefetch ? tile_lines / per_step_ : 0),
+        at_(item.ahead_begin), end_(item.ahead_end) {
+    if (at_ == end_) return;
+    span_ = item.call->ahead;
+    while (span_->end <= at_) ++span_;
+  }
+
+  // Those of a micro-kernel of so many steps.
+  Fetched next(int64_t steps) {
+    if (tile_steps_ > 0) {
+      const Fetched found{tiles_, tile_steps_ < steps ? tile_steps_ : steps, per_step_, false};
+      tiles_ += found.steps * per_step_ * kLineBytes;
+      tile_steps_ -= found.steps;
+      return found;
+    }
+    if (at_ == end_) return {};
+    const int64_t left = (span_->end < end_ ? span_->end : end_) - at_;
+    const Fetched found{span_->data + (at_ - span_->begin) * kLineBytes, left < steps ? left : steps, 1, true};
+    at_ += found.steps;
+    if (at_ == span_->end) ++span_;
+    return found;
+  }
+
+ private:
+  const char* tiles_;
+  int per_step_;
+  int64_t tile_steps_;
+  int64_t at_, end_;
+  const LineSpan* span_ = nullptr;
+};
+
+// c: [MR, kGroupColumns].
 template <class Format, int MR, int NT>
 void micro_kernel(const typename Format::X* x, int64_t x_stride, const char* tiles, int64_t tile_stride, int64_t steps,
-                  const char* prefetch, int prefetch_lines, float* c) {
+                  const Fetched& fetched, float* c) {
   vf acc[MR][NT][kTileVectors];
   const Rows<typename Format::X, MR> rows(x, x_stride);
   const char* w[NT];
@@ -150,14 +198,24 @@ void micro_kernel(const typename Format::X* x, int64_t x_stride, const char* til
 #pragma GCC unroll 16
   for (int t = 0; t < NT; ++t) w[t] = tiles + t * tile_stride;
 
-  if (prefetch_lines == 0) {
-    for (int64_t i = 0; i < steps; ++i) Format::template step<MR, NT>(rows, i, w, acc);
-  } else {
-    for (int64_t i = 0; i < steps; ++i) {
-      for (int p = 0; p < prefetch_lines; ++p, prefetch += 64) __builtin_prefetch(prefetch, 0, 2);
+  const char* line = fetched.data;
+  const int64_t fetching = fetched.steps;
+  const int per_step = fetched.per_step;
+  int64_t i = 0;
+  while (i < fetching) {
+    int64_t end = fetching;
+    if (fetched.far) {
+      // A processor may drop requests where it has no translation of the page's address at hand (Zen 5 does): a read brings that.
+      read_line(line);
+      const int64_t left = (kPageBytes - reinterpret_cast<uintptr_t>(line) % kPageBytes + kLineBytes - 1) / kLineBytes;
+      if (i + left < end) end = i + left;
+    }
+    for (; i < end; ++i) {
+      for (int p = 0; p < per_step; ++p, line += kLineBytes) __builtin_prefetch(line, 0, 2);
       Format::template step<MR, NT>(rows, i, w, acc);
     }
   }
+  for (; i < steps; ++i) Format::template step<MR, NT>(rows, i, w, acc);
 
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
@@ -168,7 +226,7 @@ void micro_kernel(const typename Format::X* x, int64_t x_stride, const char* til
 }
 
 template <class Format>
-using MicroKernel = void (*)(const typename Format::X*, int64_t, const char*, int64_t, int64_t, const char*, int, float*);
+using MicroKernel = void (*)(const typename Format::X*, int64_t, const char*, int64_t, int64_t, const Fetched&, float*);
 
 template <class Format>
 struct MicroKernelTable {
@@ -452,11 +510,7 @@ void run_item_as(const LinearItem& item) {
   // Blocks as equal as possible: 14 rows are 7 + 7, not 12 + 2, which would not hide the latency.
   const int64_t rows = item.row_end - item.row_begin;
   const int64_t blocks = ceil_div(rows, kRows);
-  const int64_t panel_lines = stride * count / 64;
-  const char* prefetch = item.prefetch;
-  const char* const prefetch_end = prefetch ? prefetch + panel_lines * 64 : nullptr;
-  const int calls_per_block = static_cast<int>(ceil_div(count, kTiles));
-  const int lines = static_cast<int>(ceil_div(panel_lines, blocks * calls_per_block * steps));
+  Fetching fetching(item, stride * count / kLineBytes, blocks * ceil_div(count, kTiles) * steps);
 
   alignas(64) float c[kRows * kGroupColumns];
   for (int64_t b = 0; b < blocks; ++b) {
@@ -465,8 +519,7 @@ void run_item_as(const LinearItem& item) {
     for (int t = 0; t < count; t += kTiles) {
       const int block_tiles = count - t < kTiles ? count - t : kTiles;
       micro_kernel_for<Format>(block_rows, block_tiles)(x + begin * item.x_stride, item.x_stride, tiles + t * stride, stride, steps,
-                                                        prefetch, prefetch < prefetch_end ? lines : 0, c + t * kTileColumns);
-      if (prefetch) prefetch += lines * steps * 64;
+                                                        fetching.next(steps), c + t * kTileColumns);
     }
     finish(item, begin, block_rows, c);
   }
@@ -594,6 +647,14 @@ void run_bf16_item(const LinearItem& item) {
 void run_bf16_item(const LinearItem& item) { run_item_as<Bf16Format>(item); }
 #endif
 
+int64_t fetching_steps(const PackedWeight& weight, int64_t m) {
+#if defined(__AMX_BF16__)
+  if (weight.dtype == DType::BF16) return 0;
+#endif
+  const int64_t step = weight.dtype == DType::BF16 ? Bf16Format::kStep : 1;
+  return ceil_div(m, kRows) * ceil_div(num_tiles(weight.n), kTiles) * ceil_div(weight.k, step);
+}
+
 void run_item(const LinearItem& item) {
   switch (item.call->weight.dtype) {
     case DType::F32: return run_item_as<F32Format>(item);
@@ -635,7 +696,7 @@ void pack_tile(const uint32_t* rows, int64_t stride, int64_t groups, uint32_t* t
 }  // namespace
 
 const LinearKernels& linear_kernels() {
-  static constexpr LinearKernels kernels = {kBf16Dot, run_item, widen, finish, pack_tile, join_summaries};
+  static constexpr LinearKernels kernels = {fetching_steps, kBf16Dot, run_item, widen, finish, pack_tile, join_summaries};
   return kernels;
 }
 

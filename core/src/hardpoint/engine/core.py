@@ -65,6 +65,7 @@ from hardpoint.engine.sleep import (
 )
 from hardpoint.engine.speculation import StepCosts, check_speculation, parse_speculative_config, takes_drafts
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
+from hardpoint.executor.start import TorchLibraries, collection_paused
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import (
     EmbeddingKind,
@@ -287,6 +288,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         start = time.perf_counter()
+        libraries = TorchLibraries() if _in_process(config) else None
         resolved = resolve_backend(config.backend, device=config.device, require_accelerator=config.require_accelerator)
         if resolved.notice:
             warn_once(resolved.notice)
@@ -300,9 +302,13 @@ class EngineCore:
 
             check_claims(worker_config, resolved.descriptor, resolved.device)
         self._step_costs: StepCosts | None = None
-        self.executor = _make_executor(config, resolved, worker_config)
+        if libraries is not None:
+            libraries.wait()
+        with collection_paused():
+            self.executor = _make_executor(config, resolved, worker_config)
         try:
-            self.model = self._start(resolved, start)
+            with collection_paused():
+                self.model = self._start(resolved, start)
         except BaseException:
             self.executor.shutdown()
             raise
@@ -1127,6 +1133,10 @@ def _step_input(
     return StepInput(batch, first, forgotten, pooled, scored, embedded, given.new_sources, dropped, given.positions)
 
 
+def _in_process(config: EngineConfig) -> bool:
+    return config.executor not in ("ray", "multi_process") and config.num_ranks == 1
+
+
 def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: WorkerConfig) -> Executor:
     kind = config.executor
     if kind == "ray":
@@ -1134,7 +1144,7 @@ def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: Work
         from hardpoint.executor.ray_transport import RayTransport
 
         return RemoteExecutor(RayTransport(resolved, worker_config, RankLimits.parse(config.rank_limits), config.ray))
-    if kind == "multi_process" or config.num_ranks > 1:
+    if not _in_process(config):
         return RemoteExecutor(ProcessTransport(resolved, worker_config, RankLimits.parse(config.rank_limits)))
     context = WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=worker_config)
     return InProcessExecutor(resolved.descriptor.worker()(context))

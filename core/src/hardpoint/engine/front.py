@@ -22,6 +22,7 @@ from hardpoint.engine.prompt_embeds import PromptEmbeds
 from hardpoint.engine.request import BeamRequest, PoolingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
 from hardpoint.engine.speculation import check_vocabularies, parse_speculative_config
+from hardpoint.executor.start import return_free_memory
 from hardpoint.interfaces.batch import EmbeddingKind, LogprobsMode
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
@@ -68,10 +69,13 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         try:
             eos_ids, pooling = frozenset(source.eos_token_ids), source.pooling_defaults
             media = Media(config, loop.model, source.path, tokenizer.result())
-            return loop, RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, pooling, media)
+            maker = RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, pooling, media)
         except BaseException:
             loop.shutdown()
             raise
+    # The allocator keeps what reading the model's files took, for a process that will not take so much again.
+    return_free_memory()
+    return loop, maker
 
 
 def _with_draft_model(config: EngineConfig) -> EngineConfig:

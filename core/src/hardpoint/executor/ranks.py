@@ -8,6 +8,7 @@ from typing import Any
 
 from hardpoint.executor.calls import CONFIG, from_message, to_message
 from hardpoint.executor.messages import Buffer, decode, encode
+from hardpoint.executor.start import collection_paused
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
 from hardpoint.plugins import Resolved, resolve_backend
@@ -40,7 +41,8 @@ class RankSpec:
         """Return the worker of this rank, not started; raises what `resolve_backend` raises."""
         resolved = resolve_backend(self.backend, device=self.device)
         context = WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=self.config)
-        return resolved.descriptor.worker()(context)
+        with collection_paused():
+            return resolved.descriptor.worker()(context)
 
 
 def rank_specs(resolved: Resolved, config: WorkerConfig, *, init_method: str = "") -> list[RankSpec]:

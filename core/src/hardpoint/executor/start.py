@@ -1,0 +1,48 @@
+"""What a process does beside its real work while an engine starts: taking in torch is most of a small model's start."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from hardpoint._native import load_library, return_free_memory
+
+__all__ = ["TorchLibraries", "collection_paused", "return_free_memory"]
+
+
+class TorchLibraries:
+    """Loads torch's shared libraries beside the caller, who has other work before it imports torch."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        if "torch" in sys.modules:
+            return
+        spec = find_spec("torch")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            # It needs all the others. Where it is missing or does not load, the import says so.
+            library = Path(folder, "lib", "libtorch_python.so")
+            if library.exists():
+                self._thread = threading.Thread(target=load_library, args=(str(library),), daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Return when they are loaded: an import that waits for them would keep the interpreter lock."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Hold the collector off while modules are imported and a model is built: next to nothing of what they make is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
