@@ -256,7 +256,7 @@ void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, i
 
 bool BlockManager::register_block(BlockTable& table, int32_t index, const int32_t* tokens) {
   BlockId& own = table.blocks[index];
-  const bool is_held = index >= table.first[0];
+  const bool is_held = !has_windows_ || index >= table.first[0];
   const BlockId cached = cache_.find(table.chain_hash, table.parent, tokens);
   if (cached == kNoBlock && !is_held) {
     // After a swap the blocks before the window are gone, and nothing can be appended to a chain that lacks them.

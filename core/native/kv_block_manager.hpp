@@ -30,16 +30,16 @@ inline constexpr int32_t kMaxGroups = 8;
 // chain of nodes from the root, each the only cached block with its contents.
 struct BlockTable {
   BlockId* blocks = nullptr;  // of the first group
-  int64_t group_stride = 0;   // entries from one group's table to the next one's
-  std::array<int32_t, kMaxGroups> first{};  // of each group, the first block that is held; entries before it are 0
+  NodeId parent = 0;          // node of the last registered block, else of the root
+  uint64_t chain_hash = 0;    // up to the last registered block
   int32_t max_blocks = 0;
   int32_t num_blocks = 0;
   int32_t num_registered = 0;
   uint32_t root = 0;
-  uint32_t epoch = 0;         // of the cache when the contents were computed; older contents are never registered
-  NodeId parent = 0;          // node of the last registered block, else of the root
-  uint64_t chain_hash = 0;    // up to the last registered block
+  uint32_t epoch = 0;           // of the cache when the contents were computed; older contents are never registered
   bool may_share_tail = false;  // the block of the next position may have other owners, which will write to it too
+  int64_t group_stride = 0;     // entries from one group's table to the next one's
+  std::array<int32_t, kMaxGroups> first{};  // of each group, the first block that is held; entries before it are 0
 };
 
 // What the prefix cache holds of a prompt; the first group's ids are in the first entries of the table that was matched.
