@@ -12,6 +12,9 @@ constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
 // when blocks became free, and now and then because others may have computed its prefix.
 constexpr int32_t kStepsBetweenTrials = 16;
 
+// Sequences between one that ends a block and one for which what that touches in the prefix cache is brought near.
+constexpr int32_t kRegistrationDistance = 8;
+
 constexpr uint32_t filter_bit(int32_t token) { return uint32_t{1} << (static_cast<uint32_t>(token) % 32); }
 
 }  // namespace
@@ -701,6 +704,11 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const i
     if (sequence->id == id) --sequence->in_flight;
   const StepCounts& step = plan.counts;
   for (int32_t row = 0; row < step.num_decodes; ++row) {
+    if (row + kRegistrationDistance < step.num_decodes) {
+      const Sequence& ahead = *plan.sequences[row + kRegistrationDistance];
+      if (ahead.num_tokens >= ahead.register_at && ahead.state == SequenceState::running)
+        blocks_.prefetch_registration(ahead.table, ahead.tokens);
+    }
     if (step.num_drafted > 0) kept_.push_back(row);
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
