@@ -550,7 +550,7 @@ void Scheduler::emit_drafted(Sequence& sequence, int32_t num_drafts) {
   for (int32_t i = 0; i <= num_drafts; ++i) emit_sample(sequence, row, first + i, position + 1 + i);
   plan.state_rows[row] = sequence.state_row;
   ++plan.counts.num_drafted;
-  sequence.is_drafted = true;
+  sequence.runs_ahead = false;
   ++draft_stats_.num_drafts;
   draft_stats_.num_draft_tokens += num_drafts;
 }
@@ -781,7 +781,7 @@ void Scheduler::book_drafted(const Plan& plan, int32_t row, int32_t sample, cons
   Sequence* sequence = plan.sequences[row];
   if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) return;
   --sequence->in_flight;
-  sequence->is_drafted = false;
+  sequence->runs_ahead = sequence->plan_ahead;
   const int32_t num_drafts = plan.query_start[row + 1] - plan.query_start[row] - 1;
   const int64_t* guesses = config_.drafts.by_model ? drafted + sample : plan.token_ids.data() + plan.query_start[row] + 1;
   if (config_.drafts.by_model && sequence->has_drafter) sequence->drafter->guessed(guesses, num_drafts);

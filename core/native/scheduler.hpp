@@ -115,12 +115,12 @@ struct alignas(kCacheLine) Sequence {
   int32_t room_until = 0;    // with this number of tokens it ends, or needs memory for more
   uint32_t stop_filter = 0;  // bit `id % 32` of each stop token: a token whose bit is not set does not end it
   SequenceState state = SequenceState::finished;
-  bool decoding = false;    // all tokens but the last, sampled one are computed; that one may be in flight
-  uint8_t in_flight = 0;    // steps that compute it or swap it out, and are not booked
-  bool runs_ahead = true;   // it may be planned while its token is in flight: if its request allows it, and its forks are made
+  bool decoding = false;     // all tokens but the last, sampled one are computed; that one may be in flight
+  uint16_t in_flight = 0;    // steps that compute it or swap it out, and are not booked
+  bool runs_ahead = true;    // it may be planned while its token is in flight: if its request allows it, its forks are made, and
+                             // no guesses at its next tokens are in flight
   bool is_beam = false;
   bool is_sampled = false;  // a beam whose next token waits for the others'
-  bool is_drafted = false;  // a step in flight computes guesses at its next tokens
   bool has_drafter = false;
 
   // The second one is read where a block begins or ends.
@@ -152,7 +152,7 @@ struct alignas(kCacheLine) Sequence {
   Rank rank() const { return {!boosted, priority, arrival, id}; }
   int32_t remaining() const { return num_tokens - num_computed; }
   // It is not planned before its sampled token is known.
-  bool waits_for_token() const { return is_sampled || (in_flight != 0 && (!runs_ahead || is_drafted)); }
+  bool waits_for_token() const { return is_sampled || (in_flight != 0 && !runs_ahead); }
 };
 static_assert(offsetof(Sequence, table) == kCacheLine && offsetof(kv::BlockTable, first) <= kCacheLine);
 
