@@ -153,9 +153,14 @@ class AttentionRequest:
     features: frozenset[AttentionFeature] = frozenset()
     kv_group: int = 0
 
-    @cached_property
+    @property
     def bidirectional(self) -> bool:
         """The layers see both sides of a query, in whole sequences and without a cache; a plan has such layers alone or none of them."""
+        return self._bidirectional
+
+    @cached_property
+    def _bidirectional(self) -> bool:
+        # Every step asks for it.
         return any(not layer.causal for layer in self.layers)
 
     @property
