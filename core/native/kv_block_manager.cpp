@@ -238,6 +238,12 @@ void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, i
   const int32_t size = config_.block_size;
   const auto full = static_cast<int32_t>(num_computed / size);
   const int32_t first = table.num_registered;
+  if (full == first + 1) {
+    const int32_t* block = tokens + static_cast<int64_t>(first) * size;
+    table.chain_hash = cache_.extend_hash(table.chain_hash, block);
+    register_block(table, first, block);
+    return;
+  }
   uint64_t hashes[kSlotDistance];
   uint64_t ahead = table.chain_hash;
   for (int32_t i = first; i < full + kSlotDistance; ++i) {
@@ -256,7 +262,7 @@ void BlockManager::register_computed(BlockTable& table, const int32_t* tokens, i
 
 bool BlockManager::register_block(BlockTable& table, int32_t index, const int32_t* tokens) {
   BlockId& own = table.blocks[index];
-  const bool is_held = index >= table.first[0];
+  const bool is_held = !has_windows_ || index >= table.first[0];
   const BlockId cached = cache_.find(table.chain_hash, table.parent, tokens);
   if (cached == kNoBlock && !is_held) {
     // After a swap the blocks before the window are gone, and nothing can be appended to a chain that lacks them.

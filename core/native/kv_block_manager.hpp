@@ -30,16 +30,16 @@ inline constexpr int32_t kMaxGroups = 8;
 // chain of nodes from the root, each the only cached block with its contents.
 struct BlockTable {
   BlockId* blocks = nullptr;  // of the first group
-  int64_t group_stride = 0;   // entries from one group's table to the next one's
-  std::array<int32_t, kMaxGroups> first{};  // of each group, the first block that is held; entries before it are 0
+  NodeId parent = 0;          // node of the last registered block, else of the root
+  uint64_t chain_hash = 0;    // up to the last registered block
   int32_t max_blocks = 0;
   int32_t num_blocks = 0;
   int32_t num_registered = 0;
   uint32_t root = 0;
-  uint32_t epoch = 0;         // of the cache when the contents were computed; older contents are never registered
-  NodeId parent = 0;          // node of the last registered block, else of the root
-  uint64_t chain_hash = 0;    // up to the last registered block
+  uint32_t epoch = 0;           // of the cache when the contents were computed; older contents are never registered
   bool may_share_tail = false;  // the block of the next position may have other owners, which will write to it too
+  int64_t group_stride = 0;     // entries from one group's table to the next one's
+  std::array<int32_t, kMaxGroups> first{};  // of each group, the first block that is held; entries before it are 0
 };
 
 // What the prefix cache holds of a prompt; the first group's ids are in the first entries of the table that was matched.
@@ -132,6 +132,13 @@ class BlockManager {
   // The keys and values of tokens[0, num_computed) are in the blocks: full ones enter the prefix cache. Where equal contents
   // are cached already, the table takes the cached block and gives its own back.
   void register_computed(BlockTable& table, const int32_t* tokens, int64_t num_computed);
+  // Brings into the processor's cache what the registration of the next block will touch. Requires that its tokens are known.
+  void prefetch_registration(const BlockTable& table, const int32_t* tokens) const {
+    if (!config_.enable_prefix_caching) return;
+    const int32_t index = table.num_registered;
+    cache_.prefetch_slot(cache_.extend_hash(table.chain_hash, tokens + static_cast<int64_t>(index) * config_.block_size));
+    cache_.prefetch_insertion(table.blocks[index]);
+  }
 
   // The first num_computed tokens are done: gives back the blocks that no later query sees.
   void free_unseen(BlockTable& table, int64_t num_computed);

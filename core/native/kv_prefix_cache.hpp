@@ -77,6 +77,10 @@ class PrefixCache {
   void prefetch_node(uint64_t chain_hash) const;
   // Of a block, or one past the last block.
   void prefetch_entry(BlockId block) const { __builtin_prefetch(&nodes_[block]); }
+  void prefetch_insertion(BlockId block) const {
+    __builtin_prefetch(&nodes_[block], 1);
+    __builtin_prefetch(tokens_of(block), 1);
+  }
   void prefetch_slot_of(BlockId block) const { __builtin_prefetch(&slots_[nodes_[block].hash & mask_]); }
 
   // Every slot leads to a cached block and every cached block is found by its key.

@@ -12,6 +12,11 @@ constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
 // when blocks became free, and now and then because others may have computed its prefix.
 constexpr int32_t kStepsBetweenTrials = 16;
 
+// Sequences between one that ends a block and one for which what that touches in the prefix cache is brought near.
+constexpr int32_t kRegistrationDistance = 8;
+
+constexpr uint32_t filter_bit(int32_t token) { return uint32_t{1} << (static_cast<uint32_t>(token) % 32); }
+
 }  // namespace
 
 Plan::Plan(size_t max_tokens, size_t max_seqs, size_t max_samples, size_t num_groups)
@@ -62,6 +67,7 @@ Sequence* Scheduler::new_sequence() {
 
 void Scheduler::set_stop_ids(Sequence& sequence, const std::vector<int32_t>& ids) {
   sequence.many_stop_ids = ids.size() > std::size(sequence.stop_ids);
+  for (const int32_t id : ids) sequence.stop_filter |= filter_bit(id);
   if (sequence.many_stop_ids) {
     sequence.more_stop_ids = ids;
     std::sort(sequence.more_stop_ids.begin(), sequence.more_stop_ids.end());
@@ -73,7 +79,7 @@ void Scheduler::set_stop_ids(Sequence& sequence, const std::vector<int32_t>& ids
 void Scheduler::reserve_tokens(Sequence& sequence, int64_t capacity) {
   sequence.storage.resize(capacity);
   sequence.tokens = sequence.storage.data();
-  sequence.capacity = static_cast<int32_t>(capacity);
+  sequence.room_until = static_cast<int32_t>(std::min<int64_t>(capacity, sequence.max_total));
 }
 
 int64_t Scheduler::add_request(Request request) {
@@ -94,9 +100,10 @@ int64_t Scheduler::add_request(Request request) {
     sequence->arrival = request.arrival;
     sequence->max_cached_tokens = request.max_cached_tokens;
     sequence->pooling = request.pooling;
-    sequence->plan_ahead = request.plan_ahead && !request.beams;
+    sequence->plan_ahead = sequence->runs_ahead = request.plan_ahead && !request.beams;
     sequence->is_beam = request.beams;
-    if (request.drafts && config_.drafts.num_tokens > 0) sequence->drafter = std::make_unique<Drafter>(config_.drafts);
+    sequence->has_drafter = request.drafts && config_.drafts.num_tokens > 0;
+    if (sequence->has_drafter) sequence->drafter = std::make_unique<Drafter>(config_.drafts);
     sequence->state = SequenceState::dormant;
     set_stop_ids(*sequence, request.stop_token_ids);
     sequence->table.root = blocks_.names().acquire_root(request.salt);
@@ -105,6 +112,7 @@ int64_t Scheduler::add_request(Request request) {
   if (request.n > 1) forks_of_.emplace(handle, Forks{request.n, request.n});
   Sequence& first = *by_id_.at(handle);
   first.pending_forks = request.n - 1;
+  first.runs_ahead = first.plan_ahead && first.pending_forks == 0;
   first.storage = std::move(request.prompt);
   first.num_tokens = first.prompt_len;
   reserve_tokens(first, prompt_len + std::min(max_total - prompt_len, kReservedOutput));
@@ -206,7 +214,7 @@ void Scheduler::schedule_decodes() {
       has_prefills_ = true;
       continue;
     }
-    if (sequence.waits_for_token() || (sequence.drafter && sequence.in_flight != 0 && awaits_drafts(sequence))) {
+    if (sequence.waits_for_token() || (sequence.has_drafter && sequence.in_flight != 0 && awaits_drafts(sequence))) {
       has_decodes_ = true;
       continue;
     }
@@ -215,7 +223,7 @@ void Scheduler::schedule_decodes() {
       if (readiness == Readiness::preempted) break;
       if (readiness == Readiness::complete) continue;
     }
-    const int32_t num_drafts = sequence.drafter ? plan_drafts(sequence) : 0;
+    const int32_t num_drafts = sequence.has_drafter ? plan_drafts(sequence) : 0;
     if (num_drafts > 0) {
       drafted_.push_back({&sequence, num_drafts});
       draft_slots_ -= num_drafts;
@@ -542,7 +550,7 @@ void Scheduler::emit_drafted(Sequence& sequence, int32_t num_drafts) {
   for (int32_t i = 0; i <= num_drafts; ++i) emit_sample(sequence, row, first + i, position + 1 + i);
   plan.state_rows[row] = sequence.state_row;
   ++plan.counts.num_drafted;
-  sequence.is_drafted = true;
+  sequence.runs_ahead = false;
   ++draft_stats_.num_drafts;
   draft_stats_.num_draft_tokens += num_drafts;
 }
@@ -696,6 +704,11 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const i
     if (sequence->id == id) --sequence->in_flight;
   const StepCounts& step = plan.counts;
   for (int32_t row = 0; row < step.num_decodes; ++row) {
+    if (row + kRegistrationDistance < step.num_decodes) {
+      const Sequence& ahead = *plan.sequences[row + kRegistrationDistance];
+      if (ahead.num_tokens >= ahead.register_at && ahead.state == SequenceState::running)
+        blocks_.prefetch_registration(ahead.table, ahead.tokens);
+    }
     if (step.num_drafted > 0) kept_.push_back(row);
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
@@ -768,10 +781,10 @@ void Scheduler::book_drafted(const Plan& plan, int32_t row, int32_t sample, cons
   Sequence* sequence = plan.sequences[row];
   if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) return;
   --sequence->in_flight;
-  sequence->is_drafted = false;
+  sequence->runs_ahead = sequence->plan_ahead;
   const int32_t num_drafts = plan.query_start[row + 1] - plan.query_start[row] - 1;
   const int64_t* guesses = config_.drafts.by_model ? drafted + sample : plan.token_ids.data() + plan.query_start[row] + 1;
-  if (config_.drafts.by_model && sequence->drafter) sequence->drafter->guessed(guesses, num_drafts);
+  if (config_.drafts.by_model && sequence->has_drafter) sequence->drafter->guessed(guesses, num_drafts);
   for (int32_t i = 0;; ++i) {
     const int64_t token = sampled[sample + i];
     kept_.push_back(sample + i);
@@ -815,8 +828,9 @@ void Scheduler::accept(Sequence& sequence, int32_t token) {
     sequence.is_sampled = true;
     return;
   }
-  if (sequence.drafter) sequence.drafter->note(sequence.num_tokens, token, trust_);
+  if (sequence.has_drafter) sequence.drafter->note(sequence.num_tokens, token, trust_);
   append(sequence, token);
+  if (sequence.num_tokens < sequence.room_until && !(sequence.stop_filter & filter_bit(token))) return;
   const FinishReason reason = stop_reason(sequence, token);
   if (reason == FinishReason::none) return;
   end(sequence, reason);
@@ -824,9 +838,9 @@ void Scheduler::accept(Sequence& sequence, int32_t token) {
 }
 
 void Scheduler::append(Sequence& sequence, int32_t token) {
-  if (sequence.num_tokens == sequence.capacity)
-    reserve_tokens(sequence, std::min<int64_t>(sequence.max_total, 2 * static_cast<int64_t>(sequence.capacity)));
   sequence.tokens[sequence.num_tokens++] = token;
+  if (sequence.num_tokens == sequence.room_until && sequence.room_until < sequence.max_total)
+    reserve_tokens(sequence, std::min<int64_t>(sequence.max_total, 2 * static_cast<int64_t>(sequence.room_until)));
 }
 
 FinishReason Scheduler::stop_reason(const Sequence& sequence, int32_t token) const {
@@ -844,12 +858,13 @@ void Scheduler::fork(Sequence& parent) {
   const bool shares_blocks = parent.state == SequenceState::running;
   const int32_t forks = parent.pending_forks;
   parent.pending_forks = 0;
+  parent.runs_ahead = parent.plan_ahead;
   if (shares_blocks) num_free_rows_ += forks;
   for (int32_t i = 1; i <= forks; ++i) {
     Sequence* unfinished = find_unfinished(parent.id + i);
     if (unfinished == nullptr) continue;
     Sequence& child = *unfinished;
-    reserve_tokens(child, parent.capacity);
+    reserve_tokens(child, static_cast<int64_t>(parent.storage.size()));
     std::copy(parent.tokens, parent.tokens + parent.num_tokens, child.tokens);
     child.num_tokens = parent.num_tokens;
     child.num_cached = parent.num_cached;

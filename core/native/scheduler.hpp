@@ -28,6 +28,7 @@
 // that none waits for another one's blocks, and are computed again after a preemption, never swapped.
 #pragma once
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -100,7 +101,7 @@ enum class SequenceState : uint8_t {
 using Rank = std::tuple<bool, int32_t, int64_t, int64_t>;
 
 struct alignas(kCacheLine) Sequence {
-  // Read or written in every decode step.
+  // The first cache line is all that a decode reads and writes in most steps, besides the token itself.
   int64_t id = -1;
   int32_t* tokens = nullptr;  // of `storage`
   int32_t num_tokens = 0;
@@ -111,30 +112,35 @@ struct alignas(kCacheLine) Sequence {
   int32_t row = -1;            // of the block table, while it runs
   int32_t state_row = -1;      // of the worker's per-sequence state, from its first sample to its release
   int32_t prompt_len = 0;
-  int32_t max_total = 0;      // tokens, prompt included
-  int32_t pending_forks = 0;  // dormant sequences id + 1 ... that this one carries the prompt for
-  int32_t capacity = 0;       // of `storage`
+  int32_t room_until = 0;    // with this number of tokens it ends, or needs memory for more
+  uint32_t stop_filter = 0;  // bit `id % 32` of each stop token: a token whose bit is not set does not end it
   SequenceState state = SequenceState::finished;
-  bool decoding = false;  // all tokens but the last, sampled one are computed; that one may be in flight
-  bool plan_ahead = true;
+  bool decoding = false;     // all tokens but the last, sampled one are computed; that one may be in flight
+  uint16_t in_flight = 0;    // steps that compute it or swap it out, and are not booked
+  bool runs_ahead = true;    // it may be planned while its token is in flight: if its request allows it, its forks are made, and
+                             // no guesses at its next tokens are in flight
   bool is_beam = false;
   bool is_sampled = false;  // a beam whose next token waits for the others'
-  uint8_t in_flight = 0;    // steps that compute it or swap it out, and are not booked
-  bool is_drafted = false;  // a step in flight computes guesses at its next tokens
-  bool is_loading = false;  // a step in flight loads blocks of it from the tiers
+  bool has_drafter = false;
 
+  // The second one is read where a block begins or ends.
+  kv::BlockTable table;
+  std::array<int32_t, kv::kMaxGroups> group_offsets{};  // slot_offset of the groups after the first
+
+  int32_t max_total = 0;  // tokens, prompt included
   int32_t min_total = 0;
   int32_t stop_ids[4] = {-1, -1, -1, -1};
   bool many_stop_ids = false;
+  bool plan_ahead = true;
+  bool is_loading = false;  // a step in flight loads blocks of it from the tiers
   FinishReason finish_reason = FinishReason::none;
-  kv::BlockTable table;
-  std::array<int32_t, kv::kMaxGroups> group_offsets{};  // slot_offset of the groups after the first
+  int32_t pending_forks = 0;  // dormant sequences id + 1 ... that this one carries the prompt for
 
   std::vector<int32_t> storage;
   std::vector<int32_t> more_stop_ids;  // sorted; all of them when there are more than four
   std::vector<BlockId> host_blocks;
   int32_t num_cached = -1;  // prompt tokens found in the prefix cache at the first admission
-  int64_t handle = 0;         // id of the request's first sequence
+  int64_t handle = 0;       // id of the request's first sequence
   int32_t priority = 0;
   int64_t arrival = 0;
   int32_t num_preemptions = 0, num_passed_over = 0;
@@ -145,11 +151,10 @@ struct alignas(kCacheLine) Sequence {
 
   Rank rank() const { return {!boosted, priority, arrival, id}; }
   int32_t remaining() const { return num_tokens - num_computed; }
-  // It is not planned before its sampled token is known: forks share its blocks from then on.
-  bool waits_for_token() const {
-    return is_sampled || (in_flight != 0 && (!plan_ahead || pending_forks > 0 || is_drafted));
-  }
+  // It is not planned before its sampled token is known.
+  bool waits_for_token() const { return is_sampled || (in_flight != 0 && !runs_ahead); }
 };
+static_assert(offsetof(Sequence, table) == kCacheLine && offsetof(kv::BlockTable, first) <= kCacheLine);
 
 struct StepCounts {
   int32_t num_tokens = 0, num_seqs = 0, num_decodes = 0, num_samples = 0;

@@ -1,5 +1,6 @@
 // Python face of the thread pool, the instruction set choice and paged attention. Tensors come as addresses:
 // hardpoint_cpu.attention checks shapes, dtypes and strides before it calls.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,6 +21,8 @@ namespace py = pybind11;
 
 namespace hp {
 namespace {
+
+using Int32s = py::array_t<int32_t, py::array::c_style>;
 
 std::vector<BlockPool> block_pools(Address data, int64_t pools, int64_t num_blocks, int64_t block_bytes) {
   std::vector<BlockPool> result;
@@ -91,27 +94,27 @@ void bind_attention(py::module_& m) {
            py::arg("soft_cap"), py::arg("block_size"), py::arg("k_scale"), py::arg("v_scale"));
 
   py::class_<PreparedBatch>(m, "PreparedBatch", "One step's batch and its split into work. The arrays must outlive it.")
-      .def(py::init([](int num_seqs, int num_tokens, int block_size, int64_t num_blocks, Address query_start, Address context_lens,
-                       Address block_table, int64_t table_rows, int64_t table_stride, Address rows, Address slot_mapping,
-                       bool bidirectional) {
+      .def(py::init([](int num_tokens, int block_size, int64_t num_blocks, const Int32s& query_start, const Int32s& context_lens,
+                       const Int32s& block_table, const Int32s& rows, const Int32s& slot_mapping, bool bidirectional) {
              AttentionBatch batch;
-             batch.num_seqs = num_seqs;
+             batch.num_seqs = static_cast<int>(rows.shape(0));
              batch.num_tokens = num_tokens;
              batch.block_size = block_size;
              batch.num_blocks = num_blocks;
-             batch.table_rows = table_rows;
-             batch.query_start = at<const int32_t>(query_start);
-             batch.context_lens = at<const int32_t>(context_lens);
-             batch.block_table = at<const int32_t>(block_table);
-             batch.table_stride = table_stride;
-             batch.rows = at<const int32_t>(rows);
-             batch.slot_mapping = at<const int32_t>(slot_mapping);
+             batch.table_rows = block_table.shape(0);
+             batch.query_start = query_start.data();
+             batch.context_lens = context_lens.data();
+             batch.block_table = block_table.data();
+             batch.table_stride = block_table.shape(1);
+             batch.rows = rows.data();
+             batch.slot_mapping = slot_mapping.data();
              batch.bidirectional = bidirectional;
              return PreparedBatch(batch);
            }),
-           py::arg("num_seqs"), py::arg("num_tokens"), py::arg("block_size"), py::arg("num_blocks"), py::arg("query_start"),
-           py::arg("context_lens"), py::arg("block_table"), py::arg("table_rows"), py::arg("table_stride"), py::arg("rows"),
-           py::arg("slot_mapping"), py::arg("bidirectional"));
+           // A copy would not outlive the call.
+           py::arg("num_tokens"), py::arg("block_size"), py::arg("num_blocks"), py::arg("query_start").noconvert(),
+           py::arg("context_lens").noconvert(), py::arg("block_table").noconvert(), py::arg("rows").noconvert(),
+           py::arg("slot_mapping").noconvert(), py::arg("bidirectional"));
 
   m.def(
       "write_kv",

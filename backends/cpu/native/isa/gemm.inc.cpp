@@ -245,22 +245,6 @@ MicroKernel<Format> micro_kernel_for(int rows, int tiles) {
   return table.entry[rows - 1][tiles - 1];
 }
 
-template <class T>
-void store_columns(T type, const float* y, int columns, typename T::type* out) {
-  int j = 0;
-  for (; j + kLanes <= columns; j += kLanes) store(type, out + j, load(y + j));
-  if (j < columns) store_first(type, out + j, load(y + j), columns - j);
-}
-
-void store_as(DType dtype, const float* y, int columns, void* out, int64_t offset) {
-  if (columns <= 0) return;
-  switch (dtype) {
-    case DType::F32: return store_columns(F32{}, y, columns, static_cast<float*>(out) + offset);
-    case DType::BF16: return store_columns(Bf16{}, y, columns, static_cast<uint16_t*>(out) + offset);
-    case DType::F16: return store_columns(F16{}, y, columns, static_cast<uint16_t*>(out) + offset);
-  }
-}
-
 // Stores rows of an item's sums, [rows, kGroupColumns], after bias, cap and an activation, in one pass.
 template <class T, class F>
 HP_INLINE void store_activated(T type, const LinearItem& item, int64_t row, int rows, int columns, const float* c, F&& activation) {
@@ -284,8 +268,8 @@ template <class T>
 void store_rows(T type, const LinearItem& item, int64_t row, int rows, int columns, const float* c) {
   switch (item.call->epilogue) {
     case Epilogue::Gelu: return store_activated(type, item, row, rows, columns, c, [&](vf y) { return gelu(type, y); });
-    case Epilogue::GeluTanh: return store_activated(type, item, row, rows, columns, c, [](vf y) { return gelu_tanh(y); });
-    case Epilogue::Silu: return store_activated(type, item, row, rows, columns, c, [](vf y) { return silu(y); });
+    case Epilogue::GeluTanh: return store_activated(type, item, row, rows, columns, c, [&](vf y) { return gelu_tanh(type, y); });
+    case Epilogue::Silu: return store_activated(type, item, row, rows, columns, c, [&](vf y) { return silu(type, y); });
     default: return store_activated(type, item, row, rows, columns, c, [](vf y) { return y; });
   }
 }
@@ -294,12 +278,22 @@ bool is_stored(Epilogue e) {
   return e == Epilogue::Store || e == Epilogue::Gelu || e == Epilogue::GeluTanh || e == Epilogue::Silu;
 }
 
-void gate(const float* y, int tiles, Epilogue epilogue, float* out) {
-  for (int t = 0; t < tiles; t += 2)
-    for (int v = 0; v < kTileColumns; v += kLanes) {
-      const vf gates = load(y + t * kTileColumns + v), ups = load(y + (t + 1) * kTileColumns + v);
-      store(out + t / 2 * kTileColumns + v, gated(gates, ups, epilogue));
+// Stores rows of an item's gated pairs of tiles.
+template <class T>
+void store_gated(T type, const LinearItem& item, int64_t row, int rows, const float* c) {
+  const LinearCall& call = *item.call;
+  const int64_t first = item.tile / 2 * kTileColumns, left = call.out_columns - first;
+  const int width = item.tile_count / 2 * kTileColumns, columns = left < width ? static_cast<int>(left) : width;
+  for (int r = 0; r < rows; ++r) {
+    typename T::type* out = static_cast<typename T::type*>(call.out) + (row + r) * call.out_stride + first;
+    const float* y = c + r * kGroupColumns;
+    for (int j = 0; j < columns; j += kLanes) {
+      const float* gates = y + j / kTileColumns * 2 * kTileColumns + j % kTileColumns;
+      const vf value = gated(type, load(gates), load(gates + kTileColumns), call.epilogue);
+      if (columns - j >= kLanes) store(type, out + j, value);
+      else store_first(type, out + j, value, columns - j);
     }
+  }
 }
 
 float greatest(const float* y, int columns) {
@@ -458,6 +452,13 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
       }
     }
   }
+  if (is_gated(call.epilogue)) {
+    switch (call.out_dtype) {
+      case DType::F32: return store_gated(F32{}, item, row, rows, c);
+      case DType::BF16: return store_gated(Bf16{}, item, row, rows, c);
+      case DType::F16: return store_gated(F16{}, item, row, rows, c);
+    }
+  }
   if (call.epilogue == Epilogue::Summary) return summarise(item, row, rows, columns, c);
   for (int r = 0; r < rows; ++r) {
     float* y = c + r * kGroupColumns;
@@ -477,13 +478,7 @@ void finish(const LinearItem& item, int64_t row, int rows, float* c) {
       case Epilogue::SiluMul:
       case Epilogue::GeluMul:
       case Epilogue::GeluTanhMul:
-      case Epilogue::ClampedSwiGluMul: {
-        float products[kGroupColumns / 2];
-        gate(y, tiles, call.epilogue, products);
-        const int64_t left = call.out_columns - first / 2;
-        store_as(call.out_dtype, products, left < width / 2 ? static_cast<int>(left) : width / 2, call.out, out_row + first / 2);
-        break;
-      }
+      case Epilogue::ClampedSwiGluMul: break;
       case Epilogue::ArgMax: {
         update_arg_max(y, columns, first, greatest(y, columns), item.best + row + r, item.best_column + row + r);
         break;

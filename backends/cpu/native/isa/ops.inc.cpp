@@ -158,7 +158,7 @@ void gate(const void* gate, const void* up, int64_t n, DType dtype, Epilogue act
   with_type(dtype, [&](auto type) {
     for_vectors(n, [&](int64_t i, int count) {
       const vf g = load_some(type, typed(type, gate) + i, count), u = load_some(type, typed(type, up) + i, count);
-      store_some(type, typed(type, out) + i, gated(g, u, activation), count);
+      store_some(type, typed(type, out) + i, gated(type, g, u, activation), count);
     });
   });
 }

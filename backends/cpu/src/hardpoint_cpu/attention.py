@@ -48,36 +48,25 @@ class CpuStep:
 
     Attributes:
         plan: what the step keeps to.
-        layers: the plan's layers in native form.
+        arrays: query_start, context_lens, block_table, rows and slot_mapping of the batch, contiguous.
     """
 
     plan: AttentionPlan
-    layers: tuple[_native.AttentionLayer, ...]
     num_tokens: int
-    _arrays: dict[str, Int32Array]
+    arrays: tuple[Int32Array, ...]
     _prepared: dict[int, _native.PreparedBatch] = field(default_factory=dict)
 
     def prepared(self, num_blocks: int) -> _native.PreparedBatch:
         """Return the native batch for a cache of `num_blocks` blocks; raises InvalidBatch when it does not fit the cache."""
         found = self._prepared.get(num_blocks)
         if found is None:
-            arrays = self._arrays
-            table = arrays["block_table"]
-            with _native_errors("cannot prepare the batch"):
+            plan = self.plan
+            try:
                 found = _native.PreparedBatch(
-                    num_seqs=len(arrays["rows"]),
-                    num_tokens=self.num_tokens,
-                    block_size=self.plan.block_size,
-                    num_blocks=num_blocks,
-                    query_start=arrays["query_start"].ctypes.data,
-                    context_lens=arrays["context_lens"].ctypes.data,
-                    block_table=table.ctypes.data,
-                    table_rows=table.shape[0],
-                    table_stride=table.shape[1],
-                    rows=arrays["rows"].ctypes.data,
-                    slot_mapping=arrays["slot_mapping"].ctypes.data,
-                    bidirectional=self.plan.request.bidirectional,
+                    self.num_tokens, plan.block_size, num_blocks, *self.arrays, plan.request.bidirectional
                 )
+            except (ValueError, IndexError) as error:
+                raise InvalidBatch("cannot prepare the batch", found=str(error)) from error
             self._prepared[num_blocks] = found
         return found
 
@@ -110,20 +99,24 @@ class CpuAttention(AttentionBackend):
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> CpuStep:
         """Return the step's arrays for the kernels; raises InvalidBatch when their shapes do not fit together."""
-        arrays: dict[str, Int32Array] = {}
-        for name in ("query_start", "context_lens", "block_table", "rows", "slot_mapping"):
-            arrays[name] = np.ascontiguousarray(getattr(batch, name), dtype=np.int32)
-        seqs, tokens = len(arrays["rows"]), batch.num_tokens
-        expected = {"query_start": seqs + 1, "context_lens": seqs, "slot_mapping": tokens}
-        for name, length in expected.items():
-            if arrays[name].shape != (length,):
+        given = (batch.query_start, batch.context_lens, batch.block_table, batch.rows, batch.slot_mapping)
+        arrays = tuple(np.ascontiguousarray(array, np.int32) for array in given)
+        starts, contexts, table, rows, slots = arrays
+        seqs, tokens = len(rows), batch.num_tokens
+        expected = (
+            ("query_start", starts, seqs + 1),
+            ("context_lens", contexts, seqs),
+            ("slot_mapping", slots, tokens),
+        )
+        for name, array, length in expected:
+            if array.shape != (length,):
                 raise InvalidBatch(
                     f"cannot prepare a batch of {seqs} sequences and {tokens} tokens",
-                    found=f"{name} has shape {arrays[name].shape} instead of ({length},)",
+                    found=f"{name} has shape {array.shape} instead of ({length},)",
                 )
-        if arrays["block_table"].ndim != 2:
-            raise InvalidBatch("a block table has two dimensions", found=f"shape {arrays['block_table'].shape}")
-        return CpuStep(plan, self._layers_of(plan), tokens, arrays)
+        if table.ndim != 2:
+            raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
+        return CpuStep(plan, tokens, arrays)
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: CpuStep) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is not written."""
@@ -135,7 +128,7 @@ class CpuAttention(AttentionBackend):
         _check_rows("v", v, shape, dtype)
         _native.write_kv(
             metadata.prepared(kv_cache.shape[1]),
-            metadata.layers[layer],
+            self._layers_of(metadata.plan)[layer],
             k.data_ptr(),
             k.stride(0),
             v.data_ptr(),
@@ -182,7 +175,7 @@ class CpuAttention(AttentionBackend):
         with _native_errors("cannot compute attention of the batch"):
             _native.attention(
                 prepared,
-                metadata.layers[layer],
+                self._layers_of(metadata.plan)[layer],
                 q.data_ptr(),
                 q.stride(0),
                 _DTYPE_CODES[dtype],

@@ -169,6 +169,24 @@ class _Place:
         return self.shape[0] if len(self.parts) == 1 else len(self.parts) * _tiles(self.parts[0][0]) * _TILE
 
 
+class _Rows:
+    """Working memory of results, a row for each."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._first = memory
+
+    def first(self, count: int) -> Tensor:
+        """Return the first rows; raises InvalidOperand where there are not as many. Steps follow one another that have equally many."""
+        if count != self._first.shape[0]:
+            if count > self.memory.shape[0]:
+                raise InvalidOperand(
+                    f"{count} rows do not fit the decoder's working memory", found=f"planned for {self.memory.shape[0]}"
+                )
+            self._first = self.memory[:count]
+        return self._first
+
+
 class CpuDecoder(DecoderProgram):
     """The fused decoder. Weights stand packed in one arena of the allocator, working memory in another.
 
@@ -194,16 +212,23 @@ class CpuDecoder(DecoderProgram):
         self._spec, self._request, self._names = spec, request, names
         self._dtype = request.dtype.to_torch()
         self._code = DTYPE_CODES[self._dtype]
+        cache = request.groups[0].plan.kv_cache
+        inner = (cache.num_kv_heads, cache.block_size, cache.head_dim)
+        self._cache = (cache.num_layers, 2), inner, cache.dtype.to_torch()
         self._places, size = _lay_out(spec, self._code, blocks)
         self._arena = allocator.empty((size,), DType.UINT8, WEIGHTS)
         self._rope = self._copy_of(tables, allocator)
         self._native = self._make_native(spec)
         self._native.set_rope_tables([(cos.data_ptr(), sin.data_ptr(), request.max_context) for cos, sin in self._rope])
-        states = request.max_num_tokens * spec.hidden_size * request.dtype.itemsize
-        scratch = self._native.scratch_bytes()
-        self._hidden = allocator.empty((states,), DType.UINT8, DEFAULT, Policy.DISCARD)
-        logits = request.max_num_samples * max(4 * spec.vocab_size, 8, self._native.summary_bytes())
+        scratch, samples = self._native.scratch_bytes(), request.max_num_samples
+        states = (request.max_num_tokens, spec.hidden_size)
+        self._hidden = _Rows(allocator.empty(states, request.dtype, DEFAULT, Policy.DISCARD))
+        logits = samples * max(4 * spec.vocab_size, 8, self._native.summary_bytes())
         self._output = allocator.empty((logits,), DType.UINT8, DEFAULT, Policy.DISCARD)
+        # Of one step either logits or tokens are wanted.
+        logits_memory = self._output[: 4 * samples * spec.vocab_size].view(torch.float32)
+        self._logits = _Rows(logits_memory.view(samples, spec.vocab_size))
+        self._tokens = _Rows(self._output[: 8 * samples].view(torch.int64))
         self._scratch = allocator.empty((scratch,), DType.UINT8, DEFAULT, Policy.DISCARD)
         self._native.set_scratch(self._scratch.data_ptr(), scratch)
 
@@ -277,7 +302,7 @@ class CpuDecoder(DecoderProgram):
 
     def scratch_bytes(self) -> int:
         """Return the bytes of working memory and results held for the largest step."""
-        return self._scratch.nbytes + self._hidden.nbytes + self._output.nbytes
+        return self._scratch.nbytes + self._hidden.memory.nbytes + self._output.nbytes
 
     def run(
         self,
@@ -295,8 +320,9 @@ class CpuDecoder(DecoderProgram):
         if len(steps) != len(metadata) or not steps:
             raise InvalidOperand("the step's metadata is what CpuAttention.prepare returned", found=repr(metadata))
         wanted = rows.to(torch.int32).contiguous()
+        count = wanted.shape[0]
         places, given = self._given(embedded)
-        out = self._view(self._hidden, (len(wanted), self._spec.hidden_size), self._dtype)
+        out = self._hidden.first(count)
         try:
             self._native.run(
                 [step.prepared(kv_cache.shape[2]) for step in steps],
@@ -304,10 +330,10 @@ class CpuDecoder(DecoderProgram):
                 positions.data_ptr(),
                 kv_cache.data_ptr(),
                 wanted.data_ptr(),
-                len(wanted),
+                count,
                 out.data_ptr(),
                 places.data_ptr(),
-                len(places),
+                places.shape[0],
                 given.data_ptr(),
                 *(_NO_ADAPTERS if adapters is None else _native_rows(adapters)),
             )
@@ -329,11 +355,11 @@ class CpuDecoder(DecoderProgram):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[rows, vocab_size] of hidden states: a view that the next call overwrites."""
-        return self._head(hidden, _LOGITS, (len(hidden), self._spec.vocab_size), torch.float32)
+        return self._head(hidden, _LOGITS, self._logits)
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return int64[rows], the tokens of the highest logits: a view that the next call overwrites."""
-        return self._head(hidden, _ARG_MAX, (len(hidden),), torch.int64)
+        return self._head(hidden, _ARG_MAX, self._tokens)
 
     def logprobs(self, hidden: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return log probabilities without the logits, whose memory traffic takes as long as the product; for a `count` of 0 or 1."""
@@ -363,18 +389,19 @@ class CpuDecoder(DecoderProgram):
         return ids, values, ranks
 
     def _checked(self, hidden: Tensor) -> Tensor:
-        if hidden.shape[1:] != (self._spec.hidden_size,) or hidden.dtype is not self._dtype:
+        if hidden.ndim != 2 or hidden.shape[1] != self._spec.hidden_size or hidden.dtype is not self._dtype:
             raise InvalidOperand(
                 f"hidden states are [rows, {self._spec.hidden_size}] of {self._dtype}",
                 found=f"{list(hidden.shape)} of {hidden.dtype}",
             )
         return hidden.contiguous()
 
-    def _head(self, hidden: Tensor, output: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _head(self, hidden: Tensor, output: int, memory: _Rows) -> Tensor:
         hidden = self._checked(hidden)
-        out = self._view(self._output, shape, dtype)
+        count = hidden.shape[0]
+        out = memory.first(count)
         try:
-            self._native.head(hidden.data_ptr(), len(hidden), output, out.data_ptr())
+            self._native.head(hidden.data_ptr(), count, output, out.data_ptr())
         except ValueError as error:
             raise InvalidOperand("cannot compute logits", found=str(error)) from error
         return out
@@ -448,24 +475,14 @@ class CpuDecoder(DecoderProgram):
     def _vector(self, place: _Place) -> Tensor:
         return self._arena[place.offset : place.offset + 4 * prod(place.shape)].view(torch.float32)
 
-    def _view(self, memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = prod(shape) * dtype.itemsize
-        if size > memory.nbytes:
-            request = self._request
-            raise InvalidOperand(
-                f"{shape[0]} rows do not fit the decoder's working memory",
-                found=f"planned for {request.max_num_samples} rows of logits, {request.max_num_tokens} tokens",
-            )
-        return memory[:size].view(dtype).view(shape)
-
     def _check_cache(self, kv_cache: Tensor) -> None:
-        cache = self._request.groups[0].plan.kv_cache
-        inner = (cache.num_kv_heads, cache.block_size, cache.head_dim)
-        shape = tuple(kv_cache.shape)
-        good = len(shape) == 6 and shape[:2] == (cache.num_layers, 2) and shape[3:] == inner
-        if not good or not kv_cache.is_contiguous() or kv_cache.dtype is not cache.dtype.to_torch():
+        layers, inner, dtype = self._cache
+        shape = kv_cache.shape
+        good = len(shape) == 6 and shape[:2] == layers and shape[3:] == inner
+        if not good or not kv_cache.is_contiguous() or kv_cache.dtype is not dtype:
+            expected = ", ".join(map(str, (*layers, "blocks", *inner)))
             raise InvalidOperand(
-                f"the cache is [{cache.num_layers}, 2, blocks, {', '.join(map(str, inner))}] of {cache.dtype}, contiguous",
+                f"the cache is [{expected}] of {dtype}, contiguous",
                 found=f"{list(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}",
             )
 

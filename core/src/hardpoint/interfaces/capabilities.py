@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 from hardpoint.interfaces.dtypes import DType
@@ -155,6 +156,11 @@ class AttentionRequest:
     @property
     def bidirectional(self) -> bool:
         """The layers see both sides of a query, in whole sequences and without a cache; a plan has such layers alone or none of them."""
+        return self._bidirectional
+
+    @cached_property
+    def _bidirectional(self) -> bool:
+        # Every step asks for it.
         return any(not layer.causal for layer in self.layers)
 
     @property

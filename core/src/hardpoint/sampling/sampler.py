@@ -129,7 +129,7 @@ class SampledTokens:
         if self._copied is not None:
             self._copied.synchronize()
         outcomes: Int64Array = self._host.numpy()
-        failed = {row: _REASONS[SampleFailure(outcomes[row])] for row in np.flatnonzero(outcomes < 0).tolist()}
+        failed = {row: _REASONS[SampleFailure(outcomes[row])] for row in (outcomes < 0).nonzero()[0].tolist()}
         failed.update(self._reasons)
         for row, processed in self._processed.items():
             processed.token_ids.append(int(outcomes[row]))
@@ -176,6 +176,8 @@ class Sampler:
         self._vocab_size, self._device = vocab_size, torch.device(device)
         self._kernels, self._platform = kernels, platform
         self._upload = torch.from_numpy if platform is None else platform.upload
+        # Another step may be launched before a step's tokens are collected.
+        self._runs_ahead = platform is None or platform.steps_in_flight > 0
         self._block = _HOST_BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
         self._table = SamplingTable(vocab_size, self._device, self._upload)
         self._processed: dict[int, _Processed] = {}
@@ -239,8 +241,9 @@ class Sampler:
         self.sample(logits, np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)).collect()
 
     def take(self, token_ids: Tensor, rows: Int32Array) -> SampledTokens:
-        """Return tokens that the model chose itself, and note them as the rows' last: int64[S] on the device."""
-        self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
+        """Return tokens that the model chose itself, int64[S] on the device; where steps run ahead, they are noted as the rows' last."""
+        if self._runs_ahead:
+            self._table.tables.last_tokens.index_copy_(0, self._upload(rows.astype(np.int64)), token_ids)
         return self._collectable(token_ids, (), {}, {})
 
     @torch.no_grad()
@@ -376,7 +379,9 @@ class Sampler:
         reasons: Mapping[int, str],
         note: Callable[[Int64Array], None] | None = None,
     ) -> SampledTokens:
-        host = self._to_host(tokens)
+        # What no step can overwrite before it is collected needs no copy on the host.
+        is_there = self._device.type == "cpu" and not self._runs_ahead
+        host = tokens if is_there else self._to_host(tokens)
         copied = None if self._platform is None else self._platform.record_event()
         return SampledTokens(tokens, host, logprobs, copied, processed, reasons, note)
 

@@ -28,7 +28,6 @@ class GivenEmbeddings:
         self._model, self._platform, self._dtype = model, platform, dtype
         self._of_source: dict[int, Tensor] = {}
 
-    @torch.inference_mode()
     def of_step(self, step: StepInput) -> tuple[Tensor, Tensor] | None:
         """Return which of a step's tokens have given embeddings, int64[k], and these [k, hidden_size]; None where none has.
 
@@ -38,8 +37,10 @@ class GivenEmbeddings:
             self._of_source.pop(number, None)
         for number, source in step.new_sources.items():
             self._of_source[number] = self._made(source)
-        if not step.embedded:
-            return None
+        return self._embedded(step) if step.embedded else None
+
+    @torch.inference_mode()
+    def _embedded(self, step: StepInput) -> tuple[Tensor, Tensor]:
         missing = {one.source for one in step.embedded} - self._of_source.keys()
         if missing:
             raise WorkerError(
@@ -53,6 +54,7 @@ class GivenEmbeddings:
         """Forget all sources."""
         self._of_source.clear()
 
+    @torch.inference_mode()
     def _made(self, source: EmbeddingSource) -> Tensor:
         arrays = {name: self._platform.upload(array) for name, array in source.arrays.items()}
         made = arrays["rows"] if source.kind is EmbeddingKind.ROWS else self._model.encoded(source.kind, arrays)

@@ -149,7 +149,8 @@ class ModelRunner:
             self._draft.forget(step.finished_seq_ids)
             batch, drafted = self._draft.draft(batch, self._plain)
         batch = as_decodes(batch)
-        step = replace(step, batch=batch)
+        if batch is not step.batch:
+            step = replace(step, batch=batch)
         self._kv.move_blocks(batch)
         embedded = self._embeddings_given.of_step(step) if self._embeds else None
         if batch.num_tokens == 0:
@@ -157,20 +158,21 @@ class ModelRunner:
         last = batch.sampled_tokens()
         # A step that pools or scores wants all tokens' hidden states, and samples from some of them.
         wants_all = bool(step.pooling or step.scoring)
-        rows = np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last
+        hidden_rows = np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last
+        # The host's work is done together, before the weights that the model reads drive it from the processor's caches.
+        rows, positions = batch.sample_state_rows, batch.sample_positions
+        is_plain = self._plain.all(rows, positions)
         with nullcontext(False) if self._adapters is None else self._adapters.during(step) as is_adapted:
             hidden = self.forward(
-                batch, cache, rows, _token_types(step), embedded, step.positions, is_adapted=is_adapted
+                batch, cache, hidden_rows, _token_types(step), embedded, step.positions, is_adapted=is_adapted
             )
         scores = self._scores(step, hidden)
         if not len(last):
             embeddings = self._alone(lambda: self._embeddings(step, hidden))
             return LaunchedStep(self._platform.record_event(), embeddings=embeddings, scores=scores)
         embeddings = self._embeddings(step, hidden)
-        if wants_all and len(hidden):
+        if wants_all and hidden.shape[0]:
             hidden = hidden.index_select(0, self._platform.upload(last))
-        rows, positions = batch.sample_state_rows, batch.sample_positions
-        is_plain = self._plain.all(rows, positions)
         result = self.argmax(hidden) if is_plain else self.logits(hidden)
         if not self._is_driver:
             return LaunchedStep(self._platform.record_event())
@@ -213,7 +215,7 @@ class ModelRunner:
             if graphs is not None and graphs.fits(batch):
                 hidden = graphs.replay(batch, early)
                 # Token `i` of such a step is that of sequence `i`.
-                if len(rows) != len(hidden) or not np.array_equal(rows, np.arange(len(rows))):
+                if len(rows) != hidden.shape[0] or not np.array_equal(rows, np.arange(len(rows))):
                     hidden = hidden.index_select(0, self._platform.upload(rows))
                 return hidden
             upload = self._platform.upload
@@ -285,7 +287,7 @@ class ModelRunner:
     def _scores(self, step: StepInput, hidden: Tensor) -> dict[int, list[tuple[Tensor, Tensor, Tensor]]]:
         """Return the log probabilities of prompts that a step asks for, on the driver; all ranks of a stage compute the logits."""
         scores: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        if not step.scoring or not len(hidden):
+        if not step.scoring or not hidden.shape[0]:
             return scores
         batch = step.batch
         scored: dict[int, Tensor] = {}
@@ -438,7 +440,7 @@ class Pooler:
 
 def _token_types(step: StepInput) -> Int64Array | None:
     """Return to which of two texts each token of a step belongs, None where all are of the first."""
-    if not any(request.second_text for request in step.pooling.values()):
+    if not step.pooling or not any(request.second_text for request in step.pooling.values()):
         return None
     batch = step.batch
     types = np.zeros(batch.num_tokens, np.int64)
