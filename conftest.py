@@ -45,6 +45,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Leave what there is to the kernel: at its end the interpreter would go through all of it several times."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm_processes() -> Iterator[None]:
     with children_by(WarmPopen):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hardpoint.cli import interrupts
+from hardpoint.cli import collection, interrupts
 from hardpoint.cli.exit_codes import ExitCode
 
 
@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if arguments is None:
             interrupts.take()
-        from hardpoint.cli.app import run
+            collection.take()
+        with collection.nothing_collected():
+            from hardpoint.cli.app import run
 
         run(arguments)
     except BaseException as error:
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(ExitCode.INTERRUPTED)
     finally:
         interrupts.end()
+        collection.keep()
 
 
 __all__ = ["main"]

@@ -12,6 +12,8 @@ from typing import Any
 
 import typer
 
+from hardpoint.cli.collection import nothing_collected
+
 
 @dataclass(frozen=True)
 class Command:
@@ -31,7 +33,8 @@ class Command:
 
     def load(self) -> Any:
         """Import the command's module and return typer's command object."""
-        found = getattr(importlib.import_module(self.module), self.attribute)
+        with nothing_collected():
+            found = getattr(importlib.import_module(self.module), self.attribute)
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         app = typer.Typer(add_completion=False)

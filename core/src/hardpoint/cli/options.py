@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from hardpoint.cli import interrupts
+from hardpoint.cli.collection import nothing_collected
 
 if TYPE_CHECKING:
     from hardpoint.engine.llm import LLM
@@ -204,11 +205,12 @@ class EngineOptions(ServedEngineOptions):
         """
         from rich.console import Console
 
-        from hardpoint import LLM
-
         settings = self.settings()
         console = Console(stderr=True, soft_wrap=True)
-        with console.status(f"Loading {settings['model']}") if console.is_terminal else nullcontext():
+        status = console.status(f"Loading {settings['model']}") if console.is_terminal else nullcontext()
+        with status, nothing_collected():
+            from hardpoint import LLM
+
             llm = LLM(**settings, **more)
         with interrupts.ended_by(llm.shutdown):
             yield llm

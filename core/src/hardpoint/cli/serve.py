@@ -267,7 +267,11 @@ def serve(
                 await asyncio.to_thread(tracing.close)
 
     interrupts.raise_from_here()
-    _run(whole())
+    gc.disable()  # until all is loaded
+    try:
+        _run(whole())
+    finally:
+        gc.enable()
 
 
 def _check_one_model(models: list[str], refused: list[str]) -> None:
@@ -333,6 +337,7 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
     await ready.wait()
     # What was loaded stays; to look through it again and again for garbage takes a sixth of the time of answering.
     gc.freeze()
+    gc.enable()
     # Answers leave little that only a search finds, and the default is one every few tokens: a twentieth of the time of answering.
     gc.set_threshold(50_000)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
