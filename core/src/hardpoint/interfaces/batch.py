@@ -163,6 +163,8 @@ class StepBatch:
 
     def sampled_tokens(self) -> Int32Array:
         """Return the index in 0..T of the token whose logits each sample is of, int32[S]."""
+        if self.num_decodes == len(self.rows):
+            return self.sample_rows
         return self.sample_tokens if len(self.sample_tokens) else self.query_start[self.sample_rows + 1] - 1
 
     def by_group(self) -> tuple[StepBatch, ...]:

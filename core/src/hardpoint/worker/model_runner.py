@@ -235,19 +235,17 @@ class ModelRunner:
         states = self._kv.states
         return of_groups if states is None else (*of_groups, states.prepare(batch))
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[rows, vocab_size] of hidden states; all ranks of a stage call it alike."""
         return self._model.logits(hidden)
 
-    @torch.inference_mode()
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return int64[rows], the tokens of the highest logits; all ranks of a stage call it alike."""
         return self._model.argmax(hidden)
 
     def _tokens_in_flight(self, batch: StepBatch) -> tuple[Tensor, Tensor] | None:
         """Return where the step has tokens that steps in flight sample, and which they are, int64[k] both on the device."""
-        if batch.token_ids.min() >= 0:
+        if not self._platform.steps_in_flight or batch.token_ids.min() >= 0:
             return None
         places = np.flatnonzero(batch.token_ids < 0)
         sequences = np.searchsorted(batch.query_start, places, side="right") - 1
