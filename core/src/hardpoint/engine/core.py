@@ -288,8 +288,9 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         start = time.perf_counter()
-        libraries = TorchLibraries() if _in_process(config) else None
         resolved = resolve_backend(config.backend, device=config.device, require_accelerator=config.require_accelerator)
+        # A worker without kernels of torch's may do without torch.
+        libraries = TorchLibraries() if _in_process(config) and resolved.descriptor.kernels is not None else None
         if resolved.notice:
             warn_once(resolved.notice)
         memory = resolved.descriptor.capabilities(resolved.device).memory
