@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hardpoint import LLM, LoRARequest, SamplingParams
 from hardpoint.interfaces.errors import AdapterInUse, AdapterNotFound, ConfigError, InvalidAdapter, InvalidRequest
@@ -161,6 +163,46 @@ def test_unloading(llm: LLM, folder: Path, requests: list[LoRARequest | None]) -
     second = answers(llm, PROMPTS[1:2], lora_request=LoRARequest("a0", 1, str(folder / "a1")))
     assert close(second[0], answers(llm, PROMPTS[1:2], lora_request=requests[2])[0])
     llm.unload_adapter("a0")
+
+
+def test_statistics_and_metrics_say_what_became_of_adapters(folder: Path, requests: list[LoRARequest | None]) -> None:
+    named = [one for one in requests if one is not None]
+    with engine(folder / "base", enable_lora=True, max_loras=1, max_cpu_loras=2) as llm:
+        before = llm.stats().adapters
+        assert (before.loaded, before.held, before.active, before.loads) == (0, 0, 0, 0)
+        assert (before.max_held, before.max_active, before.device_bytes) == (2, 1, 0)
+        assert before.device_budget == llm.sleep_status().memory["adapters"].allocated
+        for one in named:
+            llm.load_adapter(one)
+        loaded = llm.stats().adapters
+        assert (loaded.loaded, loaded.held, loaded.loads, loaded.evictions) == (3, 2, 3, 1)
+        files = [folder / name / "adapter_model.safetensors" for name in ("a1", "a2")]
+        sizes = [sum(4 * one.numel() for one in load_file(file).values()) for file in files]
+        assert loaded.host_bytes == sum(sizes)
+        stream = llm.stream(PROMPTS[1], GREEDY, lora_request=named[1])
+        next(stream)
+        # There is room for one adapter in a step, so that the other one's request waits.
+        llm.engine.add_request("waiting", PROMPTS[2], GREEDY, lora_request=named[2])
+        during = llm.stats().adapters
+        assert (dict(during.running), dict(during.waiting)) == ({"a1": 1}, {"a2": 1})
+        assert (during.active, during.device_bytes) == (1, during.device_budget)
+        values = {(one.name, *one.labels.values()): one.value for one in llm.get_metrics() if "lora" in one.name}
+        name = str(folder / "base")
+        assert values["hardpoint:lora_requests_running", name, "a1"] == 1
+        assert values["hardpoint:lora_requests_waiting", name, "a2"] == 1
+        assert values["hardpoint:lora_requests_info", name, "1", "a1", "a2"] == pytest.approx(time.time(), abs=60)
+        assert values["hardpoint:lora_host_bytes", name] == sum(sizes)
+        list(stream)
+        # What gave way is read again.
+        answers(llm, PROMPTS[1:2], lora_request="a0")
+        llm.unload_adapter("a1")
+        after = llm.stats().adapters
+        assert (after.loaded, after.held, after.loads, after.unloads, after.evictions) == (2, 2, 4, 1, 2)
+        assert (dict(after.running), dict(after.waiting), after.active, after.device_bytes) == ({}, {}, 0, 0)
+        values = {one.name: one.value for one in llm.get_metrics() if "lora" in one.name}
+        assert values["hardpoint:lora_loads"] == 4
+        assert values["hardpoint:lora_unloads"] == 1
+        assert values["hardpoint:lora_evictions"] == 2
 
 
 def test_an_engine_without_adapters_says_so(folder: Path, requests: list[LoRARequest | None]) -> None:

@@ -6,6 +6,8 @@ that token, which is the rule of rejection sampling for a guess that is certain.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -165,6 +167,104 @@ def test_text_stops_and_streams_within_a_step_of_several_tokens(shallow_demo: st
                 assert llm.stats().accepted_tokens > 0
     assert texts[0] == texts[1]
     assert texts[0][3] == "stop"
+
+
+WORDS = "(red |green |blue |yellow ){4,}"
+OBJECTS = {
+    "type": "array",
+    "minItems": 3,
+    "maxItems": 3,
+    "items": {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green", "blue"]}, "known": {"type": "boolean"}},
+        "required": ["colour", "known"],
+        "additionalProperties": False,
+    },
+}
+GUIDED: list[tuple[str, dict[str, Any]]] = [
+    ("red green blue yellow " * 12, {"structured_outputs": {"regex": WORDS}, "max_tokens": 30}),
+    ("red green blue yellow " * 12, {"structured_outputs": {"regex": WORDS}, "temperature": 0.9, "seed": 5, "n": 2}),
+    (
+        '[{"colour": "red", "known": true}, {"colour": "red", "known": true}] ' * 3,
+        {"structured_outputs": {"json": OBJECTS}, "max_tokens": 160},
+    ),
+    ("blue red " * 9, {"structured_outputs": {"choice": ["blue red " * 3, "blue red " * 5]}, "logprobs": 2}),
+    (
+        "blue red " * 9,
+        {
+            "structured_outputs": {"regex": "(blue |red )+"},
+            "min_tokens": 9,
+            "temperature": 1.0,
+            "seed": 2,
+            "logprobs": 1,
+        },
+    ),
+    # Beside them, one whose text is free.
+    ("red green blue yellow " * 12, {"max_tokens": 30}),
+]
+
+
+def guided_results(llm: LLM, requests: list[tuple[str, dict[str, Any]]] = GUIDED) -> list[Any]:
+    """Return tokens, texts, reasons and log probabilities of requests with grammars, and of one without."""
+    asked = [params(**{"allowed_token_ids": None, "ignore_eos": False} | more) for _, more in requests]
+    return [
+        (
+            list(one.token_ids),
+            one.text,
+            one.finish_reason,
+            [
+                {token: (entry.rank, pytest.approx(entry.logprob, abs=1e-4)) for token, entry in place.items()}
+                for place in one.logprobs or ()
+            ],
+        )
+        for output in llm.generate([prompt for prompt, _ in requests], asked)
+        for one in output.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def guided_expected(shallow_demo: str) -> dict[str, list[Any]]:
+    found = {}
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        with engine(shallow_demo, dtype="float32", logprobs_mode=mode) as llm:
+            found[mode] = guided_results(llm)
+    assert found["raw_logprobs"] != found["processed_logprobs"]
+    texts = [one[1] for one in found["raw_logprobs"]]
+    for text in texts[:3]:
+        assert re.fullmatch(
+            "(red |green |blue |yellow )*(r|re|red|g|gr|gre|gree|green|b|bl|blu|blue|y|ye|yel|yell|yello|yellow)?", text
+        )
+    assert re.fullmatch("(blue red ){3}|(blue red ){5}", texts[4])
+    assert all(set(one) == {"colour", "known"} for one in json.loads(texts[3]))
+    return found
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="fused"),
+        pytest.param({"use_fused_decoder": False, "logprobs_mode": "processed_logprobs"}, id="lean-modules"),
+        pytest.param({"max_num_seqs": 2, "engine_process": True}, id="two-sequences"),
+        pytest.param({"tensor_parallel_size": 3, "logprobs_mode": "processed_logprobs"}, id="ranks"),
+    ],
+)
+def test_texts_that_follow_a_grammar_are_those_without(
+    settings: dict[str, Any], method: str, shallow_demo: str, guided_expected: dict[str, list[Any]]
+) -> None:
+    itself = {"method": "draft_model", "model": shallow_demo, "num_speculative_tokens": 3, "adaptive": False}
+    speculation = NGRAM if method == "ngram" else itself
+    with engine(shallow_demo, dtype="float32", speculative_config=speculation, **settings) as llm:
+        found = guided_results(llm, GUIDED[:-1])
+        stats = llm.stats()
+        assert stats.accepted_tokens > 20
+        if method == "draft_model":
+            # What a model guesses for itself by the same masks is right, but for two guesses at most behind the end of a text.
+            ended = sum(reason == "stop" for _, _, reason, _ in found)
+            assert 0 <= stats.draft_tokens - stats.accepted_tokens <= 2 * ended
+        mode = settings.get("logprobs_mode", "raw_logprobs")
+        assert found == guided_expected[mode][:-1]
+        assert guided_results(llm) == guided_expected[mode]
 
 
 @pytest.mark.parametrize(

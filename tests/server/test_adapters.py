@@ -84,6 +84,10 @@ def test_an_adapter_in_use_is_not_unloaded(served: Running, tmp_path: Path) -> N
     with served.users.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
+        shown = served.operators.get("/metrics").text
+        assert 'hardpoint:lora_requests_running{lora_name="a3",model_name="demo"} 1.0' in shown
+        assert 'hardpoint:lora_adapters_running{model_name="demo"} 1.0' in shown
+        assert 'lora_requests_info{max_lora="2",model_name="demo",running_lora_adapters="a3",' in shown
         assert code(unload(served, "a3")) == (409, "adapter_in_use")
     unload_again = unload(served, "a3")
     while unload_again.status_code == 409:

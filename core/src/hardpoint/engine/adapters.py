@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from hardpoint.interfaces.errors import AdapterInUse, AdapterNotFound, InvalidAdapter, InvalidRequest
@@ -62,10 +62,41 @@ def adapter_name(lora_request: AdapterName, load: Callable[[LoRARequest], object
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An adapter that is loaded by its name; `number` is the workers', None while they do not hold it."""
+    """An adapter that is loaded by its name; `number` is the workers', None while they do not hold it, in so many bytes."""
 
     path: str
     number: int | None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """What an engine does with adapters; of several engines of a model, together.
+
+    Attributes:
+        loaded: adapters that requests can name.
+        held, max_held: those of them that the host holds, and most that it does.
+        active, max_active: those of them that requests in progress go through, and most in one step.
+        host_bytes: what those held take on the host, of all ranks.
+        device_bytes, device_budget: what those active take on the device, of all ranks, and what it has for adapters.
+        loads: folders that were read, those of adapters included that had given way to others.
+        unloads, evictions: adapters that were forgotten, and those that gave way to others on the host.
+        running, waiting: requests in progress, and those that wait for room among the adapters of a step, by the adapter's name.
+    """
+
+    loaded: int = 0
+    held: int = 0
+    max_held: int = 0
+    active: int = 0
+    max_active: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    device_budget: int = 0
+    loads: int = 0
+    unloads: int = 0
+    evictions: int = 0
+    running: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
 
 
 class Adapters:
@@ -77,18 +108,45 @@ class Adapters:
     Args:
         max_adapters: most in one step, 0 for an engine without adapters.
         max_held: most on the host.
-        load, unload: the workers' calls.
+        load, unload: the workers' calls; the first returns an adapter's bytes on the host.
+        slot_bytes: the device's for each of `max_adapters`.
     """
 
     def __init__(
-        self, max_adapters: int, max_held: int, load: Callable[[int, str], object], unload: Callable[[int], object]
+        self,
+        max_adapters: int,
+        max_held: int,
+        load: Callable[[int, str], int],
+        unload: Callable[[int], object],
+        slot_bytes: int = 0,
     ) -> None:
-        self._max_adapters, self._max_held = max_adapters, max_held
+        self._max_adapters, self._max_held, self._slot_bytes = max_adapters, max_held, slot_bytes
         self._load, self._unload = load, unload
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._active: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
-        self._numbers = 0
+        self._numbers = self._unloads = self._evictions = 0
+
+    def stats(self) -> AdapterStats:
+        """Return counts of now, and since the engine was made."""
+        if not self._max_adapters:
+            return AdapterStats()
+        held = [known for known in self._known.values() if known.number is not None]
+        return AdapterStats(
+            loaded=len(self._known),
+            held=len(held),
+            max_held=self._max_held,
+            active=len(self._active),
+            max_active=self._max_adapters,
+            host_bytes=sum(known.nbytes for known in held),
+            device_bytes=len(self._active) * self._slot_bytes,
+            device_budget=self._max_adapters * self._slot_bytes,
+            loads=self._numbers,
+            unloads=self._unloads,
+            evictions=self._evictions,
+            running=dict(self._active),
+            waiting=dict(self._waiting),
+        )
 
     @property
     def names(self) -> list[str]:
@@ -121,6 +179,7 @@ class Adapters:
                 hint="Unload it when they have ended, or abort them",
             )
         del self._known[name]
+        self._unloads += 1
         if known.number is not None:
             self._unload(known.number)
 
@@ -151,14 +210,16 @@ class Adapters:
         self._lower(self._active, name)
 
     def _hold(self, name: str, path: str) -> int:
-        self._numbers += 1
-        self._load(self._numbers, path)
-        self._known[name] = _Known(path, self._numbers)
-        held = [(one, known) for one, known in self._known.items() if known.number is not None]
-        for one, known in held[: max(len(held) - self._max_held, 0)]:
-            if one != name and one not in self._active and known.number is not None:
-                self._known[one] = _Known(known.path, None)
-                self._unload(known.number)
+        number = self._numbers + 1
+        self._known[name] = _Known(path, number, self._load(number, path))
+        self._numbers = number
+        self._known.move_to_end(name)
+        held = [(one, known.path, known.number) for one, known in self._known.items() if known.number is not None]
+        idle = [each for each in held if each[0] != name and each[0] not in self._active]
+        for one, known_path, gone in idle[: max(len(held) - self._max_held, 0)]:
+            self._known[one] = _Known(known_path, None)
+            self._evictions += 1
+            self._unload(gone)
         return self._numbers
 
     def _find(self, name: str) -> _Known:
@@ -186,3 +247,15 @@ class Adapters:
 def salted(number: int, salt: str) -> str:
     """Return the salt of a request's prefix cache that no request of another adapter has, nor one of none."""
     return f"\0adapter {number}\0{salt}"
+
+
+def adapters_over_engines(stats: Sequence[AdapterStats]) -> AdapterStats:
+    """Return what several engines of a model do together."""
+    by_name = ("running", "waiting")
+    sums = {
+        one.name: sum(getattr(each, one.name) for each in stats)
+        for one in fields(AdapterStats)
+        if one.name not in by_name
+    }
+    requests = [dict(sum((Counter(getattr(each, name)) for each in stats), Counter())) for name in by_name]
+    return AdapterStats(**sums, running=requests[0], waiting=requests[1])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hardpoint.engine.adapters import Adapters, salted
+from hardpoint.engine.adapters import Adapters, AdapterStats, salted
 from hardpoint.engine.beam_search import Search
 from hardpoint.engine.commands import (
     Abort,
@@ -182,6 +182,7 @@ class EngineStats:
         offload_failures, offload_checksum_failures, offload_io_errors: blocks found that could not be loaded, and were computed; blocks
             that were damaged; reads and writes of the disk that failed.
         offload_seconds: that the slowest rank's host has spent on copies.
+        adapters: LoRA adapters.
     """
 
     steps: int
@@ -217,6 +218,7 @@ class EngineStats:
     offload_checksum_failures: int = 0
     offload_io_errors: int = 0
     offload_seconds: float = 0.0
+    adapters: AdapterStats = field(default_factory=AdapterStats)
 
 
 @dataclass(slots=True)
@@ -333,7 +335,11 @@ class EngineCore:
         )
         held = max(config.max_loras, config.max_cpu_loras or 0)
         self._adapters = Adapters(
-            config.max_loras if config.enable_lora else 0, held, self._load_adapter, self._unload_adapter
+            config.max_loras if config.enable_lora else 0,
+            held,
+            self._load_adapter,
+            self._unload_adapter,
+            self._adapter_bytes,
         )
         # Of sequences, their adapters' numbers and names; and requests that wait for room among the adapters of a step.
         self._adapter_of: dict[int, tuple[int, str]] = {}
@@ -380,6 +386,7 @@ class EngineCore:
         spec = model.attention.kv_cache
         num_blocks = min(map(self._num_device_blocks, profiles, models))
         block_bytes = sum(one.block_bytes for one in models)
+        self._adapter_bytes = sum(one.adapter_bytes for one in models)
         num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks) if block_bytes else 0
         overridden: dict[str, Any] = {}
         if model.state_bytes:
@@ -534,9 +541,9 @@ class EngineCore:
             finally:
                 self._adapters.end_wait(command.adapter)
 
-    def _load_adapter(self, number: int, path: str) -> None:
+    def _load_adapter(self, number: int, path: str) -> int:
         with self._between_steps():
-            self.executor.call("load_adapter", number, path)
+            return sum(self.executor.call("load_adapter", number, path))
 
     def _unload_adapter(self, number: int) -> None:
         with self._between_steps():
@@ -736,6 +743,7 @@ class EngineCore:
             offload_checksum_failures=moved.checksum_failures,
             offload_io_errors=moved.io_errors,
             offload_seconds=moved.seconds,
+            adapters=self._adapters.stats(),
         )
 
     # Sleep

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from hardpoint.engine.adapters import adapters_over_engines
 from hardpoint.engine.commands import (
     Abort,
     Added,
@@ -553,9 +554,13 @@ def _stats(outcomes: list[Any]) -> EngineStats:
     sums = {
         one.name: sum(getattr(stats, one.name) for stats in outcomes)
         for one in fields(EngineStats)
-        if one.name != "sleep"
+        if one.name not in ("sleep", "adapters")
     }
-    return EngineStats(**sums, sleep=totals_over_engines([stats.sleep for stats in outcomes]))
+    return EngineStats(
+        **sums,
+        sleep=totals_over_engines([stats.sleep for stats in outcomes]),
+        adapters=adapters_over_engines([stats.adapters for stats in outcomes]),
+    )
 
 
 def _status(outcomes: list[Any]) -> SleepStatus:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -44,6 +45,9 @@ COUNTERS: tuple[Reading, ...] = (
     ("spec_decode_num_drafts", "Sequences in steps that had draft tokens", lambda stats: stats.drafts),
     ("spec_decode_num_draft_tokens", "Draft tokens verified", lambda stats: stats.draft_tokens),
     ("spec_decode_num_accepted_tokens", "Draft tokens accepted", lambda stats: stats.accepted_tokens),
+    ("lora_loads", "Folders of LoRA adapters read", lambda stats: stats.adapters.loads),
+    ("lora_unloads", "LoRA adapters forgotten", lambda stats: stats.adapters.unloads),
+    ("lora_evictions", "LoRA adapters that gave way to others on the host", lambda stats: stats.adapters.evictions),
 )
 GAUGES: tuple[Reading, ...] = (
     ("num_requests_running", "Sequences that are computed", lambda stats: stats.running),
@@ -55,6 +59,52 @@ GAUGES: tuple[Reading, ...] = (
         "kv_cache_usage_perc",
         "Share of the KV blocks that is in use, 0 to 1",
         lambda stats: stats.blocks_used / max(stats.blocks_used + stats.blocks_free, 1),
+    ),
+    ("lora_adapters_loaded", "LoRA adapters that requests can name", lambda stats: stats.adapters.loaded),
+    ("lora_adapters_on_host", "LoRA adapters that the host holds", lambda stats: stats.adapters.held),
+    ("lora_adapters_on_host_max", "Most LoRA adapters that the host holds", lambda stats: stats.adapters.max_held),
+    ("lora_adapters_running", "LoRA adapters of requests in progress", lambda stats: stats.adapters.active),
+    ("lora_adapters_running_max", "Most LoRA adapters in one step", lambda stats: stats.adapters.max_active),
+    ("lora_host_bytes", "Bytes of LoRA adapters on the host", lambda stats: stats.adapters.host_bytes),
+    ("lora_device_bytes", "Device bytes of the LoRA adapters that run", lambda stats: stats.adapters.device_bytes),
+    ("lora_device_budget_bytes", "Device bytes for LoRA adapters", lambda stats: stats.adapters.device_budget),
+)
+
+
+Labelled: TypeAlias = tuple[str, str, tuple[str, ...], Callable[[EngineStats], Iterable[tuple[tuple[str, ...], float]]]]
+"""Name without the prefix, what it is, names of labels beside the model's, and how values are read with what these are."""
+
+
+def _of_names(counts: Mapping[str, int]) -> list[tuple[tuple[str, ...], float]]:
+    return [((name,), count) for name, count in sorted(counts.items())]
+
+
+def _adapter_names(stats: EngineStats) -> list[tuple[tuple[str, ...], float]]:
+    adapters = stats.adapters
+    if not adapters.max_active:
+        return []
+    names = (str(adapters.max_active), ",".join(sorted(adapters.running)), ",".join(sorted(adapters.waiting)))
+    return [(names, time.time())]
+
+
+LABELLED_GAUGES: tuple[Labelled, ...] = (
+    (
+        "lora_requests_running",
+        "Requests in progress, by LoRA adapter",
+        ("lora_name",),
+        lambda stats: _of_names(stats.adapters.running),
+    ),
+    (
+        "lora_requests_waiting",
+        "Requests that wait for room among the LoRA adapters of a step",
+        ("lora_name",),
+        lambda stats: _of_names(stats.adapters.waiting),
+    ),
+    (
+        "lora_requests_info",
+        "Time, with the names of LoRA adapters that have requests",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        _adapter_names,
     ),
 )
 FIRST_TOKEN_SECONDS = (
@@ -173,4 +223,9 @@ def engine_metrics(stats: EngineStats, model: str, book: RequestMetricsBook) -> 
     labels = {"model_name": model}
     counters: list[Metric] = [Counter(PREFIX + name, labels, read(stats)) for name, _, read in COUNTERS]
     gauges: list[Metric] = [Gauge(PREFIX + name, labels, read(stats)) for name, _, read in GAUGES]
+    for name, _, more, values in LABELLED_GAUGES:
+        gauges += [
+            Gauge(PREFIX + name, labels | dict(zip(more, of_labels, strict=True)), value)
+            for of_labels, value in values(stats)
+        ]
     return counters + gauges + book.metrics(labels)

@@ -151,11 +151,9 @@ def check_vocabularies(model: TokenizerBackend, draft: TokenizerBackend) -> None
 
 
 def takes_drafts(sampling: SequenceSampling) -> bool:
-    """Whether several tokens of a sequence can be sampled at once: no token's distribution depends on the tokens drawn before it."""
+    """Whether several tokens of a sequence can be sampled at once: a token's distribution has of those before it the grammar alone."""
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-    return not (
-        penalties != (1.0, 0.0, 0.0) or sampling.logits_processors or sampling.bad_words or sampling.grammar is not None
-    )
+    return not (penalties != (1.0, 0.0, 0.0) or sampling.logits_processors or sampling.bad_words)
 
 
 class StepCosts:

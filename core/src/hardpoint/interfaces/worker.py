@@ -146,6 +146,7 @@ class ModelInfo:
         draft_block_bytes: device bytes of a block's keys and values of the draft model; 0 without one.
         hidden_size: elements of a token's embedding.
         embedding_kinds: sources of embeddings that steps may have in the place of tokens.
+        adapter_bytes: device bytes for each of `WorkerConfig.max_loras` adapters.
     """
 
     architecture: str
@@ -167,6 +168,7 @@ class ModelInfo:
     embedding_kinds: frozenset[EmbeddingKind] = frozenset()
     weight_formats: Mapping[str, int] = field(default_factory=dict)
     draft_block_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -367,10 +369,11 @@ class Worker(Contract, contract=True):
         """
         raise CapabilityRefused("evicted KV blocks are not kept here", [f"{type(self).__name__} has no open_tiers"])
 
-    def load_adapter(self, number: int, path: str) -> None:
+    def load_adapter(self, number: int, path: str) -> int:
         """Read a LoRA adapter from a folder as PEFT writes it, check it against the model, and keep it on the host; optional.
 
         A step brings it to the device where it is not there. What a number stands for does not change until `unload_adapter`.
+        Returns the bytes that it takes on the host.
 
         Raises InvalidAdapter, with which nothing was done; CapabilityRefused where the worker takes no adapters.
         """

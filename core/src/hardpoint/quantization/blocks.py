@@ -109,7 +109,7 @@ def _integers(groups: Tensor, bits: int) -> Tensor:
         torch.where(scales > 0, groups / scales, 0.0).round_().add_(zeros).clamp_(0, (1 << bits) - 1).to(torch.uint8)
     )
     if bits == 4:
-        numbers = numbers.reshape(*numbers.shape[:-1], -1, 2, 16)
+        numbers = numbers.view(*numbers.shape[:2], -1, 2, 16)
         numbers = (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(-2)
     heads = (scales.view(torch.uint8), zeros.to(torch.int16).view(torch.uint8))
     return torch.cat((*heads, numbers), dim=-1).flatten(1)

@@ -1,7 +1,7 @@
 """Where a text stands in its grammar, and which tokens may follow: llguidance's work, done in a thread of its own.
 
 A grammar is text until a sequence begins: it crosses processes with its request. Each sequence is followed by a `Guide`, whose next mask
-is made while the model computes: from the moment that a token is on the host until the next one is sampled.
+is made while the model computes: from the moment that a token is on the host until the next one is sampled. So are those behind guesses.
 """
 
 from __future__ import annotations
@@ -127,12 +127,21 @@ class Grammars:
         """Return an own matcher at a grammar's beginning; raises as `check`."""
         return self._compiled(text).deep_copy()
 
-    def advance(self, given: Sequence[tuple[Guide, int]]) -> None:
+    def advance(self, given: Sequence[tuple[Guide, Sequence[int]]]) -> None:
         """Give sequences the tokens that they were sampled, and begin to make their next masks."""
 
         def work() -> None:
-            for guide, token in given:
-                guide.advance(token)
+            for guide, tokens in given:
+                guide.advance(tokens)
+
+        self._submit(work, [guide for guide, _ in given])
+
+    def foresee(self, given: Sequence[tuple[Guide, Sequence[int]]]) -> None:
+        """Begin to make the masks behind guesses at sequences' next tokens, and behind those that were given before."""
+
+        def work() -> None:
+            for guide, tokens in given:
+                guide.foresee(tokens)
 
         self._submit(work, [guide for guide, _ in given])
 
@@ -168,8 +177,9 @@ class Guide:
     """One sequence's place in its grammar.
 
     Attributes:
-        pending: done once the mask is that of the next token.
+        pending: done once the masks are those of the next token, and of what was guessed.
         failure: why no token can follow; None while there is nothing wrong.
+        guesses: at the next tokens.
     """
 
     def __init__(self, sampling: SequenceSampling, vocab_size: int) -> None:
@@ -184,12 +194,18 @@ class Guide:
         self._mask: Int32Array = np.zeros_like(self._stop)
         self._matcher: Any = None
         self._tokenizer: GrammarTokenizer | None = None
+        self.guesses: list[int] = []
+        self._foreseen: list[Int32Array] = []
+        self._ahead: Any = None
 
-    def mask(self) -> Int32Array:
-        """Wait for the mask of the next token and return it, as in `SamplingTables.masks`; empty after a failure."""
+    def masks(self) -> list[Int32Array]:
+        """Wait for the mask of the next token, and those behind each guess that the grammar goes on with, and return them.
+
+        They are as in `SamplingTables.masks`; empty after a failure.
+        """
         if self.pending is not None:
             self.pending.result()
-        return self._mask
+        return [self._mask, *self._foreseen]
 
     def begin(self, grammars: Grammars) -> None:
         """Make the first mask; what fails is the sequence's failure."""
@@ -199,26 +215,53 @@ class Guide:
         except Exception as error:
             self._fail(str(error))
 
-    def advance(self, token_id: int) -> None:
-        """Take the token that was sampled and make the next mask."""
-        self._count += 1
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens that were sampled and make the next mask; guesses are forgotten."""
+        self._count += len(token_ids)
+        self.guesses, self._foreseen, self._ahead = [], [], None
         if self.failure is not None:
             return
         try:
             # One that is not of the grammar is a stop token, after which only others may follow, if anything does.
-            self._matcher.try_consume_tokens([token_id])
+            for token in token_ids:
+                self._matcher.try_consume_tokens([token])
             self._fill()
         except Exception as error:
             self._fail(str(error))
 
+    def foresee(self, token_ids: Sequence[int]) -> None:
+        """Make the masks behind further guesses, up to the first that the grammar does not go on with.
+
+        What fails so far ahead is no failure of the sequence: it is one once the guesses before it were sampled.
+        """
+        for token in token_ids:
+            goes_on = self.failure is None and len(self._foreseen) == len(self.guesses)
+            self.guesses.append(token)
+            try:
+                if goes_on and self._ahead is None:
+                    self._ahead = self._matcher.deep_copy()
+                if goes_on and self._ahead.try_consume_tokens([token]) == 1:
+                    mask = self._mask_of(self._ahead, self._count + len(self.guesses))
+                    if mask is not None:
+                        self._foreseen.append(mask)
+            except Exception:
+                self._ahead = None
+
     def _fill(self) -> None:
+        mask = self._mask_of(self._matcher, self._count)
+        if mask is None:
+            self._fail(_reason(self._matcher))
+        else:
+            self._mask = mask
+
+    def _mask_of(self, matcher: Any, count: int) -> Int32Array | None:
+        """Return the mask of the token after `count` others; None after a failure of the matcher."""
         tokenizer = self._tokenizer
         assert tokenizer is not None
         words = np.zeros(max(tokenizer.words, len(self._stop)), np.int32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, tokenizer.words * 4)
-        if self._matcher.is_error():
-            self._fail(_reason(self._matcher))
-            return
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, tokenizer.words * 4)
+        if matcher.is_error():
+            return None
         place, bit = divmod(tokenizer.end, 32)
         flag = np.array(1 << bit, np.uint32).view(np.int32)
         may_end = bool(words[place] & flag)
@@ -228,11 +271,11 @@ class Guide:
             mask |= self._stop
         if self._allowed is not None:
             mask &= self._allowed
-        if self._count < self._min_tokens:
+        if count < self._min_tokens:
             longer = mask & ~self._stop
             # Where the grammar has come to its end there is nothing else.
             mask = longer if longer.any() else mask
-        self._mask = mask
+        return mask
 
     def _fail(self, reason: str) -> None:
         self.failure = f"the grammar of structured_outputs: {reason}"

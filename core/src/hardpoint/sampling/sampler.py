@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -266,7 +267,8 @@ class Sampler:
 
         Args:
             logits: float32[S, vocab_size] on the device, not changed.
-            rows: int32[S], rows that were set; several times only one without a history, functions or a grammar.
+            rows: int32[S], rows that were set; several times only one without a history or functions: for its next token and those after
+                guesses, which were `foreseen` where it follows a grammar.
             positions: int32[S], how many tokens the rows' sequences have.
 
         Raises:
@@ -274,18 +276,11 @@ class Sampler:
         """
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(self._table.host):
             raise ValueError(f"rows {rows.tolist()} are not all in 0..{len(self._table.host) - 1}")
-        host = self._table.host[rows]
-        step = np.zeros((3, len(rows)), np.int64)
-        step[0], step[1] = rows, positions
-        if not host["greedy"].all():
-            step[2] = draws(host["key"], positions)
-        on_device = self._upload(step)
         reasons = dict[int, str]()
-        guided = {i: self._guides[row] for i, row in enumerate(rows.tolist()) if row in self._guides}
+        guided = self._guided(rows)
         if guided:
-            self._table.set_allowed(rows[list(guided)].tolist(), [guide.mask() for guide in guided.values()])
+            masks = {id(guide): guide.masks() for guide in guided.values()}
             reasons = {i: guide.failure for i, guide in guided.items() if guide.failure is not None}
-        tables = self._table.tables
         given = logits
         processed = {i: self._processed[row] for i, row in enumerate(rows.tolist()) if row in self._processed}
         if processed:
@@ -295,14 +290,78 @@ class Sampler:
                 if reason is not None:
                     reasons[i] = reason
                     given[i] = -torch.inf
+        if not guided:
+            tokens, shown = self._draw(logits, given, rows, positions)
+            return self._collectable(tokens, self._logprobs(shown, tokens, self._table.host[rows]), processed, reasons)
+        places, seen = np.zeros(len(rows), np.int64), Counter[int]()
+        for i, guide in guided.items():
+            places[i] = seen[id(guide)]
+            seen[id(guide)] += 1
+        tokens, parts = torch.empty(len(rows), dtype=torch.int64, device=self._device), []
+        # A row has one mask at a time. What is sampled behind a guess that its grammar does not go on with is not asked for.
+        for place in range(max(seen.values())):
+            chosen = np.flatnonzero(places == place)
+            of = {int(rows[i]): masks[id(guided[i])] for i in chosen.tolist() if i in guided}
+            self._table.set_allowed(list(of), [each[place] if place < len(each) else each[0] for each in of.values()])
+            index = slice(None) if len(chosen) == len(rows) else self._upload(chosen)
+            found, shown = self._draw(logits[index], given[index], rows[chosen], positions[chosen])
+            tokens[index] = found
+            parts.append((index, shown))
+        if len(parts) > 1:
+            shown = torch.empty_like(logits)
+            for index, part in parts:
+                shown[index] = part
+        logprobs = self._logprobs(shown, tokens, self._table.host[rows])
+        return self._collectable(tokens, logprobs, processed, reasons, partial(self._advance, guided))
+
+    def foresee(self, rows: Int32Array, token_ids: Int64Array) -> None:
+        """Take guesses at the next tokens of rows, in their order, and begin to make the masks behind them where grammars are followed.
+
+        Args:
+            rows: int32[n].
+            token_ids: int64[n].
+        """
+        given: dict[int, tuple[Guide, list[int]]] = {}
+        for i, guide in self._guided(rows).items():
+            given.setdefault(int(rows[i]), (guide, []))[1].append(int(token_ids[i]))
+        if given:
+            assert self._grammars is not None
+            self._grammars.foresee(list(given.values()))
+
+    def guess(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> Int64Array:
+        """Return guesses at the tokens of rows, each but once: what would be sampled of these logits behind the guesses before.
+
+        A row that has no token is given 0. Args: see `sample`.
+        """
+        guided = self._guided(rows)
+        if guided:
+            self._table.set_allowed(rows[list(guided)].tolist(), [guide.masks()[-1] for guide in guided.values()])
+        tokens, _ = self._draw(logits, logits, rows, positions)
+        found: Int64Array = np.maximum(self._collectable(tokens, (), {}, {}).collect().token_ids, 0)
+        self.foresee(rows, found)
+        return found
+
+    def _guided(self, rows: Int32Array) -> dict[int, Guide]:
+        """Return the guides of rows that follow a grammar, by their places in `rows`."""
+        if not self._guides:
+            return {}
+        return {i: self._guides[row] for i, row in enumerate(rows.tolist()) if row in self._guides}
+
+    def _draw(self, logits: Tensor, given: Tensor, rows: Int32Array, positions: Int32Array) -> tuple[Tensor, Tensor]:
+        """Return a token for each row, and the logits that log probabilities are of; `given` is what processors made of the logits."""
+        host, tables = self._table.host[rows], self._table.tables
+        step = np.zeros((3, len(rows)), np.int64)
+        step[0], step[1] = rows, positions
+        if not host["greedy"].all():
+            step[2] = draws(host["key"], positions)
+        on_device = self._upload(step)
         # Before sampling, which counts the tokens to the rows' histories.
         shown = self._shown_logits(logits, given, on_device, step, host)
         tokens = None if self._kernels is None else self._kernels.sample(given, on_device, tables)
         if tokens is None:
             tokens = self._sample_plainly(given, on_device, step, host)
             plain.record(tokens, on_device[0], tables, penalised=bool(host["penalised"].any()))
-        note = partial(self._advance, guided) if guided else None
-        return self._collectable(tokens, self._logprobs(shown, tokens, host), processed, reasons, note)
+        return tokens, shown
 
     def _shown_logits(
         self, logits: Tensor, given: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]
@@ -321,11 +380,16 @@ class Sampler:
         return shown
 
     def _advance(self, guided: Mapping[int, Guide], outcomes: Int64Array) -> None:
-        """Give sequences that follow a grammar their tokens; those that have none end."""
+        """Give sequences that follow a grammar their tokens, up to the first that is not what was guessed; those that have none end."""
         assert self._grammars is not None
-        given = [(guide, int(outcomes[i])) for i, guide in guided.items() if outcomes[i] >= 0]
-        if given:
-            self._grammars.advance(given)
+        given: dict[int, tuple[Guide, list[int]]] = {}
+        for i, guide in guided.items():
+            tokens = given.setdefault(id(guide), (guide, []))[1]
+            if outcomes[i] >= 0 and tokens == guide.guesses[: len(tokens)]:
+                tokens.append(int(outcomes[i]))
+        moved = [(guide, tokens) for guide, tokens in given.values() if tokens]
+        if moved:
+            self._grammars.advance(moved)
 
     def _sample_plainly(
         self, logits: Tensor, on_device: Tensor, step: Int64Array, host: npt.NDArray[np.void]

@@ -14,7 +14,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from hardpoint.engine.core import EngineStats
-from hardpoint.engine.metrics import COUNTERS, FIRST_TOKEN_SECONDS, GAUGES, PREFIX, TOKENS, WHOLE_SECONDS
+from hardpoint.engine.metrics import (
+    COUNTERS,
+    FIRST_TOKEN_SECONDS,
+    GAUGES,
+    LABELLED_GAUGES,
+    PREFIX,
+    TOKENS,
+    WHOLE_SECONDS,
+)
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
 from hardpoint.interfaces.capabilities import SleepTier
@@ -270,6 +278,12 @@ class _Engines:
             yield _filled(CounterMetricFamily(f"{PREFIX}{name}", text, labels=["model_name"]), known, value)
         for name, text, value in GAUGES:
             yield _filled(GaugeMetricFamily(f"{PREFIX}{name}", text, labels=["model_name"]), known, value)
+        for name, text, labels, values in LABELLED_GAUGES:
+            family = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=["model_name", *labels])
+            for model, stats in known.items():
+                for of_labels, one in values(stats):
+                    family.add_metric([model, *of_labels], one)
+            yield family
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: what there is is known only when it is collected."""

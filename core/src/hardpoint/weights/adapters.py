@@ -79,6 +79,10 @@ class Adapter:
 
     layers: Mapping[str, LowRank]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.down.nbytes + layer.up.nbytes for layer in self.layers.values())
+
 
 def read_adapter(path: str, targets: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype) -> Adapter:
     """Return the adapter of a folder, in `dtype`; raises InvalidAdapter.

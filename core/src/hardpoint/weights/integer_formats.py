@@ -238,7 +238,7 @@ class IntegerCheckpoint(Checkpoint):
         for first, numbers, scales, zeros in self._chunks(matrix, begin, end):
             stored = numbers.view(-1, count, size)
             if self._format.bits == 4:
-                stored = stored.reshape(*stored.shape[:-1], -1, 2, 16)
+                stored = stored.view(len(stored), count, -1, 2, 16)
                 stored = (stored[..., 0, :] | stored[..., 1, :] << 4).flatten(-2)
             parts = (
                 each.repeat_interleave(repeats, dim=1)[..., None].contiguous().view(torch.uint8)
@@ -388,7 +388,7 @@ def divided(rows: Tensor, format: BlockFormat, form: BlockFormat) -> Tensor:
         return rows
     numbers = form.nbytes - 6
     blocks = rows.view(len(rows), -1, format.nbytes)
-    parts = blocks[..., 6:].reshape(*blocks.shape[:-1], -1, numbers)
+    parts = blocks[..., 6:].reshape(*blocks.shape[:2], -1, numbers)
     heads = blocks[..., None, :6].expand(*parts.shape[:-1], 6)
     return torch.cat((heads, parts), dim=-1).flatten(1)
 

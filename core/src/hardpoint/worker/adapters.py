@@ -122,9 +122,15 @@ class AdapterMemory:
                 ),
             )
 
-    def load(self, number: int, path: str) -> None:
-        """Read an adapter; raises InvalidAdapter."""
-        self._host[number] = read_adapter(path, self._targets, self._rank, self._dtype)
+    @property
+    def slot_bytes(self) -> int:
+        """What the device has for each adapter."""
+        return sum(one[0].nbytes for one in (self._slots, self._ranks, self._scales))
+
+    def load(self, number: int, path: str) -> int:
+        """Read an adapter, and return its bytes on the host; raises InvalidAdapter."""
+        adapter = self._host[number] = read_adapter(path, self._targets, self._rank, self._dtype)
+        return adapter.nbytes
 
     def unload(self, number: int) -> None:
         """Forget an adapter."""

@@ -260,8 +260,7 @@ class DraftModel:
         return self._on_host(told)
 
     def _sampled(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> Int64Array:
-        # What has no token is guessed wrong, and no more than that.
-        return np.maximum(self._sampler.sample(logits, rows, positions).collect().token_ids, 0)
+        return self._sampler.guess(logits, rows, positions)
 
     def _on_host(self, tokens: Tensor) -> Int64Array:
         copied = self._platform.download(tokens)

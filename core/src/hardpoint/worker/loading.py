@@ -151,6 +151,7 @@ def load_rank(
         hidden_size=source.hidden_size,
         embedding_kinds=model.embedding_kinds,
         weight_formats=model.weight_formats,
+        adapter_bytes=0 if adapters is None else adapters.slot_bytes,
     )
     return LoadedModel(model, info, source, fingerprint, kv_groups, ranks, communicators, adapters)
 

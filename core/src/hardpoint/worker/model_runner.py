@@ -156,6 +156,8 @@ class ModelRunner:
         if batch.num_tokens == 0:
             return LaunchedStep(self._platform.record_event())
         last = batch.sampled_tokens()
+        if self._is_driver and self._draft is None:
+            self._foresee(batch, last)
         # A step that pools or scores wants all tokens' hidden states, and samples from some of them.
         wants_all = bool(step.pooling or step.scoring)
         hidden_rows = np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last
@@ -250,6 +252,14 @@ class ModelRunner:
         places = np.flatnonzero(batch.token_ids < 0)
         sequences = np.searchsorted(batch.query_start, places, side="right") - 1
         return self._platform.upload(places), self._sampler.last_tokens(batch.state_rows[sequences])
+
+    def _foresee(self, batch: StepBatch, last: Int32Array) -> None:
+        """Tell the sampler what is guessed: of a sequence with several samples, the tokens that those after the first follow."""
+        rows = batch.sample_state_rows
+        is_guess = np.zeros(len(rows), np.bool_)
+        is_guess[1:] = rows[1:] == rows[:-1]
+        if is_guess.any():
+            self._sampler.foresee(rows[is_guess], batch.token_ids[last[is_guess]])
 
     def _alone(self, make: Callable[[], T]) -> T:
         """Return what a rank makes of a step when it needs the others no more; raises OutputFailed for what fails in it.

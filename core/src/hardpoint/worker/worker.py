@@ -360,9 +360,9 @@ class StandardWorker(Worker):
                 held.declare_valid()
                 return 0
 
-    def load_adapter(self, number: int, path: str) -> None:
-        """Read an adapter and keep it on the host; raises InvalidAdapter, CapabilityRefused."""
-        self._adapters.load(number, path)
+    def load_adapter(self, number: int, path: str) -> int:
+        """Read an adapter and keep it on the host; returns its bytes there. Raises InvalidAdapter, CapabilityRefused."""
+        return self._adapters.load(number, path)
 
     def unload_adapter(self, number: int) -> None:
         """Forget an adapter; raises CapabilityRefused."""
