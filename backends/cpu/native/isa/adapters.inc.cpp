@@ -69,8 +69,15 @@ class Ahead {
   int64_t row_bytes_ = 0, stride_ = 0, rows_ = 0, at_ = 0;
 };
 
+// Tokens that are computed together: the first ones of an item bring what comes after it, while they bring the matrices themselves.
+template <int N, bool first>
+struct Tokens {
+  static constexpr int count = N;
+  static constexpr bool brings = first;
+};
+
 // inner[t][r] = x[tokens[t]] . a[r] * scale, for N tokens and R rows of A: each sum has one vector of partial sums.
-template <int N, int R, class T>
+template <int N, int R, bool brings, class T>
 HP_INLINE void shrink(T type, const AdapterCall& call, const typename T::type* a, const int64_t* tokens, float scale, float* inner,
                       int64_t stride, Ahead& ahead) {
   using E = typename T::type;
@@ -92,14 +99,14 @@ HP_INLINE void shrink(T type, const AdapterCall& call, const typename T::type* a
   if constexpr (kDotsPairs<T>) {
     int64_t i = 0;
     for (; i + 2 * kLanes <= columns; i += 2 * kLanes) {
-      ahead.bring(kLines<E, 2 * R>);
+      if constexpr (brings) ahead.bring(kLines<E, 2 * R>);
       multiply(i, [](const E* p) { return load_pairs(p); }, [](vf sum, auto v, auto w) { return dot_bf16(sum, v, w); });
     }
     const int left = static_cast<int>(columns - i);
     if (left) multiply(i, [left](const E* p) { return load_first_pairs(p, left); }, [](vf sum, auto v, auto w) { return dot_bf16(sum, v, w); });
   } else {
     for_vectors(columns, [&](int64_t i, int count) {
-      ahead.bring(kLines<E, R>);
+      if constexpr (brings) ahead.bring(kLines<E, R>);
       multiply(i, [&](const E* p) { return load_some(type, p, count); }, [](vf sum, vf v, vf w) { return fma(v, w, sum); });
     });
   }
@@ -120,28 +127,30 @@ HP_INLINE int64_t place(const AdapterCall& call, int64_t column) {
 
 // y[tokens[t]][column...] += inner[t] . b, for N tokens and V vectors of columns, the last of them with `count` elements; or, of the
 // call's sums, = inner[t] . b.
-template <int N, int V, class T>
+template <int N, int V, bool brings, class T>
 HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b, int64_t rank, const int64_t* tokens,
                       const float* inner, int64_t stride, int64_t column, int count, Ahead& ahead) {
   using E = typename T::type;
   vf sums[N][V] = {};
   for (int64_t r = 0; r < rank; ++r) {
-    ahead.bring(kLines<E, V>);
+    if constexpr (brings) ahead.bring(kLines<E, V>);
     const E* row = b + r * call.matrices.rows + column;
     vf values[V];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) values[v] = load_some(type, row + v * kLanes, v + 1 < V ? kLanes : count);
 #pragma GCC unroll 4
     for (int t = 0; t < N; ++t) {
       const vf h = splat(inner[t * stride + r]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < V; ++v) sums[t][v] = fma(h, values[v], sums[t][v]);
     }
   }
   if (call.sums) {
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       const int64_t at = place(call, column + v * kLanes);
       const int n = v + 1 < V ? kLanes : count;
+#pragma GCC unroll 4
       for (int t = 0; t < N; ++t) {
         float* y = call.sums + tokens[t] * call.sums_stride + at;
         if (n == kLanes) store(y, sums[t][v]);
@@ -150,8 +159,10 @@ HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b
     }
     return;
   }
+#pragma GCC unroll 4
   for (int t = 0; t < N; ++t) {
     E* y = static_cast<E*>(call.out) + tokens[t] * call.out_stride + column;
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       const int n = v + 1 < V ? kLanes : count;
       const vf sum = load_some(type, y + v * kLanes, n) + sums[t][v];
@@ -161,35 +172,45 @@ HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b
   }
 }
 
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
-
 // Calls f(first token, how many as a constant) for all tokens, in the largest blocks.
 template <class F>
 HP_INLINE void for_tokens(int count, F&& f) {
   int t = 0;
-  for (; t + kTokens <= count; t += kTokens) f(t, Count<kTokens>{});
-  if (t + 2 <= count) {
-    f(t, Count<2>{});
-    t += 2;
+  if (count >= kTokens) {
+    f(0, Tokens<kTokens, true>{});
+    for (t = kTokens; t + kTokens <= count; t += kTokens) f(t, Tokens<kTokens, false>{});
+    if (t + 2 <= count) f(t, Tokens<2, false>{}), t += 2;
+  } else if (count >= 2) {
+    f(0, Tokens<2, true>{});
+    t = 2;
+  } else if (count == 1) {
+    return f(0, Tokens<1, true>{});
   }
-  if (t < count) f(t, Count<1>{});
+  if (t < count) f(t, Tokens<1, false>{});
+}
+
+// As many columns as there are blocks of V vectors from `column` on, which moves.
+template <int V, class T>
+HP_INLINE void expand_blocks(T type, const AdapterCall& call, const typename T::type* up, int64_t rank, const AdapterItem& item,
+                             const float* inner, int64_t stride, int64_t& column, int64_t end, Ahead& ahead) {
+  for (; column + V * kLanes <= end; column += V * kLanes)
+    for_tokens(item.count, [&](int t, auto n) {
+      constexpr int tokens = decltype(n)::count * V > kTokens * kVectors ? 1 : decltype(n)::count;
+      expand<tokens, V, decltype(n)::brings>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, kLanes, ahead);
+    });
 }
 
 // The columns from `column` on of one part, which in a gated pair are of one half.
 template <class T>
 HP_INLINE void expand_columns(T type, const AdapterCall& call, const typename T::type* up, int64_t rank, const AdapterItem& item,
                               const float* inner, int64_t stride, int64_t column, int64_t end, Ahead& ahead) {
-  for (; column + kVectors * kLanes <= end; column += kVectors * kLanes)
-    for_tokens(item.count, [&](int t, auto n) {
-      expand<decltype(n)::value, kVectors>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, kLanes, ahead);
-    });
+  // Few tokens have room for more columns, where there are registers for them.
+  if (HP_VW == 16 && item.count <= kTokens / 2) expand_blocks<2 * kVectors>(type, call, up, rank, item, inner, stride, column, end, ahead);
+  expand_blocks<kVectors>(type, call, up, rank, item, inner, stride, column, end, ahead);
   for (; column < end; column += kLanes) {
     const int left = end - column < kLanes ? static_cast<int>(end - column) : kLanes;
     for_tokens(item.count, [&](int t, auto n) {
-      expand<decltype(n)::value, 1>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, left, ahead);
+      expand<decltype(n)::count, 1, decltype(n)::brings>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, left, ahead);
     });
   }
 }
@@ -215,16 +236,16 @@ void add_typed(T type, const AdapterCall& call, const AdapterItem& item, const A
     const int64_t few = item.count <= kTokens / 2 ? rank : 0;
     for (; r + 2 * kRanks <= few; r += 2 * kRanks)
       for_tokens(item.count, [&](int t, auto n) {
-        constexpr int tokens = decltype(n)::value < kTokens ? decltype(n)::value : 1;
-        shrink<tokens, 2 * kRanks>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
+        constexpr int tokens = decltype(n)::count < kTokens ? decltype(n)::count : 1;
+        shrink<tokens, 2 * kRanks, decltype(n)::brings>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
       });
     for (; r + kRanks <= rank; r += kRanks)
       for_tokens(item.count, [&](int t, auto n) {
-        shrink<decltype(n)::value, kRanks>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
+        shrink<decltype(n)::count, kRanks, decltype(n)::brings>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
       });
     for (; r < rank; ++r)
       for_tokens(item.count, [&](int t, auto n) {
-        shrink<decltype(n)::value, 1>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
+        shrink<decltype(n)::count, 1, decltype(n)::brings>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
       });
     const int64_t begin = m.spans[2 * part], end = m.spans[2 * part + 1];
     const int64_t cut = call.gated_pair && begin < half && half < end ? half : end;
