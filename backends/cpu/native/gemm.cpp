@@ -98,8 +98,16 @@ Split split_work(const LinearCall& call, int threads) {
   Split s{kGroupTiles, 0, 1, 1};
   while (s.tiles_per_item > narrowest && ceil_div(tiles, s.tiles_per_item) < wanted) s.tiles_per_item /= 2;
   s.column_items = ceil_div(tiles, s.tiles_per_item);
-  if (s.column_items < wanted)
-    s.row_parts = std::max<int64_t>(1, std::min(ceil_div(2 * wanted, s.column_items), call.m / kMinItemRows));
+  if (s.column_items < wanted) {
+    const int64_t most = std::max<int64_t>(1, call.m / kMinItemRows);
+    s.row_parts = std::min(ceil_div(2 * wanted, s.column_items), most);
+    // Where one thread has an item more, the others wait for it.
+    for (int64_t parts = s.row_parts; parts <= std::min(most, s.row_parts + threads); ++parts) {
+      if (s.column_items * parts % threads != 0) continue;
+      s.row_parts = parts;
+      break;
+    }
+  }
   if (call.m <= kFewRows) s.grain = std::max<int64_t>(1, s.column_items / (8 * wanted));
   return s;
 }
