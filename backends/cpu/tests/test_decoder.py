@@ -311,9 +311,10 @@ def test_adapters_are_added_to_all_linear_layers(family: str) -> None:
     spec = FAMILIES[family]
     weights, adapters = random_weights(spec, torch.float32), random_adapters(spec, (3, 9))
     runner = Runner(spec, DType.FLOAT32, weights, max_tokens=400, adapters=adapters)
-    # More rows than are computed together; then decodes beside a prompt, of which the last row alone is wanted.
+    # More rows than are computed together; then decodes beside a prompt, of which the last row alone is wanted: products bring the next
+    # layer's adapters.
     prompts, slots = {seq: tokens_of(seq, 80) for seq in range(4)}, {1: 1, 2: 0, 5: 1}
-    later = {0: [5], 1: [6], 2: [7], 3: [8], 5: tokens_of(5, 20)}
+    later = {0: [5], 1: [6], 2: [7], 3: [8], 5: tokens_of(5, 60)}
     first, second = runner.step(prompts, adapted=slots), runner.step(later, adapted=slots)
     plain = Runner(spec, DType.FLOAT32, weights, max_tokens=400)
     assert torch.equal(first[[0, 3]], plain.step(prompts)[[0, 3]])

@@ -1,0 +1,57 @@
+"""What a process does beside its real work while an engine starts."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hardpoint._native import load_library
+from hardpoint.executor.start import collection_paused
+
+LOADED_AHEAD = """
+import sys
+from pathlib import Path
+from hardpoint.executor.start import TorchLibraries
+
+def is_loaded():
+    return "/libtorch_python.so" in Path("/proc/self/maps").read_text()
+
+assert not is_loaded()
+libraries = TorchLibraries()
+libraries.wait()
+assert is_loaded() and "torch" not in sys.modules
+import torch
+assert torch.ones(3).sum() == 3
+TorchLibraries().wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's mappings")
+def test_libraries_are_loaded_before_torch_is_imported_which_then_works() -> None:
+    subprocess.run([sys.executable, "-c", LOADED_AHEAD], check=True, timeout=120)
+
+
+def test_a_library_that_does_not_load_is_no_error_here(tmp_path: Path) -> None:
+    broken = tmp_path / "libbroken.so"
+    broken.write_bytes(b"no library")
+    assert not load_library(str(broken))
+    assert not load_library(str(tmp_path / "missing.so"))
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(*, was_enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if was_enabled else gc.disable)()
+        with collection_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() is was_enabled
+        with pytest.raises(KeyError), collection_paused():
+            raise KeyError
+        assert gc.isenabled() is was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
