@@ -707,7 +707,7 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const i
     if (row + kRegistrationDistance < step.num_decodes) {
       const Sequence& ahead = *plan.sequences[row + kRegistrationDistance];
       if (ahead.num_tokens >= ahead.register_at && ahead.state == SequenceState::running)
-        blocks_.prefetch_registration(ahead.table, ahead.tokens);
+        blocks_.prefetch_registration(ahead.table, ahead.tokens, ahead.num_tokens);
     }
     if (step.num_drafted > 0) kept_.push_back(row);
     Sequence* sequence = plan.sequences[row];
