@@ -235,10 +235,12 @@ class ModelRunner:
         states = self._kv.states
         return of_groups if states is None else (*of_groups, states.prepare(batch))
 
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[rows, vocab_size] of hidden states; all ranks of a stage call it alike."""
         return self._model.logits(hidden)
 
+    @torch.inference_mode()
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return int64[rows], the tokens of the highest logits; all ranks of a stage call it alike."""
         return self._model.argmax(hidden)
