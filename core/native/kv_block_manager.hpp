@@ -132,12 +132,12 @@ class BlockManager {
   // The keys and values of tokens[0, num_computed) are in the blocks: full ones enter the prefix cache. Where equal contents
   // are cached already, the table takes the cached block and gives its own back.
   void register_computed(BlockTable& table, const int32_t* tokens, int64_t num_computed);
-  // Brings into the processor's cache what the registration of the next block will touch. Requires that its tokens are known.
-  void prefetch_registration(const BlockTable& table, const int32_t* tokens) const {
-    if (!config_.enable_prefix_caching) return;
-    const int32_t index = table.num_registered;
-    cache_.prefetch_slot(cache_.extend_hash(table.chain_hash, tokens + static_cast<int64_t>(index) * config_.block_size));
-    cache_.prefetch_insertion(table.blocks[index]);
+  // Brings into the processor's cache what register_computed() will touch of the next block.
+  void prefetch_registration(const BlockTable& table, const int32_t* tokens, int64_t num_computed) const {
+    const int64_t first = static_cast<int64_t>(table.num_registered) * config_.block_size;
+    if (!config_.enable_prefix_caching || first + config_.block_size > num_computed) return;
+    cache_.prefetch_slot(cache_.extend_hash(table.chain_hash, tokens + first));
+    cache_.prefetch_insertion(table.blocks[table.num_registered]);
   }
 
   // The first num_computed tokens are done: gives back the blocks that no later query sees.

@@ -697,19 +697,21 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const i
   finished_.ids.clear();
   finished_.reasons.clear();
   kept_.clear();
+  may_drop_samples_ = false;
   if (num_in_flight_ == 0) return finished_;
   const Plan& plan = take_oldest();
   book_tiers(plan, &failed_loads);
   for (const auto& [sequence, id] : plan.swapped_out)
     if (sequence->id == id) --sequence->in_flight;
   const StepCounts& step = plan.counts;
+  may_drop_samples_ = step.num_drafted > 0;
   for (int32_t row = 0; row < step.num_decodes; ++row) {
     if (row + kRegistrationDistance < step.num_decodes) {
       const Sequence& ahead = *plan.sequences[row + kRegistrationDistance];
       if (ahead.num_tokens >= ahead.register_at && ahead.state == SequenceState::running)
-        blocks_.prefetch_registration(ahead.table, ahead.tokens);
+        blocks_.prefetch_registration(ahead.table, ahead.tokens, ahead.num_tokens);
     }
-    if (step.num_drafted > 0) kept_.push_back(row);
+    if (may_drop_samples_) kept_.push_back(row);
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
     --sequence->in_flight;
@@ -724,7 +726,7 @@ const Finished& Scheduler::update(const int64_t* sampled, int64_t count, const i
       book_drafted(plan, row, first, sampled, drafted);
       continue;
     }
-    for (int32_t i = first; i < sample && step.num_drafted > 0; ++i) kept_.push_back(i);
+    for (int32_t i = first; i < sample && may_drop_samples_; ++i) kept_.push_back(i);
     Sequence* sequence = plan.sequences[row];
     if (sequence->id != plan.seq_ids[row] || sequence->state == SequenceState::finished) continue;
     --sequence->in_flight;

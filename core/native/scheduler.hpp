@@ -247,8 +247,8 @@ class Scheduler {
   // What steps take, by which drafts are made.
   void set_step_cost(const StepCost& cost) { step_cost_ = cost; }
   int32_t max_samples() const { return config_.max_num_seqs + config_.drafts.num_slots; }
-  // Of the step that was booked last, which samples count; in a step without drafts all do, and this is empty.
-  const std::vector<int32_t>& kept() const { return kept_; }
+  // Of the step that was booked last, which samples count; null in a step without drafts, where all do.
+  const std::vector<int32_t>* kept() const { return may_drop_samples_ ? &kept_ : nullptr; }
   kv::BlockStats block_stats() const { return blocks_.stats(); }
   const kv::PrefixTiers& tiers() const { return blocks_.tiers(); }
   void reset_prefix_cache() { blocks_.reset_prefix_cache(true); }
@@ -373,6 +373,7 @@ class Scheduler {
   Trust trust_ = initial_trust();
   DraftStats draft_stats_;
   std::vector<int32_t> kept_;
+  bool may_drop_samples_ = false;
   std::vector<kv::TierSlot> found_;  // in the tiers, for the sequence that is admitted
   std::vector<BlockPair> next_row_copies_;  // row_copies of the next plan
   bool has_ended_ = false;  // running_ holds sequences that are no longer running

@@ -291,8 +291,9 @@ void bind_scheduler(py::module_& m) {
       .def("tier_stats", [](const Scheduler& self) { return self.tiers().stats(); })
       .def("kept",
            [](const Scheduler& self) {
-             const std::vector<int32_t>& kept = self.kept();
-             return py::array_t<int32_t>(static_cast<py::ssize_t>(kept.size()), kept.data());
+             const std::vector<int32_t>* kept = self.kept();
+             if (kept == nullptr) return py::object(py::none());
+             return py::object(py::array_t<int32_t>(static_cast<py::ssize_t>(kept->size()), kept->data()));
            })
       .def("set_step_cost",
            [](Scheduler& self, double fixed, double per_token) { self.set_step_cost({fixed, per_token}); },

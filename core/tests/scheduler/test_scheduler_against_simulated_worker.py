@@ -827,6 +827,21 @@ def test_equal_calls_give_equal_steps(seed: int, config: SchedulerConfig) -> Non
     assert run() == run()
 
 
+def test_no_sample_counts_of_a_step_whose_only_sequence_had_drafts_and_has_ended() -> None:
+    scheduler = Scheduler(variant(**drafting(2)))
+    handle = scheduler.add_request([1, 2, 1, 2, 1], max_tokens=20, drafts=True)
+    scheduler.schedule()
+    scheduler.update(np.array([2], np.int64))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert len(batch.sample_rows) > 1
+    scheduler.finish(handle)
+    assert scheduler.update(np.ones(len(batch.sample_rows), np.int64)) == []
+    kept = scheduler.kept()
+    assert kept is not None
+    assert len(kept) == 0
+
+
 def test_a_model_makes_drafts_while_it_is_mostly_right_and_is_asked_again_later() -> None:
     """The worker guesses right until a place of the text, and wrong from there on."""
     room = {"max_model_len": 512, "num_device_blocks": 512, "drafts_by_model": True}

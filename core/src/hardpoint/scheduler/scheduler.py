@@ -323,8 +323,7 @@ class Scheduler:
 
         Samples behind a drafted token that was not sampled, or behind the end of a sequence, do not.
         """
-        kept = self._core.kept()
-        return kept if len(kept) else None
+        return self._core.kept()
 
     def set_step_cost(self, fixed: float, per_token: float) -> None:
         """Say what steps take, in seconds: by it, drafts are as long as they are worth. At first they cost nothing."""
