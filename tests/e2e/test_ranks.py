@@ -301,9 +301,11 @@ def test_a_rank_killed_while_it_starts_is_an_error_of_the_start(
     make: Make, nothing_left: Callable[[], list[str]], cold_processes: None
 ) -> None:
     killed: list[float] = []
+    ended = threading.Event()
 
     def kill() -> None:
-        while not killed:
+        # At the first sight of a rank, which takes several tenths of a second to start.
+        while not (killed or ended.is_set()):
             for rank in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
                 for pid in map(int, rank.read_text().split()):
                     with contextlib.suppress(OSError):  # one that has ended meanwhile
@@ -311,12 +313,15 @@ def test_a_rank_killed_while_it_starts_is_an_error_of_the_start(
                             os.kill(pid, signal.SIGKILL)
                             killed.append(time.monotonic())
                             return
-            time.sleep(0.05)
+            time.sleep(0.01)
 
-    killer = threading.Timer(1.0, kill)
+    killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(RankFailed, match="ended by SIGKILL"):
-        make(tensor_parallel_size=2)
-    killer.join()
+    try:
+        with pytest.raises(RankFailed, match="ended by SIGKILL"):
+            make(tensor_parallel_size=2)
+    finally:
+        ended.set()
+        killer.join()
     assert time.monotonic() - killed[0] < REPORTED_WITHIN
     assert nothing_left() == []
