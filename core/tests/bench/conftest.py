@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent))
 from timed_endpoint import Endpoint
@@ -17,31 +16,24 @@ from timed_endpoint import Endpoint
 
 @pytest.fixture(scope="session")
 def _endpoint() -> Iterator[Endpoint]:
-    endpoint, loop, ready = Endpoint(), asyncio.new_event_loop(), threading.Event()
-    app = web.Application()
-    app.router.add_post("/v1/completions", endpoint.answer)
-    app.router.add_post("/v1/chat/completions", endpoint.answer)
-    app.router.add_get("/v1/models", endpoint.models)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    endpoint, loop, ready, stop = Endpoint(), asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
-    async def start() -> None:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        endpoint.url = "http://{}:{}".format(*runner.addresses[0])
+    async def serve() -> None:
+        server = await asyncio.start_server(endpoint.connected, "127.0.0.1", 0)
+        endpoint.url = "http://{}:{}".format(*server.sockets[0].getsockname())
         ready.set()
+        await stop.wait()
+        server.close()
 
     def run() -> None:
-        loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # its end cancels what still answers
+            runner.run(serve())
 
     thread = threading.Thread(target=run)
     thread.start()
     assert ready.wait(240)
     yield endpoint
-    loop.call_soon_threadsafe(loop.stop)
+    loop.call_soon_threadsafe(stop.set)
     thread.join(240)
 
 
