@@ -291,7 +291,8 @@ def test_operators_put_a_model_to_sleep_and_wake_it(server: Running, open_page: 
 def test_a_sleep_that_waits_for_requests_can_be_given_up(server: Running, open_page: Callable[..., Page]) -> None:
     page = open_page(str(server.server.control_url), TOKEN)
     state = page.locator(".card .state")
-    with server.openai.completions.create(**LONG, stream=True) as stream:
+    # Longer than the clicks take; its end is not waited for.
+    with server.openai.completions.create(**LONG | {"max_tokens": 1000}, stream=True) as stream:
         next(iter(stream))
         button(page, "Sleep: demo").click()
         expect(state).to_have_text("draining")
