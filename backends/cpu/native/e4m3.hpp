@@ -11,7 +11,8 @@ struct E4m3 { using type = uint8_t; };
 
 // e4m3 as fp32, exactly: subnormal numbers are counts of 2^-9, the bits of others have their exponent's bias raised by 120.
 HP_INLINE vf widen_e4m3(vb x) {
-  const vu bits = __builtin_convertvector(x, vu), magnitude = bits & 0x7fu;
+  // The sign is extended beyond the bits that count.
+  const vu bits = reinterpret_cast<vu>(widen_bytes(reinterpret_cast<vc>(x))), magnitude = bits & 0x7fu;
   const vu small = float_to_bits(__builtin_convertvector(reinterpret_cast<vi>(magnitude), vf) * 0x1p-9f);
   const vu widened = magnitude < 8u ? small : (magnitude << 20) + (120u << 23);
   const vu number = magnitude == 0x7fu ? vu{} + 0x7fc00000u : widened;
@@ -28,7 +29,7 @@ HP_INLINE vb narrow_e4m3(vf x) {
   const vu small = float_to_bits(clipped + 16384.0f) - 0x46800000u;
   const vu number = whole < 0x3c800000u ? small : normal;
   const vu held = absolute > 0x7f800000u ? vu{} + 0x7fu : number;
-  return __builtin_convertvector(held | ((bits >> 24) & 0x80u), vb);
+  return reinterpret_cast<vb>(low_bytes(reinterpret_cast<vi>(held | ((bits >> 24) & 0x80u))));
 }
 
 HP_INLINE vf load(E4m3, const uint8_t* p) {

@@ -42,6 +42,7 @@ typedef float vf __attribute__((vector_size(HP_VW * 4)));
 typedef int32_t vi __attribute__((vector_size(HP_VW * 4)));
 typedef uint32_t vu __attribute__((vector_size(HP_VW * 4)));
 typedef uint16_t vh __attribute__((vector_size(HP_VW * 2)));
+typedef int8_t vc __attribute__((vector_size(HP_VW)));
 
 // Storage of the element types; the caches and activations hold these.
 struct F32 { using type = float; };
@@ -159,7 +160,39 @@ HP_INLINE float from_float(F32, float x) { return x; }
 HP_INLINE uint16_t from_float(Bf16, float x) { return float_to_bf16(x); }
 HP_INLINE uint16_t from_float(F16, float x) { return float_to_f16(x); }
 
-HP_INLINE vf widen_bf16(vh x) { return bits_to_float(__builtin_convertvector(x, vu) << 16); }
+// GCC splits these conversions of whole vectors into halves and joins them again.
+HP_INLINE vu widen_halves(vh x) {
+#if defined(HP_SIMD_AVX512)
+  return reinterpret_cast<vu>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x)));
+#elif defined(HP_SIMD_AVX2)
+  return reinterpret_cast<vu>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x)));
+#else
+  return __builtin_convertvector(x, vu);
+#endif
+}
+HP_INLINE vh low_halves(vu x) {
+#if defined(HP_SIMD_AVX512)
+  return reinterpret_cast<vh>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
+#else
+  return __builtin_convertvector(x, vh);
+#endif
+}
+HP_INLINE vi widen_bytes(vc x) {
+#if defined(HP_SIMD_AVX512)
+  return reinterpret_cast<vi>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(x)));
+#else
+  return __builtin_convertvector(x, vi);
+#endif
+}
+HP_INLINE vc low_bytes(vi x) {
+#if defined(HP_SIMD_AVX512)
+  return reinterpret_cast<vc>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
+#else
+  return __builtin_convertvector(x, vc);
+#endif
+}
+
+HP_INLINE vf widen_bf16(vh x) { return bits_to_float(widen_halves(x) << 16); }
 
 HP_INLINE vf widen_f16(vh x) {
 #if defined(HP_SIMD_AVX512)
@@ -179,7 +212,7 @@ HP_INLINE vh narrow_bf16(vf x) {
   const vu rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const vu quiet = bits | 0x400000u;
   const vu is_nan = reinterpret_cast<vu>((bits & 0x7fffffffu) > 0x7f800000u);
-  return __builtin_convertvector(((rounded & ~is_nan) | (quiet & is_nan)) >> 16, vh);
+  return low_halves(((rounded & ~is_nan) | (quiet & is_nan)) >> 16);
 }
 
 HP_INLINE vh narrow_f16(vf x) {
@@ -279,6 +312,12 @@ struct Sum {
 struct Greatest {
   HP_INLINE_MEMBER vf operator()(vf a, vf b) const { return max(a, b); }
 };
+struct GreatestBits {
+  HP_INLINE_MEMBER vf operator()(vf a, vf b) const {
+    const vi x = reinterpret_cast<vi>(a), y = reinterpret_cast<vi>(b);
+    return reinterpret_cast<vf>(x > y ? x : y);
+  }
+};
 
 // Lane i of the result is what is left of rows[i] when its lanes are joined, for kLanes rows: a transposition and a reduction in one.
 template <class Join>
@@ -321,6 +360,8 @@ HP_INLINE vf reduce_rows(const vf* rows, Join join) {
 
 HP_INLINE vf hsum_rows(const vf* rows) { return reduce_rows(rows, Sum{}); }
 HP_INLINE vf hmax_rows(const vf* rows) { return reduce_rows(rows, Greatest{}); }
+// Of rows whose bits are compared as whole numbers.
+HP_INLINE vi hmax_bits_of_rows(const vf* rows) { return reinterpret_cast<vi>(reduce_rows(rows, GreatestBits{})); }
 
 // Transposes a kLanes x kLanes matrix in place.
 HP_INLINE void transpose(vf* m) {

@@ -18,6 +18,7 @@ constexpr int kSteps = kBlockTerms / 4;  // dot products of four terms in a bloc
 
 #if HP_VW == 16
 constexpr int kRows = 8;
+constexpr int kRowsOfPair = 6;  // with two tiles: more products are under way than one takes cycles, and a load of activations serves two
 #elif HP_VW == 8
 constexpr int kRows = 4;
 #else
@@ -78,11 +79,10 @@ HP_INLINE vi dot(vi acc, vi w, const Terms& t) {
 
 HP_INLINE vf load_halves_as_floats(const char* p) { return load(F16{}, reinterpret_cast<const uint16_t*>(p)); }
 
-typedef int8_t vc __attribute__((vector_size(HP_VW)));
-HP_INLINE vi widen_bytes(const char* p) {
+HP_INLINE vi load_bytes(const char* p) {
   vc bytes;
   std::memcpy(&bytes, p, sizeof(bytes));
-  return __builtin_convertvector(bytes, vi);
+  return widen_bytes(bytes);
 }
 
 // The scales of block b of 16 rows, and what is beside them, from a tile's first scale on.
@@ -97,7 +97,7 @@ HP_INLINE const char* seconds(const char* of_block, int v) {
 // Vector v of the bytes that group b of 8 has beside the scales: the first or the second row of them.
 template <BlockFormat F>
 HP_INLINE vi group_bytes(const char* of_block, int64_t b, int row, int v) {
-  return widen_bytes(of_block + 16 * block_scale_bytes(F) + b % 8 * 32 + row * 16 + v * kLanes);
+  return load_bytes(of_block + 16 * block_scale_bytes(F) + b % 8 * 32 + row * 16 + v * kLanes);
 }
 
 template <BlockFormat F>
@@ -120,15 +120,13 @@ HP_INLINE vf block_minimum(const char* scales, int64_t b, int v) {
   return minimum;
 }
 
-// Vector v of 16 blocks' zero points, times a row's sum, negated, of the block, which 16 bits hold.
-typedef int16_t vz __attribute__((vector_size(HP_VW * 2)));
+// Vector v of 16 blocks' zero points, their 16 bits without the sign's extension; times a row's sum, negated, of the block, which 16 bits hold.
 template <BlockFormat F>
 HP_INLINE vi zeros(const char* scales, int v) {
-  vz found;
-  std::memcpy(&found, seconds<F>(scales, v), sizeof(found));
-  return __builtin_convertvector(found, vi);
+  return reinterpret_cast<vi>(widen_halves(load_halves(reinterpret_cast<const uint16_t*>(seconds<F>(scales, v)))));
 }
-HP_INLINE vi times_zeros(vi zeros, int32_t sum) { return multiply_pairs(reinterpret_cast<vs>(zeros & 0xffff), reinterpret_cast<vs>(splat_int(sum))); }
+HP_INLINE vi times_zeros(vi zeros, int32_t sum) { return multiply_pairs(reinterpret_cast<vs>(zeros), reinterpret_cast<vs>(splat_int(sum))); }
+HP_INLINE vi with_sign(vi halves) { return halves << 16 >> 16; }
 
 // Vector v of the numbers of step j of a block.
 template <BlockFormat F>
@@ -193,14 +191,19 @@ HP_INLINE int32_t as_integer(const float* p) {
 // The bits of the magnitude above which numbers of a row are outliers; where there are none, what is above those of every number.
 template <class T>
 int32_t outlier_limit(T type, const typename T::type* x, int64_t k) {
-  constexpr int kVectors = kBlockTerms / kLanes;
-  vf squares[kVectors] = {};
-  for (int64_t i = 0; i < k; i += kBlockTerms)
+  constexpr int kSums = 4 > kBlockTerms / kLanes ? 4 : kBlockTerms / kLanes, kTerms = kSums * kLanes;
+  vf squares[kSums] = {};
+  int64_t i = 0;
+  for (; i + kTerms <= k; i += kTerms)
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kSums; ++v) {
       const vf values = load(type, x + i + v * kLanes);
       squares[v] = fma(values, values, squares[v]);
     }
+  for (; i < k; i += kLanes) {
+    const vf values = load(type, x + i);
+    squares[0] = fma(values, values, squares[0]);
+  }
   float sum = 0;
   for (const vf& lanes : squares) sum += hsum(lanes);
   if (!(sum > 1e-30f && sum < 1e38f)) return 0x7fffffff;
@@ -208,79 +211,110 @@ int32_t outlier_limit(T type, const typename T::type* x, int64_t k) {
   return as_integer(&limit);
 }
 
+// A bit for each lane that is greater.
+HP_INLINE uint32_t lanes_above(vi x, int32_t limit) {
+#if defined(HP_SIMD_AVX512)
+  return _mm512_cmpgt_epi32_mask(reinterpret_cast<__m512i>(x), _mm512_set1_epi32(limit));
+#else
+  uint32_t found = 0;
+  for (int i = 0; i < kLanes; ++i) found |= static_cast<uint32_t>(x[i] > limit) << i;
+  return found;
+#endif
+}
+
 // Appends the outliers of a block to row i's; returns their sum.
 template <class T>
 float set_aside(T type, const typename T::type* x, int64_t block, int32_t limit, const BlockRows& rows, int64_t i) {
   float sum = 0;
-  int32_t& count = rows.outlier_counts[i];
-  for (int64_t term = block * kBlockTerms; term < (block + 1) * kBlockTerms; ++term) {
-    const float value = to_float(type, x[term]);
-    if ((as_integer(&value) & 0x7fffffff) <= limit) continue;
-    rows.outliers[i * rows.row_outliers + count++] = {static_cast<int32_t>(term), value};
-    sum += value;
+  int32_t count = rows.outlier_counts[i];
+  for (int64_t first = block * kBlockTerms; first < (block + 1) * kBlockTerms; first += kLanes) {
+    uint32_t lanes = lanes_above(reinterpret_cast<vi>(float_to_bits(load(type, x + first)) & 0x7fffffffu), limit);
+    for (; lanes != 0; lanes &= lanes - 1) {
+      const int64_t term = first + __builtin_ctz(lanes);
+      const float value = to_float(type, x[term]);
+      rows.outliers[i * rows.row_outliers + count++] = {static_cast<int32_t>(term), value};
+      sum += value;
+    }
   }
+  rows.outlier_counts[i] = count;
   return sum;
 }
 
 template <class T>
 void quantise_as(T type, const typename T::type* x, int64_t k, BlockFormat format, const BlockRows& rows, int64_t i) {
   constexpr int kVectors = kBlockTerms / kLanes;
-  constexpr int64_t kPiece = 16;  // blocks whose scales are computed together
   const BlockLayout layout = block_layout(format);
+  const int64_t blocks = k / kBlockTerms;
   char* to = rows.bytes + i * rows.row_bytes;
   const int32_t limit = outlier_limit(type, x, k);
   rows.outlier_counts[i] = 0;
-  for (int64_t first = 0; first < k / kBlockTerms; first += kPiece) {
-    const int64_t count = k / kBlockTerms - first < kPiece ? k / kBlockTerms - first : kPiece;
+  const auto magnitudes = [&](int64_t block, int v) {
+    return reinterpret_cast<vi>(float_to_bits(load(type, x + block * kBlockTerms + v * kLanes)) & 0x7fffffffu);
+  };
+  // A vector has one number of each of so many blocks.
+  for (int64_t first = 0; first < blocks; first += kLanes) {
+    const int count = static_cast<int>(blocks - first < kLanes ? blocks - first : kLanes);
     // Of numbers that are not negative the bits have their order, and what is not finite is above all others.
-    alignas(64) int32_t tops[kPiece] = {};
-    alignas(64) float scales[kPiece], steps[kPiece], outlying[kPiece] = {};
-    for (int64_t b = 0; b < count; ++b) {
-      vi all{}, kept{};
+    vf greatest[kLanes], firsts[kLanes], second[kLanes];
+    for (int b = 0; b < kLanes; ++b) {
+      vi most{};
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        const vf values = load(type, x + (first + b) * kBlockTerms + v * kLanes);
-        const vi bits = reinterpret_cast<vi>(float_to_bits(values) & 0x7fffffffu);
-        all = larger(all, bits), kept = larger(kept, bits > limit ? vi{} : bits);
+      for (int v = 0; v < kVectors && b < count; ++v) most = larger(most, magnitudes(first + b, v));
+      greatest[b] = reinterpret_cast<vf>(most);
+    }
+    vi top = hmax_bits_of_rows(greatest);
+    alignas(64) float outlying[kLanes] = {};
+    bool have_outliers[kLanes] = {};
+    if (largest(top) > limit) {
+      for (int b = 0; b < count; ++b) {
+        if (top[b] <= limit) continue;
+        vi most{};
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          const vi bits = magnitudes(first + b, v);
+          most = larger(most, bits > limit ? vi{} : bits);
+        }
+        have_outliers[b] = true;
+        outlying[b] = set_aside(type, x, first + b, limit, rows, i);
+        top[b] = largest(most);
       }
-      tops[b] = largest(all);
-      if (tops[b] > limit) tops[b] = largest(kept), outlying[b] = set_aside(type, x, first + b, limit, rows, i);
     }
-#pragma GCC unroll 4
-    for (int64_t b = 0; b < kPiece; b += kLanes) {
-      constexpr int32_t kInfinite = 0x7f800000, kLeast = 0x0d800000;  // 2^-100
-      const vi top = load_ints(tops + b), none = top < kLeast, endless = top >= kInfinite;
-      // Of a block without a greatest number that can be divided by, one: it and its quotient are masked.
-      const vf most = reinterpret_cast<vf>((top & ~(none | endless)) | (0x3f800000 & (none | endless)));
-      store(scales + b, reinterpret_cast<vf>((reinterpret_cast<vi>(most / splat(127.0f)) & ~(none | endless)) | (0x7fc00000 & endless)));
-      store(steps + b, reinterpret_cast<vf>(reinterpret_cast<vi>(splat(127.0f) / most) & ~(none | endless)));
-    }
-    for (int64_t b = 0; b < count; ++b) {
-      const int64_t block = first + b;
+    constexpr int32_t kInfinite = 0x7f800000, kLeast = 0x0d800000;  // 2^-100
+    const vi none = top < kLeast, endless = top >= kInfinite;
+    // Of a block without a greatest number that can be divided by, one: it and its quotient are masked.
+    const vf most = reinterpret_cast<vf>((top & ~(none | endless)) | (0x3f800000 & (none | endless)));
+    const vf scale = reinterpret_cast<vf>((reinterpret_cast<vi>(most / splat(127.0f)) & ~(none | endless)) | (0x7fc00000 & endless));
+    alignas(64) float steps[kLanes];
+    store(steps, reinterpret_cast<vf>(reinterpret_cast<vi>(splat(127.0f) / most) & ~(none | endless)));
+    // Sums of each block, or of its halves.
+    for (int b = 0; b < kLanes; ++b) {
       const vf step = splat(steps[b]);
-      vi sums[2] = {};  // of each half of the block
+      vi sums[2] = {};
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kVectors && b < count; ++v) {
         vi q{};
         if (steps[b] > 0) {
-          const vf values = load(type, x + block * kBlockTerms + v * kLanes);
-          const vi outlies = reinterpret_cast<vi>(float_to_bits(values) & 0x7fffffffu) > limit;
-          q = __builtin_convertvector(round_nearest(values * step), vi) & ~outlies;
+          q = __builtin_convertvector(round_nearest(load(type, x + (first + b) * kBlockTerms + v * kLanes) * step), vi);
+          if (have_outliers[b]) q &= ~(magnitudes(first + b, v) > limit);
         }
         sums[v * kLanes / 16] += q;
-        const vc bytes = __builtin_convertvector(q, vc);
-        std::memcpy(to + block * kBlockTerms + v * kLanes, &bytes, sizeof(bytes));
+        const vc bytes = low_bytes(q);
+        std::memcpy(to + (first + b) * kBlockTerms + v * kLanes, &bytes, sizeof(bytes));
       }
-      int32_t total = sum_of(sums[0] + sums[1]);
-      if (layout.has_halves) {
-        const int32_t second = sum_of(sums[1]), shift = -layout.zero * second;
-        std::memcpy(rows.second_offsets + block * rows.stride + i, &shift, 4);
-        total -= second;
-      }
-      const float product = scales[b] * static_cast<float>(total) + outlying[b];
-      const int32_t shift = -layout.zero * total;
-      rows.scales[block * rows.stride + i] = scales[b];
-      std::memcpy(rows.offsets + block * rows.stride + i, layout.has_minimum ? static_cast<const void*>(&product) : &shift, 4);
+      firsts[b] = to_floats(layout.has_halves ? sums[0] : sums[0] + sums[1]);
+      if (layout.has_halves) second[b] = to_floats(sums[1]);
+    }
+    // Whole numbers, which are exact.
+    const vf total = hsum_rows(firsts);
+    alignas(64) float scales[kLanes], offsets[kLanes], seconds[kLanes];
+    store(scales, scale);
+    store(offsets, layout.has_minimum ? scale * total + load(outlying) : reinterpret_cast<vf>(-layout.zero * __builtin_convertvector(total, vi)));
+    if (layout.has_halves) store(seconds, reinterpret_cast<vf>(-layout.zero * __builtin_convertvector(hsum_rows(second), vi)));
+    for (int b = 0; b < count; ++b) {
+      const int64_t at = (first + b) * rows.stride + i;
+      rows.scales[at] = scales[b];
+      std::memcpy(rows.offsets + at, offsets + b, 4);
+      if (layout.has_halves) std::memcpy(rows.second_offsets + at, seconds + b, 4);
     }
   }
 }
@@ -295,62 +329,90 @@ void quantise(const void* x, DType dtype, int64_t k, BlockFormat format, const B
 
 BlockRows rows_of(const LinearItem& item) { return {const_cast<void*>(item.x), item.call->m, item.call->weight.k}; }
 
-// c: [MR, kGroupColumns], of one tile, but for outliers; from row `first` on. The memory of a tile that follows is asked for meanwhile.
-template <BlockFormat F, int MR>
-void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, const char* next, int64_t k, float* c) {
+// c: [MR, kGroupColumns], of NT tiles, `stride` bytes apart, but for outliers; from row `first` on. The memory of the tiles from `next` on
+// is asked for meanwhile.
+template <BlockFormat F, int MR, int NT>
+void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, int64_t stride, const char* next, int64_t k, float* c) {
   constexpr bool kMinimum = block_layout(F).has_minimum, kZero = block_layout(F).has_zero, kHalves = block_layout(F).has_halves;
+  constexpr int kVectors = NT * kTileVectors;
+  // Sums of all vectors at once where registers hold them, else of one after the other.
+  constexpr int kAtOnce = NT > 1 ? kVectors : 1;
   const int64_t blocks = k / kBlockTerms, to_next = next - tile;
   const char* scales = tile + blocks * tile_number_bytes(F);
   const int8_t* x = reinterpret_cast<const int8_t*>(rows.bytes) + first * rows.row_bytes;
   const float* row_scales = rows.scales + first;
   const float* row_offsets = rows.offsets + first;
   const float* row_seconds = rows.second_offsets + first;
-  vf acc[MR][kTileVectors];
-  [[maybe_unused]] vi first_sum[MR];
+  vf acc[MR][kVectors];
+  [[maybe_unused]] vi first_sum[MR][kAtOnce];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) acc[r][v] = vf{};
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = vf{};
   for (int64_t b = 0; b < blocks; ++b) {
     if (to_next != 0) {
+#pragma GCC unroll 2
+      for (int t = 0; t < NT; ++t) {
 #pragma GCC unroll 8
-      for (int64_t line = 0; line < tile_number_bytes(F); line += 64) __builtin_prefetch(tile + to_next + line);
-      __builtin_prefetch(scales + to_next + b * tile_scale_bytes(F) / block_layout(F).together);
+        for (int64_t line = 0; line < tile_number_bytes(F); line += 64) __builtin_prefetch(tile + t * stride + to_next + line);
+        __builtin_prefetch(scales + t * stride + to_next + b * tile_scale_bytes(F) / block_layout(F).together);
+      }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) {
-      vi sum[MR];
+    for (int begin = 0; begin < kVectors; begin += kAtOnce) {
+      const auto numbers_at = [&](int i) { return tile + (begin + i) / kTileVectors * stride; };
+      const auto scales_at = [&](int i) { return scales_of<F>(scales + (begin + i) / kTileVectors * stride, b); };
+      vi sum[MR][kAtOnce];
+#pragma GCC unroll 2
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int v = (begin + i) % kTileVectors;
 #pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        if constexpr (kZero) {
-          sum[r] = times_zeros(zeros<F>(scales_of<F>(scales, b), v), as_integer(row_offsets + r));
-        } else {
-          sum[r] = kMinimum ? vi{} : splat_int(as_integer(row_offsets + r));
+        for (int r = 0; r < MR; ++r) {
+          if constexpr (kZero) {
+            sum[r][i] = times_zeros(zeros<F>(scales_at(i), v), as_integer(row_offsets + r));
+          } else {
+            sum[r][i] = kMinimum ? vi{} : splat_int(as_integer(row_offsets + r));
+          }
         }
       }
 #pragma GCC unroll 8
       for (int j = 0; j < kSteps; ++j) {
         if constexpr (kHalves) {
           if (j == kSteps / 2) {
-            const vi by = group_bytes<F>(scales_of<F>(scales, b), b, 0, v);
+#pragma GCC unroll 2
+            for (int i = 0; i < kAtOnce; ++i) {
+              const vi by = group_bytes<F>(scales_at(i), b, 0, (begin + i) % kTileVectors);
 #pragma GCC unroll 16
-            for (int r = 0; r < MR; ++r) first_sum[r] = sum[r] * by, sum[r] = splat_int(as_integer(row_seconds + r));
+              for (int r = 0; r < MR; ++r) first_sum[r][i] = sum[r][i] * by, sum[r][i] = splat_int(as_integer(row_seconds + r));
+            }
           }
         }
-        const vi w = numbers<F>(tile, j, v);
+        vi w[kAtOnce];
+#pragma GCC unroll 2
+        for (int i = 0; i < kAtOnce; ++i) w[i] = numbers<F>(numbers_at(i), j, (begin + i) % kTileVectors);
 #pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r) sum[r] = dot(sum[r], w, Terms(x + r * rows.row_bytes + j * 4));
+        for (int r = 0; r < MR; ++r) {
+          const Terms terms(x + r * rows.row_bytes + j * 4);
+#pragma GCC unroll 2
+          for (int i = 0; i < kAtOnce; ++i) sum[r][i] = dot(sum[r][i], w[i], terms);
+        }
       }
-      if constexpr (kHalves) {
-        const vi by = group_bytes<F>(scales_of<F>(scales, b), b, 1, v);
+#pragma GCC unroll 2
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int v = (begin + i) % kTileVectors;
+        const char* of_tile = scales + (begin + i) / kTileVectors * stride;
+        if constexpr (kHalves) {
+          const vi by = group_bytes<F>(scales_at(i), b, 1, v);
 #pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r) sum[r] = first_sum[r] + sum[r] * by;
-      }
-      const vf scale = block_scale<F>(scales, b, v);
+          for (int r = 0; r < MR; ++r) sum[r][i] = first_sum[r][i] + sum[r][i] * by;
+        }
+        const vf scale = block_scale<F>(of_tile, b, v);
 #pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        acc[r][v] = fma(scale * splat(row_scales[r]), to_floats(sum[r]), acc[r][v]);
-        if constexpr (kMinimum) acc[r][v] = fma(block_minimum<F>(scales, b, v), splat(row_offsets[r]), acc[r][v]);
+        for (int r = 0; r < MR; ++r) {
+          vf& to = acc[r][begin + i];
+          to = fma(scale * splat(row_scales[r]), to_floats(sum[r][i]), to);
+          if constexpr (kMinimum) to = fma(block_minimum<F>(of_tile, b, v), splat(row_offsets[r]), to);
+        }
       }
     }
     tile += tile_number_bytes(F);
@@ -359,7 +421,7 @@ void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, const ch
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) store(c + r * kGroupColumns + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(c + r * kGroupColumns + v * kLanes, acc[r][v]);
 }
 
 // Adds the products of kTiles tiles, `stride` bytes apart, with a row's outliers to c: [kTiles * kTileColumns].
@@ -383,7 +445,7 @@ void add_outliers(const BlockRows& rows, int64_t row, const char* tiles, int64_t
       for (int v = 0; v < kTileVectors; ++v) {
         const char* of_tile = scales + t * stride;
         vi n = numbers_of_term<F>(tiles + t * stride + b * tile_number_bytes(F), in_block, v);
-        n -= block_layout(F).has_zero ? zeros<F>(scales_of<F>(of_tile, b), v) : splat_int(block_layout(F).zero);
+        n -= block_layout(F).has_zero ? with_sign(zeros<F>(scales_of<F>(of_tile, b), v)) : splat_int(block_layout(F).zero);
         if constexpr (block_layout(F).has_halves) n *= group_bytes<F>(scales_of<F>(of_tile, b), b, in_block / 16, v);
         acc[t][v] = fma(block_scale<F>(of_tile, b, v) * value, to_floats(n), acc[t][v]);
       }
@@ -407,31 +469,48 @@ void add_outliers_of_rows(const BlockRows& rows, int64_t first, int count, const
   }
 }
 
-using DotKernel = void (*)(const BlockRows&, int64_t, const char*, const char*, int64_t, float*);
+using DotKernel = void (*)(const BlockRows&, int64_t, const char*, int64_t, const char*, int64_t, float*);
 
-template <BlockFormat F, int... R>
+template <BlockFormat F, int NT, int Fewest, int... R>
 DotKernel dot_kernel_for(int rows, std::integer_sequence<int, R...>) {
-  static constexpr DotKernel table[] = {dot_kernel<F, R + 1>...};
-  return table[rows - 1];
+  static constexpr DotKernel table[] = {dot_kernel<F, R + Fewest, NT>...};
+  return table[rows - Fewest];
 }
 
+// Rows in parts of at most `most`, as equal as possible, and in each `pair` tiles at a time.
 template <BlockFormat F>
 void run_rows(const LinearItem& item) {
   const PackedWeight& weight = item.call->weight;
   const int64_t stride = block_tile_bytes(F, weight.k);
   const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
   const BlockRows x = rows_of(item);
-  const int64_t rows = item.row_end - item.row_begin, parts = ceil_div(rows, kRows);
+  const int64_t rows = item.row_end - item.row_begin;
+  // Pairs of tiles take registers that a sum for each half of a block needs.
+#if HP_VW == 16 && defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+  // 9 rows are 4 and 5, and no more than 8 are so many parts that one is smaller.
+  constexpr int kFewestOfPair = 4, kSizesOfPair = kRowsOfPair - kFewestOfPair + 1;
+  const bool pairs = !block_layout(F).has_halves && rows > kRows && item.tile_count > 1;
+  const int64_t parts = ceil_div(rows, pairs ? kRowsOfPair : kRows);
+#else
+  const int64_t parts = ceil_div(rows, kRows);
+#endif
   alignas(64) float c[kRows * kGroupColumns];
   for (int64_t p = 0; p < parts; ++p) {
     const int64_t begin = item.row_begin + rows * p / parts, end = item.row_begin + rows * (p + 1) / parts;
     const int count = static_cast<int>(end - begin);
-    const DotKernel kernel = dot_kernel_for<F>(count, std::make_integer_sequence<int, kRows>());
-    for (int t = 0; t < item.tile_count; ++t) {
+    const auto run = [&](DotKernel kernel, int t, int together) {
       const char* tile = tiles + t * stride;
-      const char* next = t + 1 < item.tile_count ? tile + stride : item.prefetch;
-      kernel(x, begin, tile, p == 0 && next != nullptr ? next : tile, weight.k, c + t * kTileColumns);
+      const char* next = t + together < item.tile_count ? tile + together * stride : item.prefetch;
+      kernel(x, begin, tile, stride, p == 0 && next != nullptr ? next : tile, weight.k, c + t * kTileColumns);
+    };
+    int t = 0;
+#if HP_VW == 16 && defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+    if constexpr (!block_layout(F).has_halves) {
+      for (; pairs && t + 1 < item.tile_count; t += 2)
+        run(dot_kernel_for<F, 2, kFewestOfPair>(count, std::make_integer_sequence<int, kSizesOfPair>()), t, 2);
     }
+#endif
+    for (; t < item.tile_count; ++t) run(dot_kernel_for<F, 1, 1>(count, std::make_integer_sequence<int, kRows>()), t, 1);
     add_outliers_of_rows<F>(x, begin, count, item, tiles, c);
     linear_kernels().finish(item, begin, count, c);
   }
