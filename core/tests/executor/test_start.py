@@ -55,3 +55,24 @@ def test_the_collector_is_afterwards_as_it_was(*, was_enabled: bool) -> None:
         assert gc.isenabled() is was_enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+MADE_MEANWHILE = """
+import gc
+from hardpoint.executor.start import collection_paused
+
+with collection_paused():
+    made = [[index] for index in range(20_000)]
+young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
+assert not young & set(map(id, made))
+assert gc.get_freeze_count() == 0
+gc.freeze()
+frozen = gc.get_freeze_count()
+with collection_paused():
+    pass
+assert gc.get_freeze_count() >= frozen
+"""
+
+
+def test_what_was_made_meanwhile_is_of_the_oldest_generation_and_what_was_frozen_stays_so() -> None:
+    subprocess.run([sys.executable, "-c", MADE_MEANWHILE], check=True, timeout=120)

@@ -309,12 +309,11 @@ class EngineCore:
             libraries.wait()
         with collection_paused():
             self.executor = _make_executor(config, resolved, worker_config)
-        try:
-            with collection_paused():
+            try:
                 self.model = self._start(resolved, start)
-        except BaseException:
-            self.executor.shutdown()
-            raise
+            except BaseException:
+                self.executor.shutdown()
+                raise
         self.lifecycle = LifeCycle(self.executor, self.scheduler, memory, settings, resolved.descriptor.name)
         self.totals = StepTotals(sleep=self.lifecycle.totals)
         self._tier_totals = TierReport()

@@ -22,7 +22,7 @@ from hardpoint.engine.prompt_embeds import PromptEmbeds
 from hardpoint.engine.request import BeamRequest, PoolingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
 from hardpoint.engine.speculation import check_vocabularies, parse_speculative_config
-from hardpoint.executor.start import return_free_memory
+from hardpoint.executor.start import collection_paused, return_free_memory
 from hardpoint.interfaces.batch import EmbeddingKind, LogprobsMode
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, ModelError
 from hardpoint.interfaces.worker import ModelInfo
@@ -44,6 +44,7 @@ _UNSEEDED = 0x6861726470_6F696E74
 """Keeps the seeds of requests without one apart from those that users choose."""
 
 
+@collection_paused()
 def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -> tuple[L, RequestMaker]:
     """Start a loop, with the tokenizer loaded beside it; nothing is left of what fails."""
     source = open_model(

@@ -45,4 +45,8 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if gc.get_freeze_count() == 0:
+                # All are of the oldest generation now: the first collection of the youngest would go through every one of them.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
