@@ -24,7 +24,7 @@ endif()
 
 # Families that gain by AMX; at that level the others run their kernels for avx512bf16 (isa.hpp).
 set(HP_AMX_FAMILIES attention block_gemm gemm)
-# Those that gain by AVX512-VNNI alone; at that level the others run their kernels for avx512.
+# Those that gain by AVX512-VNNI and not by AVX512-BF16, which includes it; at the level avx512vnni the others run their kernels for avx512.
 set(HP_VNNI_FAMILIES block_gemm)
 include(CheckCXXCompilerFlag)
 check_cxx_compiler_flag("-mamx-tile -mamx-bf16 -mamx-int8" HP_COMPILER_HAS_AMX)
@@ -38,9 +38,10 @@ function(hp_isa_unit family)
     if(family IN_LIST HP_VNNI_FAMILIES)
       hp_isa_object(${family} avx512vnni 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512vnni -mprefer-vector-width=512
         ${HP_AVX512_QUIET})
+    else()
+      hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512
+        ${HP_AVX512_QUIET})
     endif()
-    hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512
-      ${HP_AVX512_QUIET})
     target_compile_definitions(_native PRIVATE HP_HAVE_X86_ISAS=1)
     if(HP_COMPILER_HAS_AMX)
       target_compile_definitions(_native PRIVATE HP_HAVE_AMX=1)
