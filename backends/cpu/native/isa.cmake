@@ -16,9 +16,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   set(HP_AVX512_QUIET -Wno-maybe-uninitialized)
 endif()
 
-# The rules for sanitizers (driver.cmake) have their own level, and -O3 after it takes the compiler four times as long.
+# The rules for sanitizers (driver.cmake) have their own level, and -O3 after it takes the compiler four times as long; a debug build has none.
 set(HP_OPTIMISE -O3)
-if(HARDPOINT_SANITIZE)
+if(HARDPOINT_SANITIZE OR CMAKE_BUILD_TYPE STREQUAL "Debug")
   set(HP_OPTIMISE "")
 endif()
 
