@@ -14,4 +14,4 @@ struct BlockKernels {
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA_AND_VNNI_AND_AMX(const BlockKernels& block_kernels())
+HP_DECLARE_PER_ISA_WITH_VNNI(const BlockKernels& block_kernels())

@@ -157,7 +157,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
   if (call.m == 0) return;
   ThreadPool& pool = ThreadPool::global();
   const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
-  const BlockKernels& blocks = HP_DISPATCH_AND_VNNI_AND_AMX(block_kernels);
+  const BlockKernels& blocks = HP_DISPATCH_WITH_VNNI(block_kernels);
   const PackedWeight& weight = call.weight;
   const bool in_blocks = weight.blocks != BlockFormat::None;
   const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, in_blocks, 1);

@@ -16,15 +16,18 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   set(HP_AVX512_QUIET -Wno-maybe-uninitialized)
 endif()
 
-# The rules for sanitizers (driver.cmake) have their own level, and -O3 after it takes the compiler four times as long.
+# Sanitizers make these large units larger: at the rules' own level, -O1 (driver.cmake), the compiler takes twice as long as at -O0, which is twice
+# what the tests gain by it. A debug build has the level of its type.
 set(HP_OPTIMISE -O3)
 if(HARDPOINT_SANITIZE)
+  set(HP_OPTIMISE -O0)
+elseif(CMAKE_BUILD_TYPE STREQUAL "Debug")
   set(HP_OPTIMISE "")
 endif()
 
 # Families that gain by AMX; at that level the others run their kernels for avx512bf16 (isa.hpp).
 set(HP_AMX_FAMILIES attention block_gemm gemm)
-# Those that gain by AVX512-VNNI alone; at that level the others run their kernels for avx512.
+# Those that gain by AVX512-VNNI and not by AVX512-BF16, which includes it; at the level avx512vnni the others run their kernels for avx512.
 set(HP_VNNI_FAMILIES block_gemm)
 include(CheckCXXCompilerFlag)
 check_cxx_compiler_flag("-mamx-tile -mamx-bf16 -mamx-int8" HP_COMPILER_HAS_AMX)
@@ -38,9 +41,10 @@ function(hp_isa_unit family)
     if(family IN_LIST HP_VNNI_FAMILIES)
       hp_isa_object(${family} avx512vnni 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512vnni -mprefer-vector-width=512
         ${HP_AVX512_QUIET})
+    else()
+      hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512
+        ${HP_AVX512_QUIET})
     endif()
-    hp_isa_object(${family} avx512bf16 16 ${HP_OPTIMISE} -ffp-contract=fast -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512
-      ${HP_AVX512_QUIET})
     target_compile_definitions(_native PRIVATE HP_HAVE_X86_ISAS=1)
     if(HP_COMPILER_HAS_AMX)
       target_compile_definitions(_native PRIVATE HP_HAVE_AMX=1)

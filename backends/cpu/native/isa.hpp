@@ -25,25 +25,28 @@ void set_isa(const std::string& name);
 // A kernel family is compiled once per level (isa.cmake) and offers one function per level, in the namespace of the level:
 // HP_DECLARE_PER_ISA(const Kernels& kernels()) declares them, HP_DISPATCH(kernels) calls the active one.
 // AMX has kernels of its own for the families that gain by it (HP_AMX_FAMILIES in isa.cmake) and runs those of avx512bf16 for the
-// others. A family of the first kind uses the two macros whose names end in _AND_AMX. AVX512-VNNI has kernels of its own for weights in
-// blocks, which use the two that end in _AND_VNNI_AND_AMX, and runs those of avx512 for all others.
+// others. A family of the first kind uses the two macros whose names end in _AND_AMX. Weights in blocks gain by AVX512-VNNI and not by
+// AVX512-BF16, which runs their kernels for avx512vnni: they use the two macros that end in _WITH_VNNI. All others run those of avx512 at
+// the level avx512vnni.
 #ifdef HP_HAVE_X86_ISAS
-#define HP_DISPATCH_LEVELS(function, vnni_level, amx_level)             \
+#define HP_DISPATCH_LEVELS(function, vnni_level, bf16_level, amx_level) \
   ([]() -> decltype(auto) {                                             \
     switch (::hp::active_isa()) {                                       \
       case ::hp::Isa::Amx: return ::hp::amx_level::function();          \
-      case ::hp::Isa::Avx512Bf16: return ::hp::avx512bf16::function();  \
+      case ::hp::Isa::Avx512Bf16: return ::hp::bf16_level::function();  \
       case ::hp::Isa::Avx512Vnni: return ::hp::vnni_level::function();  \
       case ::hp::Isa::Avx512: return ::hp::avx512::function();          \
       case ::hp::Isa::Avx2: return ::hp::avx2::function();              \
       default: return ::hp::baseline::function();                       \
     }                                                                   \
   }())
-#define HP_DISPATCH(function) HP_DISPATCH_LEVELS(function, avx512, avx512bf16)
-#define HP_DECLARE_PER_ISA(declaration) \
+#define HP_DISPATCH(function) HP_DISPATCH_LEVELS(function, avx512, avx512bf16, avx512bf16)
+#define HP_DECLARE_UP_TO_AVX512(declaration) \
   namespace hp::baseline { declaration; } \
   namespace hp::avx2 { declaration; } \
-  namespace hp::avx512 { declaration; } \
+  namespace hp::avx512 { declaration; }
+#define HP_DECLARE_PER_ISA(declaration) \
+  HP_DECLARE_UP_TO_AVX512(declaration) \
   namespace hp::avx512bf16 { declaration; }
 #else
 #define HP_DISPATCH(function) (::hp::baseline::function())
@@ -52,27 +55,29 @@ void set_isa(const std::string& name);
 #endif
 
 #ifdef HP_HAVE_AMX
-#define HP_DISPATCH_AND_AMX(function) HP_DISPATCH_LEVELS(function, avx512, amx)
-#define HP_DISPATCH_AND_VNNI_AND_AMX(function) HP_DISPATCH_LEVELS(function, avx512vnni, amx)
+#define HP_DISPATCH_AND_AMX(function) HP_DISPATCH_LEVELS(function, avx512, avx512bf16, amx)
 #define HP_DECLARE_PER_ISA_AND_AMX(declaration) \
   HP_DECLARE_PER_ISA(declaration) \
   namespace hp::amx { declaration; }
 #else
 #define HP_DISPATCH_AND_AMX(function) HP_DISPATCH(function)
-#ifdef HP_HAVE_X86_ISAS
-#define HP_DISPATCH_AND_VNNI_AND_AMX(function) HP_DISPATCH_LEVELS(function, avx512vnni, avx512bf16)
-#else
-#define HP_DISPATCH_AND_VNNI_AND_AMX(function) HP_DISPATCH(function)
-#endif
 #define HP_DECLARE_PER_ISA_AND_AMX(declaration) HP_DECLARE_PER_ISA(declaration)
 #endif
 
-#ifdef HP_HAVE_X86_ISAS
-#define HP_DECLARE_PER_ISA_AND_VNNI_AND_AMX(declaration) \
-  HP_DECLARE_PER_ISA_AND_AMX(declaration) \
+#if defined(HP_HAVE_AMX)
+#define HP_DISPATCH_WITH_VNNI(function) HP_DISPATCH_LEVELS(function, avx512vnni, avx512vnni, amx)
+#define HP_DECLARE_PER_ISA_WITH_VNNI(declaration) \
+  HP_DECLARE_UP_TO_AVX512(declaration) \
+  namespace hp::avx512vnni { declaration; } \
+  namespace hp::amx { declaration; }
+#elif defined(HP_HAVE_X86_ISAS)
+#define HP_DISPATCH_WITH_VNNI(function) HP_DISPATCH_LEVELS(function, avx512vnni, avx512vnni, avx512vnni)
+#define HP_DECLARE_PER_ISA_WITH_VNNI(declaration) \
+  HP_DECLARE_UP_TO_AVX512(declaration) \
   namespace hp::avx512vnni { declaration; }
 #else
-#define HP_DECLARE_PER_ISA_AND_VNNI_AND_AMX(declaration) HP_DECLARE_PER_ISA_AND_AMX(declaration)
+#define HP_DISPATCH_WITH_VNNI(function) HP_DISPATCH(function)
+#define HP_DECLARE_PER_ISA_WITH_VNNI(declaration) HP_DECLARE_PER_ISA(declaration)
 #endif
 
 }  // namespace hp

@@ -80,7 +80,14 @@ def cluster(fake: ModuleType) -> Iterator[Any]:
         node = {"num_cpus": 2, "object_store_memory": OBJECT_STORE}
         nodes = Cluster(
             initialize_head=True,
-            head_node_args={**node, "resources": {"fakes": 6, "split": 1, "lone": 1}, "include_dashboard": False},
+            # Nobody reads the nodes' logs, and no machine is added for a load.
+            head_node_args={
+                **node,
+                "resources": {"fakes": 6, "split": 1, "lone": 1},
+                "include_dashboard": False,
+                "include_log_monitor": False,
+                "no_monitor": True,
+            },
         )
         nodes.add_node(**node, resources={"fakes": 6, "split": 1})
         ray.init(address=nodes.address, log_to_driver=False)

@@ -257,8 +257,13 @@ void add_typed(T type, const AdapterCall& call, const AdapterItem& item, const A
 void add(const AdapterCall& call, const AdapterItem& item, const AdapterItem* next, float* inner) {
   switch (call.matrices.dtype) {
     case DType::BF16: return add_typed(Bf16{}, call, item, next, inner);
+#if defined(HP_SIMD_AVX512BF16)
+    // For them this level has no other instructions than the one below, whose code is not compiled once more.
+    default: return avx512::adapter_kernels_here().add(call, item, next, inner);
+#else
     case DType::F16: return add_typed(F16{}, call, item, next, inner);
     default: return add_typed(F32{}, call, item, next, inner);
+#endif
   }
 }
 

@@ -1098,24 +1098,57 @@ HP_INLINE int64_t scratch_bytes_of(int decode_kv_heads, int group, int head_dim)
   return decode_bytes > prefill_bytes ? decode_bytes : prefill_bytes;
 }
 
-int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
-  const int64_t f = scratch_bytes_of<F32>(decode_kv_heads, group, head_dim);
-  const int64_t b = scratch_bytes_of<Bf16>(decode_kv_heads, group, head_dim);
-  return f > b ? f : b;
-}
+// Instructions for bf16 change nothing for the other types, and tile registers nothing but the matrix products: the rest is what the level below
+// has, and is not compiled once more.
+#if defined(__AMX_BF16__)
+HP_INLINE const AttentionKernels& below() { return avx512bf16::attention_kernels(); }
+#elif defined(HP_SIMD_AVX512BF16)
+HP_INLINE const AttentionKernels& below() { return avx512::attention_kernels(); }
+#endif
 
-void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
-  switch (call.kv->dtype) {
-    case DType::F32: return decode_format<F32>(call, portion, next, scratch);
-    case DType::BF16: return decode_format<Bf16>(call, portion, next, scratch);
-    case DType::F16: return decode_format<F16>(call, portion, next, scratch);
-  }
+int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
+#if defined(HP_SIMD_AVX512BF16)
+  const int64_t others = below().scratch_bytes(decode_kv_heads, group, head_dim);
+#else
+  const int64_t others = scratch_bytes_of<F32>(decode_kv_heads, group, head_dim);
+#endif
+  const int64_t b = scratch_bytes_of<Bf16>(decode_kv_heads, group, head_dim);
+  return others > b ? others : b;
 }
 
 template <class E>
 void prefill_format(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
   if (call.kv->format == KvFormat::E4m3) return prefill<E, E4m3>(call, item, kv_head, scratch);
   return prefill<E, E>(call, item, kv_head, scratch);
+}
+
+#if defined(HP_SIMD_AVX512BF16)
+void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
+#if !defined(__AMX_BF16__)
+  if (call.kv->dtype == DType::BF16) return decode_format<Bf16>(call, portion, next, scratch);
+#endif
+  below().decode(call, portion, next, scratch);
+}
+
+void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
+  if (call.kv->dtype == DType::BF16) return prefill_format<Bf16>(call, item, kv_head, scratch);
+  below().prefill(call, item, kv_head, scratch);
+}
+
+void merge_any(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_head, void* scratch) {
+  below().merge(call, item, kv_head, scratch);
+}
+
+void narrow_any(const void* from, DType dtype, float scale, int64_t n, uint8_t* to) { below().narrow(from, dtype, scale, n, to); }
+
+uint64_t read_words(const void* p, int64_t bytes) { return below().read_words(p, bytes); }
+#else
+void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
+  switch (call.kv->dtype) {
+    case DType::F32: return decode_format<F32>(call, portion, next, scratch);
+    case DType::BF16: return decode_format<Bf16>(call, portion, next, scratch);
+    case DType::F16: return decode_format<F16>(call, portion, next, scratch);
+  }
 }
 
 void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
@@ -1168,6 +1201,7 @@ uint64_t read_words(const void* p, int64_t bytes) {
   for (; i < bytes; ++i) total += static_cast<unsigned char>(from[i]);
   return total;
 }
+#endif
 
 constexpr AttentionKernels kKernels = {scratch_bytes, decode_any, prefill_any, merge_any, narrow_any, read_words};
 

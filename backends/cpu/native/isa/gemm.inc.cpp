@@ -652,9 +652,14 @@ int64_t fetching_steps(const PackedWeight& weight, int64_t m) {
 
 void run_item(const LinearItem& item) {
   switch (item.call->weight.dtype) {
-    case DType::F32: return run_item_as<F32Format>(item);
     case DType::BF16: return run_bf16_item(item);
+#if defined(HP_SIMD_AVX512BF16)
+    // For them this level has no other instructions than avx512, whose code is not compiled once more.
+    default: return avx512::linear_kernels().run_item(item);
+#else
+    case DType::F32: return run_item_as<F32Format>(item);
     case DType::F16: return run_item_as<F16Format>(item);
+#endif
   }
 }
 
