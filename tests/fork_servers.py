@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hardpoint_conformance.fork_server import ForkServer
 from hardpoint_conformance.report import canonical
-from tests.warm_processes import WarmPopen
 
 
 @contextmanager
 def shared_fork_servers() -> Iterator[None]:
     """Keep a server for each set of settings to the context's end: to start one takes most of a short run's time.
 
-    A server finds modules where PYTHONPATH was when it started, and so do its forks. It is itself a fork that has torch imported.
+    A server finds modules where PYTHONPATH was when it started, and so do its forks.
     """
     known: dict[bytes, ForkServer] = {}
     with ExitStack() as servers, pytest.MonkeyPatch.context() as patch:
@@ -32,6 +29,4 @@ def shared_fork_servers() -> Iterator[None]:
             return nullcontext(known[key])
 
         patch.setattr("hardpoint_conformance.runner.ForkServer", shared)
-        warm = SimpleNamespace(**vars(subprocess) | {"Popen": WarmPopen})
-        patch.setattr("hardpoint_conformance.fork_server.subprocess", warm)
         yield

@@ -1,7 +1,7 @@
 """Python processes for tests that start with torch and the engine imported, which takes most of a short process's time.
 
-`WarmPopen` takes the place of `subprocess.Popen` for `python -P -m MODULE`, as ranks and engines are started, for `python -m MODULE`, which
-finds modules in the current folder, too, and for `python -P FILE`, for scripts whose start is not what a test is of. The process is a fork of a server that this one has forked early (`start_server`), yet
+`WarmPopen` takes the place of `subprocess.Popen` for `python -P -m MODULE`, as ranks and engines are started, and for `python -P FILE`, for
+scripts whose start is not what a test is of. The process is a fork of a server that this one has forked early (`start_server`), yet
 becomes a child of this one, to which the kernel gives it when the process between them ends (PR_SET_CHILD_SUBREAPER): it is waited for,
 watched and killed as any other, and the kernel ends it with this process if it asks for that. Streams, inherited files, environment,
 current folder, limits and processors are those that a process started afresh would have. Tests of how processes are started do so the
@@ -119,7 +119,6 @@ class WarmPopen(subprocess.Popen[Any]):
         ]
         message = {
             "command": command,
-            "finds_here": "-P" not in asked.args,
             "numbers": [0, 1, 2, *asked.pass_fds],
             "environment": environment,
             "folder": os.path.abspath(asked.cwd or "."),
@@ -153,7 +152,7 @@ def _command(asked: SimpleNamespace) -> list[str] | None:
     if any(odd) or isinstance(asked.args, str | bytes | os.PathLike):
         return None
     match list(map(os.fspath, asked.args)):
-        case [sys.executable, "-P", "-m", module, *arguments] | [sys.executable, "-m", module, *arguments]:
+        case [sys.executable, "-P", "-m", module, *arguments]:
             return [module, *arguments]
         case [sys.executable, "-P", file, *arguments] if file.endswith(".py"):
             return [file, *arguments]
@@ -269,10 +268,11 @@ def _become(message: Mapping[str, Any]) -> None:
         setattr(sys, f"__{name}__", text)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     folders = os.environ.get("PYTHONPATH", "")
-    sys.path[:0] = [message["folder"]] * message["finds_here"] + (folders.split(os.pathsep) if folders else [])
+    sys.path[:0] = folders.split(os.pathsep) if folders else []
     invalidate_caches()
-    # Pytest's, which rewrites what is a plugin of its own.
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
+    # Torch makes its pool of threads anew after a fork, when it is first asked for, and one of two threads that ask at once gets none.
+    torch = import_module("torch")
+    torch.set_num_threads(torch.get_num_threads())
     program, *arguments = message["command"]
     sys.argv = [program, *arguments]
     if program.endswith(".py"):
