@@ -1,4 +1,4 @@
-"""The demo model with its first layers and tokens alone: the same shapes and quantised weights, at a tenth of the processor time."""
+"""The demo model with its first layers and tokens alone: the same shapes and quantised weights, but a tenth of these."""
 
 from __future__ import annotations
 
