@@ -270,6 +270,9 @@ def _become(message: Mapping[str, Any]) -> None:
     folders = os.environ.get("PYTHONPATH", "")
     sys.path[:0] = folders.split(os.pathsep) if folders else []
     invalidate_caches()
+    # Torch makes its pool of threads anew after a fork, when it is first asked for, and one of two threads that ask at once gets none.
+    torch = import_module("torch")
+    torch.set_num_threads(torch.get_num_threads())
     program, *arguments = message["command"]
     sys.argv = [program, *arguments]
     if program.endswith(".py"):

@@ -77,7 +77,7 @@ def make_shallow(shallow: Model) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def shallow_demo(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo model's first layers, for what needs its tokenizer and its quantised weights, and no sense."""
+    """The demo model's first layers and tokens, for what needs its tokenizer and its quantised weights, and no sense."""
     return write_shallow_demo(tmp_path_factory.mktemp("shallow") / "shallow.gguf")
 
 
@@ -85,6 +85,13 @@ def shallow_demo(tmp_path_factory: pytest.TempPathFactory) -> str:
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """An engine of the demo model, which every test leaves as it was."""
     with engine(sleep_disk_directory=str(tmp_path_factory.mktemp("backups"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def shallow_llm(shallow_demo: str) -> Iterator[LLM]:
+    """An engine of the demo model's first layers, for texts that need no sense; every test leaves it as it was."""
+    with engine(shallow_demo) as made:
         yield made
 
 

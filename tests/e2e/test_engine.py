@@ -57,9 +57,9 @@ def test_generate_answers_with_text_tokens_and_a_reason(llm: LLM) -> None:
     assert output.metrics.arrival_time <= output.metrics.first_token_time <= output.metrics.finished_time
 
 
-def test_outputs_come_in_the_order_of_the_prompts_with_parameters_of_their_own(llm: LLM) -> None:
+def test_outputs_come_in_the_order_of_the_prompts_with_parameters_of_their_own(shallow_llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
-    outputs = llm.generate(["one two", "three four", "five six"], params)
+    outputs = shallow_llm.generate(["one two", "three four", "five six"], params)
     assert [o.prompt for o in outputs] == ["one two", "three four", "five six"]
     assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 2, 5]
 
@@ -73,21 +73,23 @@ def test_token_ids_are_a_prompt_in_every_form(llm: LLM, form: str) -> None:
     assert "Paris" in output.outputs[0].text
 
 
-def test_a_generator_of_prompts_loses_none(llm: LLM) -> None:
+def test_a_generator_of_prompts_loses_none(shallow_llm: LLM) -> None:
     prompts = ["The capital of France is", "Once upon a time"]
     params = SamplingParams(temperature=0, max_tokens=4)
-    outputs = llm.generate((prompt for prompt in prompts), params)
+    outputs = shallow_llm.generate((prompt for prompt in prompts), params)
     assert [output.prompt for output in outputs] == prompts
-    assert [output.outputs[0].text for output in outputs] == [o.outputs[0].text for o in llm.generate(prompts, params)]
+    assert [output.outputs[0].text for output in outputs] == [
+        o.outputs[0].text for o in shallow_llm.generate(prompts, params)
+    ]
 
 
-def test_a_conversation_in_text_parts_is_answered_as_one_in_text(llm: LLM) -> None:
+def test_a_conversation_in_text_parts_is_answered_as_one_in_text(shallow_llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4)
-    plain = llm.chat([{"role": "user", "content": "What is 2+2?"}], params)
-    parts = llm.chat([{"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}]}], params)
+    plain = shallow_llm.chat([{"role": "user", "content": "What is 2+2?"}], params)
+    parts = shallow_llm.chat([{"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}]}], params)
     assert parts[0].prompt == plain[0].prompt
     with pytest.raises(InvalidRequest, match="image_url"):
-        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], params)
+        shallow_llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], params)
 
 
 def test_without_parameters_the_publishers_are_used(make_shallow: Any, tmp_path: Path) -> None:
@@ -115,11 +117,11 @@ def test_a_conversation_is_written_by_the_models_template_and_ends_at_end_of_tex
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-def test_streamed_text_adds_up_to_the_final_text(llm: LLM, kind: RequestOutputKind) -> None:
+def test_streamed_text_adds_up_to_the_final_text(shallow_llm: LLM, kind: RequestOutputKind) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    (expected,) = llm.generate("Write emoji: 🌍🚀 and 你好. More emoji:", params)
-    llm.engine.add_request("s", "Write emoji: 🌍🚀 and 你好. More emoji:", params.clone(output_kind=kind))
-    outputs = _drain(llm.engine)["s"]
+    (expected,) = shallow_llm.generate("Write emoji: 🌍🚀 and 你好. More emoji:", params)
+    shallow_llm.engine.add_request("s", "Write emoji: 🌍🚀 and 你好. More emoji:", params.clone(output_kind=kind))
+    outputs = _drain(shallow_llm.engine)["s"]
     assert len(outputs) > 10
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
     texts = [o.outputs[0].text for o in outputs]
@@ -132,59 +134,61 @@ def test_streamed_text_adds_up_to_the_final_text(llm: LLM, kind: RequestOutputKi
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
 
 
-def test_a_stream_of_deltas_is_the_whole_completion_and_ends_when_it_is_left(llm: LLM) -> None:
+def test_a_stream_of_deltas_is_the_whole_completion_and_ends_when_it_is_left(shallow_llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
-    (whole,) = llm.generate("The capital of France is", params)
-    outputs = list(llm.stream("The capital of France is", params))
+    (whole,) = shallow_llm.generate("The capital of France is", params)
+    outputs = list(shallow_llm.stream("The capital of France is", params))
     assert "".join(output.outputs[0].text for output in outputs) == whole.outputs[0].text
     assert [output.finished for output in outputs] == [False] * 7 + [True]
-    for _ in llm.stream("Once upon a time", params):
+    for _ in shallow_llm.stream("Once upon a time", params):
         break
-    assert llm.engine.get_num_unfinished_requests() == 0
+    assert shallow_llm.engine.get_num_unfinished_requests() == 0
     with pytest.raises(EmptyPrompt):
-        llm.stream("", params)  # before the first output is asked for
+        shallow_llm.stream("", params)  # before the first output is asked for
 
 
-def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+def test_a_stop_string_ends_the_text_before_it(shallow_llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompt = "Count: one, two, three, four,"
-    full = llm.generate(prompt, params)[0].outputs[0].text
+    full = shallow_llm.generate(prompt, params)[0].outputs[0].text
     stop = full[len(full) // 2 :][:5]
-    (output,) = llm.generate(prompt, params.clone(stop=[stop]))
+    (output,) = shallow_llm.generate(prompt, params.clone(stop=[stop]))
     assert output.outputs[0].text == full[: full.index(stop)]
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].stop_reason == stop
-    (kept,) = llm.generate(prompt, params.clone(stop=[stop], include_stop_str_in_output=True))
+    (kept,) = shallow_llm.generate(prompt, params.clone(stop=[stop], include_stop_str_in_output=True))
     assert kept.outputs[0].text == full[: full.index(stop)] + stop
 
 
-def test_a_stop_token_ends_the_sequence_and_is_named(llm: LLM) -> None:
+def test_a_stop_token_ends_the_sequence_and_is_named(shallow_llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    tokens = list(llm.generate("Once upon a time", params)[0].outputs[0].token_ids)
+    tokens = list(shallow_llm.generate("Once upon a time", params)[0].outputs[0].token_ids)
     stop = tokens[6]
-    (output,) = llm.generate("Once upon a time", params.clone(stop_token_ids=[stop]))
+    (output,) = shallow_llm.generate("Once upon a time", params.clone(stop_token_ids=[stop]))
     assert list(output.outputs[0].token_ids) == tokens[: tokens.index(stop) + 1]
     assert output.outputs[0].stop_reason == stop
 
 
-def test_n_completions_of_one_prompt_are_indexed_and_differ(llm: LLM) -> None:
-    (output,) = llm.generate("My favourite animal is", SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=12))
+def test_n_completions_of_one_prompt_are_indexed_and_differ(shallow_llm: LLM) -> None:
+    (output,) = shallow_llm.generate(
+        "My favourite animal is", SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=12)
+    )
     assert [o.index for o in output.outputs] == [0, 1, 2, 3]
     assert len({o.text for o in output.outputs}) > 1
 
 
-def test_best_of_returns_the_most_probable_of_the_sampled(llm: LLM) -> None:
+def test_best_of_returns_the_most_probable_of_the_sampled(shallow_llm: LLM) -> None:
     params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=8, logprobs=0, ignore_eos=True)
-    (every,) = llm.generate("My favourite animal is", params)
-    (best,) = llm.generate("My favourite animal is", params.clone(n=1, best_of=4))
+    (every,) = shallow_llm.generate("My favourite animal is", params)
+    (best,) = shallow_llm.generate("My favourite animal is", params.clone(n=1, best_of=4))
     ranked = sorted(every.outputs, key=lambda o: o.cumulative_logprob, reverse=True)
     assert best.outputs[0].token_ids == ranked[0].token_ids
     assert len(best.outputs) == 1
 
 
-def test_logprobs_are_those_of_the_sampled_token_and_the_best(llm: LLM) -> None:
+def test_logprobs_are_those_of_the_sampled_token_and_the_best(shallow_llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
-    completion = llm.generate("The capital of France is", params)[0].outputs[0]
+    completion = shallow_llm.generate("The capital of France is", params)[0].outputs[0]
     assert len(completion.logprobs) == 5
     for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True):
         assert entries[token_id].rank == 1
@@ -209,10 +213,10 @@ def test_embeddings_are_the_oracles_normalised_hidden_states_whatever_the_batch(
         np.testing.assert_allclose(single, output.outputs.embedding, atol=1e-5)
 
 
-def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(llm: LLM) -> None:
-    engine = llm.engine
+def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(shallow_llm: LLM) -> None:
+    engine = shallow_llm.engine
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=2)
-    expected = [o.token_ids for o in llm.generate("The capital of France is", params)[0].outputs]
+    expected = [o.token_ids for o in shallow_llm.generate("The capital of France is", params)[0].outputs]
     engine.add_request("stays", "The capital of France is", params)
     engine.add_request("goes", "Once upon a time", params)
     engine.add_request("never starts", "Dear Sir", params)
@@ -260,11 +264,11 @@ def test_bad_parameters_are_typed_errors_before_anything_runs(llm: LLM) -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
-    llm.engine.add_request("twice", "x", SamplingParams())
+def test_a_request_id_in_use_is_refused(shallow_llm: LLM) -> None:
+    shallow_llm.engine.add_request("twice", "x", SamplingParams())
     with pytest.raises(InvalidRequest, match="twice"):
-        llm.engine.add_request("twice", "y", SamplingParams())
-    llm.engine.abort_request("twice")
+        shallow_llm.engine.add_request("twice", "y", SamplingParams())
+    shallow_llm.engine.abort_request("twice")
 
 
 def test_a_failing_worker_ends_its_step_and_the_engine_serves_the_next(
@@ -477,10 +481,10 @@ def test_engines_made_and_shut_down_one_after_the_other_leave_no_memory(shallow:
     assert max(resident[5:]) - resident[4] < 3 << 20, resident
 
 
-def test_each_completion_without_a_token_ends_alone(llm: LLM) -> None:
+def test_each_completion_without_a_token_ends_alone(shallow_llm: LLM) -> None:
     """Forks of one prompt, which fail with the step that computes it; then the scheduler has nothing of them."""
-    stops = list(range(llm.get_tokenizer().vocab_size))
+    stops = list(range(shallow_llm.get_tokenizer().vocab_size))
     params = SamplingParams(n=3, temperature=0.9, min_tokens=1, stop_token_ids=stops, max_tokens=3)
-    (output,) = llm.generate("Water boils at", params)
+    (output,) = shallow_llm.generate("Water boils at", params)
     assert [completion.finish_reason for completion in output.outputs] == ["error"] * 3
-    assert llm.engine.stats().blocks_used == 0
+    assert shallow_llm.engine.stats().blocks_used == 0

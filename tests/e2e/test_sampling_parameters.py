@@ -90,10 +90,10 @@ def test_logprobs_of_the_whole_vocabulary(small: LLM, oracle: Oracle, greedy: An
         assert math.isclose(float(found.double().exp().sum()), 1, abs_tol=1e-4)
 
 
-def test_flat_logprobs_say_the_same(llm: LLM) -> None:
+def test_flat_logprobs_say_the_same(shallow_llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1)
-    (plain,) = llm.generate("Water boils at", params)
-    (flat,) = llm.generate("Water boils at", params.clone(flat_logprobs=True))
+    (plain,) = shallow_llm.generate("Water boils at", params)
+    (flat,) = shallow_llm.generate("Water boils at", params.clone(flat_logprobs=True))
     assert isinstance(flat.outputs[0].logprobs, FlatLogprobs)
     assert isinstance(flat.prompt_logprobs, FlatLogprobs)
     assert list(flat.outputs[0].logprobs) == plain.outputs[0].logprobs
@@ -159,8 +159,8 @@ def test_a_prompt_is_cut_to_its_last_tokens(small: LLM, greedy: Any) -> None:
         small.generate(long, greedy(1, truncate_prompt_tokens=0))
 
 
-def test_chat_takes_tools_template_variables_and_a_message_to_go_on_with(llm: LLM, greedy: Any) -> None:
-    tokenizer: Any = llm.get_tokenizer()
+def test_chat_takes_tools_template_variables_and_a_message_to_go_on_with(shallow_llm: LLM, greedy: Any) -> None:
+    tokenizer: Any = shallow_llm.get_tokenizer()
     messages: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]}
     ]
@@ -172,7 +172,7 @@ def test_chat_takes_tools_template_variables_and_a_message_to_go_on_with(llm: LL
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
     def prompt(conversation: Any, **how: Any) -> str | None:
-        return llm.chat(conversation, greedy(1), **how)[0].prompt
+        return shallow_llm.chat(conversation, greedy(1), **how)[0].prompt
 
     assert prompt(messages) == tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     written = prompt(plain, chat_template=template, tools=tools, chat_template_kwargs={"mood": "!"})

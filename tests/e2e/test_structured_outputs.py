@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -47,13 +48,13 @@ ALL = list(range(len(MIXED)))
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """A seeded model of the demo's vocabulary."""
-    return tiny_model(Shape(vocab=49152, max_len=1024))
+    """A seeded model of the vocabulary of the demo's first layers."""
+    return tiny_model(Shape(vocab=8192, max_len=1024))
 
 
 @pytest.fixture(scope="module")
-def make_random(model: Model) -> Make:
-    return lambda **settings: engine(model.path, tokenizer="demo", **settings)
+def make_random(model: Model, shallow_demo: str) -> Make:
+    return lambda **settings: engine(model.path, tokenizer=shallow_demo, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,8 @@ def test_texts_match_any_expression(random: LLM, asked: list[str], seed: int) ->
     for one, output in zip(asked, random.generate([PROMPT] * len(asked), many, use_tqdm=False), strict=True):
         for made in output.outputs:
             assert made.finish_reason == "stop"
-            assert re.fullmatch(one, made.text), (one, made.text)
+            # Not `re`, whose Unicode is the interpreter's, with fewer digits than the engine's.
+            assert regex.fullmatch(one, made.text), (one, made.text)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -198,10 +200,15 @@ def test_in_a_process_of_its_own_with_two_ranks(make_random: Make, expected: lis
     assert Belongings.now().new_since(before) == []
 
 
-def test_asynchronously_and_through_a_sleep(model: Model, expected: list[Any]) -> None:
+def test_asynchronously_and_through_a_sleep(model: Model, shallow_demo: str, expected: list[Any]) -> None:
     async def whole() -> list[Any]:
         async with await AsyncLLM.create(
-            model.path, tokenizer="demo", backend="cpu", dtype="float32", max_model_len=1024, num_device_blocks=256
+            model.path,
+            tokenizer=shallow_demo,
+            backend="cpu",
+            dtype="float32",
+            max_model_len=1024,
+            num_device_blocks=256,
         ) as llm:
             prompt = {"prompt_token_ids": [17, *range(40, 50)]}
             found = []

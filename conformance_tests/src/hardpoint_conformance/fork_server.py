@@ -217,7 +217,10 @@ def _become(request: Mapping[str, object], for_ranks: bool) -> None:
     for stream, (name, flags) in enumerate(
         ((os.devnull, os.O_RDONLY), (request["stdout"], os.O_WRONLY), (request["stderr"], os.O_WRONLY))
     ):
-        file = os.open(str(name), flags)
+        try:
+            file = os.open(str(name), flags)
+        except FileNotFoundError:
+            os._exit(1)  # an interrupted run has removed its folder, and nobody waits for this process
         os.dup2(file, stream)
         os.close(file)
     variables, arguments = request["environment"], request["arguments"]
