@@ -29,8 +29,6 @@ GROWTH_MIB = 256
 _ADDRESSES = 8 << 30
 """Bytes of addresses that a child may take more: what would take the machine's memory fails in the child."""
 _BATCH = 500
-_IN_MEMORY = Path("/dev/shm")
-"""Where the cases' files are, if there is such a place: to make a small file on a disk takes longer than to refuse it."""
 RIGHT, _PREPARED = "right", "prepared"
 
 Case = Callable[[int, Path], None]
@@ -59,8 +57,7 @@ def run(kind: str, prepare: Prepare, first: int, count: int) -> Outcome:
 def _run_batch(kind: str, prepare: Prepare, first: int, end: int, outcome: Outcome) -> int:
     """Run seeds in one child, and return the seed to go on from: the end, or what comes after the one that ended the child."""
     seed = first
-    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=place) as folder, open(Path(folder) / "errors", "w+b") as errors:
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "errors", "w+b") as errors:
         child, reports = _fork(lambda report: _child(prepare, first, end, Path(folder), errors.fileno(), report))
         if next(reports, (0, "")) != (first, _PREPARED):
             os.waitpid(child, 0)
