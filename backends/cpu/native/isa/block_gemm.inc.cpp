@@ -477,7 +477,7 @@ DotKernel dot_kernel_for(int rows, std::integer_sequence<int, R...>) {
   return table[rows - Fewest];
 }
 
-// Rows in parts of at most `most`, as equal as possible, and in each `pair` tiles at a time.
+// Rows in parts as equal as possible; tiles one after the other, or, where registers hold the sums of a part of many rows, two at a time.
 template <BlockFormat F>
 void run_rows(const LinearItem& item) {
   const PackedWeight& weight = item.call->weight;
