@@ -22,7 +22,7 @@
 // Q4_K and Q5_K are of the second kind, with scale = d * (6 bits) and minimum = -dmin * (6 bits), both exact in float32. Q6_K is
 //   y += (d * s) * (scale0 * sum0(n q) + scale1 * sum1(n q))     of a block's halves; in whole numbers
 // in ascending order of blocks; and then for each outlier x, in ascending order,
-//   y += (scale * x) * n                   n less the zero point, and times the scale of its half
+//   y += (scale * n) * x                   n less the zero point, and times the scale of its half
 // each line one fused multiply-add. Since the sums of integers are exact, it makes no difference which instructions form them: one row takes
 // dot products, many rows take tile registers, and both give the same bits. The alternative, to expand blocks to bf16 in registers, costs three
 // times the instructions of a row alone and four times the bytes of a register.

@@ -424,50 +424,89 @@ void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, int64_t 
     for (int v = 0; v < kVectors; ++v) store(c + r * kGroupColumns + v * kLanes, acc[r][v]);
 }
 
-// Adds the products of kTiles tiles, `stride` bytes apart, with a row's outliers to c: [kTiles * kTileColumns].
-template <BlockFormat F, int kTiles>
-void add_outliers(const BlockRows& rows, int64_t row, const char* tiles, int64_t stride, int64_t k, float* c) {
-  const int32_t count = rows.outlier_counts[row];
-  if (count == 0) return;
-  const Outlier* outliers = rows.outliers + row * rows.row_outliers;
-  const char* scales = tiles + k / kBlockTerms * tile_number_bytes(F);
-  vf acc[kTiles][kTileVectors];
-#pragma GCC unroll 16
-  for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) acc[t][v] = load(c + t * kTileColumns + v * kLanes);
-  for (const Outlier* one = outliers; one != outliers + count; ++one) {
-    const int b = one->term / kBlockTerms, in_block = one->term % kBlockTerms;
-    const vf value = splat(one->value);
-#pragma GCC unroll 16
-    for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 4
-      for (int v = 0; v < kTileVectors; ++v) {
-        const char* of_tile = scales + t * stride;
-        vi n = numbers_of_term<F>(tiles + t * stride + b * tile_number_bytes(F), in_block, v);
-        n -= block_layout(F).has_zero ? with_sign(zeros<F>(scales_of<F>(of_tile, b), v)) : splat_int(block_layout(F).zero);
-        if constexpr (block_layout(F).has_halves) n *= group_bytes<F>(scales_of<F>(of_tile, b), b, in_block / 16, v);
-        acc[t][v] = fma(block_scale<F>(of_tile, b, v) * value, to_floats(n), acc[t][v]);
-      }
-  }
-#pragma GCC unroll 16
-  for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) store(c + t * kTileColumns + v * kLanes, acc[t][v]);
+// Vector v of the weights of one term of a tile.
+template <BlockFormat F>
+HP_INLINE vf weights_of_term(const char* tile, int64_t k, int32_t term, int v) {
+  const int32_t b = term / kBlockTerms, in_block = term % kBlockTerms;
+  const char* scales = tile + k / kBlockTerms * tile_number_bytes(F);
+  vi n = numbers_of_term<F>(tile + b * tile_number_bytes(F), in_block, v);
+  n -= block_layout(F).has_zero ? with_sign(zeros<F>(scales_of<F>(scales, b), v)) : splat_int(block_layout(F).zero);
+  if constexpr (block_layout(F).has_halves) n *= group_bytes<F>(scales_of<F>(scales, b), b, in_block / 16, v);
+  return block_scale<F>(scales, b, v) * to_floats(n);
 }
 
-// Likewise of `count` rows from `first` on: c: [count, kGroupColumns].
+// Adds the products with a row's outliers to c: [kTiles * kTileColumns]. of_term(term)(v) is vector v of the term's weights.
+template <int kTiles, class OfTerm>
+HP_INLINE void add_outliers(const BlockRows& rows, int64_t row, OfTerm of_term, float* c) {
+  const Outlier* one = rows.outliers + row * rows.row_outliers;
+  const Outlier* const end = one + rows.outlier_counts[row];
+  if (one == end) return;
+  vf acc[kTiles * kTileVectors];
+#pragma GCC unroll 16
+  for (int v = 0; v < kTiles * kTileVectors; ++v) acc[v] = load(c + v * kLanes);
+  for (; one != end; ++one) {
+    const auto weights = of_term(one->term);
+    const vf value = splat(one->value);
+#pragma GCC unroll 16
+    for (int v = 0; v < kTiles * kTileVectors; ++v) acc[v] = fma(weights(v), value, acc[v]);
+  }
+#pragma GCC unroll 16
+  for (int v = 0; v < kTiles * kTileVectors; ++v) store(c + v * kLanes, acc[v]);
+}
+
+// Adds the products of an item's tiles with outliers of its rows. The rows have them mostly of the same terms, whose weights are expanded once.
 template <BlockFormat F>
-void add_outliers_of_rows(const BlockRows& rows, int64_t first, int count, const LinearItem& item, const char* tiles, float* c) {
-  const int64_t k = item.call->weight.k, stride = block_tile_bytes(F, k);
-  for (int r = 0; r < count; ++r, c += kGroupColumns) {
-    if (item.tile_count == kGroupTiles) {
-      add_outliers<F, kGroupTiles>(rows, first + r, tiles, stride, k, c);
-    } else {
-      for (int t = 0; t < item.tile_count; ++t) add_outliers<F, 1>(rows, first + r, tiles + t * stride, stride, k, c + t * kTileColumns);
+class OutlierProducts {
+ public:
+  OutlierProducts(const LinearItem& item, const char* tiles)
+      : tiles_(tiles), k_(item.call->weight.k), stride_(block_tile_bytes(F, k_)), count_(item.tile_count),
+        keeps_(item.row_end - item.row_begin >= kFewestRows) {
+    if (!keeps_) return;
+    std::memset(places_, 0, sizeof(places_));
+    terms_[0] = -1;
+  }
+
+  // Of `count` rows from `first` on; c: [count, kGroupColumns].
+  void add(const BlockRows& rows, int64_t first, int count, float* c) {
+    for (int64_t row = first; row < first + count; ++row, c += kGroupColumns) {
+      if (keeps_ && count_ == kGroupTiles) {
+        add_outliers<kGroupTiles>(rows, row, [&](int32_t term) {
+          return [from = weights_of(term)](int v) { return load(from + v * kLanes); };
+        }, c);
+        continue;
+      }
+      for (int t = 0; t < count_; ++t)
+        add_outliers<1>(rows, row, [&](int32_t term) {
+          return [=, tile = tiles_ + t * stride_](int v) { return weights_of_term<F>(tile, k_, term, v); };
+        }, c + t * kTileColumns);
     }
   }
-}
+
+ private:
+  static constexpr int kFewestRows = 4, kPlaces = 128, kHashes = 2048;
+
+  HP_INLINE_MEMBER const float* weights_of(int32_t term) {
+    const int place = places_[static_cast<uint32_t>(term) % kHashes];
+    return terms_[place] == term ? weights_[place] : expand(term);
+  }
+
+  __attribute__((noinline)) const float* expand(int32_t term) {
+    const int place = next_++ % kPlaces;
+    places_[static_cast<uint32_t>(term) % kHashes] = static_cast<uint8_t>(place);
+    terms_[place] = term;
+    for (int v = 0; v < kGroupTiles * kTileVectors; ++v)
+      store(weights_[place] + v * kLanes, weights_of_term<F>(tiles_ + v / kTileVectors * stride_, k_, term, v % kTileVectors));
+    return weights_[place];
+  }
+
+  const char* tiles_;
+  int64_t k_, stride_;
+  int count_, next_ = 0;
+  bool keeps_;
+  uint8_t places_[kHashes];  // of the last term with this hash: where its weights are, if terms_ says so
+  int32_t terms_[kPlaces];
+  alignas(64) float weights_[kPlaces][kGroupColumns];
+};
 
 using DotKernel = void (*)(const BlockRows&, int64_t, const char*, int64_t, const char*, int64_t, float*);
 
@@ -495,9 +534,11 @@ void run_rows(const LinearItem& item) {
   const int64_t parts = ceil_div(rows, kRows);
 #endif
   alignas(64) float c[kRows * kGroupColumns];
+  OutlierProducts<F> outliers(item, tiles);
   for (int64_t p = 0; p < parts; ++p) {
     const int64_t begin = item.row_begin + rows * p / parts, end = item.row_begin + rows * (p + 1) / parts;
     const int count = static_cast<int>(end - begin);
+    for (int64_t r = begin; r < end; ++r) __builtin_prefetch(x.outliers + r * x.row_outliers);
     const auto run = [&](DotKernel kernel, int t, int together) {
       const char* tile = tiles + t * stride;
       const char* next = t + together < item.tile_count ? tile + together * stride : item.prefetch;
@@ -511,7 +552,7 @@ void run_rows(const LinearItem& item) {
     }
 #endif
     for (; t < item.tile_count; ++t) run(dot_kernel_for<F, 1, 1>(count, std::make_integer_sequence<int, kRows>()), t, 1);
-    add_outliers_of_rows<F>(x, begin, count, item, tiles, c);
+    outliers.add(x, begin, count, c);
     linear_kernels().finish(item, begin, count, c);
   }
 }
@@ -623,6 +664,7 @@ void run_format(const LinearItem& item) {
   const int64_t stride = block_tile_bytes(F, weight.k), blocks = weight.k / kBlockTerms;
   const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
   alignas(64) float c[kPanelRows * kGroupColumns];
+  OutlierProducts<F> outliers(item, tiles);
   WeightPanel panel;
   const BlockRows x = rows_of(item);
   TileRegisters registers;
@@ -648,7 +690,7 @@ void run_format(const LinearItem& item) {
         }
       }
     }
-    add_outliers_of_rows<F>(x, begin, rows, item, tiles, c);
+    outliers.add(x, begin, rows, c);
     linear_kernels().finish(item, begin, rows, c);
   }
 #else
