@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
@@ -36,7 +37,8 @@ class Blocks(LinearMethod):
         """Store rows: blocks as they are, uint8, or floating values, which are rounded to the nearest in blocks of the format."""
         blocks = values if values.dtype is torch.uint8 else encoded(values, self.format)
         if self._program is None:
-            stored[row : row + len(blocks)].copy_(blocks)
+            # By this thread alone: torch would share the copy with a team of threads, and each of those that load weights has its own.
+            np.copyto(stored[row : row + len(blocks)].numpy(), blocks.numpy())
         else:
             self._program.write(stored, row, blocks)
 

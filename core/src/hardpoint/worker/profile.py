@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _TIMED_TOKENS = 128
 """Length of the timed step of a model that needs no memory measured."""
+_FIRST_TOKENS = 8
+"""Length of what runs before it."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +68,35 @@ def largest_step(
         platform.synchronize()
         return platform.total_and_used(allocator, config.world_size)[1]
 
-    info, longest = loaded.info, _TIMED_TOKENS if loaded.model.scratch_bytes else sys.maxsize
-    batch = dummy_batch(
-        num_tokens=min(info.step_tokens(config.max_num_batched_tokens), longest),
-        max_len=min(info.max_model_len, longest),
-        block_size=loaded.plan.block_size,
-        max_seqs=config.max_num_seqs,
-    )
+    info, holds_scratch = loaded.info, bool(loaded.model.scratch_bytes)
     num_groups = len(loaded.groups)
+
+    def dummy(longest: int) -> StepBatch:
+        return dummy_batch(
+            num_tokens=min(info.step_tokens(config.max_num_batched_tokens), longest),
+            max_len=min(info.max_model_len, longest),
+            block_size=loaded.plan.block_size,
+            max_seqs=config.max_num_seqs,
+        )
+
+    batch = dummy(_TIMED_TOKENS if holds_scratch else sys.maxsize)
     cache = kv.scratch(num_groups * (int(batch.block_table.max()) + 1))
     batch = in_groups(batch, num_groups, loaded.plan.block_size)
     samples = info.is_generative and config.rank == config.driver_rank and cache.device.type != "cpu"
     compute = partial(_compute, runner, batch, cache)
+    # A first run compiles, or reads all weights from where loading left them: for the time of a short one that is half of it.
+    growth = 0
+    if holds_scratch:
+        first = in_groups(dummy(_FIRST_TOKENS), num_groups, loaded.plan.block_size)
+        growth = platform.peak_growth(partial(_compute, runner, first, cache), allocator)
     start = time.perf_counter()
-    growth = platform.peak_growth(partial(compute, sampler, config.max_num_samples) if samples else compute, allocator)
+    growth += platform.peak_growth(partial(compute, sampler, config.max_num_samples) if samples else compute, allocator)
     pictures = {name: platform.upload(array.numpy()) for name, array in loaded.model.largest_source().items()}
     if pictures:
         # Pictures are encoded before the step that has them.
         encode = partial(loaded.model.encoded, EmbeddingKind.IMAGE, pictures)
         growth = max(growth, platform.peak_growth(encode, allocator))
-    # A first run compiles, or reads all weights from where loading left them: for the time of a short one that is half of it.
-    if platform.compiles or samples or batch.num_tokens <= _TIMED_TOKENS:
+    if platform.compiles or samples or (batch.num_tokens <= _TIMED_TOKENS and not holds_scratch):
         start = time.perf_counter()
         compute()
         used()
