@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint._native import load_library
-from hardpoint.executor.start import collection_paused
+from hardpoint.executor.start import begin, collection_paused
 
 LOADED_AHEAD = """
 import sys
@@ -40,6 +40,14 @@ def test_a_library_that_does_not_load_is_no_error_here(tmp_path: Path) -> None:
     broken.write_bytes(b"no library")
     assert not load_library(str(broken))
     assert not load_library(str(tmp_path / "missing.so"))
+
+
+def test_what_is_begun_gives_its_result_or_its_error_and_keeps_no_process_from_ending() -> None:
+    assert begin(lambda: 3).result(10) == 3
+    with pytest.raises(SystemExit, match="7"):
+        begin(lambda: sys.exit(7)).result(10)
+    hanging = "import time; from hardpoint.executor.start import begin; begin(lambda: time.sleep(100))"
+    subprocess.run([sys.executable, "-c", hanging], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

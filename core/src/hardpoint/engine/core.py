@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ from hardpoint.engine.sleep import (
 )
 from hardpoint.engine.speculation import StepCosts, check_speculation, parse_speculative_config, takes_drafts
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
-from hardpoint.executor.start import TorchLibraries, collection_paused
+from hardpoint.executor.start import TorchLibraries, begin, collection_paused
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import (
     EmbeddingKind,
@@ -290,7 +291,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         start = time.perf_counter()
-        resolved = resolve_backend(config.backend, device=config.device, require_accelerator=config.require_accelerator)
+        resolved = _resolve_backend(config)
         # A worker without kernels of torch's may do without torch.
         libraries = TorchLibraries() if _in_process(config) and resolved.descriptor.kernels is not None else None
         if resolved.notice:
@@ -1139,6 +1140,20 @@ def _step_input(
         return StepInput(batch, first, forgotten, pooled, scored)
     embedded, dropped = tuple(given.embedded), given.dropped_sources
     return StepInput(batch, first, forgotten, pooled, scored, embedded, given.new_sources, dropped, given.positions)
+
+
+def _resolve_backend(config: EngineConfig) -> Resolved:
+    """Return the backend and device to use; see `resolve_backend`."""
+    resolve = partial(
+        resolve_backend, config.backend, device=config.device, require_accelerator=config.require_accelerator
+    )
+    if config.backend is not None or not _in_process(config):
+        return resolve()
+    # Each vendor's driver is asked in a process of its own. While they answer this one takes in torch, which nearly every backend needs.
+    resolving = begin(resolve)
+    with collection_paused(), contextlib.suppress(ImportError):
+        import torch  # noqa: F401
+    return resolving.result()
 
 
 def _in_process(config: EngineConfig) -> bool:

@@ -5,14 +5,32 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from hardpoint._native import load_library, return_free_memory
 
-__all__ = ["TorchLibraries", "collection_paused", "return_free_memory"]
+__all__ = ["TorchLibraries", "begin", "collection_paused", "return_free_memory"]
+
+_Result = TypeVar("_Result")
+
+
+def begin(function: Callable[[], _Result]) -> Future[_Result]:
+    """Call a function in a thread that keeps no process from ending, whatever the function waits for."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class TorchLibraries:
