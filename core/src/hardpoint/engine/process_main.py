@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,8 @@ class EngineServer:
         except Exception as error:
             self._connection.send(Kind.FAILURE, start.call, encode(describe(error)))
             return
+        # What there is now stays while the process lives: full collections need not go through it.
+        gc.freeze()
         try:
             self._connection.send(Kind.RESULT, start.call, encode((self._core.info, self._core.model)))
             run(self._core, self._take, self._deliver)
