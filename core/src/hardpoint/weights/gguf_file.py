@@ -27,6 +27,8 @@ _F32, _F16, _BF16 = 0, 1, 30
 _PLAIN = {_F32: (1, 4), _F16: (1, 2), _BF16: (1, 2)}
 """Formats that are not of blocks: elements and bytes of one."""
 _CHUNK_ELEMENTS = 1 << 17
+_BLOCK_CHUNK_ELEMENTS = 1 << 20
+"""Of rows that stay in blocks, which take a fraction of the bytes."""
 _MAX_DIMS = 4
 """ggml's GGML_MAX_DIMS."""
 _MAX_NESTING = 8
@@ -154,7 +156,7 @@ class GGUFFile:
 
         from hardpoint import _native
 
-        for first, raw in self._raw_rows(name, order, begin, end):
+        for first, raw in self._raw_rows(name, order, begin, end, _BLOCK_CHUNK_ELEMENTS):
             if not _native.gguf_is_finite(self.tensors[name].type_id, raw):
                 raise CorruptWeights(
                     f"{self.path} has scales that are not finite",
@@ -164,7 +166,12 @@ class GGUFFile:
             yield first, torch.from_numpy(raw)
 
     def _raw_rows(
-        self, name: str, order: Callable[[int], Any] | None, begin: int, end: int | None
+        self,
+        name: str,
+        order: Callable[[int], Any] | None,
+        begin: int,
+        end: int | None,
+        elements: int = _CHUNK_ELEMENTS,
     ) -> Iterator[tuple[int, Any]]:
         """Yield the bytes of rows as arrays uint8[rows, bytes of a row], contiguous; of a vector all of it as one row."""
         import numpy as np
@@ -176,7 +183,7 @@ class GGUFFile:
         wanted = range(tensor.shape[0])[begin:end]
         places = None if order is None else order(num_rows)
         rows = range(1) if is_vector else wanted
-        step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
+        step = max(1, elements // max(1, tensor.shape[-1]))
         for first in range(rows.start, rows.stop, step):
             low, high = first, min(first + step, rows.stop)
             if places is not None:
