@@ -102,6 +102,16 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(_READ_AT_START) and k not in followed}
 
 
+def freeze() -> None:
+    """Have garbage collections, which are enabled, leave out what there is: in forks they would copy its pages, too."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    # An engine's start asks whether anything is frozen, for which all of it is counted: once, and not in each fork.
+    with import_module("hardpoint.executor.start").collection_paused():
+        pass
+
+
 class WarmPopen(subprocess.Popen[Any]):
     """`subprocess.Popen`, whose child is a fork of a process that has imported torch and the engine, where it can be one."""
 
@@ -186,12 +196,7 @@ def _serve_and_end(requests: socket.socket) -> NoReturn:
         # Ends with its client, as forks that ask for it do, and not by Ctrl-C.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Forks share what there is: a garbage collection in them neither goes through it nor copies its pages.
-        gc.collect()
-        gc.freeze()
-        gc.enable()  # which a client may have disabled while it imports
-        with import_module("hardpoint.executor.start").collection_paused():
-            pass  # finds out for all forks that there are frozen objects: to count them takes 30 ms
+        freeze()
         message = _serve(requests)
         if message is not None:
             _become(message)
