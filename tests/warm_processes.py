@@ -39,6 +39,7 @@ _IMPORTED = (
     "hardpoint.models.tokenizer",
     "hardpoint.worker.worker",
 )
+_ENGINE = "hardpoint.engine.process_main"
 _READ_AT_START = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "PYTHON")
 """Beginnings of the variables that the interpreter, the loader and libraries read when they start."""
 _PR_SET_PDEATHSIG = 1
@@ -284,5 +285,9 @@ def _become(message: Mapping[str, Any]) -> None:
     sys.argv = [program, *arguments]
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
+    elif program == _ENGINE:
+        start_server()  # its ranks, too, are forks
+        with children_by(WarmPopen):
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
