@@ -46,14 +46,14 @@ lint: $(STAMP)  ## Formatting and lint
 typecheck: $(STAMP)  ## mypy --strict on the core, the simulators and the conformance suite
 	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators conformance_tests/src/hardpoint_conformance
 
-# Parts of the tests, run by processes side by side; the longest come first. One more than two cores have: a part waits now and then.
+# Parts of the tests, run by processes side by side: the longest come first, and what waits before what computes. One more than two cores have.
 # Not prerequisites: with several jobs, make would begin the longest one last.
 TESTS_OF_e2e := tests/e2e
 TESTS_OF_backends := backends conformance_tests simulators/tests
 TESTS_OF_core := core/tests
 TESTS_OF_server := tests/server
 TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server
-PARTS := test-backends test-e2e test-core test-rest test-server
+PARTS := test-e2e test-backends test-server test-rest test-core
 
 test: $(STAMP)  ## Run every test
 	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j3) lint $(PARTS) typecheck

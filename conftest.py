@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.warm_processes import WarmPopen, children_by, start_server
+from tests.warm_processes import WarmPopen, children_by, freeze, start_server
 
 gc.disable()  # to the end of pytest's collection
 torch.set_num_threads(1)
@@ -40,9 +40,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze what there is before the first test."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -10,6 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+MEMORY = Path("/dev/shm")
+FILES_IN_MEMORY = "files-of-tests-"
+"""How folders begin in which tests that run side by side have files, and which are nobody's shared memory."""
+
 
 @dataclass(frozen=True)
 class Belongings:
@@ -43,7 +47,7 @@ class Belongings:
         return cls(
             frozenset(f"{fd} {target}" for fd, target in files.items()),
             frozenset(children),
-            frozenset(os.listdir("/dev/shm")),
+            frozenset(name for name in os.listdir(MEMORY) if not name.startswith(FILES_IN_MEMORY)),
             frozenset(listening),
         )
 
@@ -57,7 +61,7 @@ class Belongings:
 
 def is_mapped(name: str, pids: Iterable[int | str]) -> bool:
     """Whether one of the processes uses shared memory of this name."""
-    path = str(Path("/dev/shm", name))
+    path = str(MEMORY / name)
     for pid in pids:
         with contextlib.suppress(OSError):
             if path in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"):
@@ -72,6 +76,6 @@ def _is_abandoned(name: str) -> bool:
     for _ in range(50):
         time.sleep(0.2)
         everyone = (process.name for process in Path("/proc").glob("[0-9]*"))
-        if is_mapped(name, everyone) or not Path("/dev/shm", name).exists():
+        if is_mapped(name, everyone) or not (MEMORY / name).exists():
             return False
     return True

@@ -39,6 +39,7 @@ _IMPORTED = (
     "hardpoint.models.tokenizer",
     "hardpoint.worker.worker",
 )
+_ENGINE = "hardpoint.engine.process_main"
 _READ_AT_START = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "PYTHON")
 """Beginnings of the variables that the interpreter, the loader and libraries read when they start."""
 _PR_SET_PDEATHSIG = 1
@@ -100,6 +101,18 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a fork cannot follow any more."""
     followed = ("PYTHONPATH", "PYTHONUNBUFFERED")
     return {k: v for k, v in environment.items() if k.startswith(_READ_AT_START) and k not in followed}
+
+
+def freeze() -> None:
+    """Have garbage collections, which are enabled, leave out what there is: in forks they would copy its pages, too.
+
+    With the little of it that is garbage, for which all would be looked through.
+    """
+    gc.freeze()
+    gc.enable()
+    # An engine's start asks whether anything is frozen, for which all of it is counted: once, and not in each fork.
+    with import_module("hardpoint.executor.start").collection_paused():
+        pass
 
 
 class WarmPopen(subprocess.Popen[Any]):
@@ -186,10 +199,7 @@ def _serve_and_end(requests: socket.socket) -> NoReturn:
         # Ends with its client, as forks that ask for it do, and not by Ctrl-C.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Forks share what there is: a garbage collection in them neither goes through it nor copies its pages.
-        gc.collect()
-        gc.freeze()
-        gc.enable()  # which a client may have disabled while it imports
+        freeze()
         message = _serve(requests)
         if message is not None:
             _become(message)
@@ -277,5 +287,9 @@ def _become(message: Mapping[str, Any]) -> None:
     sys.argv = [program, *arguments]
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
+    elif program == _ENGINE:
+        start_server()  # its ranks, too, are forks
+        with children_by(WarmPopen):
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

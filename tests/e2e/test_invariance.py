@@ -1,4 +1,4 @@
-"""The same tokens whatever the batch, block size, chunk size, prefix cache, preemption, order and number of forks.
+"""The same tokens whatever the batch, block size, chunk size, prefix cache, preemption, order, number of threads and of forks.
 
 The model has layers of the demo's shapes, but few. That batches of the demo model itself give the tokens of its prompts alone is in
 `test_oracle.py`.
@@ -60,6 +60,21 @@ def test_tokens_do_not_depend_on(
     with make_shallow(**settings) as llm:
         assert llm.info.path == ("fused" if settings.get("use_fused_decoder", True) else "lean")
         assert _tokens(llm.generate(PROMPTS, greedy())) == alone
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "lean-modules"])
+def test_tokens_do_not_depend_on_the_number_of_threads(
+    is_fused: bool, make_shallow: Make, greedy: Any, alone: list[list[int]]
+) -> None:
+    with make_shallow(threads=3, use_fused_decoder=is_fused) as llm:
+        try:
+            assert _tokens(llm.generate(PROMPTS, greedy())) == alone
+            llm.sleep()
+            llm.wake_up()
+            assert _tokens(llm.generate(PROMPTS, greedy())) == alone
+        finally:
+            with make_shallow(threads=1):
+                pass  # the threads are the process's
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

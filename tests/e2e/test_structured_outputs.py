@@ -138,7 +138,7 @@ def test_texts_match_any_expression(random: LLM, asked: list[str], seed: int) ->
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(schemas, min_size=6, max_size=6), st.integers(0, 1000))
 def test_texts_fit_any_schema(random: LLM, asked: list[dict[str, Any]], seed: int) -> None:
-    many = [params(seed=seed, n=2, structured_outputs={"json": one}) for one in asked]
+    many = [params(seed=seed, n=2, max_tokens=1000, structured_outputs={"json": one}) for one in asked]
     for one, output in zip(asked, random.generate([PROMPT] * len(asked), many, use_tqdm=False), strict=True):
         for made in output.outputs:
             assert made.finish_reason == "stop", made

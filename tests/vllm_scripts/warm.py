@@ -18,7 +18,7 @@ import traceback
 import weakref
 from pathlib import Path
 
-from tests.warm_processes import WarmPopen, children_by, start_server
+from tests.warm_processes import WarmPopen, children_by, freeze, start_server
 
 SECONDS = 240
 """Most time that a script may take."""
@@ -84,10 +84,7 @@ def main() -> None:
             finalizer.atexit = False
     # A thread would be missing in a fork, with whatever it holds.
     assert threading.active_count() == 1, threading.enumerate()
-    # A garbage collection in a fork does not go through what all share, nor copy its pages.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    freeze()
     for script in scripts:
         report = folder / f"{script.stem}.json"
         process = os.fork()

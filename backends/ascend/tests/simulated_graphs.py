@@ -61,7 +61,15 @@ class Launch:
                 place.copy_(result)
 
 
-class Recording(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """Calls of operators, none of which is compiled: for a mode that is kept away from its compiler torch imports that, for a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Recording(Mode):
     """Records all calls into a graph, whose results are put into the graph's pool."""
 
     def __init__(self, graph: NPUGraph, pool: GraphPool) -> None:
@@ -79,7 +87,7 @@ class Recording(TorchDispatchMode):
         return result
 
 
-class Updatable(TorchDispatchMode):
+class Updatable(Mode):
     """Notes the calls whose arguments updates change, as torch_npu's mode of the same place does."""
 
     def __init__(self, graph: NPUGraph) -> None:

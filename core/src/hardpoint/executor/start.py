@@ -63,8 +63,18 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_freeze_count() == 0:
+            if not _has_frozen():
                 # All are of the oldest generation now: the first collection of the youngest would go through every one of them.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+_found_frozen = False
+
+
+def _has_frozen() -> bool:
+    """Return whether the program has frozen objects, which are not ours to unfreeze; once found not asked again, as all are counted."""
+    global _found_frozen
+    _found_frozen = _found_frozen or gc.get_freeze_count() > 0
+    return _found_frozen
