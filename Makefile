@@ -117,6 +117,8 @@ test-clients: .torch/clients/.installed  ## lm-eval, LangChain, LlamaIndex, outl
 	PYTHON=$(abspath $(BIN))/python scripts/torch_environment.sh $*
 	touch $@
 
+.torch/cuda/.installed: .torch/triton/.installed
+
 # The vendors' libraries that are not simulated, generated from what torch's binaries import.
 .torch/%/libraries/.generated: .torch/%/.installed $(STAMP) $(wildcard simulators/src/hardpoint_simulators/torch_libraries/*.py)
 	.torch/$*/bin/python -m hardpoint_simulators.torch_libraries $* $(@D)
