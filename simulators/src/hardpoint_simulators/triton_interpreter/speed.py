@@ -23,7 +23,9 @@ def quicken_interpreter() -> None:
     from triton.runtime import interpreter
 
     semantic = type(interpreter.interpreter_semantic)
-    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "_convert_float")):
+    if not all(
+        hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "_convert_float")
+    ):
         return
     if not hasattr(semantic, "binary_op_sanitize_overflow_impl"):
         return
@@ -76,8 +78,9 @@ def quicken_interpreter() -> None:
     def converted(numbers: Any, kind: Any, to: Any, rounding: Any) -> Any:
         if rounding is None and (kind, to) in ((tl.bfloat16, tl.float32), (tl.float32, tl.bfloat16)):
             widens = kind == tl.bfloat16
+            unsigned: Any
             unsigned, fraction = (np.uint16, 0x7F) if widens else (np.uint32, 0x7F_FFFF)
-            bits = np.ascontiguousarray(numbers).view(unsigned)
+            bits: Any = np.ascontiguousarray(numbers).view(unsigned)
             without_sign = bits << unsigned(1) >> unsigned(1)
             if not np.any(without_sign - unsigned(1) < fraction):  # none is subnormal: a zero wraps around
                 return bits.astype(np.uint32) << 16 if widens else (bits >> 16).astype(np.uint16)
