@@ -103,7 +103,6 @@ test-flashinfer: .torch/flashinfer/.downloaded  ## Our calls against the release
 
 test-ray: .torch/ray/.installed  ## Ray's transport, and replicas on Ray Serve, on a cluster of several nodes (downloads Ray once)
 	.torch/ray/bin/python -m pytest -q tests/ray_cluster
-	.torch/ray/bin/python -m pytest -q -k ray core/tests/executor/test_remote.py
 
 test-trl: .torch/trl/.installed  ## The drop-in for TRL's colocated mode, with TRL itself, and adapters that PEFT wrote (downloads both once)
 	.torch/trl/bin/python -m pytest -q tests/trl tests/peft
@@ -117,6 +116,8 @@ test-clients: .torch/clients/.installed  ## lm-eval, LangChain, LlamaIndex, outl
 .torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(STAMP)
 	PYTHON=$(abspath $(BIN))/python scripts/torch_environment.sh $*
 	touch $@
+
+.torch/cuda/.installed: .torch/triton/.installed
 
 # The vendors' libraries that are not simulated, generated from what torch's binaries import.
 .torch/%/libraries/.generated: .torch/%/.installed $(STAMP) $(wildcard simulators/src/hardpoint_simulators/torch_libraries/*.py)

@@ -12,8 +12,9 @@ rm -rf "$environment"
 # Vendors' builds without dependencies: the vendors' libraries are simulated, and the rest is in the development environment.
 dependencies=--no-deps
 case $build in
-  # `===`: the plain release, and no local one such as +cpu. Triton is the release that this torch is built with; the worker's attention needs it.
-  cuda) packages=("torch===$version" triton==3.7.1) ;;
+  # `===`: the plain release, and no local one such as +cpu. Triton, of the release that this torch is built with, the worker's attention needs:
+  # it is that of .torch/triton, whose 700 MB are not unpacked again.
+  cuda) packages=("torch===$version") ;;
   ascend) packages=("torch-npu==$version") ;;
   triton) packages=(triton==3.7.1) ;;
   ray) packages=("ray[serve]==$(sed -n 's/^ray==//p' constraints.txt)") dependencies= ;;
@@ -35,5 +36,6 @@ fi
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Added as a site, so that the editable installs in it count too.
 echo "import site; site.addsitedir('$(packages "$PYTHON")')" > "$(packages "$environment/bin/python")/development.pth"
+if [ "$build" = cuda ]; then packages "$PWD/.torch/triton/bin/python" > "$(packages "$environment/bin/python")/triton.pth"; fi
 # verl's wheel has its tests as a package of that name, which would hide ours.
 if [ "$build" = verl ]; then rm -rf "$(packages "$environment/bin/python")/tests"; fi

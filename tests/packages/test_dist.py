@@ -150,8 +150,10 @@ def test_an_sdist_builds_where_the_core_is_installed(environment: Environment, t
     assert "hardpoint~=" in required, "an isolated build gets the core"
 
     succeed(environment, "pip install hardpoint")
-    # The baseline instruction set alone, not optimised: all of it takes minutes to compile.
-    options = "-C cmake.define.HARDPOINT_PORTABLE=ON -C cmake.build-type=Debug"
+    # The baseline instruction set alone, not optimised, nothing for a debugger: all of it takes minutes to compile.
+    options = (
+        "-C cmake.define.HARDPOINT_PORTABLE=ON -C cmake.build-type=Debug -C cmake.define.CMAKE_CXX_FLAGS_DEBUG=-O0"
+    )
     succeed(environment, f"pip install --no-build-isolation --no-deps {options} {sdist}")
     code = "from hardpoint_cpu import _native; print(*_native.available_isas())"
     assert succeed(environment, f"python -c '{code}'") == "baseline\n"

@@ -36,15 +36,18 @@ QUESTIONS = ("aclrtGetDevice: no context is current", "aclrtGetCurrentContext: n
 """What the simulator notes when a thread without a context asks for it, which torch_npu and our driver may."""
 
 START = """
+import gc
+gc.disable()  # what is imported stays: to go through it again and again takes a fifth of the time
 from pathlib import Path
 from hardpoint_simulators.torch_libraries import preload
 preload({build!r}, Path({libraries!r}))
-import gc, os, sys, threading, torch
+import os, sys, threading, torch
 from hardpoint.interfaces import Device, DType, Policy, SleepPlan, SleepTier
 from hardpoint_{backend}.descriptor import hardpoint_backend
 from hardpoint_simulators import Simulator
 simulator = Simulator({backend!r})
 DEVICE = Device({backend!r}, 0, "simulated", "{torch_type}:0", simulated=True)
+gc.enable()
 """
 """How a process begins that uses torch over a simulated driver."""
 
@@ -81,6 +84,7 @@ def pytest_configure() -> None:
     """Load the simulated driver before any test module imports torch."""
     if not BUILD:
         return
+    gc.disable()  # to the end of pytest's collection, as in START
     from hardpoint_simulators.torch_libraries import preload
 
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
@@ -91,6 +95,7 @@ def pytest_collection_finish() -> None:
     """Leave what is imported out of garbage collection, which most tests ask for, to see memory given back."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @dataclass(frozen=True)

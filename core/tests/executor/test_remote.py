@@ -1,6 +1,7 @@
 """Ranks elsewhere, over every transport: calls and their answers, errors, and what happens when a rank dies, hangs or is out of step.
 
-Over Ray they run where it is installed (`make test-ray`). What one transport alone does is in `test_processes.py` and `tests/ray_cluster`.
+Over Ray they run in `tests/ray_cluster/test_calls.py` (`make test-ray`). What one transport alone does is in `test_processes.py` and
+`tests/ray_cluster`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class BackingFile {
   // Give the bytes of a range back to the host.
   void discard(off_t offset, std::size_t size);
 
-  // Copies that need no address: they work whatever host code may do with the mapping. False: the host has no memory left.
+  // Copies that need no address: they work whatever host code may do with the mapping. Zeros are left out where the file has a hole, which
+  // reads as zeros. False: the host has no memory left, or none at an address.
   bool write(off_t offset, const void* source, std::size_t size);
   bool read(off_t offset, void* target, std::size_t size);
   bool fill(off_t offset, std::uint8_t value, std::size_t size);
@@ -36,6 +37,9 @@ class BackingFile {
 
  private:
   bool open();
+
+  // The first place from an offset on where the file has bytes of its own; a large offset where there is none.
+  off_t next_data(off_t offset) const;
 
   int descriptor_ = -1;
   off_t next_ = 0;

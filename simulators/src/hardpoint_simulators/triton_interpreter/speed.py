@@ -14,6 +14,8 @@ def quicken_interpreter() -> None:
     """Have Triton's interpreter patch its language once in a launch, remember what follows from a shape and which numpy types stand for
     its own, and compute an overflow's condition only for an assertion that is switched on (`debug`).
 
+    Conversions between float32 and bfloat16 are shifts of bits, but for subnormal numbers.
+
     Results are the same. To be called outside of launches; a release of Triton without these functions is left as it is.
     """
     import numpy as np
@@ -21,7 +23,9 @@ def quicken_interpreter() -> None:
     from triton.runtime import interpreter
 
     semantic = type(interpreter.interpreter_semantic)
-    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype")):
+    if not all(
+        hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "_convert_float")
+    ):
         return
     if not hasattr(semantic, "binary_op_sanitize_overflow_impl"):
         return
@@ -69,6 +73,19 @@ def quicken_interpreter() -> None:
         scalar = kind.scalar
         return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else known[scalar.name]
 
+    convert_bits = interpreter._convert_float
+
+    def converted(numbers: Any, kind: Any, to: Any, rounding: Any) -> Any:
+        if rounding is None and (kind, to) in ((tl.bfloat16, tl.float32), (tl.float32, tl.bfloat16)):
+            widens = kind == tl.bfloat16
+            unsigned: Any
+            unsigned, fraction = (np.uint16, 0x7F) if widens else (np.uint32, 0x7F_FFFF)
+            bits: Any = np.ascontiguousarray(numbers).view(unsigned)
+            without_sign = bits << unsigned(1) >> unsigned(1)
+            if not np.any(without_sign - unsigned(1) < fraction):  # none is subnormal: a zero wraps around
+                return bits.astype(np.uint32) << 16 if widens else (bits >> 16).astype(np.uint16)
+        return convert_bits(numbers, kind, to, rounding)
+
     check_overflow = semantic.binary_op_sanitize_overflow_impl
 
     def overflow_checked(self: Any, *operation: Any) -> None:
@@ -80,4 +97,5 @@ def quicken_interpreter() -> None:
     tl.block_type.__init__ = block_of_known_shape
     tl.tensor.__init__ = tensor_of_known_shape
     interpreter._get_np_dtype = np_dtype
+    interpreter._convert_float = converted
     semantic.binary_op_sanitize_overflow_impl = overflow_checked
