@@ -342,6 +342,12 @@ int32_t Scheduler::chunk_of(const Sequence& sequence) const {
   return length;
 }
 
+int32_t Scheduler::planned_tokens() const {
+  int32_t tokens = 0;
+  for (const Chunk& chunk : planned_) tokens += chunk.length;
+  return tokens;
+}
+
 void Scheduler::schedule_prefills() {
   for (Sequence* sequence : running_) {
     if (budget_ == 0) return;
@@ -360,6 +366,9 @@ void Scheduler::schedule_swapped() {
     if (sequence.in_flight > 0) return;
     if (num_free_rows_ < 1 + sequence.pending_forks) return;
     if (!config_.enable_chunked_prefill && sequence.remaining() > budget_) return;
+    // Prompts that nobody had to decode beside may have been planned by now.
+    const int32_t room = config_.mixed_prefill_tokens - planned_tokens();
+    if (sequence.decoding && room < 0) return;
     const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
     if (blocks_.can_take(blocks_.held_blocks(sequence.table, total)) != AllocStatus::ok) return;
     swapped_.erase(swapped_.begin());
@@ -370,7 +379,7 @@ void Scheduler::schedule_swapped() {
     if (sequence.decoding) {
       locate(sequence, sequence.num_computed);
       emit_decode(sequence, plan_->counts.num_seqs++);
-      budget_ = std::min(budget_ - 1, config_.mixed_prefill_tokens);
+      budget_ = std::min(budget_ - 1, room);
     } else {
       const int32_t length = chunk_of(sequence);
       planned_.push_back({&sequence, length});

@@ -298,6 +298,7 @@ class Scheduler {
   bool reserve_blocks_for_beams(const Sequence& first);
   std::vector<Sequence*> beams_of(int64_t handle) const;
   int32_t chunk_of(const Sequence& sequence) const;
+  int32_t planned_tokens() const;  // of prompts, in this step
   AllocStatus admit(Sequence& sequence, bool is_reserved = false);
   void load_from_tiers(Sequence& sequence, bool is_first);
   void book_tiers(const Plan& plan, const std::vector<int32_t>* failed_loads);

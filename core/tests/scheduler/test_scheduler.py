@@ -178,6 +178,30 @@ def test_a_decode_that_comes_back_from_the_host_counts_as_one() -> None:
     assert np.diff(back.query_start).tolist() == [1, 6]
 
 
+def test_a_decode_comes_back_from_the_host_when_the_prompts_beside_it_are_few_enough() -> None:
+    """The swapped sequence's blocks are free again while a prompt that nobody decoded beside takes three tokens a step."""
+    s = scheduler(
+        mixed_prefill_tokens=1,
+        long_prefill_token_threshold=3,
+        num_device_blocks=10,
+        num_host_blocks=8,
+        preemption_mode="swap",
+        scheduling_policy="priority",
+    )
+    swapped = s.add_request([1] * 12, max_tokens=11, priority=2, max_cached_tokens=0)
+    s.add_request([2] * 19, max_tokens=6, priority=0, max_cached_tokens=0)
+    step(s)
+    step(s)
+    s.add_request([3] * 8, max_tokens=1, priority=1, max_cached_tokens=0)
+    while s.state(swapped) is not SequenceState.SWAPPED:
+        step(s)
+    counts = []
+    while s.state(swapped) is SequenceState.SWAPPED:
+        batch = step(s)
+        counts.append((batch.num_decodes, batch.num_tokens))
+    assert counts == [(0, 3), (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
