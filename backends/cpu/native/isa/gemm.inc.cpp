@@ -524,13 +524,19 @@ void run_item_as(const LinearItem& item) {
 constexpr int kStepTerms = 32;  // of k, that one tile multiplication consumes
 constexpr int kStepBytes = kStepTerms * kTileColumns * 2;
 constexpr int kBlockRows = 2 * kTileRegisterRows;
+constexpr int kPanelBlocks = 8;
+constexpr int64_t kNearBytes = 40 << 10;  // of the first-level cache, for weights
 
 // One step of a block of 16 * RT rows at x and NT tiles of columns at w. Registers 0 to 3 hold the sums, [RT][NT], 4 and 5 rows of x,
 // 5 (where it is free) to 7 weights.
 template <int RT, int NT>
 HP_INLINE void tile_step(const char* x, int64_t x_stride, const char* const* w, int64_t offset) {
   static_assert(RT * NT <= 4 && (RT == 1 || NT <= 2));
-  _tile_loadd(4, x, x_stride);
+  // Of two tiles of rows other blocks follow: their bytes must not take the weights' place in the first-level cache.
+  if constexpr (RT == 2)
+    _tile_stream_loadd(4, x, x_stride);
+  else
+    _tile_loadd(4, x, x_stride);
   _tile_loadd(6, w[0] + offset, kTileRegisterBytes);
   _tile_dpbf16ps(0, 4, 6);
   if constexpr (NT > 1) {
@@ -538,7 +544,7 @@ HP_INLINE void tile_step(const char* x, int64_t x_stride, const char* const* w, 
     _tile_dpbf16ps(1, 4, 7);
   }
   if constexpr (RT == 2) {
-    _tile_loadd(5, x + kTileRegisterRows * x_stride, x_stride);
+    _tile_stream_loadd(5, x + kTileRegisterRows * x_stride, x_stride);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (NT > 1) _tile_dpbf16ps(3, 5, 7);
   } else {
@@ -602,40 +608,46 @@ void run_bf16_item(const LinearItem& item) {
   const int64_t terms = k_padded(weight.k, weight.dtype), stride = tile_bytes(weight.k, weight.dtype), x_stride = item.x_stride * 2;
   const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
   const int count = item.tile_count;
-  const int64_t blocks = ceil_div(item.row_end - item.row_begin, kBlockRows), panel_lines = stride * count / 64;
+  // Blocks as equal as possible, for the registers are given another shape where the last one is smaller.
+  const int64_t all = item.row_end - item.row_begin, blocks = ceil_div(all, kBlockRows), block_rows = ceil_div(all, blocks);
+  const int width = block_rows > kTileRegisterRows ? 2 : kGroupTiles;
+  // Where they fit, a pair of tiles of columns stays in the first-level cache while all rows of a panel pass by it.
+  const int64_t panel_rows = (width * stride <= kNearBytes ? kPanelBlocks : 1) * block_rows, panel_lines = stride * count / 64;
   // One tile of rows is bound by the weights' bytes, which the processor's own prefetcher brings in order: ours would take its place.
-  const char* prefetch = item.row_end - item.row_begin > kTileRegisterRows ? item.prefetch : nullptr;
+  const char* prefetch = all > kTileRegisterRows ? item.prefetch : nullptr;
   const char* const prefetch_end = prefetch ? prefetch + panel_lines * 64 : nullptr;
+  const int lines = static_cast<int>(ceil_div(panel_lines, blocks * ceil_div(count, width) * ceil_div(terms, kStepTerms)));
 
   TileRegisters registers;
   registers.shape(5, 3, kTileRegisterRows);
   int shaped_rows = 0;
-  alignas(64) float c[kBlockRows * kGroupColumns];
-  for (int64_t begin = item.row_begin; begin < item.row_end; begin += kBlockRows) {
-    const int rows = static_cast<int>(item.row_end - begin < kBlockRows ? item.row_end - begin : kBlockRows);
-    const bool two = rows > kTileRegisterRows;
-    if (rows != shaped_rows) {
-      registers.shape(0, two ? 2 : 5, two ? kTileRegisterRows : rows);
-      if (two) {
-        registers.shape(2, 2, rows - kTileRegisterRows);
-        registers.shape(4, 1, kTileRegisterRows);
-        registers.shape(5, 1, rows - kTileRegisterRows);
-      } else {
-        registers.shape(5, 1, kTileRegisterRows);
-      }
-      registers.load();
-      shaped_rows = rows;
-    }
-    const char* x = static_cast<const char*>(item.x) + begin * x_stride;
-    const int width = two ? 2 : kGroupTiles;
-    const int lines = static_cast<int>(ceil_div(panel_lines, blocks * ceil_div(count, width) * ceil_div(terms, kStepTerms)));
+  alignas(64) float c[kPanelBlocks * kBlockRows * kGroupColumns];
+  for (int64_t panel = item.row_begin; panel < item.row_end; panel += panel_rows) {
+    const int64_t end = item.row_end - panel < panel_rows ? item.row_end : panel + panel_rows;
     for (int t = 0; t < count; t += width) {
       const int n = count - t < width ? count - t : width;
-      const TileKernel kernel = two ? kTwoTilesOfRows[n - 1] : kOneTileOfRows[n - 1];
-      kernel(x, x_stride, rows, terms, tiles + t * stride, stride, prefetch, prefetch < prefetch_end ? lines : 0, c + t * kTileColumns);
-      if (prefetch) prefetch += lines * (terms / kStepTerms) * 64;
+      for (int64_t begin = panel; begin < end; begin += block_rows) {
+        const int rows = static_cast<int>(end - begin < block_rows ? end - begin : block_rows);
+        const bool two = rows > kTileRegisterRows;
+        if (rows != shaped_rows) {
+          registers.shape(0, two ? 2 : 5, two ? kTileRegisterRows : rows);
+          if (two) {
+            registers.shape(2, 2, rows - kTileRegisterRows);
+            registers.shape(4, 1, kTileRegisterRows);
+            registers.shape(5, 1, rows - kTileRegisterRows);
+          } else {
+            registers.shape(5, 1, kTileRegisterRows);
+          }
+          registers.load();
+          shaped_rows = rows;
+        }
+        const TileKernel kernel = two ? kTwoTilesOfRows[n - 1] : kOneTileOfRows[n - 1];
+        kernel(static_cast<const char*>(item.x) + begin * x_stride, x_stride, rows, terms, tiles + t * stride, stride, prefetch,
+               prefetch < prefetch_end ? lines : 0, c + (begin - panel) * kGroupColumns + t * kTileColumns);
+        if (prefetch) prefetch += lines * (terms / kStepTerms) * 64;
+      }
     }
-    finish(item, begin, rows, c);
+    finish(item, panel, static_cast<int>(end - panel), c);
   }
 }
 #else
