@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -36,19 +35,22 @@ class Server:
         writer.close()
 
 
-def asked(server: Server, count: int = 1, timeout: float | None = 20.0) -> list[tuple[int, bytes]]:
-    """Return status and body of so many requests, one after the other."""
+def asked(server: Server, count: int = 1, timeout: float | None = 20.0, *, after: int = 0) -> list[tuple[int, bytes]]:
+    """Return status and body of `after` requests at once, and then of so many, one after the other."""
 
     async def whole() -> list[tuple[int, bytes]]:
         listening = await asyncio.start_server(server, "127.0.0.1", 0)
         client = HttpClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", {"X-Of": "test"}, timeout)
-        found = []
+
+        async def one() -> tuple[int, bytes]:
+            body = bytearray()
+            status = await client.request("GET", "/v1/x", b"", lambda _, piece: body.extend(piece))
+            return status, bytes(body)
+
         try:
+            found = await asyncio.gather(*[one() for _ in range(after)])
             for _ in range(count):
-                body = bytearray()
-                take: Callable[[int, bytes], None] = lambda _, piece, body=body: body.extend(piece)  # type: ignore[misc]  # noqa: E731
-                status = await client.request("GET", "/v1/x", b"", take)
-                found.append((status, bytes(body)))
+                found.append(await one())
         finally:
             client.close()
             listening.close()
@@ -96,6 +98,12 @@ def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
         asked(silent)
     assert broken.value.is_unanswered
     assert silent.connections == 2
+
+
+def test_all_kept_connections_may_have_been_closed() -> None:
+    server = Server(OK, None)
+    assert asked(server, after=3) == [(200, b"ok")] * 4
+    assert server.connections == 4
 
 
 @pytest.mark.parametrize(

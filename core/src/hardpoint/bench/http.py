@@ -67,15 +67,22 @@ class HttpClient:
         )
         async with asyncio.timeout(self._timeout):
             try:
-                return await self._sent(head + body, take)
+                return await self._sent(self._kept() or await self._connect(), head + body, take)
             except BrokenOff as error:
                 # The server may have closed a kept connection just then: a new one carries what was not answered.
                 if not error.is_unanswered:
                     raise
-                return await self._sent(head + body, take)
+                return await self._sent(await self._connect(), head + body, take)
 
-    async def _sent(self, message: bytes, take: Take) -> int:
-        connection = self._free.pop() if self._free else await self._connect()
+    def _kept(self) -> _Connection | None:
+        """Return a connection that the server has not closed meanwhile."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _sent(self, connection: _Connection, message: bytes, take: Take) -> int:
         try:
             status = await connection.send(message, take)
         except BaseException:
