@@ -8,7 +8,7 @@ namespace hp::driver {
 // Bytes that this process may use: the host's memory, or the tightest limit of its control groups.
 uint64_t total_memory();
 
-// Bytes that can be taken without swapping, within the limits of the control groups.
+// Bytes that can be taken without swapping, pages freed a moment ago among them, within the limits of the control groups.
 uint64_t available_memory();
 
 std::string processor_name();

@@ -303,7 +303,7 @@ void VirtualMemory::take_budget(size_t size) {
   used_ += size;
 }
 
-// Asking costs tens of microseconds, as much as all the rest: one answer serves until an eighth of it is used up.
+// Asking costs about a hundred microseconds, more than all the rest: one answer serves until an eighth of it is used up.
 void VirtualMemory::check_available(size_t size) {
   if (size > allowance_) {
     const uint64_t available = available_memory();

@@ -19,16 +19,6 @@ def total_memory() -> int:
     return min(_meminfo("MemTotal"), *_cgroup("memory.max", "memory/memory.limit_in_bytes"))
 
 
-def free_memory() -> int:
-    """Return the bytes that can be taken without swapping, within the control group's limit."""
-    free = _meminfo("MemAvailable")
-    limits = _cgroup("memory.max", "memory/memory.limit_in_bytes")
-    usages = _cgroup("memory.current", "memory/memory.usage_in_bytes")
-    if limits and usages and limits[0] < _meminfo("MemTotal"):
-        free = min(free, max(limits[0] - usages[0], 0))
-    return free
-
-
 def resident() -> int:
     """Return the bytes of this process that are in memory."""
     return _status("VmRSS")

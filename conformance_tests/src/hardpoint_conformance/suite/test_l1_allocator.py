@@ -815,9 +815,7 @@ def test_sleep_gives_device_memory_back(memory: Memory) -> None:
 @clause("alloc.memory.free@1", Level.MEMORY, capability="memory.sleep.2", facts="allocator fact 23")
 def test_free_memory_rises_by_what_sleeps(memory: Memory) -> None:
     """The device's free memory, as its driver counts it, rises by what was discarded and falls again when that wakes."""
-    size = max(
-        256 << 20, 4 * memory.unit
-    )  # less stays on lists of an operating system's processors, which do not count as free
+    size = max(256 << 20, 4 * memory.unit)  # a change that shows beside what others take and give
     block = memory.allocate(size, "kv_cache", Policy.DISCARD)
     data = content(1 << 20)
 

@@ -33,7 +33,7 @@ from hardpoint_conformance.target import Target
 OPTIONAL = {"quirks", "host_register", "host_unregister"}
 LARGE = 256 << 20
 COUNTED = 256 << 20
-"""Bytes that a counter of free memory shows: less stays on lists of an operating system's processors, which do not count as free."""
+"""Bytes that a counter of free memory shows beside what others take and give."""
 ORDERED = 16 << 20
 """Bytes whose fill takes a while."""
 CYCLES = 20
