@@ -98,8 +98,7 @@ class Jobs:
         return (STREAM_TOKENS - 1) / (self._seconds([self._prompt(32)], [STREAM_TOKENS]) - until_first)
 
     def mixed(self) -> float:
-        draw = random.Random(7)
-        return self._rate([(draw.randint(32, 256), draw.randint(64, 128)) for _ in range(REQUESTS)])
+        return self._rate(mixed_lengths())
 
     def _rate(self, lengths: list[tuple[int, int]]) -> float:
         seconds = self._seconds([self._prompt(prompt) for prompt, _ in lengths], [count for _, count in lengths])
@@ -119,8 +118,14 @@ class Jobs:
         return statistics.median(Ours().admission(1024, 20, 10_000)["cold"]) * 1e6
 
 
+def mixed_lengths() -> list[tuple[int, int]]:
+    """Return (prompt, output) tokens of requests."""
+    draw = random.Random(7)
+    return [(draw.randint(32, 256), draw.randint(64, 128)) for _ in range(REQUESTS)]
+
+
 def short_lengths() -> list[tuple[int, int]]:
-    """Return (prompt, output) tokens of requests for `benchmarks/serving.py`."""
+    """Return (prompt, output) tokens of requests of which more is in coming and going, for `benchmarks/serving.py`."""
     draw = random.Random(11)
     return [(draw.randint(16, 64), draw.randint(16, 32)) for _ in range(REQUESTS)]
 

@@ -2,10 +2,10 @@
 
     python benchmarks/serving.py [--parts offline,cost,vllm,llama,wake] [--rounds N] [--threads N] [--quick] [--json FILE]
 
-`offline`: `hardpoint serve demo` and an offline engine of the same settings answer the same requests. `cost`: what HTTP and text cost the
-server's process, whose engine has a simulated device that computes nothing, in processor time a token at several depths. `vllm`, `llama`:
-the same requests go to `vllm serve` (200 streams at once) and to `llama-server` (16 at a time). `wake`: a request that wakes the demo
-model beside a cold start.
+`offline`: `hardpoint serve demo` and an offline engine of the same settings answer the same 64 requests, mixed ones (prompts of 32 to 256
+tokens, answers of 64 to 128) and short ones (16 to 64, 16 to 32). `cost`: what HTTP and text cost the server's process, whose engine has a
+simulated device that computes nothing, in processor time a token at several depths. `vllm`, `llama`: the same requests go to `vllm serve`
+(200 streams at once) and to `llama-server` (16 at a time). `wake`: a request that wakes the demo model beside a cold start.
 
 Systems take turns at every measurement, in an order that is reversed in each round; one that waits is stopped (SIGSTOP); the median of
 the ratios of neighbours is held against the bar. The client is this process. Peers that are not installed are named (`make peers`), and
@@ -32,7 +32,7 @@ import numpy as np
 import report
 from child import ChildFailed, run_script
 from cpu_engine import PEERS, pin_to_cores, vllm_environment
-from revisions import REQUESTS, Revision, short_lengths
+from revisions import REQUESTS, Revision, mixed_lengths, short_lengths
 from server_process import ServerProcess, llama_server, ours, vllm
 
 from hardpoint.bench.sending import Sent
@@ -94,37 +94,47 @@ def offline(run: Run) -> None:
     """Our server beside our engine without one."""
     engine, server = Revision([sys.executable], run.threads), ServerProcess(ours(run.threads, REQUESTS))
     draw = random.Random(20240901)
-    lengths = short_lengths()
+    workloads = {"short": short_lengths(), "mixed": mixed_lengths()}
 
     def prompt(length: int) -> list[int]:
         return [draw.randrange(256, 49_000) for _ in range(length)]
 
-    def rate(stream: bool) -> float:
+    def rate(workload: str, kind: str) -> float:
+        lengths = workloads[workload]
         asks = [{"prompt": prompt(length), "max_tokens": count} for length, count in lengths]
-        return sum(count for _, count in lengths) / server.run(asks, stream=stream).seconds
+        return sum(count for _, count in lengths) / server.run(asks, stream=kind == "stream").seconds
+
+    def measure_server(workload: str, kind: str) -> None:
+        server.go_on()
+        run.note(f"{kind}: {workload} rate", rate(workload, kind))
+        server.stop()
+
+    def measure_engine(workload: str) -> None:
+        run.note(f"offline: {workload} rate", engine.measure(workload))
 
     try:
         engine.wait_ready()
-        rate(stream=True)
+        rate("short", "stream")
+        server.stop()
         for number in range(run.rounds):
-            for who in ("offline", "server") if number % 2 else ("server", "offline"):
-                if who == "offline":
-                    run.note("offline: rate", engine.measure("short"))
-                    run.note("offline: first token", engine.measure("first_token"))
-                    continue
-                server.go_on()
-                run.note("stream: rate", rate(stream=True))
-                run.note("whole: rate", rate(stream=False))
-                run.note("server: first token", server.seconds_of_one(prompt(512)) * 1e3)
-                server.stop()
+            for workload in workloads:
+                # The engine in the middle: each way of asking is its neighbour.
+                kinds = ("stream", "whole") if number % 2 else ("whole", "stream")
+                measure_server(workload, kinds[0])
+                measure_engine(workload)
+                measure_server(workload, kinds[1])
+            run.note("offline: first token", engine.measure("first_token"))
+            server.go_on()
+            run.note("server: first token", server.seconds_of_one(prompt(512)) * 1e3)
+            server.stop()
     finally:
         engine.close()
         server.close()
-    for kind in ("stream", "whole"):
-        label = f"{REQUESTS} short requests, {kind} (tok/s)"
-        run.judge(
-            label, f"{kind}: rate", "offline: rate", f"≥ {THROUGHPUT_BAR} ×", lambda ratio: ratio >= THROUGHPUT_BAR
-        )
+    for workload in workloads:
+        for kind in ("stream", "whole"):
+            label = f"{REQUESTS} {workload} requests, {kind} (tok/s)"
+            mine, theirs = f"{kind}: {workload} rate", f"offline: {workload} rate"
+            run.judge(label, mine, theirs, f"≥ {THROUGHPUT_BAR} ×", lambda ratio: ratio >= THROUGHPUT_BAR)
     late = statistics.median(
         a - b for a, b in zip(run.samples["server: first token"], run.samples["offline: first token"], strict=True)
     )
