@@ -109,8 +109,13 @@ def offline(run: Run) -> None:
         run.note(f"{kind}: {workload} rate", rate(workload, kind))
         server.stop()
 
-    def measure_engine(workload: str) -> None:
-        run.note(f"offline: {workload} rate", engine.measure(workload))
+    def measure_first_token(who: str) -> None:
+        if who == "offline":
+            run.note("offline: first token", engine.measure("first_token"))
+            return
+        server.go_on()
+        run.note("server: first token", server.seconds_of_one(prompt(512)) * 1e3)
+        server.stop()
 
     try:
         engine.wait_ready()
@@ -121,12 +126,10 @@ def offline(run: Run) -> None:
                 # The engine in the middle: each way of asking is its neighbour.
                 kinds = ("stream", "whole") if number % 2 else ("whole", "stream")
                 measure_server(workload, kinds[0])
-                measure_engine(workload)
+                run.note(f"offline: {workload} rate", engine.measure(workload))
                 measure_server(workload, kinds[1])
-            run.note("offline: first token", engine.measure("first_token"))
-            server.go_on()
-            run.note("server: first token", server.seconds_of_one(prompt(512)) * 1e3)
-            server.stop()
+            for who in ("offline", "server") if number % 2 else ("server", "offline"):
+                measure_first_token(who)
     finally:
         engine.close()
         server.close()
