@@ -105,7 +105,7 @@ class ServedEngineOptions:
         str | None,
         typer.Option(help="A JSON object: values of the model's configuration.", rich_help_panel=_ENGINE),
     ] = None
-    quantization: Annotated[str, typer.Option(help=_QUANTIZATION_HELP, rich_help_panel=_ENGINE)] = "none"
+    quantization: Annotated[str, typer.Option(help=_QUANTIZATION_HELP, rich_help_panel=_ENGINE)] = "auto"
     threads: Annotated[int | None, typer.Option(min=1, help="Host threads for computing.", rich_help_panel=_ENGINE)] = (
         None
     )
@@ -175,9 +175,8 @@ def _json(text: str | None, option: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ServedEngineOptions):
-    """The engine that a command runs. Unlike a served one it multiplies by quantised weights as they are stored, where it can."""
+    """The engine that a command runs."""
 
-    quantization: Annotated[str, typer.Option(help=_QUANTIZATION_HELP, rich_help_panel=_ENGINE)] = "auto"
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)] = None
     model_option: Annotated[
         str | None, typer.Option("--model", "-m", help="The same as an option.", rich_help_panel=_ENGINE)

@@ -148,6 +148,7 @@ class ModelRunner:
         if self._draft is not None:
             self._draft.forget(step.finished_seq_ids)
             batch, drafted = self._draft.draft(batch, self._plain)
+        has_guesses = len(batch.sample_tokens) > 0
         batch = as_decodes(batch)
         if batch is not step.batch:
             step = replace(step, batch=batch)
@@ -156,7 +157,7 @@ class ModelRunner:
         if batch.num_tokens == 0:
             return LaunchedStep(self._platform.record_event())
         last = batch.sampled_tokens()
-        if self._is_driver and self._draft is None:
+        if has_guesses and self._is_driver and self._draft is None:
             self._foresee(batch, last)
         # A step that pools or scores wants all tokens' hidden states, and samples from some of them.
         wants_all = bool(step.pooling or step.scoring)
@@ -260,8 +261,7 @@ class ModelRunner:
         rows = batch.sample_state_rows
         is_guess = np.zeros(len(rows), np.bool_)
         is_guess[1:] = rows[1:] == rows[:-1]
-        if is_guess.any():
-            self._sampler.foresee(rows[is_guess], batch.token_ids[last[is_guess]])
+        self._sampler.foresee(rows[is_guess], batch.token_ids[last[is_guess]])
 
     def _alone(self, make: Callable[[], T]) -> T:
         """Return what a rank makes of a step when it needs the others no more; raises OutputFailed for what fails in it.
