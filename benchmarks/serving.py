@@ -5,7 +5,8 @@
 `offline`: `hardpoint serve demo` and an offline engine of the same settings answer the same 64 requests, mixed ones (prompts of 32 to 256
 tokens, answers of 64 to 128) and short ones (16 to 64, 16 to 32). `cost`: what HTTP and text cost the server's process, whose engine has a
 simulated device that computes nothing, in processor time a token at several depths. `vllm`, `llama`: the same requests go to `vllm serve`
-(200 streams at once) and to `llama-server` (16 at a time). `wake`: a request that wakes the demo model beside a cold start.
+(200 streams at once) and to `llama-server` (16 at a time). `wake`: a request that wakes the demo model beside a cold start. The demo model
+is in bf16 but for `llama`, where both serve the packaged file as it is stored and its weights in bf16, and `wake`.
 
 Systems take turns at every measurement, in an order that is reversed in each round; one that waits is stopped (SIGSTOP); the median of
 the ratios of neighbours is held against the bar. The client is this process. Peers that are not installed are named (`make peers`), and
@@ -25,6 +26,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,11 @@ import report
 from child import ChildFailed, run_script
 from cpu_engine import PEERS, pin_to_cores, vllm_environment
 from revisions import REQUESTS, Revision, mixed_lengths, short_lengths
-from server_process import ServerProcess, llama_server, ours, vllm
+from server_process import ServerProcess, System, llama_server, ours, vllm
 
-from hardpoint.bench.sending import Sent
+sys.path.insert(0, str(PEERS))
+import export_demo
+
 from hardpoint.bench.statistics import summary
 from hardpoint.bench.workload import Ask, Lengths, random_asks
 
@@ -48,6 +52,7 @@ COST_STEP_S = 0.02
 """Of the simulated device: long enough that the server keeps up with 200 streams, and brings each token in an event of its own."""
 VLLM_OPTIONS = ("--scheduling-policy", "shortest", "--num-blocks", str((1 << 30) // (16 * 30 * 2 * 3 * 64 * 2)))
 """As much memory for keys and values as vLLM is given: blocks of 16 tokens, 30 layers, 3 heads of 64, bfloat16."""
+BF16 = ("--dtype", "bfloat16", "--quantization", "none")
 PARTS = ("offline", "cost", "vllm", "llama", "wake")
 SIMULATED = report.REPOSITORY / "core" / "tests" / "engine"
 TOKEN = "benchmark"
@@ -92,7 +97,7 @@ class Run:
 
 def offline(run: Run) -> None:
     """Our server beside our engine without one."""
-    engine, server = Revision([sys.executable], run.threads), ServerProcess(ours(run.threads, REQUESTS))
+    engine, server = Revision([sys.executable], run.threads), ServerProcess(ours(run.threads, REQUESTS, *BF16))
     draw = random.Random(20240901)
     workloads = {"short": short_lengths(), "mixed": mixed_lengths()}
 
@@ -188,26 +193,35 @@ _WARM_UP = -1
 
 def beside(
     run: Run,
-    other: ServerProcess,
+    mine: Sequence[System],
+    others: Sequence[ServerProcess],
     draw: Callable[[int], Sequence[Ask]],
     concurrency: int | None,
-    take: Callable[[str, Sent], None],
-    *options: str,
 ) -> None:
-    """Send the same requests to our server and to another, which is warm and stopped.
+    """Send the same requests to servers of ours and to others, which are warm and stopped, and note what they did.
 
     Each round has prompts of its own: those of the round before would be found in the prefix cache, which the others have not.
 
     Args:
         draw: returns the requests of a round.
-        options: of our server.
     """
-    with closing(ServerProcess(ours(run.threads, 256, *options))) as server:
-        # A whole round, so that its memory was touched as that of a server that has run for a while.
-        server.run(draw(_WARM_UP))
-        server.stop()
-        servers = {one.system.name: one for one in (server, other)}
-        run.in_turn(servers, lambda name, one, number: take(name, one.run(draw(number), concurrency)))
+    streams = concurrency or len(draw(0))
+
+    def measure(name: str, server: ServerProcess, number: int) -> None:
+        found = summary(server.run(draw(number), concurrency), ())
+        run.note(f"{name}: rate of {streams}", found["output_tokens_per_second"])
+        run.note(f"{name}: first token of {streams}", found["ttft_seconds"]["p50"] * 1e3)
+        run.note(f"{name}: gap of {streams}", found["itl_seconds"]["p99"] * 1e3)
+
+    with ExitStack() as started:
+        servers = {one.system.name: one for one in others}
+        for system in mine:
+            server = started.enter_context(closing(ServerProcess(system)))
+            # A whole round, so that its memory was touched as that of a server that has run for a while.
+            server.run(draw(_WARM_UP))
+            server.stop()
+            servers[system.name] = server
+        run.in_turn(servers, measure)
 
 
 def _drawn(seed: int, count: int, outputs: str) -> Callable[[int], Sequence[Ask]]:
@@ -220,31 +234,21 @@ def _some(asks: Sequence[Ask]) -> Sequence[Ask]:
     return asks[: max(len(asks) // 4, 1)]
 
 
-def _take(run: Run, streams: int) -> Callable[[str, Sent], None]:
-    def take(name: str, sent: Sent) -> None:
-        found = summary(sent, ())
-        run.note(f"{name}: rate of {streams}", found["output_tokens_per_second"])
-        run.note(f"{name}: first token of {streams}", found["ttft_seconds"]["p50"] * 1e3)
-        run.note(f"{name}: gap of {streams}", found["itl_seconds"]["p99"] * 1e3)
-
-    return take
-
-
-def _judge(run: Run, other: str, streams: int, rate: float, first: float | None, gap: float | None) -> None:
+def _judge(run: Run, mine: str, other: str, streams: int, rate: float, first: float | None, gap: float | None) -> None:
     """Hold rate, median first token and 99th percentile of the gaps against bars; None for a mere comparison."""
 
     def compared(label: str, key: str, factor: float | None, rising: bool) -> None:
-        mine, theirs = f"hardpoint: {key} of {streams}", f"{other}: {key} of {streams}"
+        ours_name, theirs = f"{mine}: {key} of {streams}", f"{other}: {key} of {streams}"
         if factor is None:
-            verdict = report.Verdict(label, run.median(mine), run.median(theirs), other, None, None)
-            run.verdicts.append(verdict)
+            run.verdicts.append(report.Verdict(label, run.median(ours_name), run.median(theirs), other, None, None))
             return
         sign, ratio = ("≥", 1) if rising else ("≤", -1)
-        run.judge(label, mine, theirs, f"{sign} {factor:g} ×", lambda found: (found - factor) * ratio >= 0)
+        run.judge(label, ours_name, theirs, f"{sign} {factor:g} ×", lambda found: (found - factor) * ratio >= 0)
 
-    compared(f"{streams} streams (tok/s)", "rate", rate, rising=True)
-    compared(f"{streams} streams, median first token (ms)", "first token", first, rising=False)
-    compared(f"{streams} streams, p99 between tokens (ms)", "gap", gap, rising=False)
+    what = f"{streams} streams{mine.removeprefix('hardpoint')}"
+    compared(f"{what} (tok/s)", "rate", rate, rising=True)
+    compared(f"{what}, median first token (ms)", "first token", first, rising=False)
+    compared(f"{what}, p99 between tokens (ms)", "gap", gap, rising=False)
 
 
 def beside_vllm(run: Run) -> None:
@@ -268,20 +272,33 @@ def beside_vllm(run: Run) -> None:
             peer.go_on()
             peer.run(draw(_WARM_UP))
             peer.stop()
-            beside(run, peer, draw, None, _take(run, streams), *VLLM_OPTIONS)
-    _judge(run, peer.system.name, streams, VLLM_RATE_BAR, VLLM_FIRST_BAR, VLLM_GAP_BAR)
+            mine = ours(run.threads, 256, *BF16, *VLLM_OPTIONS)
+            beside(run, [mine], [peer], draw, None)
+    _judge(run, mine.name, peer.system.name, streams, VLLM_RATE_BAR, VLLM_FIRST_BAR, VLLM_GAP_BAR)
 
 
 def beside_llama(run: Run) -> None:
-    """16 streams at a time, here and there."""
+    """16 streams at a time, here and there: of the packaged file, as each serves it, and of its weights in bf16."""
     exported = run_script(sys.executable, PEERS / "export_demo.py", timeout_s=600)
     draw = _drawn(8, LLAMA_STREAMS * (1 if run.quick else 2), "8:16" if run.quick else "48:96")
-    system = llama_server(run.peers / "llamaserver", exported["gguf"], run.threads, LLAMA_STREAMS, 512)
-    with closing(ServerProcess(system)) as peer:
-        peer.run(_some(draw(_WARM_UP)))
-        peer.stop()
-        beside(run, peer, draw, LLAMA_STREAMS, _take(run, LLAMA_STREAMS))
-    _judge(run, system.name, LLAMA_STREAMS, LLAMA_RATE_BAR, None, None)
+    files = {"as stored": str(export_demo.packaged_model()), "in bf16": exported["gguf"]}
+    options = {"as stored": (), "in bf16": BF16}
+    mine = [replace(ours(run.threads, 256, *options[form]), name=f"hardpoint, {form}") for form in files]
+    with ExitStack() as started:
+        peers = []
+        for form, file in files.items():
+            system = llama_server(run.peers / "llamaserver", file, run.threads, LLAMA_STREAMS, 512)
+            peer = ServerProcess(replace(system, name=f"{system.name}, {form}"))
+            started.callback(peer.close)
+            peer.run(_some(draw(_WARM_UP)))
+            peer.stop()
+            peers.append(peer)
+        beside(run, mine, peers, draw, LLAMA_STREAMS)
+    names = [one.system.name for one in peers]
+    fastest = max(names, key=lambda name: run.median(f"{name}: rate of {LLAMA_STREAMS}"))
+    # What a user gets who serves the file, beside the best that the peer makes of it; then the same weights.
+    for own, other in ((mine[0].name, fastest), (mine[1].name, names[1])):
+        _judge(run, own, other, LLAMA_STREAMS, LLAMA_RATE_BAR, None, None)
 
 
 def wake(run: Run) -> None:
