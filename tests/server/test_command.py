@@ -119,6 +119,14 @@ def gone(pids: list[int]) -> bool:
     )
 
 
+def test_quantised_weights_are_multiplied_as_they_are_stored(shallow: str) -> None:
+    with command(shallow, device="cpu") as server:
+        server.url()
+        assert re.search(r"multiplied as blocks: \d+ in Q4_1", server.text)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+
+
 def test_tls_keys_and_sigterm(device: str, tmp_path: Path) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hardpoint.cli import interrupts
 from hardpoint.cli.options import MODEL_HELP, ServedEngineOptions, takes
+from hardpoint.cli.session import show_formats
 from hardpoint.interfaces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -344,7 +345,8 @@ async def _tell(server: Any, ready: asyncio.Event) -> None:
     for model in server.fleet:
         info = model.llm.info
         console.print(
-            f"{model.name}: {info.architecture} on {info.backend}, context {info.max_model_len}, loaded in {info.load_seconds:.1f} s"
+            f"{model.name}: {info.architecture} on {info.backend}, {show_formats(info)}context {info.max_model_len}, "
+            f"loaded in {info.load_seconds:.1f} s"
         )
     console.print(f"Serving at {server.url} (OpenAI's interface at {server.url}/v1)")
     if server.control_url is not None:
