@@ -57,6 +57,15 @@ async def tokens(llm: AsyncLLM, prompt: str, params: SamplingParams = PARAMS) ->
     return list(outputs[-1].outputs[0].token_ids)
 
 
+async def tokens_once_there_is_room(llm: AsyncLLM, prompt: str) -> list[int]:
+    """As `tokens`, tried again while the inbox is full: what ends requests waits in it too."""
+    while True:
+        try:
+            return await tokens(llm, prompt)
+        except InboxFull:
+            await asyncio.sleep(0.01)
+
+
 def test_requests_are_served_side_by_side_as_the_synchronous_client_does(
     run: Callable[..., Any], make_llm: Callable[..., LLM]
 ) -> None:
@@ -141,7 +150,7 @@ def test_a_full_inbox_is_an_error_and_nothing_else_is_lost(run: Callable[..., An
         results = await asyncio.gather(*(tokens(llm, "x") for _ in range(40)), return_exceptions=True)
         assert {type(r) for r in results} <= {list, InboxFull}
         assert all(len(r) == 20 for r in results if isinstance(r, list))
-        assert len(await tokens(llm, "x")) == 20
+        assert len(await tokens_once_there_is_room(llm, "x")) == 20
 
     run(body, max_commands=1)
 

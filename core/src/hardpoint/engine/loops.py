@@ -276,7 +276,8 @@ class Inbox:
 def check_room(command: Command, waiting: int, limit: int) -> None:
     """Raise InboxFull where the limit of waiting commands is reached, and this one is not exempt."""
     if waiting >= limit and not isinstance(command, _UNLIMITED):
-        raise InboxFull("the engine's inbox is full", found=f"{limit} commands wait", hint="Try again later")
+        found = f"{waiting} commands wait, of at most {limit}"
+        raise InboxFull("the engine's inbox is full", found=found, hint="Try again later")
 
 
 class ThreadLoop(RunningLoop):
