@@ -193,8 +193,9 @@ peers: .peers/vllm/.installed .peers/llamacpp/.installed .peers/llamaserver/.ins
 	-cd .peers/vllm && apt-get download -qq libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb debian
 	touch $@
 
-# Not from a cache: compiled for this processor. What GCC 12 makes of llama.cpp ends with an illegal instruction on processors with AMX; what clang makes of it runs, and is slower on Zen 5.
+# What GCC 12 makes of llama.cpp ends with an illegal instruction on processors with AMX; what clang makes of it runs, and is slower on Zen 5.
 LLAMA_COMPILER = $(if $(shell grep -qw amx_tile /proc/cpuinfo && command -v clang++),CC=clang CXX=clang++,$(if $(filter x86_64,$(shell uname -m)),$(foreach language,C CXX,$(language)FLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16")))
+# Not from pip's cache, which may have what another compiler made, or for another processor.
 .peers/llamacpp/.installed:
 	$(PYTHON) -m venv .peers/llamacpp
 	$(LLAMA_COMPILER) CMAKE_ARGS="-DGGML_NATIVE=ON" .peers/llamacpp/bin/pip install -q --no-cache-dir llama-cpp-python numpy gguf

@@ -13,6 +13,8 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.engine.commands import Generate
+from hardpoint.engine.loops import Inbox
 from hardpoint.engine.sleep import SleepReport
 from hardpoint.interfaces.errors import (
     EngineAsleep,
@@ -55,15 +57,6 @@ def slow_steps(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None
 async def tokens(llm: AsyncLLM, prompt: str, params: SamplingParams = PARAMS) -> list[int]:
     outputs = [output async for output in llm.generate(prompt, params)]
     return list(outputs[-1].outputs[0].token_ids)
-
-
-async def tokens_once_there_is_room(llm: AsyncLLM, prompt: str) -> list[int]:
-    """As `tokens`, tried again while the inbox is full: what ends requests waits in it too."""
-    while True:
-        try:
-            return await tokens(llm, prompt)
-        except InboxFull:
-            await asyncio.sleep(0.01)
 
 
 def test_requests_are_served_side_by_side_as_the_synchronous_client_does(
@@ -150,9 +143,27 @@ def test_a_full_inbox_is_an_error_and_nothing_else_is_lost(run: Callable[..., An
         results = await asyncio.gather(*(tokens(llm, "x") for _ in range(40)), return_exceptions=True)
         assert {type(r) for r in results} <= {list, InboxFull}
         assert all(len(r) == 20 for r in results if isinstance(r, list))
-        assert len(await tokens_once_there_is_room(llm, "x")) == 20
+        assert len(await tokens(llm, "x")) == 20
 
     run(body, max_commands=1)
+
+
+def test_what_the_inbox_refuses_takes_no_room_in_it(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def put(inbox: Inbox, command: object) -> Any:
+        told.append(command)
+        raise InboxFull("the engine's inbox is full")
+
+    async def body(llm: AsyncLLM) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Inbox, "put", put)
+            with pytest.raises(InboxFull):
+                await tokens(llm, "x")
+        assert [type(command) for command in told] == [Generate]
+        assert len(await tokens(llm, "x")) == 20
+
+    run(body)
 
 
 async def check_a_client_that_stops_reading(llm: AsyncLLM) -> None:

@@ -59,7 +59,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
-from hardpoint.interfaces.errors import EngineDead, RequestTimeout
+from hardpoint.interfaces.errors import EngineDead, InboxFull, RequestTimeout
 from hardpoint.sampling import BeamSearchParams, PoolingParams, PoolingUse, SamplingParams
 
 if TYPE_CHECKING:
@@ -429,7 +429,13 @@ class AsyncLLM:
         self._check_open()
         self._requests.add(request)
         try:
-            await self._call(command)
+            try:
+                queued = self._submit(command)
+            except (InboxFull, EngineDead):
+                # The engine knows nothing of it: an abort would only take room in the inbox.
+                self._requests.remove(request.request_id)
+                raise
+            await queued
             yield
         finally:
             if request.request_id in self._requests:
@@ -437,9 +443,12 @@ class AsyncLLM:
                 self._tell(Abort((request.key,)))
 
     async def _call(self, command: Command) -> Reply:
+        return await self._submit(command)
+
+    def _submit(self, command: Command) -> asyncio.Future[Reply]:
         if self._event_loop is None:
             self._join(asyncio.get_running_loop())
-        return await asyncio.wrap_future(self._loop.submit(command))
+        return asyncio.wrap_future(self._loop.submit(command))
 
     def _tell(self, command: Command) -> None:
         try:
