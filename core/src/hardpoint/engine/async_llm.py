@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from hardpoint.engine.adapters import AdapterName, LoRARequest, adapter_name
 from hardpoint.engine.argument_names import named_arguments
@@ -66,16 +66,48 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+AnyOutput = TypeVar("AnyOutput", RequestOutput, PoolingRequestOutput[PoolingOutput])
 
-class _Mailbox:
-    """What the reader of a request has not taken yet: what makes its next output, and the error that ended the request."""
 
-    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        self._event_loop = event_loop
+class OutputStream(Generic[AnyOutput]):
+    """The outputs of a request, as they come; the last one is finished. For one reader.
+
+    What was not taken becomes one output, of all deltas together, or the latest of others.
+
+    Not a generator, which would cost each token of a busy server a few microseconds.
+
+    Args:
+        note: is called with each output that is taken.
+    """
+
+    def __init__(self, note: Callable[[AnyOutput], None] | None = None) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._note: Callable[[AnyOutput], None] | None = note
         self._make: Callable[[], Output] | None = None
         self._error: Exception | None = None
+        self._is_done = False
         # Not an Event, whose every wait asks the system for its process id, to find the loop.
         self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> AnyOutput:
+        """Wait for an output and return it; raises the error that ended the request once none is left."""
+        if self._is_done:
+            raise StopAsyncIteration
+        if self._make is None and self._error is None:
+            self._reader = self._event_loop.create_future()
+            await self._reader
+        make, self._make = self._make, None
+        if make is None:
+            assert self._error is not None
+            raise self._error
+        output = cast("AnyOutput", make())
+        self._is_done = output.finished
+        if self._note is not None:
+            self._note(output)
+        return output
 
     def put(self, make: Callable[[], Output]) -> None:
         """Take what makes the next output, which has what the one before would have had."""
@@ -86,17 +118,6 @@ class _Mailbox:
         """Take the error that ended the request."""
         self._error = error
         self._notify()
-
-    async def get(self) -> Output:
-        """Wait for an output and return it; raises the error once none is left."""
-        if self._make is None and self._error is None:
-            self._reader = self._event_loop.create_future()
-            await self._reader
-        make, self._make = self._make, None
-        if make is None:
-            assert self._error is not None
-            raise self._error
-        return make()
 
     def _notify(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -180,6 +201,30 @@ class AsyncLLM:
             WorkerError: the worker failed in a step of this request.
             EngineDead: the engine was closed, or cannot go on.
         """
+        stream = self.stream(prompt, params, request_id, priority=priority, lora_request=lora_request, timeout=timeout)
+        async with stream as outputs:
+            async for output in outputs:
+                yield output
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        prompt: Prompt | TokenizedPrompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        lora_request: AdapterName = None,
+        timeout: float | None = None,
+        note: Callable[[RequestOutput], None] | None = None,
+    ) -> AsyncIterator[OutputStream[RequestOutput]]:
+        """Queue a prompt, and give its outputs; where the context ends before the last of them has come, the request is aborted.
+
+        What the server uses: it knows of a refusal before it reads, and each token takes less. Otherwise as `generate`.
+
+        Args:
+            note: is called with each output that is read.
+        """
         params = self._maker.default_sampling_params if params is None else params
         grammar = None
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
@@ -187,8 +232,8 @@ class AsyncLLM:
         if isinstance(lora_request, LoRARequest):
             await self.load_adapter(lora_request)
         adapter = adapter_name(lora_request, lambda loaded: None)
-        arrived = _Mailbox(asyncio.get_running_loop())
-        recipient, name = Recipient(arrived.put, arrived.fail), self._name(request_id)
+        outputs = OutputStream(note)
+        recipient, name = Recipient(outputs.put, outputs.fail), self._name(request_id)
         request: AnyRequest
         if isinstance(params, BeamSearchParams):
             request, command = self._maker.beam_search(name, prompt, params, priority, recipient, adapter)
@@ -199,15 +244,10 @@ class AsyncLLM:
             late = RequestTimeout(
                 f"the request was not done within {timeout:.3g} s", hint="Ask for less, or allow more time"
             )
-            timer = asyncio.get_running_loop().call_later(timeout, arrived.fail, late)
+            timer = asyncio.get_running_loop().call_later(timeout, outputs.fail, late)
         try:
             async with self._asked(request, command):
-                finished = False
-                while not finished:
-                    output = await arrived.get()
-                    assert isinstance(output, RequestOutput)
-                    finished = output.finished
-                    yield output
+                yield outputs
         finally:
             if timer is not None:
                 timer.cancel()
@@ -246,13 +286,11 @@ class AsyncLLM:
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Return what is made of a prompt's hidden states, as the parameters say, or else as the model is for; errors as for `generate`."""
-        arrived = _Mailbox(asyncio.get_running_loop())
-        recipient = Recipient(arrived.put, arrived.fail)
+        outputs = OutputStream[PoolingRequestOutput[PoolingOutput]]()
+        recipient = Recipient(outputs.put, outputs.fail)
         request, command = self._maker.pooling(self._name(request_id), prompt, params, recipient)
         async with self._asked(request, command):
-            output = await arrived.get()
-        assert isinstance(output, PoolingRequestOutput)
-        return output
+            return await anext(outputs)
 
     @named_arguments
     async def embed(
@@ -425,7 +463,7 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _asked(self, request: AnyRequest, command: Generate | Embed) -> AsyncIterator[None]:
-        """Queue a request; it is aborted where the context ends before its last output was put into its mailbox."""
+        """Queue a request; it is aborted where the context ends before its last output has come."""
         self._check_open()
         self._requests.add(request)
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from hardpoint.engine.async_llm import OutputStream
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.sampling import SamplingParams
@@ -96,9 +97,9 @@ class _Answer:
     async def whole(self) -> ChatCompletion:
         """Return the answer as one."""
         last: RequestOutput | None = None
-        async with aclosing(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for output in outputs:
-                last = output
+                last = self._noted(output)
         assert last is not None
         made = ChatCompletion(
             id=self._id,
@@ -114,10 +115,10 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events."""
-        async with aclosing(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for output in outputs:
                 # All that an output brings is sent at once.
-                if found := b"".join(map(self._new, output.outputs)):
+                if found := b"".join(map(self._new, self._noted(output).outputs)):
                     yield found
         if self._options.include_usage:
             yield written(self._chunk([], with_usage=True))
@@ -142,18 +143,18 @@ class _Answer:
             return begin
         return begin + written(self._chunk([delta]))
 
-    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+    @asynccontextmanager
+    async def _outputs(self) -> AsyncIterator[OutputStream[RequestOutput]]:
         async with self._model.taken():
             prompt = await self._prompt()
-            stream = self._model.generate(
-                prompt, self._beams or self._after_reasoning(prompt), priority=self._body.priority, **self._limits
-            )
-            async with aclosing(stream) as outputs:
-                async for output in outputs:
-                    if self._beams is not None:
-                        output = with_logprobs(output, self._params.logprobs)
-                    self._counted.add(0, output)
-                    yield output
+            params = self._beams or self._after_reasoning(prompt)
+            async with self._model.stream(prompt, params, priority=self._body.priority, **self._limits) as outputs:
+                yield outputs
+
+    def _noted(self, output: RequestOutput) -> RequestOutput:
+        """Count an output, and return what is shown of it."""
+        self._counted.add(0, output)
+        return output if self._beams is None else with_logprobs(output, self._params.logprobs)
 
     def _after_reasoning(self, prompt: TokenizedPrompt) -> SamplingParams:
         """Return the parameters for a prompt, by which the model reasons or not before it writes what must match."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -18,7 +18,8 @@ from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import (
     Counted,
     beam_search_params,
-    merged,
+    entered,
+    numbered,
     request_limits,
     respond,
     sampling_params,
@@ -80,18 +81,23 @@ class _Answer:
     async def whole(self) -> Completion:
         """Return the answer as one."""
         choices: list[CompletionChoice] = []
-        async with aclosing(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for index, output in outputs:
+                output = self._noted(index, output)
                 choices += [self._choice(*one, output) for one in self._new(index, output)]
         choices.sort(key=lambda choice: choice.index)
         return self._completion(choices, with_usage=True)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events."""
-        async with aclosing(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for index, output in outputs:
+                output = self._noted(index, output)
                 # All that an output brings is sent at once.
-                if found := b"".join(self._event(*one, output) for one in self._new(index, output)):
+                found = b""
+                for number, completion in self._new(index, output):
+                    found += self._event(number, completion, output)
+                if found:
                     yield found
         if self._options.include_usage:
             yield written(self._completion([], with_usage=True))
@@ -103,22 +109,16 @@ class _Answer:
         choice = self._choice(number, completion, output)
         return written(self._completion([choice], with_usage=self._options.continuous_usage_stats))
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        prompts = self._prompts()
-        async with self._model.taken(len(prompts)):
+    @asynccontextmanager
+    async def _outputs(self) -> AsyncIterator[AsyncIterator[tuple[int, RequestOutput]]]:
+        """Give the outputs of all prompts, each with its prompt's index."""
+        prompts, params = self._prompts(), self._beams or self._params
+        async with self._model.taken(len(prompts)), AsyncExitStack() as stack:
             tokenized = [await self._tokenized(prompt) for prompt in prompts]
             streams = [
-                self._model.generate(prompt, self._beams or self._params, priority=self._body.priority, **self._limits)
-                for prompt in tokenized
+                self._model.stream(prompt, params, priority=self._body.priority, **self._limits) for prompt in tokenized
             ]
-            if len(streams) == 1:
-                async with aclosing(streams[0]) as outputs:
-                    async for output in outputs:
-                        yield 0, self._noted(0, output)
-                return
-            async with aclosing(merged(streams)) as several:
-                async for index, output in several:
-                    yield index, self._noted(index, output)
+            yield numbered(await entered(stack, streams))
 
     def _noted(self, index: int, output: RequestOutput) -> RequestOutput:
         """Count an output, and return what is shown of it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
 from hardpoint.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from hardpoint.server.errors import ApiError
-from hardpoint.server.http import aclose, event_stream, until_gone
+from hardpoint.server.http import event_stream, until_gone
 from hardpoint.server.protocol import CachedTokens, Sampling, StreamOptions, TopLogprob, Usage
 from hardpoint.server.served_model import WhenAsleep
 
@@ -204,8 +205,37 @@ async def respond(request: Request, answer: Answer, stream: bool | None) -> Resp
     return Response(done.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
-async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (index of the iterator, item) of several at a time, as items come; ends all where one fails or nobody reads on."""
+async def entered(stack: AsyncExitStack, contexts: Sequence[AbstractAsyncContextManager[T]]) -> list[T]:
+    """Enter contexts side by side, since each may wait for the engine; where one fails, those that were entered end with the stack."""
+    if len(contexts) == 1:
+        return [await stack.enter_async_context(contexts[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            entering = [group.create_task(stack.enter_async_context(one)) for one in contexts]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in entering]
+
+
+def numbered(iterators: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Return an iterator over (index of the iterator, item) of several, as items come."""
+    return _Numbered(iterators[0]) if len(iterators) == 1 else _merged(iterators)
+
+
+class _Numbered(Generic[T]):
+    """Iterates over one iterator, which takes less than to look which of several has an item."""
+
+    def __init__(self, iterator: AsyncIterator[T]) -> None:
+        self._iterator = iterator
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, T]:
+        return 0, await self._iterator.__anext__()
+
+
+async def _merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     waiting = {asyncio.ensure_future(anext(one)): index for index, one in enumerate(iterators)}
     try:
         while waiting:
@@ -223,5 +253,3 @@ async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[
             task.cancel()
         if waiting:
             await asyncio.wait(waiting)
-        for one in iterators:
-            await aclose(one)

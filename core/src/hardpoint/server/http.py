@@ -141,36 +141,37 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return what some work returns; it is cancelled when the client leaves, which raises ClientLeft, or when this is."""
+    """Return what some work returns; it is cancelled when the client leaves, which raises ClientLeft, or when this is.
+
+    The work has a task of its own, and the client is waited for in this one: what resumes a task goes through all of its frames, of which
+    a request has a dozen before its work, for each token.
+    """
     task = asyncio.current_task()
     assert task is not None
-    cancelling, has_left = task.cancelling(), False
+    cancelling, is_waiting = task.cancelling(), True
 
-    def leave(done: asyncio.Task[None]) -> None:
-        nonlocal has_left
-        # Also where no more can be received.
-        if not done.cancelled():
-            done.exception()
-            has_left = True
+    def wake(_: asyncio.Future[T]) -> None:
+        if is_waiting:
             task.cancel()
 
-    leaving = asyncio.ensure_future(_gone(receive))
-    leaving.add_done_callback(leave)
+    working = asyncio.ensure_future(work)
+    working.add_done_callback(wake)
     try:
-        return await work
+        with suppress(Exception):  # no more can be received
+            while (await receive())["type"] != "http.disconnect":
+                pass
     except asyncio.CancelledError:
         # As `asyncio.timeout` tells its own cancellation from another's.
-        if has_left and task.uncancel() <= cancelling:
-            raise ClientLeft(499, "the client left", "client_closed_request") from None
-        raise
+        if not working.done() or task.uncancel() > cancelling:
+            raise
     finally:
-        leaving.remove_done_callback(leave)
-        leaving.cancel()
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        is_waiting = False
+        if not working.done():
+            working.cancel()
+            await asyncio.wait([working])
+    if working.cancelled():
+        raise ClientLeft(499, "the client left", "client_closed_request")
+    return working.result()
 
 
 class ClientLeft(ApiError):

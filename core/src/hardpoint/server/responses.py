@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict
 
+from hardpoint.engine.async_llm import OutputStream
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.interfaces.errors import HardpointError
@@ -211,7 +212,7 @@ class _Answer:
     async def whole(self) -> ModelResponse:
         """Return the answer as one."""
         last: RequestOutput | None = None
-        async with aclosing(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for output in outputs:
                 last = output
         assert last is not None
@@ -223,7 +224,7 @@ class _Answer:
         """Yield the answer as server-sent events, in OpenAI's order."""
         text, tokens, begun = "", 0, False
         try:
-            async with aclosing(self._outputs()) as outputs:
+            async with self._outputs() as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
                     text, tokens = text + completion.text, tokens + len(completion.token_ids)
@@ -279,12 +280,12 @@ class _Answer:
         self._number += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), event.model_dump_json().encode())
 
-    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+    @asynccontextmanager
+    async def _outputs(self) -> AsyncIterator[OutputStream[RequestOutput]]:
         async with self._model.taken():
-            stream = self._model.generate(await self._prompt(), self._params, **self._limits)
-            async with aclosing(stream) as outputs:
-                async for output in outputs:
-                    yield output
+            prompt = await self._prompt()
+            async with self._model.stream(prompt, self._params, **self._limits) as outputs:
+                yield outputs
 
     async def _prompt(self) -> TokenizedPrompt:
         given, messages = self._body.input, []

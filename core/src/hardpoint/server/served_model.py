@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from hardpoint.engine.adapters import LoRARequest
-from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.engine.async_llm import AsyncLLM, OutputStream
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from hardpoint.engine.sleep import EngineState, SleepReport, SleepStatus, WakeReport
@@ -306,7 +306,8 @@ class ServedModel:
             self._in_progress -= count
             self.last_used = time.monotonic()
 
-    async def generate(
+    @asynccontextmanager
+    async def stream(
         self,
         prompt: TokenizedPrompt,
         params: SamplingParams | BeamSearchParams,
@@ -315,22 +316,24 @@ class ServedModel:
         timeout: float | None = None,
         when_asleep: WhenAsleep | None = None,
         adapter: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request, which goes through an adapter where one is named; errors as for `AsyncLLM.generate`."""
+    ) -> AsyncIterator[OutputStream[RequestOutput]]:
+        """Give the outputs of a request, which goes through an adapter where one is named; as `AsyncLLM.stream`."""
         timeout = self.options.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.metrics.request(len(prompt.token_ids)) as watch:
             while True:
                 left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-                try:
-                    stream = self.llm.generate(prompt, params, priority=priority, timeout=left, lora_request=adapter)
-                    async with aclosing(stream) as outputs:
-                        async for output in outputs:
-                            watch.output(output)
-                            yield output
-                    return
-                except EngineAsleep as error:
-                    await self._until_awake(error, when_asleep, left)
+                stream = self.llm.stream(
+                    prompt, params, priority=priority, timeout=left, lora_request=adapter, note=watch.output
+                )
+                async with AsyncExitStack() as stack:
+                    try:
+                        outputs = await stack.enter_async_context(stream)
+                    except EngineAsleep as error:
+                        await self._until_awake(error, when_asleep, left)
+                        continue
+                    yield outputs
+                return
 
     async def encode(
         self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
@@ -487,7 +490,8 @@ class AdaptedModel(ServedModel):
         async with self._base.taken(count):
             yield
 
-    async def generate(
+    @asynccontextmanager
+    async def stream(
         self,
         prompt: TokenizedPrompt,
         params: SamplingParams | BeamSearchParams,
@@ -496,14 +500,13 @@ class AdaptedModel(ServedModel):
         timeout: float | None = None,
         when_asleep: WhenAsleep | None = None,
         adapter: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request that goes through the adapter."""
-        stream = self._base.generate(
+    ) -> AsyncIterator[OutputStream[RequestOutput]]:
+        """Give the outputs of a request that goes through the adapter."""
+        stream = self._base.stream(
             prompt, params, priority=priority, timeout=timeout, when_asleep=when_asleep, adapter=self.name
         )
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output
+        async with stream as outputs:
+            yield outputs
 
     async def encode(
         self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
