@@ -26,21 +26,31 @@ class Bandwidth:
 
 def read_bandwidth(threads: int, repeats: int = 5) -> Bandwidth:
     """Return the best of `repeats` passes, each thread reading its own 256 MiB once per pass."""
-    buffers = [_huge_pages(_BYTES_PER_THREAD) for _ in range(threads)]
-    name, read = _reader()
-    best = float("inf")
-    for _ in range(repeats):
-        start = threading.Barrier(threads + 1)
-        workers = [threading.Thread(target=_read_after, args=(start, read, buffer)) for buffer in buffers]
-        for worker in workers:
-            worker.start()
-        # Before the barrier: the readers may hold every core by the time that this thread comes back from it.
-        started = time.perf_counter()
-        start.wait()
-        for worker in workers:
-            worker.join()
-        best = min(best, time.perf_counter() - started)
-    return Bandwidth(threads * _BYTES_PER_THREAD / best / 1e9, name)
+    return Reader(threads).measure(repeats)
+
+
+class Reader:
+    """Measures the bandwidth again and again, by threads that read the same memory each time."""
+
+    def __init__(self, threads: int) -> None:
+        self._buffers = [_huge_pages(_BYTES_PER_THREAD) for _ in range(threads)]
+        self.name, self._read = _reader()
+
+    def measure(self, repeats: int = 5) -> Bandwidth:
+        """Return the best of `repeats` passes."""
+        best = float("inf")
+        for _ in range(repeats):
+            start = threading.Barrier(len(self._buffers) + 1)
+            workers = [threading.Thread(target=_read_after, args=(start, self._read, one)) for one in self._buffers]
+            for worker in workers:
+                worker.start()
+            # Before the barrier: the readers may hold every core by the time that this thread comes back from it.
+            started = time.perf_counter()
+            start.wait()
+            for worker in workers:
+                worker.join()
+            best = min(best, time.perf_counter() - started)
+        return Bandwidth(len(self._buffers) * _BYTES_PER_THREAD / best / 1e9, self.name)
 
 
 def _huge_pages(size: int) -> Any:

@@ -1,12 +1,13 @@
 """Quantised weights multiplied as stored: speed, memory and perplexity beside llama.cpp with the same file, and beside our own bf16.
 
-    python benchmarks/quantized.py [--parts speed,perplexity] [--models demo,qwen3-q4_1,qwen3-q8_0] [--rounds 3] [--threads 2]
+    python benchmarks/quantized.py [--parts speed,perplexity] [--models demo,qwen3-q4_1,qwen3-q8_0] [--rounds 7] [--threads 2]
                                    [--tokens 20480] [--quick] [--json benchmarks/results/quantized.json]
 
 `demo` is the packaged file, matrices in Q4_1 and the embedding in Q8_0; the others are GGUF files of Qwen3-0.6B's shape with random
 numbers in one format. Speed: each configuration is loaded once, in a process of its own, and they take turns at every measurement, in an
-order that is reversed in each round; one that waits is stopped (SIGSTOP). Medians are quoted; see `benchmarks/README.md`. Then the demo
-model is started as stored in a fresh process once a round. Perplexity: of Python's own help texts in chunks of 512 tokens, of which the
+order that is reversed in each round; one that waits is stopped (SIGSTOP). Medians are quoted, and the median of each round's ratios; see
+`benchmarks/README.md`. The read bandwidth is measured before and after each measurement of one stream as stored, which is held against
+it. Then the demo model is started as stored in a fresh process three times. Perplexity: of Python's own help texts in chunks of 512 tokens, of which the
 second halves are scored, as llama.cpp's tool does; beside the same file expanded to float32.
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from bandwidth import read_bandwidth
+from bandwidth import Reader
 from child import ChildFailed, run_script
 from cpu_engine import PEERS, Configuration, Outcome, make_workload, pin_to_cores
 
@@ -56,7 +57,8 @@ _BARS = (
     ("peak_rss_mb", 1.2, False),
 )
 _SHARE_OF_BANDWIDTH = 0.75
-_READY_S = 1.0
+_READY_S, _STARTS = 1.0, 3
+_BANDWIDTH = "read_bandwidth_gb_per_s"
 _NO_WORK: dict[str, Any] = {
     "warm_up": [],
     "first_token": {"prompts": []},
@@ -182,9 +184,9 @@ def measure_in_turn(
     options: argparse.Namespace,
     scratch: Path,
     outcomes: dict[str, Outcome],
-    bandwidths: list[float],
 ) -> None:
-    """Load all configurations and measure them in turns; fills `outcomes`, and `bandwidths` (GB/s), one of each round."""
+    """Load all configurations and measure them in turns; fills `outcomes`."""
+    reader = Reader(options.threads)
     engines: dict[str, _Engine] = {}
     samples: dict[str, list[dict[str, Any]]] = {}
 
@@ -202,15 +204,19 @@ def measure_in_turn(
             except ChildFailed as error:
                 fail(name, error)
         for number in range(options.rounds):
-            bandwidths.append(read_bandwidth(options.threads).gb_per_s)
             for name in engines:
                 samples[name].append({})
             for metric in (*_RATES, "first_token_ms"):
                 for name in list(engines) if number % 2 else list(engines)[::-1]:
+                    of_stream = (name, metric) == (_AS_STORED, "single_stream_tokens_per_s")
+                    limits = [reader.measure().gb_per_s] if of_stream else []
                     try:
                         samples[name][-1][metric] = engines[name].measure(metric)
                     except ChildFailed as error:
                         fail(name, error)
+                        continue
+                    if limits:
+                        samples[name][-1][_BANDWIDTH] = report.median([*limits, reader.measure().gb_per_s])
         for name, engine in list(engines.items()):
             try:
                 end = engine.finish()
@@ -228,21 +234,20 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
     model = model_file(name)
     found, missing = configurations(model, len(cpus), options.peers_dir.resolve(), tokenizer=name == "demo")
     outcomes: dict[str, Outcome] = {}
-    bandwidths: list[float] = []
     workload = streams_workload(random_gguf.VOCAB if name != "demo" else 49152, options.quick)
-    measure_in_turn(found, workload, options, scratch, outcomes, bandwidths)
-    bandwidth = report.median(bandwidths)
+    measure_in_turn(found, workload, options, scratch, outcomes)
+    bandwidth = outcomes[_AS_STORED].value(_BANDWIDTH)
     rows = []
     for one in found:
         outcome = outcomes[one.name]
         size = outcome.rounds[0]["details"].get("weight_bytes") if outcome.rounds else None
         rate = outcome.value("single_stream_tokens_per_s")
-        share = "" if size is None or rate is None else f"{rate * size / (bandwidth * 1e9):.0%}"
+        share = "" if size is None or rate is None or bandwidth is None else f"{rate * size / (bandwidth * 1e9):.0%}"
         rows.append([one.name, *(report.number(outcome.value(key)) for key in (*_RATES, *_TIMES)), share])
-    print(f"{name}: {model.name}, {len(cpus)} threads; read bandwidth {bandwidth:.1f} GB/s")
+    print(f"{name}: {model.name}, {len(cpus)} threads; read bandwidth {report.number(bandwidth)} GB/s")
     print(report.table(["system", *_RATES.values(), *_TIMES.values(), "bytes read / bandwidth"], rows))
     starts = _starts(found[0], options, scratch) if name == "demo" and not outcomes[_AS_STORED].failure else []
-    verdicts = _verdicts(found, outcomes, bandwidth, starts)
+    verdicts = _verdicts(found, outcomes, starts)
     print(report.verdict_table(verdicts))
     for system, reason in missing.items():
         print(f"Missing: {system}: {reason}.")
@@ -251,7 +256,6 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
         print(f"Failed: {system}: {failure}")
     return {
         "file_bytes": model.stat().st_size,
-        "read_bandwidth_gb_per_s": bandwidths,
         "verdicts": [verdict.as_dict() for verdict in verdicts],
         "starts_s": starts,
         "missing": missing,
@@ -266,38 +270,52 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
 def _starts(configuration: Configuration, options: argparse.Namespace, scratch: Path) -> list[float]:
     """Return seconds from import to ready in fresh processes that do nothing else."""
     seconds = []
-    for _ in range(options.rounds):
+    for _ in range(1 if options.quick else _STARTS):
         with contextlib.closing(_Engine(configuration, _NO_WORK, scratch, options.timeout)) as engine:
             seconds.append(engine.start["import_s"] + engine.start["load_s"])
     return seconds
 
 
-def _verdicts(
-    found: list[Configuration], outcomes: dict[str, Outcome], bandwidth: float, starts: list[float]
-) -> list[report.Verdict]:
+def _paired(ours: Outcome, other: Outcome, key: str, other_key: str | None = None) -> float | None:
+    """Return the median of each round's ratio; None where a round of either is missing."""
+    if not ours.rounds or len(ours.rounds) != len(other.rounds):
+        return None
+    return report.median(
+        [mine[key] / theirs[other_key or key] for mine, theirs in zip(ours.rounds, other.rounds, strict=True)]
+    )
+
+
+def _verdicts(found: list[Configuration], outcomes: dict[str, Outcome], starts: list[float]) -> list[report.Verdict]:
     ours = outcomes.get(_AS_STORED, Outcome())
     peers = [outcomes[one.name] for one in found if one.system == _LLAMA_CPP]
     labels = _RATES | _TIMES
     verdicts = []
     for key, factor, higher in _BARS:
-        value = ours.value(key)
-        known = [theirs for theirs in (peer.value(key) for peer in peers) if theirs is not None]
-        best = (max if higher else min)(known) if known else None
-        met = None
-        if value is not None and best is not None:
-            met = value >= factor * best if higher else value <= factor * best
+        ratios = [(ratio, peer) for peer in peers if (ratio := _paired(ours, peer, key)) is not None]
+        # Beside the configuration that is best for this metric.
+        ratio, best = (min if higher else max)(ratios, key=lambda pair: pair[0], default=(None, Outcome()))
+        met = None if ratio is None else ratio >= factor if higher else ratio <= factor
         bar = f"{'≥' if higher else '≤'} {factor} × llama.cpp's best"
-        verdicts.append(report.Verdict(labels[key], value, best, _LLAMA_CPP, bar, met))
+        verdicts.append(report.Verdict(labels[key], ours.value(key), best.value(key), _LLAMA_CPP, bar, met, ratio))
     plain = outcomes.get("hardpoint, bf16", Outcome())
     verdicts += [
-        report.Verdict(label, ours.value(key), plain.value(key), "hardpoint, bf16", None, None)
+        report.Verdict(
+            label, ours.value(key), plain.value(key), "hardpoint, bf16", None, None, _paired(ours, plain, key)
+        )
         for key, label in labels.items()
     ]
-    rate = ours.value("single_stream_tokens_per_s")
-    if rate is not None:
-        read = rate * ours.rounds[0]["details"]["weight_bytes"] / 1e9
-        met = read >= _SHARE_OF_BANDWIDTH * bandwidth
-        verdicts.append(report.Verdict("1 stream (GB/s of weights)", read, bandwidth, "read bandwidth", "≥ 75 %", met))
+    if ours.rounds:
+        gigabytes = ours.rounds[0]["details"]["weight_bytes"] / 1e9
+        rate, limit = ours.value("single_stream_tokens_per_s"), ours.value(_BANDWIDTH)
+        share = _paired(ours, ours, "single_stream_tokens_per_s", _BANDWIDTH)
+        assert rate is not None and share is not None
+        share *= gigabytes
+        met = share >= _SHARE_OF_BANDWIDTH
+        verdicts.append(
+            report.Verdict(
+                "1 stream (GB/s of weights)", rate * gigabytes, limit, "read bandwidth", "≥ 75 %", met, share
+            )
+        )
     if starts:
         ready = report.median(starts)
         verdicts.append(
@@ -346,7 +364,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (default all)")
     parser.add_argument("--models", default=",".join(MODELS), help=f"some of {','.join(MODELS)} (default all)")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds; medians are quoted (default 3)")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are quoted (default 7)")
     parser.add_argument("--threads", type=int, default=2, help="threads and processors of every system (default 2)")
     parser.add_argument("--tokens", type=int, default=20480, help="tokens of the text (default 20480)")
     parser.add_argument("--quick", action="store_true", help="one round, few tokens: a check, not a result")
@@ -368,7 +386,7 @@ def main() -> int:
         "command": report.command(),
         "quick": options.quick,
         "machine": machine,
-        "read_bandwidth_reader": read_bandwidth(options.threads, repeats=1).reader,
+        "read_bandwidth_reader": Reader(options.threads).name,
     }
     failed = False
     if options.quick:

@@ -97,6 +97,7 @@ class Verdict:
         reference_name: whose value that is.
         bar: the requirement in words, for example "≥ 1.00 × best peer"; None for a mere comparison.
         met: whether the bar is reached; None where there is none or it could not be decided.
+        paired: the median of the ratios of neighbouring measurements, which is held against the bar; None where values were not paired.
     """
 
     metric: str
@@ -105,10 +106,13 @@ class Verdict:
     reference_name: str
     bar: str | None
     met: bool | None
+    paired: float | None = None
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the reference, or None without both."""
+        """Ours over the reference, by the pairs where there are any; None without both."""
+        if self.paired is not None:
+            return self.paired
         if self.ours is None or not self.reference:
             return None
         return self.ours / self.reference

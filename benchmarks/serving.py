@@ -82,8 +82,10 @@ class Run:
 
     def judge(self, label: str, ours_name: str, other: str, bar: str, meets: Callable[[float], bool]) -> None:
         """Hold the ratio of two samples against a bar."""
-        met, name = meets(self.ratio(ours_name, other)), other.split(":")[0]
-        verdict = report.Verdict(label, self.median(ours_name), self.median(other), name, bar, met)
+        ratio, name = self.ratio(ours_name, other), other.split(":")[0]
+        verdict = report.Verdict(
+            label, self.median(ours_name), self.median(other), name, bar, meets(ratio), paired=ratio
+        )
         self.verdicts.append(verdict)
 
     def in_turn(self, systems: dict[str, Any], measure: Callable[[str, Any, int], None]) -> None:
@@ -364,7 +366,6 @@ def main() -> None:
         except ChildFailed as error:
             run.missing[part] = str(error)
     print(report.verdict_table(run.verdicts))
-    print("The ratio of a row is of medians; what is held against its bar is the median of the ratios of neighbours.")
     for part, why in run.missing.items():
         print(f"Not measured: {part}: {why}")
     for name, values in run.samples.items():
