@@ -7,8 +7,8 @@
 numbers in one format. Speed: each configuration is loaded once, in a process of its own, and they take turns at every measurement, in an
 order that is reversed in each round; one that waits is stopped (SIGSTOP). Medians are quoted, and the median of each round's ratios; see
 `benchmarks/README.md`. The read bandwidth is measured before and after each measurement of one stream as stored, which is held against
-it. Then the demo model is started as stored in a fresh process three times. Perplexity: of Python's own help texts in chunks of 512 tokens, of which the
-second halves are scored, as llama.cpp's tool does; beside the same file expanded to float32.
+it. Then the demo model is started as stored in a fresh process three times. Perplexity: of Python's own help texts in chunks of 512
+tokens, of which the second halves are scored, as llama.cpp's tool does; beside the same file expanded to float32.
 """
 
 from __future__ import annotations
@@ -308,7 +308,8 @@ def _verdicts(found: list[Configuration], outcomes: dict[str, Outcome], starts: 
         gigabytes = ours.rounds[0]["details"]["weight_bytes"] / 1e9
         rate, limit = ours.value("single_stream_tokens_per_s"), ours.value(_BANDWIDTH)
         share = _paired(ours, ours, "single_stream_tokens_per_s", _BANDWIDTH)
-        assert rate is not None and share is not None
+        assert rate is not None
+        assert share is not None
         share *= gigabytes
         met = share >= _SHARE_OF_BANDWIDTH
         verdicts.append(
