@@ -27,7 +27,7 @@ from hardpoint.server.generation import (
     top_logprobs,
     with_logprobs,
 )
-from hardpoint.server.http import STREAMED
+from hardpoint.server.http import STREAMED, aclose
 from hardpoint.server.protocol import (
     Completion,
     CompletionChoice,
@@ -118,7 +118,10 @@ class _Answer:
             streams = [
                 self._model.stream(prompt, params, priority=self._body.priority, **self._limits) for prompt in tokenized
             ]
-            yield numbered(await entered(stack, streams))
+            outputs = numbered(await entered(stack, streams))
+            # Before the streams that it reads, also where nobody reads it to its end.
+            stack.push_async_callback(aclose, outputs)
+            yield outputs
 
     def _noted(self, index: int, output: RequestOutput) -> RequestOutput:
         """Count an output, and return what is shown of it."""
