@@ -15,18 +15,22 @@ from hardpoint.executor.start import begin, collection_paused
 LOADED_AHEAD = """
 import sys
 from pathlib import Path
-from hardpoint.executor.start import TorchLibraries
+from hardpoint.executor.start import await_torch, begin_torch
 
 def is_loaded():
     return "/libtorch_python.so" in Path("/proc/self/maps").read_text()
 
 assert not is_loaded()
-libraries = TorchLibraries()
-libraries.wait()
+await_torch()
+assert not is_loaded()
+begin_torch()
+begin_torch()
+await_torch()
 assert is_loaded() and "torch" not in sys.modules
 import torch
 assert torch.ones(3).sum() == 3
-TorchLibraries().wait()
+begin_torch()
+await_torch()
 """
 
 

@@ -66,7 +66,7 @@ from hardpoint.engine.sleep import (
 )
 from hardpoint.engine.speculation import StepCosts, check_speculation, parse_speculative_config, takes_drafts
 from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
-from hardpoint.executor.start import TorchLibraries, begin, collection_paused
+from hardpoint.executor.start import await_torch, begin, begin_torch, collection_paused
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
 from hardpoint.interfaces.batch import (
     EmbeddingKind,
@@ -87,6 +87,7 @@ from hardpoint.interfaces.errors import (
     ConfigError,
     DrainTimeout,
     EngineDead,
+    HardpointError,
     InvalidRequest,
     KVCacheTooSmall,
     RankFailed,
@@ -292,8 +293,6 @@ class EngineCore:
         self.config = config
         start = time.perf_counter()
         resolved = _resolve_backend(config)
-        # A worker without kernels of torch's may do without torch.
-        libraries = TorchLibraries() if _in_process(config) and resolved.descriptor.kernels is not None else None
         if resolved.notice:
             warn_once(resolved.notice)
         memory = resolved.descriptor.capabilities(resolved.device).memory
@@ -306,8 +305,7 @@ class EngineCore:
 
             check_claims(worker_config, resolved.descriptor, resolved.device)
         self._step_costs: StepCosts | None = None
-        if libraries is not None:
-            libraries.wait()
+        await_torch()
         with collection_paused():
             self.executor = _make_executor(config, resolved, worker_config)
             try:
@@ -1148,12 +1146,28 @@ def _resolve_backend(config: EngineConfig) -> Resolved:
         resolve_backend, config.backend, device=config.device, require_accelerator=config.require_accelerator
     )
     if config.backend is not None or not _in_process(config):
-        return resolve()
+        resolved = resolve()
+        # A worker without kernels of torch's may do without torch.
+        if _in_process(config) and resolved.descriptor.kernels is not None:
+            begin_torch()
+        return resolved
     # Each vendor's driver is asked in a process of its own. While they answer this one takes in torch, which nearly every backend needs.
     resolving = begin(resolve)
+    await_torch()
     with collection_paused(), contextlib.suppress(ImportError):
         import torch  # noqa: F401
     return resolving.result()
+
+
+def begin_imports(config: EngineConfig) -> None:
+    """Begin to load torch's libraries while the model's files are read, where an engine made here imports torch; what fails, it raises."""
+    if not _in_process(config):
+        return
+    if config.backend is None:
+        begin_torch()
+    else:
+        with contextlib.suppress(HardpointError):
+            _resolve_backend(config)
 
 
 def _in_process(config: EngineConfig) -> bool:

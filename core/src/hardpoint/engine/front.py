@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hardpoint.engine.commands import BeamSearch, Embed, Generate, Pause, StartProfile
 from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.core import begin_imports
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.loops import Loop
@@ -47,6 +48,8 @@ _UNSEEDED = 0x6861726470_6F696E74
 @collection_paused()
 def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -> tuple[L, RequestMaker]:
     """Start a loop, with the tokenizer loaded beside it; nothing is left of what fails."""
+    if not config.other_engines:
+        begin_imports(config)
     source = open_model(
         config.model,
         load_format=config.load_format,

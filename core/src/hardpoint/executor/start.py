@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from hardpoint._native import load_library, return_free_memory
 
-__all__ = ["TorchLibraries", "begin", "collection_paused", "return_free_memory"]
+__all__ = ["await_torch", "begin", "begin_torch", "collection_paused", "return_free_memory"]
 
 _Result = TypeVar("_Result")
 
@@ -33,25 +33,28 @@ def begin(function: Callable[[], _Result]) -> Future[_Result]:
     return future
 
 
-class TorchLibraries:
-    """Loads torch's shared libraries beside the caller, who has other work before it imports torch."""
+_torch: threading.Thread | None = None
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        if "torch" in sys.modules:
-            return
-        spec = find_spec("torch")
-        for folder in (spec and spec.submodule_search_locations) or ():
-            # It needs all the others. Where it is missing or does not load, the import says so.
-            library = Path(folder, "lib", "libtorch_python.so")
-            if library.exists():
-                self._thread = threading.Thread(target=load_library, args=(str(library),), daemon=True)
-                self._thread.start()
 
-    def wait(self) -> None:
-        """Return when they are loaded: an import that waits for them would keep the interpreter lock."""
-        if self._thread is not None:
-            self._thread.join()
+def begin_torch() -> None:
+    """Begin to load torch's shared libraries, once in a process, while the caller has other work before it imports torch."""
+    global _torch
+    if _torch is None and "torch" not in sys.modules:
+        _torch = threading.Thread(target=_load_torch, daemon=True)
+        _torch.start()
+
+
+def await_torch() -> None:
+    """Return when the libraries that were begun are loaded: an import that waits for them would keep the interpreter lock."""
+    if _torch is not None:
+        _torch.join()
+
+
+def _load_torch() -> None:
+    spec = find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        # It needs all the others. Where it is missing or does not load, the import says so.
+        load_library(str(Path(folder, "lib", "libtorch_python.so")))
 
 
 @contextmanager
