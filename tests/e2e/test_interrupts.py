@@ -137,12 +137,13 @@ def test_an_interrupted_update_leaves_no_keys_and_values_of_the_weights_before(s
 @pytest.mark.parametrize("name", ["generate", "sleep at level 2"])
 def test_a_signal_at_any_moment_leaves_nothing_wrong_to_serve(subject: Subject, name: str) -> None:
     before, call, _ = CALLS[name]
-    rng, came = random.Random(0), 0
+    rng, tries, came = random.Random(0), 0, 0
     start = time.perf_counter()
     call(subject)
     usual = time.perf_counter() - start  # of one that something held up; shorter ones below take its place
     subject.check()
-    for _ in range(60 // subject.ranks):
+    # On a busy machine many signals come after a call of a few milliseconds.
+    while tries < 60 // subject.ranks or (came <= 10 // subject.ranks and tries < 600):
         before(subject)
         start = time.perf_counter()
         with InterruptAfter(rng.uniform(0, usual)) as interrupt:
@@ -150,7 +151,7 @@ def test_a_signal_at_any_moment_leaves_nothing_wrong_to_serve(subject: Subject, 
         if not interrupt.came:
             usual = min(usual, time.perf_counter() - start)
         subject.check()
-        came += interrupt.came
+        tries, came = tries + 1, came + interrupt.came
     assert came > 10 // subject.ranks
 
 
