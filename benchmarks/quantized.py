@@ -6,9 +6,10 @@
 `demo` is the packaged file, matrices in Q4_1 and the embedding in Q8_0; the others are GGUF files of Qwen3-0.6B's shape with random
 numbers in one format. Speed: each configuration is loaded once, in a process of its own, and they take turns at every measurement, in an
 order that is reversed in each round; one that waits is stopped (SIGSTOP). Medians are quoted, and the median of each round's ratios; see
-`benchmarks/README.md`. The read bandwidth is measured before and after each measurement of one stream as stored, which is held against
-it. Then the demo model is started as stored in a fresh process three times. Perplexity: of Python's own help texts in chunks of 512
-tokens, of which the second halves are scored, as llama.cpp's tool does; beside the same file expanded to float32.
+`benchmarks/README.md`. The read bandwidth is measured before and after each measurement of one stream as stored; what its steps read
+(weights, and the keys and values before a token in its middle) is held against it. Then the demo model is started as stored in a fresh
+process seven times. Perplexity: of Python's own help texts in chunks of 512 tokens, of which the second halves are scored, as
+llama.cpp's tool does; beside the same file expanded to float32.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _BARS = (
     ("peak_rss_mb", 1.2, False),
 )
 _SHARE_OF_BANDWIDTH = 0.75
-_READY_S, _STARTS = 1.0, 3
+_READY_S, _STARTS = 1.0, 7
 _BANDWIDTH = "read_bandwidth_gb_per_s"
 _NO_WORK: dict[str, Any] = {
     "warm_up": [],
@@ -240,14 +241,14 @@ def speed(name: str, options: argparse.Namespace, cpus: list[int], scratch: Path
     rows = []
     for one in found:
         outcome = outcomes[one.name]
-        size = outcome.rounds[0]["details"].get("weight_bytes") if outcome.rounds else None
+        size = _bytes_read(outcome, workload)
         rate = outcome.value("single_stream_tokens_per_s")
         share = "" if size is None or rate is None or bandwidth is None else f"{rate * size / (bandwidth * 1e9):.0%}"
         rows.append([one.name, *(report.number(outcome.value(key)) for key in (*_RATES, *_TIMES)), share])
     print(f"{name}: {model.name}, {len(cpus)} threads; read bandwidth {report.number(bandwidth)} GB/s")
     print(report.table(["system", *_RATES.values(), *_TIMES.values(), "bytes read / bandwidth"], rows))
     starts = _starts(found[0], options, scratch) if name == "demo" and not outcomes[_AS_STORED].failure else []
-    verdicts = _verdicts(found, outcomes, starts)
+    verdicts = _verdicts(found, outcomes, starts, workload)
     print(report.verdict_table(verdicts))
     for system, reason in missing.items():
         print(f"Missing: {system}: {reason}.")
@@ -285,7 +286,19 @@ def _paired(ours: Outcome, other: Outcome, key: str, other_key: str | None = Non
     )
 
 
-def _verdicts(found: list[Configuration], outcomes: dict[str, Outcome], starts: list[float]) -> list[report.Verdict]:
+def _bytes_read(outcome: Outcome, workload: dict[str, Any]) -> float | None:
+    """Return the bytes that one stream's step reads at least, in the middle of it: all matrices once, and the keys and values before it."""
+    details = outcome.rounds[0]["details"] if outcome.rounds else {}
+    if "weight_bytes" not in details:
+        return None
+    stream = workload["single_stream"]
+    context = len(stream["prompt_pairs"][0][0]) + stream["output_tokens"] / 2
+    return float(details["weight_bytes"] + context * details["kv_bytes_per_token"])
+
+
+def _verdicts(
+    found: list[Configuration], outcomes: dict[str, Outcome], starts: list[float], workload: dict[str, Any]
+) -> list[report.Verdict]:
     ours = outcomes.get(_AS_STORED, Outcome())
     peers = [outcomes[one.name] for one in found if one.system == _LLAMA_CPP]
     labels = _RATES | _TIMES
@@ -304,8 +317,9 @@ def _verdicts(found: list[Configuration], outcomes: dict[str, Outcome], starts: 
         )
         for key, label in labels.items()
     ]
-    if ours.rounds:
-        gigabytes = ours.rounds[0]["details"]["weight_bytes"] / 1e9
+    size = _bytes_read(ours, workload)
+    if size is not None:
+        gigabytes = size / 1e9
         rate, limit = ours.value("single_stream_tokens_per_s"), ours.value(_BANDWIDTH)
         share = _paired(ours, ours, "single_stream_tokens_per_s", _BANDWIDTH)
         assert rate is not None
@@ -313,9 +327,7 @@ def _verdicts(found: list[Configuration], outcomes: dict[str, Outcome], starts: 
         share *= gigabytes
         met = share >= _SHARE_OF_BANDWIDTH
         verdicts.append(
-            report.Verdict(
-                "1 stream (GB/s of weights)", rate * gigabytes, limit, "read bandwidth", "≥ 75 %", met, share
-            )
+            report.Verdict("1 stream (GB/s read)", rate * gigabytes, limit, "read bandwidth", "≥ 75 %", met, share)
         )
     if starts:
         ready = report.median(starts)

@@ -27,6 +27,7 @@ def _import() -> harness.Build:
             info = self._llm.info
             self.details = {
                 "weight_bytes": info.weight_bytes,
+                "kv_bytes_per_token": info.kv_bytes // (info.num_device_blocks * info.block_size),
                 "weight_formats": dict(info.weight_formats),
                 "load_seconds": info.load_seconds,
             }
