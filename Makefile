@@ -58,6 +58,8 @@ PARTS := test-e2e test-backends test-server test-rest test-core
 test: $(STAMP)  ## Run every test
 	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j3) lint $(PARTS) typecheck
 
+# Several run at a time: OpenMP's threads would spin while they wait for one that has no core.
+$(PARTS): export OMP_NUM_THREADS = 1
 $(PARTS): test-%: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS_OF_$*)
 
