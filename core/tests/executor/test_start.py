@@ -39,6 +39,13 @@ def test_libraries_are_loaded_before_torch_is_imported_which_then_works() -> Non
     subprocess.run([sys.executable, "-c", LOADED_AHEAD], check=True, timeout=120)
 
 
+@pytest.mark.parametrize("seconds", [0, 0.04, 0.08])
+def test_a_process_that_ends_while_the_libraries_load_ends_in_order(seconds: float) -> None:
+    code = f"import time; from hardpoint.executor.start import begin_torch; begin_torch(); time.sleep({seconds})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_a_library_that_does_not_load_is_no_error_here(tmp_path: Path) -> None:
     broken = tmp_path / "libbroken.so"
     broken.write_bytes(b"no library")

@@ -1160,7 +1160,10 @@ def _resolve_backend(config: EngineConfig) -> Resolved:
 
 
 def begin_imports(config: EngineConfig) -> None:
-    """Begin to load torch's libraries while the model's files are read, where an engine made here imports torch; what fails, it raises."""
+    """Begin to load torch's libraries before the model's files are read, if an `EngineCore` made here would import torch.
+
+    It finds the same backend again; what cannot be found, it raises.
+    """
     if not _in_process(config):
         return
     if config.backend is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 import threading
@@ -42,6 +43,8 @@ def begin_torch() -> None:
     if _torch is None and "torch" not in sys.modules:
         _torch = threading.Thread(target=_load_torch, daemon=True)
         _torch.start()
+        # A process that ends meanwhile would destroy what the libraries' initialisers are still building, and crash.
+        atexit.register(_torch.join)
 
 
 def await_torch() -> None:
