@@ -12,7 +12,9 @@ import pytest
 
 from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.engine.front import unseeded
+from hardpoint.engine.loops import FairLock
 from hardpoint.engine.sleep import EngineState
+from hardpoint.executor.interrupts import DeferredInterrupts
 from hardpoint.interfaces.errors import (
     CorruptWeights,
     DrainTimeout,
@@ -24,7 +26,7 @@ from hardpoint.interfaces.errors import (
     WorkerError,
 )
 from hardpoint.sampling import RequestOutputKind
-from tests.interrupts import InterruptAt
+from tests.interrupts import InterruptAfter, InterruptAt
 
 Make = Callable[..., LLM]
 
@@ -303,6 +305,79 @@ def test_commands_to_an_engine_that_was_shut_down_are_refused(make_llm: Make) ->
             call()
     llm.engine.abort_request("a")
     llm.shutdown()
+
+
+def test_a_thread_that_takes_a_lock_again_and_again_lets_others_have_it() -> None:
+    lock, holds, seen = FairLock(), 0, list[int]()
+
+    def take(waits: threading.Event) -> None:
+        waits.set()
+        with lock:
+            seen.append(holds)
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(9):
+            waits = threading.Event()
+            holds = 0
+            with lock:
+                taken = pool.submit(take, waits)
+                assert waits.wait(60)
+                time.sleep(0.005)
+            for _ in range(300):
+                with lock, lock:
+                    holds += 1
+                    sum(range(3000))
+            taken.result(60)
+    assert sorted(seen)[4] < 10, f"one that waited had the lock after it was taken {seen} times again"
+
+
+def test_an_interrupt_ends_the_wait_for_a_lock_and_leaves_it_to_others() -> None:
+    lock, held, ended = FairLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            assert ended.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(hold)
+        assert held.wait(60)
+        with InterruptAfter(0.02) as interrupt, DeferredInterrupts(), lock:
+            pass
+        ended.set()
+        assert interrupt.came
+        holder.result(60)
+        pool.submit(lock.__enter__).result(60)
+
+
+def test_an_interrupt_at_any_line_of_taking_a_lock_leaves_it_to_others() -> None:
+    lock = FairLock()
+    nth, came = 0, True
+    with ThreadPoolExecutor(1) as pool:
+        while came:
+            nth += 1
+            held, waits = threading.Event(), threading.Event()
+
+            def hold(held: threading.Event = held, waits: threading.Event = waits) -> None:
+                with lock:
+                    held.set()
+                    assert waits.wait(60)
+                    time.sleep(0.002)
+
+            holder = pool.submit(hold)
+            assert held.wait(60)
+            waits.set()
+            with (
+                InterruptAt(nth, functions=("__enter__", "__exit__", "_acquire")) as interrupt,
+                DeferredInterrupts(),
+                lock,
+            ):
+                pass
+            came = interrupt.came
+            holder.result(60)
+            pool.submit(lock.__enter__).result(60)
+            pool.submit(lock.__exit__).result(60)
+    assert nth > 10, "that many lines are run at least"
 
 
 def test_requests_that_another_thread_aborts_end_with_an_error(make_llm: Make) -> None:

@@ -39,7 +39,7 @@ from hardpoint.engine.core import EngineStats
 from hardpoint.engine.data_parallel import process_loop
 from hardpoint.engine.front import RequestMaker, pause_command, profile_command, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
-from hardpoint.engine.loops import InlineLoop, Loop
+from hardpoint.engine.loops import FairLock, InlineLoop, Loop
 from hardpoint.engine.metrics import Metric, RequestMetricsBook, engine_metrics
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
@@ -52,7 +52,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
-from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts
+from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
 from hardpoint.interfaces.errors import EngineDead, InvalidRequest
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 
@@ -72,7 +72,7 @@ class LLMEngine:
     """A loaded model and the requests in progress.
 
     `add_request` checks a request and queues it; `step` computes one step for all and returns what is new; `abort_request` ends
-    requests at any time. Threads that share it are served one after the other.
+    requests at any time. Threads that share it are served one after the other, in turn.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -86,7 +86,7 @@ class LLMEngine:
         self.tokenizer = self._maker.tokenizer
         self.default_sampling_params = self._maker.default_sampling_params
         self.pooling_model = self._maker.pooling_model
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._book = RequestMetricsBook()
         self._requests = RequestTable(self._book.note)
         self._undelivered: list[Output] = []
@@ -170,7 +170,7 @@ class LLMEngine:
         return self._submit(*self._maker.pooling(request_id, prompt, params, recipient))
 
     def _submit(self, request: AnyRequest, command: Command) -> Future[None]:
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             self._requests.add(request)
             try:
                 return self._loop.submit(command)
@@ -185,7 +185,7 @@ class LLMEngine:
         except BaseException:
             self.abort_request(request_id)
             raise
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             self._apply(self._loop.pending())
 
     def load_adapter(self, adapter: LoRARequest) -> None:
@@ -231,12 +231,12 @@ class LLMEngine:
             EngineDead: the engine was shut down, or (RankFailed) a rank is gone; then all requests have ended.
         """
         _stop_at_exit()
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             self._check_alive()
             if not self._undelivered and not self._failures:
                 self._apply(self._loop.events())
-        # An interrupt of the step has come by now, so that the next call returns its outputs.
-        with self._lock:
+            # An interrupt of the step is raised here, so that the next call returns its outputs.
+            raise_deferred()
             if self._failures:
                 error = self._failures[0]
                 self._failures.clear()
@@ -255,7 +255,7 @@ class LLMEngine:
         shown = 0
         while len(done) < len(request_ids):
             _stop_at_exit()
-            with self._lock, DeferredInterrupts():
+            with DeferredInterrupts(), self._lock:
                 if failures:
                     raise failures[0]
                 if len(done) == len(request_ids):
@@ -276,7 +276,7 @@ class LLMEngine:
                 found=f"a {type(request_ids).__name__}",
                 hint="Give one id or several",
             )
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             keys = [key for key in map(self._requests.remove, ids) if key is not None]
             if keys and not self._dead:
@@ -323,11 +323,12 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """End the engine: requests in progress are dropped, memory is given back. Idempotent."""
-        with self._lock:
+        with DeferredInterrupts(), self._lock:
             self._dead = True
             self._requests.clear()
             self._undelivered.clear()
-            self._loop.shutdown()
+            with AllowedInterrupts():
+                self._loop.shutdown()
 
     # Sleep
 
@@ -460,7 +461,7 @@ class LLMEngine:
     def _call(self, command: Command) -> Reply:
         """Have a command done, and tell recipients what came up by it: requests that it ended, or the engine's end."""
         _stop_at_exit()
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             try:
                 return self._loop.call(command)
             finally:
@@ -490,8 +491,7 @@ def _let_steps_end() -> None:
     global _is_exiting
     _is_exiting = True
     for engine in list(_engines):
-        if engine._lock.acquire(timeout=_EXIT_SECONDS):
-            engine._lock.release()
+        engine._lock.wait_until_free(_EXIT_SECONDS)
 
 
 def _make_loop(config: EngineConfig) -> Loop:

@@ -59,6 +59,57 @@ class Loop(ABC):
         """End the engine: its requests are dropped, its memory is given back. Idempotent."""
 
 
+class FairLock:
+    """A re-entrant lock that goes to the thread that waits for it, not back to one that has just released it.
+
+    A `threading.RLock` may be taken again before a waiting thread has woken: who computes step after step would keep out, for many
+    of them, who wants to add a request or to end one. To be taken where interrupts are deferred; they are allowed while it waits.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        """Held by the one thread that waits for the lock next."""
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        if self._owner != thread:
+            _acquire(self._turn)
+            try:
+                _acquire(self._lock)
+            finally:
+                self._turn.release()
+            self._owner = thread
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()
+
+    def wait_until_free(self, timeout: float) -> None:
+        """Wait until no thread holds the lock, at most so many seconds, ahead of those that want to take it."""
+        if self._lock.acquire(timeout=timeout):
+            self._lock.release()
+
+
+def _acquire(lock: threading.RLock) -> None:
+    """Take a lock that this thread does not hold; an interrupt that ends the wait leaves it to others."""
+    if lock.acquire(blocking=False):
+        return
+    try:
+        with AllowedInterrupts():
+            lock.acquire()
+    except BaseException:
+        # The interrupt may have come before the lock was taken, or just after.
+        with contextlib.suppress(RuntimeError):
+            lock.release()
+        raise
+
+
 class InlineLoop(Loop):
     """A loop that its clients drive, one after the other: a command is done when it is called, and a step is computed by `events`.
 
@@ -68,11 +119,11 @@ class InlineLoop(Loop):
     def __init__(self, config: EngineConfig) -> None:
         self.core = EngineCore(config)
         self.info, self.model = self.core.info, self.core.model
-        self._lock = threading.RLock()
+        self._lock = FairLock()
 
     def submit(self, command: Command) -> Future[Reply]:
         """Do a command; one that takes steps is done by `events`."""
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             done: Future[Reply] = Future()
             try:
                 reply = self.core.execute(command)
@@ -86,7 +137,7 @@ class InlineLoop(Loop):
 
     def call(self, command: Command) -> Reply:
         """Do a command; a sleep that waits for requests serves them first."""
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             reply = self.core.execute(command)
             if not isinstance(reply, Future):
                 return reply
@@ -101,13 +152,13 @@ class InlineLoop(Loop):
 
     def events(self) -> list[Event]:
         """Go one step on."""
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             self.core.advance()
             return self.core.take_events()
 
     def pending(self) -> list[Event]:
         """Return what came up, without a step."""
-        with self._lock, DeferredInterrupts():
+        with DeferredInterrupts(), self._lock:
             return self.core.take_events()
 
     def shutdown(self) -> None:
