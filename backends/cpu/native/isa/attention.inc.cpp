@@ -596,14 +596,16 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
 }
 
 // Decode with the usual head dimensions known to the compiler, which then unrolls the loops over columns and keeps queries in
-// registers.
+// registers; vectors of four are too small for that.
 template <class E, class S>
 void decode_head_dim(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* memory) {
-  switch (call.layer->head_dim) {
-    case 64: return decode<E, S, 64>(call, portion, next, memory);
-    case 128: return decode<E, S, 128>(call, portion, next, memory);
-    default: return decode<E, S, 0>(call, portion, next, memory);
+  if constexpr (kLanes > 4) {
+    switch (call.layer->head_dim) {
+      case 64: return decode<E, S, 64>(call, portion, next, memory);
+      case 128: return decode<E, S, 128>(call, portion, next, memory);
+    }
   }
+  decode<E, S, 0>(call, portion, next, memory);
 }
 
 template <class E>
