@@ -85,7 +85,9 @@ class Weighted:
     @property
     def log_sum(self) -> Tensor:
         """[num_heads, queries], logarithm of the softmax's denominator."""
-        return torch.logsumexp(self.logits, -1)
+        if self.logits.shape != self.weights.shape:  # a sink may have taken all but nothing
+            return torch.logsumexp(self.logits, -1)
+        return self.logits.amax(-1) - self.weights.amax(-1).log()
 
 
 def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | None = None) -> Weighted:
