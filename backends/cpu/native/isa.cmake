@@ -16,12 +16,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   set(HP_AVX512_QUIET -Wno-maybe-uninitialized)
 endif()
 
-# Sanitizers make these large units larger: at the rules' own level, -O1 (driver.cmake), the compiler takes twice as long as at -O0, which is twice
-# what the tests gain by it. A debug build has the level of its type.
+# Builds with sanitizers, and debug builds, have the level of the rules and of their type.
 set(HP_OPTIMISE -O3)
-if(HARDPOINT_SANITIZE)
-  set(HP_OPTIMISE -O0)
-elseif(CMAKE_BUILD_TYPE STREQUAL "Debug")
+if(HARDPOINT_SANITIZE OR CMAKE_BUILD_TYPE STREQUAL "Debug")
   set(HP_OPTIMISE "")
 endif()
 
