@@ -85,7 +85,7 @@ class Weighted:
     @property
     def log_sum(self) -> Tensor:
         """[num_heads, queries], logarithm of the softmax's denominator."""
-        if self.logits.shape != self.weights.shape:  # a sink may have taken all but nothing
+        if self.logits.shape != self.weights.shape:  # beside a sink, the largest weight of a key may be 0
             return torch.logsumexp(self.logits, -1)
         return self.logits.amax(-1) - self.weights.amax(-1).log()
 

@@ -294,14 +294,15 @@ def test_window_on_both_sides(
 ) -> None:
     """In a layer that is not causal a window of w shows a query at position p the keys at p - w + 1 to p + w - 1, as far as the sequence
     goes: w - 1 on each side, and its own."""
-    # Of the widest one each edge is another query's: both of one query would take five times as many numbers.
-    lengths = [window, 2 * window + 3] if window < 1000 else [window + 3]
+    # One query has both edges of a window only in a sequence of twice its size, for the widest five times as many numbers to judge.
+    has_both_edges = window < 1000
+    lengths = [window, 2 * window + 3] if has_both_edges else [window + 3]
     case = make_case(rng, plain_layer(claims, window=window, causal=False), dtype, [*lengths, 5, 300])
     for v in case.v:
-        # For the query in the middle: the two keys at each edge, on either side of it, decide the result.
-        middle = len(v) // 2
-        for place, value in ((window - 1, 30.0), (window, -30.0)):
-            v[[at for at in (middle - place, middle + place) if 0 <= at < len(v)]] = value
+        # For these queries the two keys at each edge, on either side of it, decide the result.
+        for query in [len(v) // 2] if has_both_edges else [0, len(v) - 1]:
+            for place, value in ((window - 1, 30.0), (window, -30.0)):
+                v[[at for at in (query - place, query + place) if 0 <= at < len(v)]] = value
     check_steps(target, case, rng, quality)
 
 
