@@ -18,7 +18,7 @@ PROMPT ?= Give three facts about the moon.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-headers test-rest test-server \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-faults test-headers test-rest test-server \
 	test-clients test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl test-verl typecheck
 
 help:  ## Show the targets
@@ -52,14 +52,17 @@ TESTS_OF_e2e := tests/e2e
 TESTS_OF_backends := backends conformance_tests simulators/tests
 TESTS_OF_core := core/tests
 TESTS_OF_server := tests/server
-TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server
-PARTS := test-e2e test-backends test-server test-rest test-core
+TESTS_OF_faults := tests/fault_matrix tests/fuzz tests/memory
+TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server --ignore=tests/fault_matrix --ignore=tests/fuzz --ignore=tests/memory
+PARTS := test-e2e test-server test-backends test-core test-faults test-rest
 
 test: $(STAMP)  ## Run every test
 	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j3) lint $(PARTS) typecheck
 
-# Several run at a time: OpenMP's threads would spin while they wait for one that has no core.
+# Several run at a time: OpenMP's threads, and those of the CPU backend, would spin while they wait for one that has no core. What tests of several
+# threads need they ask for; conformance-cpu has all cores.
 $(PARTS): export OMP_NUM_THREADS = 1
+$(PARTS): export HARDPOINT_CPU_THREADS = 1
 $(PARTS): test-%: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS_OF_$*)
 

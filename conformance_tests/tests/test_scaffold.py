@@ -1,4 +1,4 @@
-"""`hardpoint conformance init`: what it writes, and what it refuses. That the result works is shown in test_adding_a_device.py."""
+"""`hardpoint conformance init`: what it writes, and what it refuses. That the result works is shown in tests/packages."""
 
 from __future__ import annotations
 

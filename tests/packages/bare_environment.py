@@ -13,6 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+DIST = Path(os.environ["HARDPOINT_DIST"]).absolute()
+"""Where `make dist` put what it built."""
+
 OURS = ("hardpoint", "_editable", "__editable__")
 """How entries of site-packages begin that lead to this repository."""
 
@@ -82,26 +85,3 @@ class Environment:
             text=True,
             timeout=600,
         )
-
-
-def wheel_of(project: str, folder: Path) -> Path:
-    """Return the wheel of a distribution: that of `make dist` where nothing has changed since, else one built into `folder`."""
-    sources = [
-        file
-        for part in ("src", "native", "include", "pyproject.toml", "CMakeLists.txt")
-        for file in (ROOT / project / part, *(ROOT / project / part).rglob("*"))
-        if file.is_file() and file.suffix != ".pyc"
-    ]
-    changed = max(file.stat().st_mtime for file in sources)
-    name = "hardpoint" if project == "core" else f"hardpoint_{Path(project).name.removesuffix('_tests')}"
-    for wheel in (ROOT / "dist").glob(f"{name}-*.whl"):
-        if wheel.stat().st_mtime > changed:
-            return wheel
-    built = folder / "built" / project
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(built)]
-    # In the folder where the development install was built, so that nothing is compiled twice; others build there, too.
-    (ROOT / "build").mkdir(exist_ok=True)
-    lock = ["flock", str(ROOT / "build/development.lock")]
-    subprocess.run([*lock, *build, str(ROOT / project)], check=True, timeout=400)
-    (wheel,) = built.glob("*.whl")
-    return wheel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -12,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages.bare_environment import ROOT, Environment
+from tests.packages.bare_environment import DIST, ROOT, Environment
 
-DIST = Path(os.environ["HARDPOINT_DIST"]).absolute()
 EXTRAS = {"cuda": "libcuda.so.1", "rocm": "libamdhip64.so", "ascend": "libascendcl.so"}
 """By extra: the library whose absence `hardpoint doctor` must name."""
 FOLDERS = [

@@ -1,6 +1,6 @@
 """docs/adding-a-device.md, followed literally: every command of it runs, in order, where there is nothing of this repository.
 
-Hardpoint's packages are the wheels of the core and of the suite, which pip finds as it would find published ones. Takes a minute or two,
+Hardpoint's packages are the distributions that `make dist` built, which pip finds as it would find published ones. Takes a minute or two,
 most of it for the suite. The demo model is installed nowhere: the suite runs it on the CPU backend (`make conformance-cpu`).
 """
 
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from hardpoint_conformance.outcomes import Outcome, Verdict
-from tests.packages.bare_environment import OURS, Environment, wheel_of
+from tests.packages.bare_environment import DIST, OURS, ROOT, Environment
 
-ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/adding-a-device.md"
 
 SHORTENED = {"pytest -q hardpoint-acme/tests": "pytest -q --collect-only hardpoint-acme/tests"}
@@ -27,15 +25,6 @@ def commands() -> list[str]:
     """Return the commands of the guide."""
     blocks = re.findall(r"^```console\n(.*?)^```", GUIDE.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheels of the core and of the suite."""
-    folder = tmp_path_factory.mktemp("wheels")
-    for project in ("core", "conformance_tests"):
-        shutil.copy(wheel_of(project, folder), folder)
-    return folder
 
 
 def test_guide_has_the_steps_in_order() -> None:
@@ -57,8 +46,8 @@ def test_guide_has_the_steps_in_order() -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_guide_works_to_the_letter(wheels: Path, tmp_path: Path) -> None:
-    environment = Environment(tmp_path, wheels)
+def test_guide_works_to_the_letter(tmp_path: Path) -> None:
+    environment = Environment(tmp_path, DIST)
     for command in commands():
         ended = environment.run(SHORTENED.get(command, command))
         assert ended.returncode == 0, f"$ {command}\n{ended.stdout}"
