@@ -288,6 +288,33 @@ def test_two_threads_that_put_it_to_sleep_at_once_are_both_answered(make_llm: Ma
     assert llm.is_sleeping()
 
 
+def test_what_a_sleep_waits_for_is_aborted_by_another_thread(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.002)
+    llm.engine.add_request("long", "x", SamplingParams(max_tokens=2000, ignore_eos=True))
+    with ThreadPoolExecutor(1) as pool:
+        sleeping = pool.submit(llm.sleep, 0, mode="wait")
+        while llm.sleep_status().state is not EngineState.DRAINING:
+            assert not sleeping.done()
+        llm.engine.abort_request("long")
+        report = sleeping.result(60)
+    assert (report.changed, report.kept) == (True, 0)
+    assert llm.stats().sampled_tokens < 1000
+
+
+def test_a_sleep_that_waits_is_given_up_by_another_thread(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.002)
+    llm.engine.add_request("a", "x", SamplingParams(max_tokens=500, ignore_eos=True))
+    with ThreadPoolExecutor(1) as pool:
+        sleeping = pool.submit(llm.sleep, 0, mode="wait")
+        while llm.sleep_status().state is not EngineState.DRAINING:
+            assert not sleeping.done()
+        llm.engine.resume()
+        with pytest.raises(SleepRefused, match="given up"):
+            sleeping.result(60)
+    assert llm.sleep_status().state is EngineState.RUNNING
+    assert len(drain(llm.engine)["a"][-1].outputs[0].token_ids) == 500
+
+
 def test_commands_to_an_engine_that_was_shut_down_are_refused(make_llm: Make) -> None:
     llm = make_llm(1)
     llm.shutdown()
@@ -397,3 +424,32 @@ def test_weights_are_pairs_and_checkpoints_and_requests_have_names(make_llm: Mak
         llm.reload_weights(5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="named by their ids"):
         llm.engine.abort_request(5)  # type: ignore[arg-type]
+
+
+def test_a_thread_that_gives_way_has_the_lock_again_as_deep_as_before() -> None:
+    lock, order = FairLock(), list[str]()
+
+    def take(waits: threading.Event) -> None:
+        waits.set()
+        with lock:
+            order.append("other")
+
+    waits = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        with lock, lock:
+            lock.give_way()  # to nobody
+            taken = pool.submit(take, waits)
+            assert waits.wait(60)
+            time.sleep(0.01)
+            order.append("before")
+            lock.give_way()
+            order.append("after")
+        assert order == ["before", "other", "after"]
+        taken.result(60)
+        with lock:
+            waits.clear()
+            taken = pool.submit(take, waits)
+            assert waits.wait(60)
+            time.sleep(0.01)
+            assert len(order) == 3
+        taken.result(60)

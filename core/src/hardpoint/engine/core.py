@@ -827,6 +827,11 @@ class EngineCore:
         return bool(self._in_flight or self._drain) or (bool(self._in_progress) and self.lifecycle.can_step)
 
     @property
+    def is_draining(self) -> bool:
+        """A sleep waits for requests."""
+        return self._drain is not None
+
+    @property
     def _in_progress(self) -> int:
         """How many requests have not ended, those included that wait for the adapters of others."""
         return len(self._requests) + len(self._waiting)

@@ -39,7 +39,7 @@ from hardpoint.engine.core import EngineStats
 from hardpoint.engine.data_parallel import process_loop
 from hardpoint.engine.front import RequestMaker, pause_command, profile_command, start_engine
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
-from hardpoint.engine.loops import FairLock, InlineLoop, Loop
+from hardpoint.engine.loops import InlineLoop, Loop
 from hardpoint.engine.metrics import Metric, RequestMetricsBook, engine_metrics
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
@@ -86,7 +86,7 @@ class LLMEngine:
         self.tokenizer = self._maker.tokenizer
         self.default_sampling_params = self._maker.default_sampling_params
         self.pooling_model = self._maker.pooling_model
-        self._lock = FairLock()
+        self._lock = self._loop.lock
         self._book = RequestMetricsBook()
         self._requests = RequestTable(self._book.note)
         self._undelivered: list[Output] = []

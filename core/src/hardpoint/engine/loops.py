@@ -11,7 +11,19 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
-from hardpoint.engine.commands import Abort, CheckStep, Command, Died, Event, Finish, Reply, Resume, ShutDown, Sleep
+from hardpoint.engine.commands import (
+    Abort,
+    CheckStep,
+    Command,
+    Died,
+    Event,
+    Finish,
+    Pause,
+    Reply,
+    Resume,
+    ShutDown,
+    Sleep,
+)
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore, EngineInfo
 from hardpoint.engine.sleep import SleepMode
@@ -27,36 +39,6 @@ _IDLE_SECONDS = 0.02
 
 _UNLIMITED = (Abort, Finish, Resume, ShutDown)
 """Commands that a full inbox takes: they end something."""
-
-
-class Loop(ABC):
-    """A client's way to the loop of one engine; safe to use from any thread."""
-
-    info: EngineInfo
-    model: ModelInfo
-
-    @abstractmethod
-    def submit(self, command: Command) -> Future[Reply]:
-        """Hand a command over; the events that it brings come before its answer. Raises EngineDead, InboxFull, ForkedProcess."""
-
-    @abstractmethod
-    def call(self, command: Command) -> Reply:
-        """Have a command done and return its answer; raises what refuses it, EngineDead, InboxFull, ForkedProcess."""
-
-    @abstractmethod
-    def events(self) -> list[Event]:
-        """Return what came up since the last call, after at least one step where there is one to be computed.
-
-        Raises EngineAsleep, WeightsMissing or EngineDead in a state without steps.
-        """
-
-    @abstractmethod
-    def pending(self) -> list[Event]:
-        """Return what came up since the last call, at once."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End the engine: its requests are dropped, its memory is given back. Idempotent."""
 
 
 class FairLock:
@@ -90,6 +72,14 @@ class FairLock:
             self._owner = None
             self._lock.release()
 
+    def give_way(self) -> None:
+        """Let threads that wait for the lock have it in between, where this one holds it; no interrupt ends its wait to go on."""
+        depth, self._owner, self._depth = self._depth, None, 0
+        self._lock.release()
+        with self._turn:
+            self._lock.acquire()
+        self._owner, self._depth = threading.get_ident(), depth
+
     def wait_until_free(self, timeout: float) -> None:
         """Wait until no thread holds the lock, at most so many seconds, ahead of those that want to take it."""
         if self._lock.acquire(timeout=timeout):
@@ -110,6 +100,43 @@ def _acquire(lock: threading.RLock) -> None:
         raise
 
 
+class Loop(ABC):
+    """A client's way to the loop of one engine; safe to use from any thread.
+
+    Attributes:
+        lock: its client's, too, for requests and the events about them, which are to stay together.
+    """
+
+    info: EngineInfo
+    model: ModelInfo
+
+    def __init__(self) -> None:
+        self.lock = FairLock()
+
+    @abstractmethod
+    def submit(self, command: Command) -> Future[Reply]:
+        """Hand a command over; the events that it brings come before its answer. Raises EngineDead, InboxFull, ForkedProcess."""
+
+    @abstractmethod
+    def call(self, command: Command) -> Reply:
+        """Have a command done and return its answer; raises what refuses it, EngineDead, InboxFull, ForkedProcess."""
+
+    @abstractmethod
+    def events(self) -> list[Event]:
+        """Return what came up since the last call, after at least one step where there is one to be computed.
+
+        Raises EngineAsleep, WeightsMissing or EngineDead in a state without steps.
+        """
+
+    @abstractmethod
+    def pending(self) -> list[Event]:
+        """Return what came up since the last call, at once."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the engine: its requests are dropped, its memory is given back. Idempotent."""
+
+
 class InlineLoop(Loop):
     """A loop that its clients drive, one after the other: a command is done when it is called, and a step is computed by `events`.
 
@@ -117,13 +144,13 @@ class InlineLoop(Loop):
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
         self.core = EngineCore(config)
         self.info, self.model = self.core.info, self.core.model
-        self._lock = FairLock()
 
     def submit(self, command: Command) -> Future[Reply]:
         """Do a command; one that takes steps is done by `events`."""
-        with DeferredInterrupts(), self._lock:
+        with DeferredInterrupts(), self.lock:
             done: Future[Reply] = Future()
             try:
                 reply = self.core.execute(command)
@@ -136,29 +163,40 @@ class InlineLoop(Loop):
             return done
 
     def call(self, command: Command) -> Reply:
-        """Do a command; a sleep that waits for requests serves them first."""
-        with DeferredInterrupts(), self._lock:
+        """Do a command; a sleep that waits for requests serves them first.
+
+        Between its steps other threads have their turns; another sleep comes after it.
+        """
+        with DeferredInterrupts(), self.lock:
+            if isinstance(command, (Sleep, Pause)):
+                while self.core.is_draining:
+                    self._advance()
             reply = self.core.execute(command)
             if not isinstance(reply, Future):
                 return reply
             try:
                 while not reply.done():
-                    self.core.advance()
-                    raise_deferred()
+                    self._advance()
             except BaseException:
-                self.core.cancel_drain()
+                if not reply.done():
+                    self.core.cancel_drain()
                 raise
             return reply.result()
 
+    def _advance(self) -> None:
+        self.core.advance()
+        self.lock.give_way()
+        raise_deferred()
+
     def events(self) -> list[Event]:
         """Go one step on."""
-        with DeferredInterrupts(), self._lock:
+        with DeferredInterrupts(), self.lock:
             self.core.advance()
             return self.core.take_events()
 
     def pending(self) -> list[Event]:
         """Return what came up, without a step."""
-        with DeferredInterrupts(), self._lock:
+        with DeferredInterrupts(), self.lock:
             return self.core.take_events()
 
     def shutdown(self) -> None:
@@ -174,6 +212,7 @@ class RunningLoop(Loop):
     """
 
     def __init__(self, deliver: Deliver | None) -> None:
+        super().__init__()
         self._arrived: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self._deliver: Deliver = deliver or self._arrived.put
 
