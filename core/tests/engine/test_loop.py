@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -288,14 +289,21 @@ def test_two_threads_that_put_it_to_sleep_at_once_are_both_answered(make_llm: Ma
     assert llm.is_sleeping()
 
 
-def test_what_a_sleep_waits_for_is_aborted_by_another_thread(make_llm: Make) -> None:
-    llm = make_llm(1, seconds=0.002)
-    llm.engine.add_request("long", "x", SamplingParams(max_tokens=2000, ignore_eos=True))
+@contextmanager
+def sleep_that_waits(llm: LLM, tokens: int) -> Iterator[Future[Any]]:
+    """Have a thread put the engine to sleep once the request "a" has its tokens, and go on when it waits for that."""
+    llm.engine.add_request("a", "x", SamplingParams(max_tokens=tokens, ignore_eos=True))
     with ThreadPoolExecutor(1) as pool:
         sleeping = pool.submit(llm.sleep, 0, mode="wait")
         while llm.sleep_status().state is not EngineState.DRAINING:
             assert not sleeping.done()
-        llm.engine.abort_request("long")
+        yield sleeping
+
+
+def test_what_a_sleep_waits_for_is_aborted_by_another_thread(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.002)
+    with sleep_that_waits(llm, 2000) as sleeping:
+        llm.engine.abort_request("a")
         report = sleeping.result(60)
     assert (report.changed, report.kept) == (True, 0)
     assert llm.stats().sampled_tokens < 1000
@@ -303,16 +311,35 @@ def test_what_a_sleep_waits_for_is_aborted_by_another_thread(make_llm: Make) -> 
 
 def test_a_sleep_that_waits_is_given_up_by_another_thread(make_llm: Make) -> None:
     llm = make_llm(1, seconds=0.002)
-    llm.engine.add_request("a", "x", SamplingParams(max_tokens=500, ignore_eos=True))
-    with ThreadPoolExecutor(1) as pool:
-        sleeping = pool.submit(llm.sleep, 0, mode="wait")
-        while llm.sleep_status().state is not EngineState.DRAINING:
-            assert not sleeping.done()
+    with sleep_that_waits(llm, 500) as sleeping:
         llm.engine.resume()
         with pytest.raises(SleepRefused, match="given up"):
             sleeping.result(60)
     assert llm.sleep_status().state is EngineState.RUNNING
     assert len(drain(llm.engine)["a"][-1].outputs[0].token_ids) == 500
+
+
+def test_no_other_thread_comes_into_the_midst_of_an_update_whose_tensors_put_it_to_sleep(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.002)
+    llm.engine.add_request("a", "x", SamplingParams(max_tokens=40, ignore_eos=True))
+    waits, reports = threading.Event(), list[Any]()
+
+    def abort() -> None:
+        waits.set()
+        llm.engine.abort_request("other")
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def tensors() -> Iterator[Any]:
+            aborted = pool.submit(abort)
+            assert waits.wait(60)
+            reports.append(llm.sleep(0, mode="wait"))
+            assert not aborted.done()
+            yield from ()
+
+        assert llm.update_weights(tensors()) == 0
+    assert reports[0].changed
+    assert len(llm.engine.step()[-1].outputs[0].token_ids) == 40
 
 
 def test_commands_to_an_engine_that_was_shut_down_are_refused(make_llm: Make) -> None:

@@ -147,13 +147,15 @@ class InlineLoop(Loop):
         super().__init__()
         self.core = EngineCore(config)
         self.info, self.model = self.core.info, self.core.model
+        self._nested = 0
+        """Commands and steps under way: a caller's function, such as the tensors of an update, may call the engine in their midst."""
 
     def submit(self, command: Command) -> Future[Reply]:
         """Do a command; one that takes steps is done by `events`."""
         with DeferredInterrupts(), self.lock:
             done: Future[Reply] = Future()
             try:
-                reply = self.core.execute(command)
+                reply = self._execute(command)
             except Exception as error:
                 done.set_exception(error)
                 return done
@@ -168,30 +170,46 @@ class InlineLoop(Loop):
         Between its steps other threads have their turns; another sleep comes after it.
         """
         with DeferredInterrupts(), self.lock:
-            if isinstance(command, (Sleep, Pause)):
+            if isinstance(command, (Sleep, Pause)) and not self._nested:
                 while self.core.is_draining:
-                    self._advance()
-            reply = self.core.execute(command)
+                    self._drain_on()
+            reply = self._execute(command)
             if not isinstance(reply, Future):
                 return reply
             try:
                 while not reply.done():
-                    self._advance()
+                    self._drain_on()
             except BaseException:
                 if not reply.done():
                     self.core.cancel_drain()
                 raise
             return reply.result()
 
+    def _execute(self, command: Command) -> Reply:
+        self._nested += 1
+        try:
+            return self.core.execute(command)
+        finally:
+            self._nested -= 1
+
     def _advance(self) -> None:
-        self.core.advance()
-        self.lock.give_way()
+        self._nested += 1
+        try:
+            self.core.advance()
+        finally:
+            self._nested -= 1
+
+    def _drain_on(self) -> None:
+        """Compute a step for a sleep that waits; other threads come next, but not into the midst of something."""
+        self._advance()
+        if not self._nested:
+            self.lock.give_way()
         raise_deferred()
 
     def events(self) -> list[Event]:
         """Go one step on."""
         with DeferredInterrupts(), self.lock:
-            self.core.advance()
+            self._advance()
             return self.core.take_events()
 
     def pending(self) -> list[Event]:
