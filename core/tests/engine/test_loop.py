@@ -235,6 +235,17 @@ def test_a_request_is_cancelled_before_in_and_after_a_step_in_flight(make_llm: M
     assert engine.stats().blocks_used == 0
 
 
+def test_nothing_comes_of_a_cancelled_request_that_others_have_served(make_llm: Make) -> None:
+    llm = make_llm(1)
+    llm.engine.add_request("done", "x", SamplingParams(max_tokens=2, ignore_eos=True))
+    llm.engine.add_request("goes", "x", SamplingParams(max_tokens=100, ignore_eos=True))
+    llm.generate("Dear Sir", SamplingParams(max_tokens=10, ignore_eos=True))
+    llm.engine.abort_request(["goes", "done"])
+    outputs = drain(llm.engine)
+    assert outputs.keys() == {"done"}
+    assert len(outputs["done"][-1].outputs[0].token_ids) == 2
+
+
 def test_streamed_deltas_add_up_with_steps_in_flight(make_llm: Make) -> None:
     llm = make_llm(2)
     params = SamplingParams(max_tokens=30, seed=4, ignore_eos=True, stop=["zzzz"])

@@ -269,7 +269,7 @@ class LLMEngine:
                 shown = len(done)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests and free their blocks; ids that are not in progress are passed over."""
+        """End requests and free their blocks; no output of them comes any more. Ids that are not in progress are passed over."""
         if not isinstance(request_ids, Iterable):
             raise InvalidRequest(
                 "requests are named by their ids",
@@ -278,10 +278,12 @@ class LLMEngine:
             )
         with DeferredInterrupts(), self._lock:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            keys = [key for key in map(self._requests.remove, ids) if key is not None]
+            keys = {one: key for one in ids if (key := self._requests.remove(one)) is not None}
+            # What came of them while others drove the engine. A finished output is that of an earlier request of the name.
+            self._undelivered[:] = [one for one in self._undelivered if one.finished or one.request_id not in keys]
             if keys and not self._dead:
                 with suppress(EngineDead):
-                    self._loop.submit(Abort(tuple(keys)))
+                    self._loop.submit(Abort(tuple(keys.values())))
 
     def has_unfinished_requests(self) -> bool:
         """There is something to compute, or to return from `step`."""
