@@ -30,7 +30,8 @@ def engine(target: Target, model: Model, **settings: Any) -> Iterator[LLM]:
     """An engine with few blocks, so that sequences are preempted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "hardpoint.engine.core.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
+            "hardpoint.engine.startup.resolve_backend",
+            lambda *args, **named: Resolved(target.descriptor, target.device),
         )
         values = {"block_size": 16, "num_device_blocks": 14, "max_num_seqs": 6, "max_model_len": 120} | settings
         llm = LLM(model.path, dtype="float32", tokenizer="demo", max_num_batched_tokens=64, **values)

@@ -418,14 +418,14 @@ def test_a_backend_that_is_passed_over_is_said_once_on_a_machine_that_can_note_i
     has_cache: bool,
     times: int,
 ) -> None:
-    from hardpoint.engine import core
+    from hardpoint.engine import startup
 
     if not has_cache:
         (tmp_path / "hardpoint").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    real = core.resolve_backend
+    real = startup.resolve_backend
     passed = "abacus is unavailable (no beads): using cpu instead"
-    monkeypatch.setattr(core, "resolve_backend", lambda *a, **k: dataclasses.replace(real(*a, **k), notice=passed))
+    monkeypatch.setattr(startup, "resolve_backend", lambda *a, **k: dataclasses.replace(real(*a, **k), notice=passed))
     for _ in range(2):
         with make_shallow() as llm:
             assert llm.info.notice == passed

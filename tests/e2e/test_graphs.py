@@ -25,7 +25,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, target: Target | None = None, **sett
     """An engine on the host whose decodes can be captured, with too few KV blocks for all prompts at once."""
     target = target or graphed()
     monkeypatch.setattr(
-        "hardpoint.engine.core.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
+        "hardpoint.engine.startup.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
     )
     Recorder.replays.clear()
     sizes = {"num_device_blocks": 26, "max_num_seqs": 6, "max_model_len": 160}

@@ -90,7 +90,7 @@ def on_the_host(
         **parts,
     )
     resolved = Resolved(made, device)
-    monkeypatch.setattr("hardpoint.engine.core.resolve_backend", lambda *args, **named: resolved)
+    monkeypatch.setattr("hardpoint.engine.startup.resolve_backend", lambda *args, **named: resolved)
     return resolved
 
 

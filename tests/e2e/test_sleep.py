@@ -706,12 +706,12 @@ def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
 @pytest.fixture
 def as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Change what the CPU backend says of itself."""
-    from hardpoint.engine import core
+    from hardpoint.engine import startup
 
     def change(**claims: Any) -> None:
-        resolved = core.resolve_backend("cpu")
+        resolved = startup.resolve_backend("cpu")
         changed = replace(resolved, descriptor=replace(resolved.descriptor, **claims))
-        monkeypatch.setattr(core, "resolve_backend", lambda *arguments, **options: changed)
+        monkeypatch.setattr(startup, "resolve_backend", lambda *arguments, **options: changed)
 
     return change
 

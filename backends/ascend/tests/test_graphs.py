@@ -132,7 +132,7 @@ def test_graphs_memory_sleeps_under_its_tag(target: Target, model: Model) -> Non
 @contextmanager
 def engine(monkeypatch: pytest.MonkeyPatch, target: Target, model: Model, **settings: Any) -> Iterator[LLM]:
     monkeypatch.setattr(
-        "hardpoint.engine.core.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
+        "hardpoint.engine.startup.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
     )
     llm = LLM(
         model.path,

@@ -11,7 +11,7 @@ import pytest
 
 import hardpoint
 from hardpoint.cli import main
-from hardpoint.engine.core import EngineInfo
+from hardpoint.engine.info import EngineInfo
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.llm_engine import EngineStats
 from hardpoint.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from hardpoint.engine.core import StepTotals
+from hardpoint.engine.info import StepTotals
 from hardpoint.engine.progress import StepProgress
 
 TOTALS = StepTotals(prefill_tokens=1000, prefill_seconds=0.5, decode_tokens=300, decode_seconds=2.0)

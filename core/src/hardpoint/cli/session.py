@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hardpoint.engine.core import EngineInfo
+    from hardpoint.engine.info import EngineInfo
     from hardpoint.engine.inputs import TokenizedPrompt
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.llm_engine import EngineStats

@@ -36,9 +36,9 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.core import EngineInfo, EngineStats
 from hardpoint.engine.data_parallel import process_loop
 from hardpoint.engine.front import pause_command, profile_command, start_engine
+from hardpoint.engine.info import EngineInfo, EngineStats
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations, check_params
 from hardpoint.engine.loops import Deliver, RunningLoop, ThreadLoop
 from hardpoint.engine.outputs import (

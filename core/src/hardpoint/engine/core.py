@@ -7,15 +7,14 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from hardpoint.engine.adapters import Adapters, AdapterStats, salted
+from hardpoint.engine.adapters import Adapters, salted
 from hardpoint.engine.beam_search import Search
 from hardpoint.engine.commands import (
     Abort,
@@ -52,7 +51,9 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.info import EngineInfo, EngineStats, StepTotals
 from hardpoint.engine.inputs import check_checkpoint, weight_pairs
+from hardpoint.engine.kv_size import kv_cache_size
 from hardpoint.engine.notices import warn_once
 from hardpoint.engine.prompt_embeddings import PromptEmbeddings, StepEmbeddings
 from hardpoint.engine.sleep import (
@@ -61,15 +62,12 @@ from hardpoint.engine.sleep import (
     SleepMode,
     SleepReport,
     SleepRequest,
-    SleepTotals,
     WakeReport,
 )
 from hardpoint.engine.speculation import StepCosts, check_speculation, parse_speculative_config, takes_drafts
-from hardpoint.executor import Executor, InProcessExecutor, ProcessTransport, RankLimits, RemoteExecutor
-from hardpoint.executor.start import await_torch, begin, begin_torch, collection_paused
-from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, Policy, SleepPlan
+from hardpoint.engine.startup import check_sleep, make_executor, prepared_sleep, resolve
+from hardpoint.executor.start import await_torch, collection_paused
 from hardpoint.interfaces.batch import (
-    EmbeddingKind,
     Int32Array,
     Int64Array,
     PromptScoring,
@@ -81,146 +79,21 @@ from hardpoint.interfaces.batch import (
     TierReport,
     TokenLogprobs,
 )
-from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import (
-    CapabilityRefused,
-    ConfigError,
     DrainTimeout,
     EngineDead,
-    HardpointError,
     InvalidRequest,
-    KVCacheTooSmall,
     RankFailed,
     SleepRefused,
     WorkerError,
 )
-from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, WorkerConfig, WorkerContext
-from hardpoint.plugins import Resolved, resolve_backend
+from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite
+from hardpoint.plugins import Resolved
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
 
 _NO_IDS = np.empty(0, np.int64)
 
-_PRESERVED = {WEIGHTS: Policy.PRESERVE, KV_CACHE: Policy.DISCARD}
-
 _log = logging.getLogger("hardpoint")
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What an engine turned out to be; sizes in bytes, times in seconds.
-
-    Attributes:
-        path: how the model runs: "fused" (one native call per step), "lean" (the core's torch decoder) or "transformers".
-        weight_bytes, kv_bytes: of all ranks and engines together; so are the numbers of blocks, of all engines.
-        weight_formats: how many of the weights' matrices, of all ranks and engines, are stored in which format of blocks or dtype.
-        accelerator: the device has memory of its own; False where it is the host's.
-        notice: one line where a backend of higher priority was passed over; logged as a warning when the first engine is made on a machine.
-    """
-
-    backend: str
-    device: str
-    simulated: bool
-    model: str
-    architecture: str
-    dtype: str
-    path: str
-    max_model_len: int
-    block_size: int
-    num_device_blocks: int
-    num_host_blocks: int
-    weight_bytes: int
-    kv_bytes: int
-    load_seconds: float
-    accelerator: bool = False
-    notice: str = ""
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    weight_formats: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks share the model; of one engine, where there are several."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-
-@dataclass(slots=True)
-class StepTotals:
-    """Tokens and seconds since the engine was made; a step with any prompt token counts as prefill.
-
-    Attributes:
-        prefill_tokens, prefill_seconds: prompt tokens computed, and the time of steps that had any.
-        decode_tokens, decode_seconds: tokens sampled in, and the time of, steps that had no prompt token.
-        sampled_tokens: all tokens sampled.
-        preemptions: sequences preempted.
-        sleep: what sleeps and wakes did.
-    """
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    sampled_tokens: int = 0
-    preemptions: int = 0
-    sleep: SleepTotals = field(default_factory=SleepTotals)
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the engine was made; see StepTotals for the first ones.
-
-    Attributes:
-        drafts, draft_tokens, accepted_tokens: of speculative decoding: sequences in steps with guesses at their next tokens, these
-            guesses, and those that were right.
-        prefix_queries, prefix_hits: prompt tokens looked up in, and found in, the prefix cache.
-        blocks_used, blocks_free, blocks_cached: device blocks; those cached hold reusable prefixes, in use or free.
-        sleep: what sleeps and wakes did.
-        running, waiting, swapped: sequences now.
-        offload_host_blocks, offload_disk_blocks, offload_host_bytes, offload_disk_bytes: evicted blocks that the tiers below the prefix
-            cache hold, of all ranks together.
-        offload_queries, offload_host_hits, offload_disk_hits: blocks of prompts that were looked up there, and found.
-        offload_stores, offload_demotions, offload_evictions: blocks that went to the host, from there to the disk, and out of the tiers.
-        offload_failures, offload_checksum_failures, offload_io_errors: blocks found that could not be loaded, and were computed; blocks
-            that were damaged; reads and writes of the disk that failed.
-        offload_seconds: that the slowest rank's host has spent on copies.
-        adapters: LoRA adapters.
-    """
-
-    steps: int
-    prefill_tokens: int
-    prefill_seconds: float
-    decode_tokens: int
-    decode_seconds: float
-    sampled_tokens: int
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    blocks_used: int
-    blocks_free: int
-    blocks_cached: int
-    sleep: SleepTotals = field(default_factory=SleepTotals)
-    running: int = 0
-    waiting: int = 0
-    swapped: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    offload_host_blocks: int = 0
-    offload_disk_blocks: int = 0
-    offload_host_bytes: int = 0
-    offload_disk_bytes: int = 0
-    offload_queries: int = 0
-    offload_host_hits: int = 0
-    offload_disk_hits: int = 0
-    offload_stores: int = 0
-    offload_demotions: int = 0
-    offload_evictions: int = 0
-    offload_failures: int = 0
-    offload_checksum_failures: int = 0
-    offload_io_errors: int = 0
-    offload_seconds: float = 0.0
-    adapters: AdapterStats = field(default_factory=AdapterStats)
 
 
 @dataclass(slots=True)
@@ -292,13 +165,13 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         start = time.perf_counter()
-        resolved = _resolve_backend(config)
+        resolved = resolve(config)
         if resolved.notice:
             warn_once(resolved.notice)
         memory = resolved.descriptor.capabilities(resolved.device).memory
         settings = config.sleep_settings(accelerator=resolved.descriptor.accelerator, tiers=memory.tiers)
-        _check_sleep(config, resolved, memory, settings)
-        self._worker_config = worker_config = config.worker_config(_prepared_sleep(config, resolved, settings))
+        check_sleep(config, resolved, memory, settings)
+        self._worker_config = worker_config = config.worker_config(prepared_sleep(config, resolved, settings))
         if config.num_ranks > 1:
             # It brings torch, which an engine whose ranks are in other processes does without.
             from hardpoint.worker.ranks import check_claims
@@ -307,7 +180,7 @@ class EngineCore:
         self._step_costs: StepCosts | None = None
         await_torch()
         with collection_paused():
-            self.executor = _make_executor(config, resolved, worker_config)
+            self.executor = make_executor(config, resolved, worker_config)
             try:
                 self.model = self._start(resolved, start)
             except BaseException:
@@ -378,30 +251,24 @@ class EngineCore:
         call("start")
         models: list[ModelInfo] = call("load")
         profiles: list[MemoryProfile] = call("profile")
-        if not resolved.descriptor.accelerator:
-            profiles = [_share(profile, len(profiles) * self.config.data_parallel_size) for profile in profiles]
+        size = kv_cache_size(self.config, models, profiles, accelerator=resolved.descriptor.accelerator)
         model = models[0]
-        spec = model.attention.kv_cache
-        num_blocks = min(map(self._num_device_blocks, profiles, models))
-        block_bytes = sum(one.block_bytes for one in models)
         self._adapter_bytes = sum(one.adapter_bytes for one in models)
-        num_host = min(int(self.config.swap_space * (1 << 30)) // block_bytes, num_blocks) if block_bytes else 0
         overridden: dict[str, Any] = {}
         if model.state_bytes:
             # What a state follows from is lost with it: such sequences are computed from their first token.
-            num_host, overridden["enable_prefix_caching"] = 0, False
+            overridden["enable_prefix_caching"] = False
             _log.info("%s keeps recurrent states: prefixes are not cached, and nothing is swapped", model.architecture)
-        tiers = self._check_offload(models, block_bytes)
-        self._block_bytes = block_bytes
+        self._block_bytes = size.block_bytes
         speculation = parse_speculative_config(self.config.speculative_config)
         if speculation is not None:
             check_speculation(speculation, model, takes_embeddings=self.config.enable_prompt_embeds)
             overridden |= speculation.scheduler_settings(self._worker_config.num_draft_slots)
             if speculation.adaptive:
                 self._step_costs = StepCosts(max(profile.seconds_per_token for profile in profiles))
-        call("initialize_kv", num_blocks, num_host)
-        if tiers[0]:
-            call("open_tiers", *tiers, self.config.kv_offload_path)
+        call("initialize_kv", size.num_device_blocks, size.num_host_blocks)
+        if size.num_tier_host_blocks:
+            call("open_tiers", size.num_tier_host_blocks, size.num_tier_disk_blocks, self.config.kv_offload_path)
         call("warm_up")
         config = self.config
         if model.whole_prompts:
@@ -414,11 +281,11 @@ class EngineCore:
         self.scheduler = Scheduler(
             SchedulerConfig.complete(
                 config,
-                block_size=spec.block_size,
-                num_device_blocks=num_blocks,
-                num_host_blocks=num_host,
-                num_tier_host_blocks=tiers[0],
-                num_tier_disk_blocks=tiers[1],
+                block_size=model.attention.kv_cache.block_size,
+                num_device_blocks=size.num_device_blocks,
+                num_host_blocks=size.num_host_blocks,
+                num_tier_host_blocks=size.num_tier_host_blocks,
+                num_tier_disk_blocks=size.num_tier_disk_blocks,
                 steps_in_flight=model.steps_in_flight,
                 max_model_len=model.max_model_len,
                 group_windows=model.kv_group_windows,
@@ -437,11 +304,12 @@ class EngineCore:
             dtype=str(model.dtype),
             path=model.path,
             max_model_len=model.max_model_len,
-            block_size=spec.block_size,
-            num_device_blocks=num_blocks,
-            num_host_blocks=num_host,
+            block_size=model.attention.kv_cache.block_size,
+            num_device_blocks=size.num_device_blocks,
+            num_host_blocks=size.num_host_blocks,
             weight_bytes=sum(one.weight_bytes for one in models),
-            kv_bytes=num_blocks * block_bytes + config.max_num_seqs * sum(one.state_bytes for one in models),
+            kv_bytes=size.num_device_blocks * size.block_bytes
+            + config.max_num_seqs * sum(one.state_bytes for one in models),
             load_seconds=time.perf_counter() - start,
             accelerator=resolved.descriptor.accelerator,
             notice=resolved.notice,
@@ -450,53 +318,6 @@ class EngineCore:
             weight_formats=dict(sum((Counter(one.weight_formats) for one in models), Counter())),
         )
         return model
-
-    def _check_offload(self, models: Sequence[ModelInfo], block_bytes: int) -> tuple[int, int]:
-        """Return how many evicted blocks the host and the disk keep; raises CapabilityRefused, ConfigError where they cannot."""
-        config, model = self.config, models[0]
-        if not config.kv_offload_gib:
-            return 0, 0
-        reasons = []
-        if model.state_bytes:
-            reasons.append("it keeps recurrent states, so that its prefixes are not cached")
-        if block_bytes == 0:
-            reasons.append("it has no KV cache")
-        if model.kv_group_windows != (0,):
-            reasons.append(f"its KV cache groups have the windows {list(model.kv_group_windows)}")
-        if reasons:
-            raise CapabilityRefused(
-                f"kv_offload_gib cannot be had with {model.architecture}",
-                reasons,
-                hint="Leave kv_offload_gib out, or where windows are the reason set disable_hybrid_kv_cache_manager",
-            )
-        num_host, num_disk = (
-            int(size * (1 << 30)) // block_bytes for size in (config.kv_offload_gib, config.kv_offload_disk_gib)
-        )
-        if not num_host or (config.kv_offload_disk_gib and not num_disk):
-            raise ConfigError(
-                "there is no room for one evicted KV block",
-                found=f"kv_offload_gib={config.kv_offload_gib}, kv_offload_disk_gib={config.kv_offload_disk_gib}, of {block_bytes} bytes",
-                hint="Give more, or leave it out",
-            )
-        return num_host, num_disk
-
-    def _num_device_blocks(self, profile: MemoryProfile, model: ModelInfo) -> int:
-        """Return how many KV blocks to allocate; raises KVCacheTooSmall with what to change."""
-        spec = model.attention.kv_cache
-        if self.config.num_device_blocks is not None:
-            return self.config.num_device_blocks
-        num_groups = len(model.kv_group_windows)
-        needed = num_groups * -(-model.max_model_len // spec.block_size)
-        if spec.block_bytes == 0:
-            # Blocks without bytes number the tokens of sequences, none of which waits for them.
-            return needed * self.config.max_num_seqs
-        kv_bytes = profile.kv_bytes
-        if EmbeddingKind.IMAGE in model.embedding_kinds:
-            kv_bytes -= self.config.encoder_cache_bytes
-        num_blocks = kv_bytes // model.block_bytes
-        if num_blocks < needed:
-            raise _too_small(profile, model, needed, max(num_blocks, 0) // num_groups * spec.block_size)
-        return int(num_blocks)
 
     # Commands
 
@@ -1143,108 +964,3 @@ def _step_input(
         return StepInput(batch, first, forgotten, pooled, scored)
     embedded, dropped = tuple(given.embedded), given.dropped_sources
     return StepInput(batch, first, forgotten, pooled, scored, embedded, given.new_sources, dropped, given.positions)
-
-
-def _resolve_backend(config: EngineConfig) -> Resolved:
-    """Return the backend and device to use; see `resolve_backend`."""
-    resolve = partial(
-        resolve_backend, config.backend, device=config.device, require_accelerator=config.require_accelerator
-    )
-    if config.backend is not None or not _in_process(config):
-        resolved = resolve()
-        # A worker without kernels of torch's may do without torch.
-        if _in_process(config) and resolved.descriptor.kernels is not None:
-            begin_torch()
-        return resolved
-    # Each vendor's driver is asked in a process of its own. While they answer this one takes in torch, which nearly every backend needs.
-    resolving = begin(resolve)
-    await_torch()
-    with collection_paused(), contextlib.suppress(ImportError):
-        import torch  # noqa: F401
-    return resolving.result()
-
-
-def begin_imports(config: EngineConfig) -> None:
-    """Begin to load torch's libraries before the model's files are read, if an `EngineCore` made here would import torch.
-
-    It finds the same backend again; what cannot be found, it raises.
-    """
-    if not _in_process(config):
-        return
-    if config.backend is None:
-        begin_torch()
-    else:
-        with contextlib.suppress(HardpointError):
-            _resolve_backend(config)
-
-
-def _in_process(config: EngineConfig) -> bool:
-    return config.executor not in ("ray", "multi_process") and config.num_ranks == 1
-
-
-def _make_executor(config: EngineConfig, resolved: Resolved, worker_config: WorkerConfig) -> Executor:
-    kind = config.executor
-    if kind == "ray":
-        # Imported where it is asked for: on one machine nobody needs Ray.
-        from hardpoint.executor.ray_transport import RayTransport
-
-        return RemoteExecutor(RayTransport(resolved, worker_config, RankLimits.parse(config.rank_limits), config.ray))
-    if not _in_process(config):
-        return RemoteExecutor(ProcessTransport(resolved, worker_config, RankLimits.parse(config.rank_limits)))
-    context = WorkerContext(descriptor=resolved.descriptor, device=resolved.device, config=worker_config)
-    return InProcessExecutor(resolved.descriptor.worker()(context))
-
-
-def _too_small(profile: MemoryProfile, model: ModelInfo, num_blocks: int, fits: int) -> KVCacheTooSmall:
-    """Return what is said where the KV cache of one request needs `num_blocks`, and there is room for one of `fits` tokens."""
-    needed = num_blocks * model.block_bytes
-    enough = math.ceil(1000 * (profile.utilization + (needed - profile.kv_bytes) / profile.total)) / 1000
-    ways = [f"lower max_model_len (at most {fits} fits)"] if fits else []
-    ways += ["lower max_num_batched_tokens or max_num_seqs"] if profile.peak > profile.current else []
-    ways += [
-        f"raise memory_utilization to {enough} or more"
-        if enough <= 1
-        else "choose a smaller or quantised checkpoint or more ranks, or free memory of the device"
-    ]
-    left = f"{profile.kv_bytes} bytes are left" if profile.kv_bytes > 0 else f"{-profile.kv_bytes} bytes are missing"
-    hint = ", or ".join(ways)
-    return KVCacheTooSmall(
-        f"one request of {model.max_model_len} tokens needs {needed} bytes of KV cache, beside {model.weight_bytes} bytes of weights",
-        found=(
-            f"{left} of {profile.total} at a memory utilisation of {profile.utilization} ({profile.used} in use,"
-            f" {profile.peak - profile.current} for the largest step, {profile.graphs} for captured decodes)"
-        ),
-        hint=hint[0].upper() + hint[1:],
-    )
-
-
-def _share(profile: MemoryProfile, ranks: int) -> MemoryProfile:
-    """Return the profile of one of several ranks in the same memory, of one engine or more: its part of what may be used there."""
-    limit = profile.kv_limit
-    return replace(profile, total=profile.total // ranks, kv_limit=None if limit is None else limit // ranks)
-
-
-def _check_sleep(config: EngineConfig, resolved: Resolved, memory: MemoryCapabilities, settings: SleepPlan) -> None:
-    if not config.enable_sleep_mode:
-        return
-    reasons = []
-    if not memory.sleep_levels & {1, 2}:
-        reasons.append("its allocator supports no sleep level")
-    elif settings.tier not in memory.tiers:
-        reasons.append(
-            f"its allocator has the tiers {', '.join(sorted(tier.value for tier in memory.tiers)) or 'none'}"
-        )
-    if reasons:
-        raise CapabilityRefused(
-            f"the {resolved.descriptor.name} backend cannot run with enable_sleep_mode",
-            reasons,
-            hint="Leave enable_sleep_mode off, or choose a backend whose `hardpoint doctor` entry lists sleep levels and tier",
-        )
-
-
-def _prepared_sleep(config: EngineConfig, resolved: Resolved, settings: SleepPlan) -> SleepPlan | None:
-    """Return the sleep to make ready for: pinning host memory takes longer than the sleep that uses it, and backups on disk that
-    killed engines left take room until somebody removes them."""
-    pins = resolved.descriptor.accelerator and settings.tier is SleepTier.HOST
-    wanted = config.enable_sleep_mode and (pins or settings.tier is SleepTier.DISK)
-    return replace(settings, policies=_PRESERVED) if wanted else None

@@ -49,7 +49,7 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.core import EngineInfo, EngineStats
+from hardpoint.engine.info import EngineInfo, EngineStats
 from hardpoint.engine.loops import Deliver, RunningLoop
 from hardpoint.engine.prefix_owners import PrefixOwners
 from hardpoint.engine.process_loop import ProcessLoop

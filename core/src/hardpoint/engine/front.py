@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hardpoint.engine.commands import BeamSearch, Embed, Generate, Pause, StartProfile
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.core import begin_imports
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
 from hardpoint.engine.loops import Loop
@@ -23,6 +22,7 @@ from hardpoint.engine.prompt_embeds import PromptEmbeds
 from hardpoint.engine.request import BeamRequest, PoolingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
 from hardpoint.engine.speculation import check_vocabularies, parse_speculative_config
+from hardpoint.engine.startup import begin_imports
 from hardpoint.executor.start import collection_paused, return_free_memory
 from hardpoint.interfaces.batch import EmbeddingKind, LogprobsMode
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, ModelError

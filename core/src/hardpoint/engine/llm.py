@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hardpoint.engine.adapters import AdapterName, LoRARequest, adapter_name
 from hardpoint.engine.argument_names import named_arguments
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.core import EngineInfo
+from hardpoint.engine.info import EngineInfo
 from hardpoint.engine.inputs import (
     Message,
     Prompt,

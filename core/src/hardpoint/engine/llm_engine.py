@@ -35,9 +35,9 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.core import EngineStats
 from hardpoint.engine.data_parallel import process_loop
 from hardpoint.engine.front import RequestMaker, pause_command, profile_command, start_engine
+from hardpoint.engine.info import EngineStats
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
 from hardpoint.engine.loops import InlineLoop, Loop
 from hardpoint.engine.metrics import Metric, RequestMetricsBook, engine_metrics

@@ -25,7 +25,8 @@ from hardpoint.engine.commands import (
     Sleep,
 )
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.core import EngineCore, EngineInfo
+from hardpoint.engine.core import EngineCore
+from hardpoint.engine.info import EngineInfo
 from hardpoint.engine.sleep import SleepMode
 from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
 from hardpoint.interfaces.errors import EngineDead, InboxFull

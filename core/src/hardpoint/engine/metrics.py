@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from hardpoint.engine.core import EngineStats
+from hardpoint.engine.info import EngineStats
 from hardpoint.engine.request import Request
 
 PREFIX = "hardpoint:"

@@ -43,7 +43,7 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.core import EngineInfo, EngineStats
+from hardpoint.engine.info import EngineInfo, EngineStats
 from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
 from hardpoint.executor.calls import SLEEP, from_message, to_message
 from hardpoint.executor.failures import Failure, describe, rebuild

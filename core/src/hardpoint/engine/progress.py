@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from hardpoint.engine.core import EngineStats, StepTotals
+    from hardpoint.engine.info import EngineStats, StepTotals
 
 
 class StepProgress:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from hardpoint.engine.core import EngineStats
+from hardpoint.engine.info import EngineStats
 from hardpoint.engine.metrics import (
     COUNTERS,
     FIRST_TOKEN_SECONDS,
