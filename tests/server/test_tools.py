@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hardpoint.interfaces.errors import InvalidRequest
+from hardpoint.server.protocol import ChatMessage
 from hardpoint.server.reasoning import ReasoningParser, begins_reasoning, parser_of
-from hardpoint.server.tools import FORMATS, Hermes, Llama3Json, ToolParser, format_of
+from hardpoint.server.tools import FORMATS, Hermes, Llama3Json, ToolParser, format_of, in_template
 from tests.server.conftest import Running
 
 WEATHER: Any = {
@@ -76,6 +78,7 @@ TEXTS: list[tuple[type[ToolParser], str, Found]] = [
     ),
     (Hermes, '<tool_call>\n{"name": "h"}\n</tool_call>', ("", [("h", "{}")])),
     (Hermes, '<tool_call>{"name": "f", "arguments": {"a', ("", [("f", '{"a')])),
+    (Hermes, f"<tool_call>{CALL}\n</tool", ("", [("f", ARGUMENTS)])),
     (Hermes, f"<tool_call>{CALL} and then?", (" and then?", [("f", ARGUMENTS)])),
     (Hermes, "<<tool_call> none </tool_call>\n", ("<<tool_call> none </tool_call>\n", [])),
     (Hermes, '<tool_call>{"name": 3}</tool_call> <tool', ('<tool_call>{"name": 3}</tool_call> <tool', [])),
@@ -113,6 +116,52 @@ def test_nothing_of_a_text_depends_on_its_pieces(parser: type[ToolParser], parts
     assert read(parser(), pieces_of(text, cuts)) == whole
     if not whole[1]:
         assert whole[0] == text
+
+
+CALLED: list[Any] = [
+    {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+    {"role": "developer", "content": "Be brief."},
+    {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "Well."}],
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+]
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_a_template_without_tools_gets_calls_and_results_as_texts(has_tools: bool) -> None:
+    """Whether or not the model may call functions now, and whether contents are texts or parts."""
+    messages = [ChatMessage.model_validate(message) for message in CALLED]
+    written, tools = in_template(messages, "{{ messages }}", [WEATHER] if has_tools else None)
+    assert tools is None
+    system, developer, call, result = written
+    if has_tools:
+        assert system["content"].startswith("Be kind.\n\nYou may call functions.")
+        assert "get_weather" in system["content"]
+    else:
+        assert system == CALLED[0]
+    assert developer == {"role": "system", "content": "Be brief."}
+    text = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert call == {"role": "assistant", "content": text}
+    assert result == {"role": "user", "content": "<tool_response>\nsunny\n</tool_response>"}
+
+
+def test_a_template_with_tools_gets_messages_as_they_are() -> None:
+    messages = [ChatMessage.model_validate(message) for message in CALLED]
+    written, tools = in_template(messages, "{{ tools }} developer", [WEATHER])
+    assert tools == [WEATHER]
+    assert [message["role"] for message in written] == ["system", "developer", "assistant", "tool"]
+    assert written[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert written[3] == CALLED[3]
+
+
+def test_a_result_with_a_picture_is_refused() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    message = ChatMessage(role="tool", content=[picture])
+    with pytest.raises(InvalidRequest, match="no pictures"):
+        in_template([message], None)
 
 
 THOUGHTS = [
@@ -173,7 +222,7 @@ def test_a_call_that_must_be_is_one_whole_and_streamed(client: openai.OpenAI) ->
         pytest.fail("arguments never come in pieces")
 
 
-def test_a_named_function_is_called_and_its_result_understood(client: openai.OpenAI) -> None:
+def test_a_named_function_is_called_and_its_result_understood(server: Running, client: openai.OpenAI) -> None:
     chosen: Any = {"type": "function", "function": {"name": "get_weather"}}
     (choice,) = client.chat.completions.create(**ASKED, tools=[CLOCK, WEATHER], tool_choice=chosen).choices
     (call,) = choice.message.tool_calls or ()
@@ -186,7 +235,11 @@ def test_a_named_function_is_called_and_its_result_understood(client: openai.Ope
     answer = client.chat.completions.create(**asked | {"messages": conversation}, tools=[WEATHER])
     without = client.chat.completions.create(**asked, tools=[WEATHER], tool_choice="none")
     plain = client.chat.completions.create(**asked)
+    last = client.chat.completions.create(**asked | {"messages": conversation})
+    tokens = server.users.post("/tokenize", json={"messages": conversation}).json()["count"]
     assert answer.choices[0].message.content
+    assert last.usage is not None
+    assert last.usage.prompt_tokens == tokens
     assert answer.usage is not None
     assert without.usage is not None
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens, "the call and its result are in the prompt"

@@ -300,7 +300,7 @@ class PromptProcessor:
         """Return messages as the chat template takes them, and add their pictures."""
         media = self._media
         if media is None or not media.takes_pictures:
-            return [_with_plain_content(message) for message in messages]
+            return [with_plain_content(message) for message in messages]
         in_parts = "image" in str(template)
         return [media.of_message(message, pictures, in_parts=in_parts) for message in messages]
 
@@ -509,7 +509,7 @@ def _as_list(given: Any, wanted: str) -> list[Any]:
     return list(given)
 
 
-def _with_plain_content(message: Message) -> Message:
+def with_plain_content(message: Message) -> Message:
     """Return a message whose content is a text: of a list of parts, the texts, one line each, as vLLM joins them."""
     content = message.get("content")
     if content is None or isinstance(content, str):

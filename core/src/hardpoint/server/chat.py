@@ -43,7 +43,7 @@ from hardpoint.server.protocol import (
 )
 from hardpoint.server.reasoning import CLOSE, ReasoningParser, begins_reasoning, is_closed, parser_of
 from hardpoint.server.served_model import ServedModel
-from hardpoint.server.tools import CallPart, ToolChoice, ToolParser, for_template
+from hardpoint.server.tools import CallPart, ToolChoice, ToolParser, in_template
 
 P = TypeVar("P", ChatChoice, ChatDelta)
 
@@ -75,7 +75,8 @@ class _Answer:
         defaults = model.llm.get_default_sampling_params()
         self._params = sampling_params(body, defaults, max_tokens=most, logprobs=_wanted_logprobs(body))
         self._beams = beam_search_params(body, model.llm.info.max_model_len if most is None else most)
-        template, options = model.chat_template, model.options
+        self._template = template = model.chat_template
+        options = model.options
         named = options.reasoning_parser
         self._reasoning = parser_of(template) if named == "auto" else named
         self._tools = ToolChoice(body, template, options.tool_call_parser)
@@ -169,7 +170,7 @@ class _Answer:
 
     async def _prompt(self) -> TokenizedPrompt:
         body = self._body
-        messages, tools = self._tools.written([for_template(message) for message in body.messages])
+        messages, tools = in_template(body.messages, self._template, self._tools.tools)
         made = await self._model.apply_template(
             messages,
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,

@@ -9,6 +9,7 @@ from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
 from hardpoint.server.protocol import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
 from hardpoint.server.served_model import ServedModel
+from hardpoint.server.tools import in_template
 
 
 def router(fleet: Fleet) -> APIRouter:
@@ -35,5 +36,5 @@ async def _tokenized(model: ServedModel, body: TokenizeRequest) -> TokenizedProm
         raise ApiError(400, "either prompt or messages is needed", "invalid_value", param="prompt")
     if body.prompt is not None:
         return await model.tokenize(body.prompt, add_special_tokens=body.add_special_tokens, reserve=0)
-    messages = [message.model_dump(exclude_unset=True) for message in body.messages or ()]
+    messages, _ = in_template(body.messages or (), model.chat_template)
     return await model.apply_template(messages, add_generation_prompt=body.add_generation_prompt)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hardpoint.engine.inputs import with_plain_content
 from hardpoint.sampling import StructuredOutputsParams
 from hardpoint.sampling.structured import json_schema
 from hardpoint.server.errors import ApiError
@@ -270,8 +271,8 @@ class Hermes(ToolParser):
 
     def _end(self) -> None:
         if self._call is None:
-            # Space after calls is nobody's.
-            if not (self.num_calls and not self._held.strip(_SPACE)):
+            # Space after calls is nobody's, nor is the beginning of the mark that ends one.
+            if not self._is_after and not (self.num_calls and not self._held.strip(_SPACE)):
                 self._content.append(self._held)
         elif not self._call.is_reported:
             self._content.append(self._held + self._OPEN + "".join(self._call.raw))
@@ -375,76 +376,46 @@ To call one, answer with its name and arguments as JSON:
 </tool_call>"""
 
 
-def _described_in_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return a conversation for a template that knows no tools: a system message describes them, calls and results are texts (Hermes')."""
+def in_template(
+    messages: Sequence[ChatMessage], template: str | None, tools: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+    """Return a conversation as a template takes it, and the tools that the template is to describe itself.
+
+    Where it knows no tools, a system message describes them, and calls and their results are texts, in Hermes' way; where it knows no
+    role "developer", that is the older "system". Raises InvalidRequest for a content that is no text where it has to be one.
+    """
+    text = template or ""
+    found: list[Mapping[str, Any]] = [_for_template(message) for message in messages]
+    if "developer" not in text:
+        found = [{**one, "role": "system"} if one["role"] == "developer" else one for one in found]
+    if "tools" in text:
+        return found, tools
+    found = [_as_text(message) for message in found]
+    if not tools:
+        return found, None
     described = _SYSTEM.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
-    found = [_as_text(message) for message in messages]
-    if found and found[0].get("role") == "system":
-        first = {**found[0], "content": f"{found[0].get('content') or ''}\n\n{described}"}
-        return [first, *found[1:]]
-    return [{"role": "system", "content": described}, *found]
+    if found and found[0]["role"] == "system":
+        first = with_plain_content(found[0])
+        return [{**first, "content": f"{first.get('content') or ''}\n\n{described}"}, *found[1:]], None
+    return [{"role": "system", "content": described}, *found], None
 
 
 def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+    """Return a message with the calls in it, or as the result of one, as a text; any other as it is."""
+    if message["role"] == "tool":
+        content = with_plain_content(message).get("content") or ""
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
         f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
         for call in message.get("tool_calls") or ()
     ]
     if not calls:
         return message
-    return {"role": message["role"], "content": "\n".join([*filter(None, [message.get("content")]), *calls])}
+    content = with_plain_content(message).get("content")
+    return {"role": message["role"], "content": "\n".join([*filter(None, [content]), *calls])}
 
 
-class ToolChoice:
-    """What a request says of tools; raises ApiError.
-
-    Attributes:
-        parser: of the calls in an answer; None where there can be none.
-        grammar: of the answer, where there must be a call.
-    """
-
-    def __init__(self, body: ChatRequest, template: str | None, named: str) -> None:
-        self.parser: type[ToolParser] | None = None
-        self.grammar: StructuredOutputsParams | None = None
-        choice, tools = body.tool_choice, body.tools
-        if tools is None:
-            if choice not in (None, "none"):
-                raise ApiError(400, "tool_choice: only with tools", "invalid_value", param="tool_choice")
-            return
-        functions = {tool.function.name: tool.function.parameters for tool in tools}
-        if len(functions) != len(tools) or not tools:
-            raise ApiError(400, "tools: at least one, with names of their own", "invalid_value", param="tools")
-        self._described = [tool.model_dump(exclude_none=True) for tool in tools]
-        # A template that says nothing of tools is told of them in messages, in Hermes' way.
-        self._is_known = "tools" in (template or "")
-        if choice == "none":
-            return
-        self.parser = (format_of(template) if named == "auto" else FORMATS[named]) if self._is_known else Hermes
-        parallel = body.parallel_tool_calls is not False
-        if isinstance(choice, ChosenTool):
-            name = choice.function.name
-            if name not in functions:
-                raise ApiError(400, f"tool_choice: '{name[:100]}' is not a tool", "invalid_value", param="tool_choice")
-            self.grammar = self.parser.grammar({name: functions[name]}, parallel=False)
-        elif choice == "required":
-            self.grammar = self.parser.grammar(functions, parallel=parallel)
-
-    def written(
-        self, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Return the messages, and the tools that the template is to describe."""
-        if self.parser is None:
-            return messages, None
-        return (
-            (messages, self._described) if self._is_known else (_described_in_messages(messages, self._described), None)
-        )
-
-
-def for_template(message: ChatMessage) -> dict[str, Any]:
+def _for_template(message: ChatMessage) -> dict[str, Any]:
     """Return a message as templates expect it: the arguments of calls as mappings, and a text beside them."""
     found = message.model_dump(exclude_unset=True)
     if not message.tool_calls:
@@ -459,3 +430,39 @@ def for_template(message: ChatMessage) -> dict[str, Any]:
                 continue
             call["function"]["arguments"] = parsed if isinstance(parsed, dict) else arguments
     return found
+
+
+class ToolChoice:
+    """What a request says of tools; raises ApiError.
+
+    Attributes:
+        tools: that the model is told of; None where it may call none.
+        parser: of the calls in an answer; None where there can be none.
+        grammar: of the answer, where there must be a call.
+    """
+
+    def __init__(self, body: ChatRequest, template: str | None, named: str) -> None:
+        self.tools: list[dict[str, Any]] | None = None
+        self.parser: type[ToolParser] | None = None
+        self.grammar: StructuredOutputsParams | None = None
+        choice, tools = body.tool_choice, body.tools
+        if tools is None:
+            if choice not in (None, "none"):
+                raise ApiError(400, "tool_choice: only with tools", "invalid_value", param="tool_choice")
+            return
+        functions = {tool.function.name: tool.function.parameters for tool in tools}
+        if len(functions) != len(tools) or not tools:
+            raise ApiError(400, "tools: at least one, with names of their own", "invalid_value", param="tools")
+        if choice == "none":
+            return
+        self.tools = [tool.model_dump(exclude_none=True) for tool in tools]
+        is_known = "tools" in (template or "")
+        self.parser = (format_of(template) if named == "auto" else FORMATS[named]) if is_known else Hermes
+        parallel = body.parallel_tool_calls is not False
+        if isinstance(choice, ChosenTool):
+            name = choice.function.name
+            if name not in functions:
+                raise ApiError(400, f"tool_choice: '{name[:100]}' is not a tool", "invalid_value", param="tool_choice")
+            self.grammar = self.parser.grammar({name: functions[name]}, parallel=False)
+        elif choice == "required":
+            self.grammar = self.parser.grammar(functions, parallel=parallel)
