@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <limits>
 #include <new>
 #include <numeric>
 #include <string>
 #include <system_error>
+
+#include "hardpoint/host_memory.hpp"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -24,23 +24,6 @@ constexpr size_t kHugePage = size_t{2} << 20;
 // A slab is at most this large, so that a failed pinning loses little and unused slabs can be given back.
 constexpr size_t kMaxSlab = size_t{1} << 30;
 constexpr size_t kTouchSlice = size_t{64} << 20;
-
-std::optional<uint64_t> number_in(const char* path) {
-  std::ifstream file(path);
-  uint64_t value = 0;
-  return file >> value ? std::optional<uint64_t>(value) : std::nullopt;
-}
-
-uint64_t meminfo_available() {
-  std::ifstream file("/proc/meminfo");
-  for (std::string key, unit; file >> key;) {
-    uint64_t value = 0;
-    file >> value;
-    if (key == "MemAvailable:") return value * 1024;
-    std::getline(file, unit);
-  }
-  return std::numeric_limits<uint64_t>::max();
-}
 
 // Takes the pages of fresh memory by several threads: page faults, not bandwidth, are what pinning large memory waits for.
 void touch(std::byte* data, size_t size) {
@@ -63,14 +46,6 @@ void touch(std::byte* data, size_t size) {
 }
 
 }  // namespace
-
-uint64_t host_memory_available() {
-  uint64_t available = meminfo_available();
-  const auto limit = number_in("/sys/fs/cgroup/memory.max");
-  const auto current = number_in("/sys/fs/cgroup/memory.current");
-  if (limit && current) available = std::min(available, *limit > *current ? *limit - *current : 0);
-  return available;
-}
 
 HostArena::~HostArena() {
   if (abandoned_) return;
@@ -136,7 +111,7 @@ void HostArena::give(const Span& span) {
 void HostArena::check_locked(size_t size, std::optional<uint64_t> budget) const {
   // Without a budget, what is held already needs no room.
   if (!budget && size <= free_locked()) return;
-  const uint64_t limit = budget ? *budget : held_ + host_memory_available();
+  const uint64_t limit = budget ? *budget : held_ + host::available_memory();
   if (size <= limit && used_ <= limit - size) return;
   throw MemoryFault(Fault::kBudgetExceeded,
                     "backups need " + std::to_string(size) + " bytes of host memory",
@@ -175,10 +150,16 @@ void HostArena::grow(size_t size) {
 }
 
 std::unique_ptr<HostArena::Slab> HostArena::make_slab(size_t size) const {
-  // One huge page more than needed, so that the slab can begin at a huge page's boundary.
+  const Region region = map(size);
+  return std::make_unique<Slab>(Slab{region.data, size, region.registered, 0, {{0, size}}});
+}
+
+HostArena::Region HostArena::map(size_t size) const {
+  size = round_up(size, kPage);
+  // One huge page more than needed, so that the memory can begin at a huge page's boundary.
   void* raw = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) {
-    throw MemoryFault(Fault::kBudgetExceeded, "backups need " + std::to_string(size) + " more bytes of host memory",
+    throw MemoryFault(Fault::kBudgetExceeded, "cannot take " + std::to_string(size) + " more bytes of host memory",
                       std::strerror(errno), "Lower the host budget, or use the disk or source tier");
   }
   auto* first = static_cast<std::byte*>(raw);
@@ -186,16 +167,14 @@ std::unique_ptr<HostArena::Slab> HostArena::make_slab(size_t size) const {
   if (data > first) munmap(first, data - first);
   if (first + kHugePage > data) munmap(data + size, first + kHugePage - data);
   madvise(data, size, MADV_HUGEPAGE);
-  auto slab = std::make_unique<Slab>(Slab{data, size, false, 0, {{0, size}}});
-  if (!driver_.registers_host_memory()) return slab;
+  if (!driver_.registers_host_memory()) return {data, size, false};
   touch(data, size);
   try {
-    slab->registered = driver_.host_register(data, size);
+    return {data, size, driver_.host_register(data, size)};
   } catch (...) {
     munmap(data, size);
     throw;
   }
-  return slab;
 }
 
 void HostArena::release(std::byte* data, size_t size, bool registered) noexcept {

@@ -15,9 +15,6 @@
 
 namespace hardpoint::memory {
 
-// Bytes that this process can still take from the host without swapping, within its control group's limit.
-uint64_t host_memory_available();
-
 class HostArena {
  public:
   struct Span {
@@ -35,6 +32,14 @@ class HostArena {
   // bytes or the host has no room; kDriverCall when pinning fails. Nothing is taken then.
   std::vector<Span> take(size_t size, std::optional<uint64_t> budget);
   void give(const Span& span);
+  // Fresh memory beside the slabs, pinned where the driver pins, which is given back by `release`. Throws kBudgetExceeded where the system refuses
+  // it, kDriverCall when pinning fails.
+  struct Region {
+    std::byte* data;
+    size_t size;  // as asked for, in whole pages
+    bool registered;
+  };
+  Region map(size_t size) const;
   // Unpins memory, where it was registered with the driver, and gives it back to the operating system. What the driver does not unpin stays, since
   // the device may still use it: it counts as held, and is tried again by `take`, `release` and `trim`, and at the end.
   void release(std::byte* data, size_t size, bool registered) noexcept;

@@ -341,7 +341,8 @@ void bind_memory(py::module_& m) {
   py::class_<Tensors>(m, "MemoryTensors")
       .def(py::init<std::shared_ptr<Pool>, int32_t>(), py::arg("pool"), py::arg("device"))
       .def("make", &Tensors::make, py::arg("size"), py::arg("tag"), py::arg("policy"), py::arg("capacity") = 0)
-      .def("resize", &Tensors::resize, py::arg("address"), py::arg("size"));
+      .def("resize", &Tensors::resize, py::arg("address"), py::arg("size"))
+      .def("make_host", &Tensors::make_host, py::arg("size"));
 
   m.def("torch_functions", [] { return reinterpret_cast<uintptr_t>(torch_functions()); },
         "Address of the functions that a driver library's hp_torch_install is called with.");

@@ -125,7 +125,7 @@ bool Driver::host_register(void* host, size_t size) const {
   const hp_status status = table_.host_register(table_.context, host, size, &error);
   if (status == HP_UNSUPPORTED) return false;
   if (status == HP_OUT_OF_MEMORY) {
-    throw MemoryFault(Fault::kBudgetExceeded, "the host has no memory that can be pinned for backups",
+    throw MemoryFault(Fault::kBudgetExceeded, "the host has no memory that can be pinned",
                       text_of(error.text, sizeof error.text), "Lower the host budget, or use the disk or source tier");
   }
   if (status != HP_OK) fail(status, error);

@@ -9,6 +9,8 @@
 #include <system_error>
 #include <tuple>
 
+#include "hardpoint/host_memory.hpp"
+
 namespace hardpoint::memory {
 namespace {
 
@@ -158,6 +160,23 @@ std::unique_ptr<Allocation> Pool::beside_lost_ones(const std::function<std::uniq
     give_back();
     throw;
   }
+}
+
+std::shared_ptr<std::byte> Pool::pinned_host(size_t size) {
+  check_usable("take host memory");
+  if (!driver_.registers_host_memory()) return nullptr;
+  // Touching more than there is would not fail: the system would end a process.
+  if (const uint64_t available = host::available_memory(); size > available) {
+    throw MemoryFault(Fault::kBudgetExceeded, "cannot take " + std::to_string(size) + " bytes of host memory",
+                      "the host has room for " + std::to_string(available) + " bytes");
+  }
+  const HostArena::Region region = arena_.map(size);
+  std::shared_ptr<std::byte> memory(region.data, [pool = shared_from_this(), region](std::byte*) {
+    if (pool->is_forked()) return;
+    pool->arena_.note_undrained();
+    pool->arena_.release(region.data, region.size, region.registered);
+  });
+  return region.registered ? memory : nullptr;
 }
 
 std::unique_ptr<Allocation> Pool::make(size_t size, uint32_t tag, Policy policy, size_t capacity) {

@@ -102,6 +102,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void discard_backup(const std::vector<std::string>& tags);
   void read_backup(uint64_t address, void* target, size_t size) const;
   void prepare_host(const SleepPlan& plan);
+  // Pinned host memory for its owner's own use, in no book: `size` bytes in whole pages. Null where the driver pins none. With its last owner it
+  // waits for the device and goes; a forked child, and the end of the process, leave it. Throws kBudgetExceeded, kDriverCall.
+  std::shared_ptr<std::byte> pinned_host(size_t size);
 
   // Runs a sleep up to the point where only giving memory back is left. The operation is ended by its commit or rollback. Meanwhile those of other
   // threads wait, or are refused once it is held.

@@ -34,14 +34,28 @@ struct DLManagedTensor {
 };
 constexpr uint8_t kUnsignedInteger = 1;
 constexpr const char* kCapsuleName = "dltensor";  // torch renames it when it takes the tensor over
+constexpr DLDevice kHost{1, 0};                   // kDLCPU
 
-}  // namespace
-
-struct Tensors::Managed {
-  std::shared_ptr<Block> block;
+struct Managed {
+  std::shared_ptr<void> owner;
   int64_t shape[1];
   DLManagedTensor tensor;
 };
+
+// A capsule over bytes that live as long as their owner.
+py::capsule capsule_of(std::shared_ptr<void> owner, void* data, size_t size, DLDevice device) {
+  auto* managed = new Managed{std::move(owner), {static_cast<int64_t>(size)}, {}};
+  managed->tensor.tensor = {data, device, 1, {kUnsignedInteger, 8, 1}, managed->shape, nullptr, 0};
+  managed->tensor.context = managed;
+  managed->tensor.deleter = [](DLManagedTensor* tensor) { delete static_cast<Managed*>(tensor->context); };
+  return py::capsule(&managed->tensor, kCapsuleName, [](PyObject* capsule) {
+            if (!PyCapsule_IsValid(capsule, kCapsuleName)) return;
+            auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, kCapsuleName));
+            tensor->deleter(tensor);
+          });
+}
+
+}  // namespace
 
 Tensors::Block::~Block() {
   try {
@@ -51,22 +65,8 @@ Tensors::Block::~Block() {
   }
 }
 
-py::capsule Tensors::wrap(std::shared_ptr<Block> block, size_t size) const {
-  auto* managed = new Managed{std::move(block), {static_cast<int64_t>(size)}, {}};
-  managed->tensor.tensor = {reinterpret_cast<void*>(managed->block->address),
-                            {pool_->driver().geometry().dlpack_device, device_},
-                            1,
-                            {kUnsignedInteger, 8, 1},
-                            managed->shape,
-                            nullptr,
-                            0};
-  managed->tensor.context = managed;
-  managed->tensor.deleter = [](DLManagedTensor* tensor) { delete static_cast<Managed*>(tensor->context); };
-  return py::capsule(&managed->tensor, kCapsuleName, [](PyObject* capsule) {
-            if (!PyCapsule_IsValid(capsule, kCapsuleName)) return;
-            auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, kCapsuleName));
-            tensor->deleter(tensor);
-          });
+py::capsule Tensors::wrap(const std::shared_ptr<Block>& block, size_t size) const {
+  return capsule_of(block, reinterpret_cast<void*>(block->address), size, {pool_->driver().geometry().dlpack_device, device_});
 }
 
 py::capsule Tensors::make(size_t size, const std::string& tag, Policy policy, size_t capacity) {
@@ -98,7 +98,17 @@ py::capsule Tensors::resize(uint64_t address, size_t size) {
     const ReleasedGil released;
     pool_->resize(address, size);
   }
-  return wrap(std::move(block), size);
+  return wrap(block, size);
+}
+
+py::object Tensors::make_host(size_t size) {
+  std::shared_ptr<std::byte> memory;
+  {
+    const ReleasedGil released;
+    memory = pool_->pinned_host(size);
+  }
+  if (memory == nullptr) return py::none();
+  return capsule_of(memory, memory.get(), size, kHost);
 }
 
 namespace {

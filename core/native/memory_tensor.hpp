@@ -22,6 +22,8 @@ class Tensors {
   pybind11::capsule make(size_t size, const std::string& tag, Policy policy, size_t capacity);
   // Grows or shrinks the elastic tensor at `address`; returns a capsule over its new extent, which shares the memory with the old ones.
   pybind11::capsule resize(uint64_t address, size_t size);
+  // A capsule over pinned memory of the host (Pool::pinned_host); None where the driver pins none.
+  pybind11::object make_host(size_t size);
 
  private:
   // One allocation's life: shared by every capsule over it.
@@ -33,8 +35,7 @@ class Tensors {
     const std::shared_ptr<Pool> pool;
     const uint64_t address;
   };
-  struct Managed;
-  pybind11::capsule wrap(std::shared_ptr<Block> block, size_t size) const;
+  pybind11::capsule wrap(const std::shared_ptr<Block>& block, size_t size) const;
 
   const std::shared_ptr<Pool> pool_;
   const int32_t device_;

@@ -17,6 +17,8 @@ G = 2 * MIB
 
 READ_WRITE, READ_ONLY = 3, 1
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+HOST_PINNED = 0x10000000
+"""ACL_HOST_REG_PINNED."""
 
 
 class Location(ctypes.Structure):
@@ -392,9 +394,10 @@ class Ascend(Driver):
         return self.call("aclrtMemsetAsync", address, size, value, size, stream)
 
     def register(self, address: int, size: int) -> int:
-        return self.make_register(address, size)
+        return self.call("aclrtHostRegisterV2", address, size, HOST_PINNED)
 
-    def make_register(self, address: int, size: int) -> int:
+    def map_host(self, address: int, size: int) -> int:
+        """Register host memory for the device to reach, which does not pin it."""
         out = ctypes.c_void_p()
         return self.call("aclrtHostRegister", address, size, 0, ctypes.byref(out))
 

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from .drivers import DEVICE_TO_DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Driver, G
+from .drivers import DEVICE_TO_DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Ascend, Driver, G
 
 SIZE = 4096
 
@@ -210,6 +210,30 @@ def test_host_registration_rules(driver: Driver) -> None:
     with driver.breaking("not the start of such a range"):
         assert driver.call(driver.host_unregister, address) == driver.codes.not_registered
     assert driver.simulator.stats().host_ranges == 0
+
+
+def test_host_memory_is_pinned_on_ascend_where_that_is_asked_for_and_not_where_it_is_mapped(ascend: Ascend) -> None:
+    address, _ = ascend.block()
+    buffer = ctypes.create_string_buffer(SIZE)
+    source = ctypes.addressof(buffer)
+    for register, pageable in ((ascend.map_host, 1), (ascend.register, 0)):
+        before = ascend.simulator.stats().pageable_copies
+        assert register(source, SIZE) == 0
+        assert ascend.copy(address, source, SIZE, HOST_TO_DEVICE) == 0
+        assert ascend.simulator.stats().pageable_copies - before == pageable
+        assert ascend.call(ascend.host_unregister, source) == 0
+    with ascend.breaking("as mapped, as pinned, or as both"):
+        assert ascend.call("aclrtHostRegisterV2", source, SIZE, 0) == ascend.codes.invalid
+
+
+def test_with_an_old_kernel_no_memory_but_canns_own_is_registered(ascend: Ascend) -> None:
+    ascend.simulator.set("old_kernel", 1)
+    buffer = ctypes.create_string_buffer(SIZE)
+    for register in (ascend.map_host, ascend.register):
+        with ascend.breaking("only memory of aclrtMallocHost"):
+            assert register(ctypes.addressof(buffer), SIZE) == ascend.codes.invalid
+    assert ascend.simulator.stats().host_ranges == 0
+    assert ascend.call(ascend.host_free, ascend.pinned(SIZE)) == 0
 
 
 def test_pinned_memory_is_freed_once(driver: Driver) -> None:

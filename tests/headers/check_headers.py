@@ -71,7 +71,7 @@ FAULTS = (
     Fault("rocm", "value", "X(attribute_virtual_memory, 89,", "X(attribute_virtual_memory, 102,"),
     Fault("rocm", "layout", "int requested_handle_type;\n", "int64_t requested_handle_type;\n"),
     Fault("ascend", "symbol", '"aclrtMapMem"', '"aclrtMemMap"'),
-    Fault("ascend", "signature", "Result, void *, uint64_t, int, void **)", "Result, void *, uint64_t, int, void *)"),
+    Fault("ascend", "signature", "Result, void *, uint64_t, uint32_t)", "Result, void *, uint32_t, uint32_t)"),
     Fault("ascend", "value", "X(hbm_memory_huge, 4,", "X(hbm_memory_huge, 2,"),
     Fault("ascend", "layout", "  uint32_t id;\n  int type;", "  int type;\n  uint32_t id;"),
 )

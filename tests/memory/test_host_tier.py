@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from hardpoint.interfaces.errors import HostBudgetExceeded
 from hardpoint_conformance.fault_matrix import FaultTarget
 from hardpoint_conformance.memory import content, differences, wait_until
 from hardpoint_conformance.memory_model import TrackedPool
+from hardpoint_simulators.libraries import library
 
 KEEP = SleepPlan(keep=frozenset({"weights"}))
 
@@ -25,7 +29,7 @@ def copies(before: dict[str, int], after: dict[str, int]) -> int:
 
 def registrations(target: FaultTarget) -> int:
     """Return how many calls pinned host memory."""
-    return sum(count for call, count in target.calls().items() if call.endswith("HostRegister"))
+    return sum(count for call, count in target.calls().items() if "HostRegister" in call)
 
 
 def unpins(target: FaultTarget) -> list[str]:
@@ -47,6 +51,47 @@ def test_a_backup_beyond_the_budget_is_refused_before_any_driver_call(pool: Trac
     assert pool.read(address, len(data)) == data
     pool.sleep(SleepPlan(host_budget=len(data)))
     assert pool.is_asleep(address)
+
+
+IN_A_LIMITED_GROUP = """
+mount -t tmpfs none /sys/fs/cgroup && cd /sys/fs/cgroup || exit 77
+echo $((8 << 30)) > memory.max; echo $(((8 << 30) - (10 << 20))) > memory.current; echo inactive_file "$1" > memory.stat
+cd / && exec "$2" -c "$3"
+"""
+
+SLEEP_OF_64_MIB = """
+from hardpoint.interfaces import SleepPlan
+from hardpoint.interfaces.errors import HostBudgetExceeded
+from hardpoint.memory import VirtualPool
+from hardpoint_cuda.allocator import driver_table
+pool = VirtualPool(driver_table(0))
+address = pool.allocate(64 << 20)
+for operation in (pool.prepare_sleep, pool.sleep):
+    try:
+        operation(SleepPlan())
+        print("done")
+    except HostBudgetExceeded as error:
+        print(error.found)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [(7 << 30, "done"), (0, "0 bytes are in use by other backups, and the host has room for 10485760 bytes")],
+    ids=["full of page cache", "full"],
+)
+def test_a_sleep_takes_what_the_control_group_has_in_its_page_cache(cache: int, said: str) -> None:
+    namespace = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    command = [*namespace, "sh", "-c", IN_A_LIMITED_GROUP, "sh", str(cache), sys.executable, SLEEP_OF_64_MIB]
+    # A device with memory of its own: that of the CPU's is the group's.
+    environment = os.environ | {"HARDPOINT_CUDA_DRIVER": str(library("cuda"))}
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    if ended.returncode == 77 or "unshare" in ended.stderr:
+        pytest.skip(f"no file system can be mounted here: {ended.stderr.strip()}")
+    assert (ended.stdout.splitlines(), ended.stderr) == ([said, said], "")
 
 
 def test_the_budget_counts_all_backups_together(pool: TrackedPool) -> None:

@@ -63,7 +63,7 @@ struct MemAccessDesc {
   X(huge_pages, 1, HUGE_PAGE_TYPE)                                             \
   X(copy_host_to_device, 1, ACL_MEMCPY_HOST_TO_DEVICE)                         \
   X(copy_device_to_host, 2, ACL_MEMCPY_DEVICE_TO_HOST)                         \
-  X(host_register_mapped, 0, ACL_HOST_REGISTER_MAPPED)
+  X(host_pinned, 0x10000000, ACL_HOST_REG_PINNED)
 
 HARDPOINT_ASCEND_VALUES(HP_DECLARE_VALUE)
 
@@ -93,7 +93,7 @@ HARDPOINT_ASCEND_VALUES(HP_DECLARE_VALUE)
   X(aclrtSynchronizeStream, "aclrtSynchronizeStream", required, Result, Stream)                                                            \
   X(aclrtMemcpyAsync, "aclrtMemcpyAsync", required, Result, void *, size_t, const void *, size_t, int, Stream)                             \
   X(aclrtMemsetAsync, "aclrtMemsetAsync", required, Result, void *, size_t, int32_t, size_t, Stream)                                       \
-  X(aclrtHostRegister, "aclrtHostRegister", optional, Result, void *, uint64_t, int, void **)                                              \
+  X(aclrtHostRegisterV2, "aclrtHostRegisterV2", optional, Result, void *, uint64_t, uint32_t)                                              \
   X(aclrtHostUnregister, "aclrtHostUnregister", optional, Result, void *)
 
 HP_DEFINE_API(Api, HARDPOINT_ASCEND_FUNCTIONS);

@@ -3,6 +3,11 @@
 // Rules of the calls, from the AscendCL reference: the alignment of a reservation is 0, its page flag matches the memory's attribute; a mapping has exactly the size of
 // its physical memory; the owner device has access by mapping; copies to and from reserved addresses go by aclrtMemcpyAsync only. aclrtSetDevice makes the
 // device's default context; any other context would be one that frameworks do not know.
+#include <sys/utsname.h>
+
+#include <cstdio>
+#include <utility>
+
 #include "api.hpp"
 #include "hardpoint/torch_allocator.h"
 
@@ -54,6 +59,16 @@ const char *name_of(Result result) {
     default:
       return "error of the runtime";
   }
+}
+
+// "If the OS kernel version is 5.10 or earlier, using non-page-locked memory will cause exceptions": only what aclrtMallocHost returned may be
+// registered there, and the core's memory is used as it is (AscendCL reference of CANN 9.1, aclrtHostRegisterV2). Copies of it are complete when
+// aclrtMemcpyAsync returns (the same, aclrtMemcpyAsync), and slower.
+bool kernel_registers_host() {
+  utsname names;
+  int major = 0, minor = 0;
+  if (::uname(&names) != 0 || std::sscanf(names.release, "%d.%d", &major, &minor) != 2) return false;
+  return std::make_pair(major, minor) > std::make_pair(5, 10);
 }
 
 // One line of a text that may have several.
@@ -227,12 +242,14 @@ class Device {
     CALL(aclrtSynchronizeDevice);
   }
 
-  bool can_register_host() const { return api_.aclrtHostRegister != nullptr && api_.aclrtHostUnregister != nullptr; }
+  // CANN 8.5 and later have the call. aclrtHostRegister, which older ones have, maps memory for the device and does not lock its pages.
+  bool can_register_host() const {
+    return api_.aclrtHostRegisterV2 != nullptr && api_.aclrtHostUnregister != nullptr && kernel_registers_host();
+  }
 
   void host_register(void *host, size_t size) {
     const Current current = use("host_register");
-    void *on_device = nullptr;
-    CALL(aclrtHostRegister, host, size, host_register_mapped, &on_device);
+    CALL(aclrtHostRegisterV2, host, size, host_pinned);
   }
 
   void host_unregister(void *host, size_t) {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from hardpoint.interfaces import SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DriverError
 from hardpoint.memory import VirtualPool
 from hardpoint.memory.driver_table import DriverTable
@@ -28,6 +31,10 @@ from ...testing.driver_suite import (
 )
 
 FEATURE_NOT_SUPPORTED = 207000
+OLD_KERNEL_DEVICE = 5
+"""Its table, which is kept, is made while the kernel seems old."""
+UNAME26 = 0x0020000
+"""Of personality(2): in this thread, the kernel calls itself 2.6."""
 CONTEXT_NULL = 107002
 
 
@@ -157,6 +164,60 @@ class TestAscendDriver(DriverSuite):
         with pytest.raises(DriverError):
             memory.do("map")
         assert held(simulator.stats()) == before
+
+    @staticmethod
+    def sleep_and_wake(driver: DriverTable, simulator: Simulator, tier: SleepTier, folder: Path) -> int:
+        """Have memory sleep and wake with its bytes; return how many copies were of memory that is not pinned."""
+        memory = VirtualPool(driver)
+        content = os.urandom(3 * SIZE)
+        address = memory.allocate(len(content))
+        memory.write(address, content)
+        before = simulator.stats().pageable_copies
+        memory.sleep(SleepPlan(tier=tier, disk_directory=str(folder)))
+        memory.wake()
+        pageable = simulator.stats().pageable_copies - before
+        assert memory.read(address, len(content)) == content
+        memory.free(address)
+        memory.close()
+        return pageable
+
+    @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK])
+    def test_host_memory_is_pinned(
+        self, driver: DriverTable, simulator: Simulator, tier: SleepTier, tmp_path: Path
+    ) -> None:
+        if tuple(map(int, os.uname().release.split(".")[:2])) <= (5, 10):
+            pytest.skip("with this kernel CANN pins no memory but its own")
+        assert self.sleep_and_wake(driver, simulator, tier, tmp_path) == 0
+        assert simulator.call_count("aclrtHostRegisterV2") > 0
+
+    @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK])
+    def test_with_a_kernel_that_does_not_allow_it_no_host_memory_is_registered(
+        self, simulator: Simulator, tier: SleepTier, tmp_path: Path
+    ) -> None:
+        def table_as_with_an_old_kernel() -> DriverTable | None:
+            ctypes.CDLL(None).personality(UNAME26)
+            return self.table(simulator, OLD_KERNEL_DEVICE) if os.uname().release.startswith("2.6") else None
+
+        simulator.set("old_kernel", 1)
+        driver = in_fresh_thread(table_as_with_an_old_kernel)
+        if driver is None:
+            pytest.skip("this system lets no thread see an older kernel")
+        assert self.sleep_and_wake(driver, simulator, tier, tmp_path) > 0
+        assert not [call for call in simulator.calls() if "HostRegister" in call]
+
+    @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK])
+    def test_host_memory_is_used_as_it_is_where_the_runtime_cannot_pin_it(
+        self, driver: DriverTable, simulator: Simulator, tier: SleepTier, tmp_path: Path
+    ) -> None:
+        simulator.fail("aclrtHostRegisterV2", code=FEATURE_NOT_SUPPORTED, times=-1)
+        assert self.sleep_and_wake(driver, simulator, tier, tmp_path) > 0
+
+    @pytest.mark.parametrize("tier", [SleepTier.HOST, SleepTier.DISK])
+    def test_runtime_that_can_only_map_host_memory_is_not_asked_to(
+        self, older: Simulator, tier: SleepTier, tmp_path: Path
+    ) -> None:
+        assert self.sleep_and_wake(self.table(older, 0), older, tier, tmp_path) > 0
+        assert not [call for call in older.calls() if "HostRegister" in call]
 
     def test_runtime_without_optional_functions_is_used_without_them(self, older: Simulator) -> None:
         driver = self.table(older, 0)

@@ -64,7 +64,8 @@ struct MemAccessDesc {
   X(handle_posix, 1, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)                                                      \
   X(handle_fabric, 8, CU_MEM_HANDLE_TYPE_FABRIC)                                                                    \
   X(stream_non_blocking, 1, CU_STREAM_NON_BLOCKING)                                                                 \
-  X(host_register_portable, 1, CU_MEMHOSTREGISTER_PORTABLE)
+  X(host_register_portable, 1, CU_MEMHOSTREGISTER_PORTABLE)                                                         \
+  X(host_register_mapped, 2, CU_MEMHOSTREGISTER_DEVICEMAP)
 
 HARDPOINT_CUDA_VALUES(HP_DECLARE_VALUE)
 

@@ -215,10 +215,11 @@ class Device {
 
   bool can_register_host() const { return true; }
 
-  // Portable: pinned for all contexts, because the core shares one host arena between devices.
+  // Portable: pinned for all contexts, because the core shares one host arena between devices. Mapped:
+  // kernels reach KV blocks on the host.
   void host_register(void *host, size_t size) {
     const Current current = use("host_register");
-    CALL(cuMemHostRegister, host, size, host_register_portable);
+    CALL(cuMemHostRegister, host, size, host_register_portable | host_register_mapped);
   }
 
   void host_unregister(void *host, size_t) {

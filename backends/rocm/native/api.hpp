@@ -55,7 +55,8 @@ struct MemAccessDesc {
   X(copy_host_to_device, 1, hipMemcpyHostToDevice)                                      \
   X(copy_device_to_host, 2, hipMemcpyDeviceToHost)                                      \
   X(stream_non_blocking, 1, hipStreamNonBlocking)                                       \
-  X(host_register_portable, 1, hipHostRegisterPortable)
+  X(host_register_portable, 1, hipHostRegisterPortable)                                 \
+  X(host_register_mapped, 2, hipHostRegisterMapped)
 
 HARDPOINT_ROCM_VALUES(HP_DECLARE_VALUE)
 

@@ -233,10 +233,11 @@ class Device {
 
   bool can_register_host() const { return true; }
 
-  // Portable: pinned for all devices, because the core shares one host arena between them.
+  // Portable: pinned for all devices, because the core shares one host arena between them. Mapped:
+  // kernels reach KV blocks on the host.
   void host_register(void *host, size_t size) {
     const Current current = use("host_register");
-    CALL(hipHostRegister, host, size, host_register_portable);
+    CALL(hipHostRegister, host, size, host_register_portable | host_register_mapped);
   }
 
   void host_unregister(void *host, size_t) {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hardpoint.executor import InProcessExecutor
-from hardpoint.interfaces import WORKER_CALLS, Platform
+from hardpoint.interfaces import WORKER_CALLS, Platform, SleepPlan
 from hardpoint.interfaces.batch import StepInput
 from hardpoint.interfaces.errors import ConfigError, HostBudgetExceeded, WorkerError
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
@@ -60,6 +60,32 @@ def test_no_host_memory_for_swapping_names_the_setting(context: WorkerContext) -
     worker.load()
     with pytest.raises(HostBudgetExceeded, match="swap_space"):
         worker.initialize_kv(4, 2)
+    worker.shutdown()
+
+
+def test_a_host_that_lacks_room_for_the_first_sleep_is_said_and_loads(
+    context: WorkerContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from hardpoint_cpu.allocator import CpuAllocator
+
+    def full(self: CpuAllocator, plan: SleepPlan) -> None:
+        raise HostBudgetExceeded("backups need 5 bytes of host memory", found="the host has room for 4 bytes")
+
+    monkeypatch.setattr(CpuAllocator, "prepare_sleep", full)
+    worker = PlainWorker(replace(context, config=replace(context.config, prepare_sleep=SleepPlan())))
+    worker.start()
+    with caplog.at_level("WARNING", "hardpoint"):
+        worker.load()
+    (record,) = [record for record in caplog.records if "first sleep" in record.message]
+    assert "the host has room for 4 bytes" in record.message
+    worker.shutdown()
+
+
+def test_a_budget_that_no_sleep_can_keep_to_ends_the_load(context: WorkerContext) -> None:
+    worker = PlainWorker(replace(context, config=replace(context.config, prepare_sleep=SleepPlan(host_budget=4096))))
+    worker.start()
+    with pytest.raises(HostBudgetExceeded, match="budget is 4096 bytes"):
+        worker.load()
     worker.shutdown()
 
 

@@ -102,6 +102,10 @@ int virtual_memory_call(CallSite& site, Body&& body) noexcept {
 // Whether the properties make memory that exists; breaks a rule otherwise.
 Result check_properties(Simulator& machine, const PhysicalMemProp* properties);
 
+// Registers host memory of the caller's own, to be mapped for the device or pinned. With kernels up to 5.10 "using non-page-locked memory will
+// cause exceptions" (AscendCL, aclrtHostRegister and aclrtHostRegisterV2).
+Result register_host(Simulator& machine, void* pointer, std::size_t size, bool pins);
+
 std::size_t granularity_of(const Settings& settings, const PhysicalMemProp& properties);
 
 inline Address address_of(const void* pointer) { return reinterpret_cast<Address>(pointer); }

@@ -85,6 +85,13 @@ int allocate(CallSite& site, void** pointer, std::size_t size) {
 
 }  // namespace
 
+Result hardpoint::simulators::acl::register_host(Simulator& machine, void* pointer, std::size_t size, bool pins) {
+  if (machine.settings.old_kernel && !machine.host.pinned(address_of(pointer), size)) {
+    return machine.violations.note(Result::InvalidValue, "with kernels up to 5.10 only memory of aclrtMallocHost is registered");
+  }
+  return machine.host.register_range(pointer, size, pins);
+}
+
 ACL_CALL(aclrtGetMemInfo)(int, std::size_t* free, std::size_t* total) {
   return context_call(site_of_aclrtGetMemInfo, [&](Simulator& machine, int device) {
     if (!free || !total) return Result::NullArgument;
@@ -120,15 +127,10 @@ ACL_CALL(aclrtFreeHost)(void* pointer) {
 ACL_CALL(aclrtHostRegister)(void* pointer, std::uint64_t size, int, void** device_pointer) {
   return context_call(site_of_aclrtHostRegister, [&](Simulator& machine, int) {
     if (!device_pointer) return machine.violations.note(Result::NullArgument, "no result pointer");
-    const Result result = machine.host.register_range(pointer, size);
+    const Result result = register_host(machine, pointer, size, false);
     if (result == Result::Ok) *device_pointer = pointer;
     return result;
   });
-}
-
-ACL_CALL(aclrtHostRegisterV2)(void* pointer, std::uint64_t size, std::uint32_t) {
-  return context_call(site_of_aclrtHostRegisterV2,
-                      [&](Simulator& machine, int) { return machine.host.register_range(pointer, size); });
 }
 
 ACL_CALL(aclrtHostUnregister)(void* pointer) {

@@ -1,4 +1,4 @@
-// Virtual memory functions that older CANN releases do not have; the minimal variant of the library is built without this file.
+// Functions that older CANN releases do not have; the minimal variant of the library is built without this file.
 #include "acl/api.hpp"
 
 using namespace hardpoint::simulators;
@@ -7,8 +7,18 @@ using namespace hardpoint::simulators::acl;
 namespace {
 
 constexpr int kGranularityMinimum = 0, kGranularityRecommended = 1;
+constexpr std::uint32_t kRegisterMapped = 0x2, kRegisterPinned = 0x10000000;  // ACL_HOST_REG_*; the others are reserved
 
 }  // namespace
+
+ACL_CALL(aclrtHostRegisterV2)(void* pointer, std::uint64_t size, std::uint32_t flags) {
+  return context_call(site_of_aclrtHostRegisterV2, [&](Simulator& machine, int) {
+    if (!flags || flags & ~(kRegisterMapped | kRegisterPinned)) {
+      return machine.violations.note(Result::InvalidValue, "host memory is registered as mapped, as pinned, or as both");
+    }
+    return register_host(machine, pointer, size, flags & kRegisterPinned);
+  });
+}
 
 ACL_CALL(aclrtMemGetAllocationGranularity)(PhysicalMemProp* properties, int option, std::size_t* granularity) {
   return virtual_memory_call(site_of_aclrtMemGetAllocationGranularity, [&](Simulator& machine, int) {

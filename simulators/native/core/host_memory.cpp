@@ -20,7 +20,7 @@ Result HostMemory::allocate(std::size_t size, void** out) {
   if (!out || !size) return violations_.note(Result::InvalidValue, "no result pointer, or size 0");
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return Result::OutOfMemory;
-  ranges_.emplace(reinterpret_cast<Address>(memory), Range{size, true});
+  ranges_.emplace(reinterpret_cast<Address>(memory), Range{size, true, true});
   bytes_ += size;
   *out = memory;
   return Result::Ok;
@@ -28,7 +28,7 @@ Result HostMemory::allocate(std::size_t size, void** out) {
 
 Result HostMemory::free(void* pointer) { return remove(pointer, true, Result::InvalidValue); }
 
-Result HostMemory::register_range(void* pointer, std::size_t size) {
+Result HostMemory::register_range(void* pointer, std::size_t size, bool pins) {
   const Address start = reinterpret_cast<Address>(pointer);
   if (!start || !size || start + size < start) {
     return violations_.note(Result::InvalidValue, "null pointer, size 0, or beyond the end of the address space");
@@ -37,7 +37,7 @@ Result HostMemory::register_range(void* pointer, std::size_t size) {
     return violations_.note(Result::HostAlreadyRegistered, "part of the range is already registered");
   }
   if (!exists(start, size)) return violations_.note(Result::InvalidValue, "part of the range is not host memory");
-  ranges_.emplace(start, Range{size, false});
+  ranges_.emplace(start, Range{size, false, pins});
   bytes_ += size;
   return Result::Ok;
 }
@@ -64,7 +64,7 @@ bool HostMemory::pinned(Address address, std::size_t size) const {
   if (it == ranges_.begin()) return false;
   --it;
   const Address end = it->first + it->second.size;
-  return address < end && size <= end - address;
+  return it->second.pinned && address < end && size <= end - address;
 }
 
 bool HostMemory::overlaps(Address start, std::size_t size) const {

@@ -21,7 +21,8 @@ class HostMemory {
   Result allocate(std::size_t size, void** out);
   Result free(void* pointer);
 
-  Result register_range(void* pointer, std::size_t size);
+  // `pins`: the range's pages are locked, and not only mapped for the device.
+  Result register_range(void* pointer, std::size_t size, bool pins = true);
   Result unregister(void* pointer);
 
   // Whether all of a range is of one pinned range.
@@ -36,6 +37,7 @@ class HostMemory {
   struct Range {
     std::size_t size;
     bool owned;  // allocated here, and unmapped when it is freed
+    bool pinned;
   };
 
   Result remove(void* pointer, bool owned, Result unknown);

@@ -58,6 +58,7 @@ const std::vector<SettingName>& setting_names() {
       {"rdma", &Settings::rdma},
       {"unified_memory", &Settings::unified_memory},
       {"graphs_keep_memory", &Settings::graphs_keep_memory},
+      {"old_kernel", &Settings::old_kernel},
       {"version", &Settings::version},
   };
   return names;

@@ -35,6 +35,7 @@ struct Settings {
   std::uint64_t rdma = 0;                                    // memory can be made for RDMA
   std::uint64_t unified_memory = 0;                          // the device shares the host's memory
   std::uint64_t graphs_keep_memory = 0;                      // copies in graphs do not follow what is mapped at their addresses later
+  std::uint64_t old_kernel = 0;                              // the host's kernel is 5.10 or earlier: only CANN's own host memory can be registered
   std::uint64_t version = 0;                                 // of the CUDA driver or of CANN, 1000 * major + 10 * minor; 0: the vendor's own default
 };
 

@@ -37,6 +37,7 @@ Setting = Literal[
     "rdma",
     "unified_memory",
     "graphs_keep_memory",
+    "old_kernel",
     "version",
 ]
 """Names of `native/core/settings.hpp`, which says what each means. HARDPOINT_SIM_<NAME> sets it before the library is loaded."""

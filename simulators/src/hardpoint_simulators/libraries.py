@@ -22,7 +22,7 @@ def library(vendor: Vendor, *, minimal: bool = False) -> Path:
 
     Args:
         vendor: "cuda" and "cudart" are one simulated machine when both are loaded.
-        minimal: for "ascend", the variant without the optional functions (granularity, access), as older CANN releases are.
+        minimal: for "ascend", the variant without the optional functions (granularity, access, pinning), as older CANN releases are.
 
     Raises:
         ValueError: unknown vendor, or one without a minimal variant.

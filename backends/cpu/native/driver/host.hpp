@@ -1,15 +1,13 @@
 // Facts about the host, read when asked.
 #pragma once
-#include <cstdint>
 #include <string>
+
+#include "hardpoint/host_memory.hpp"
 
 namespace hp::driver {
 
-// Bytes that this process may use: the host's memory, or the tightest limit of its control groups.
-uint64_t total_memory();
-
-// Bytes that can be taken without swapping, pages freed a moment ago among them, within the limits of the control groups.
-uint64_t available_memory();
+using hardpoint::host::available_memory;
+using hardpoint::host::total_memory;
 
 std::string processor_name();
 std::string kernel_version();

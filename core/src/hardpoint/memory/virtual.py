@@ -101,6 +101,17 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
         check_size(size, capacity)
         return self._as_tensor(self._tensors.make(size, tag, policy, capacity), shape, dtype.to_torch())
 
+    def vendor_empty_host(self, shape: Sequence[int], dtype: DType) -> Tensor | None:
+        """Return an uninitialised tensor in pinned host memory, as many pages as it fills; None where the driver pins none.
+
+        It is no part of a sleep. When its last view goes, the device's work is waited for, and the memory is given back.
+
+        Raises HostBudgetExceeded, DriverError.
+        """
+        size = prod(shape) * dtype.itemsize
+        capsule = self._tensors.make_host(size) if size else None
+        return None if capsule is None else self._as_tensor(capsule, tuple(shape), dtype.to_torch())
+
     def resize(self, tensor: Tensor, rows: int) -> Tensor:
         """Grow or shrink an elastic tensor along its first axis, in place, and return it in its new extent."""
         self._check_elastic()

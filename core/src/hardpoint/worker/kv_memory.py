@@ -14,8 +14,10 @@ import torch
 from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, LiveRanges, Policy
 from hardpoint.interfaces.attention import AttentionBackend, KVCacheSpec
 from hardpoint.interfaces.batch import StepBatch
+from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded, InvalidBatch, WorkerError
 from hardpoint.interfaces.platform import Platform
+from hardpoint.memory import VirtualAllocator
 from hardpoint.worker.kv_tiers import KVTiers, TierWork
 
 if TYPE_CHECKING:
@@ -72,7 +74,14 @@ class KVMemory:
         """Allocate the cache and the swap space; raises DeviceOutOfMemory, HostBudgetExceeded, CapabilityRefused."""
         self._check_addressable(num_device_blocks)
         self._cache = self._empty(num_device_blocks)
-        self._host = self._swap_space(num_host_blocks) if num_host_blocks else None
+        self._host = None  # what it was goes first
+        if num_host_blocks:
+            self._host = self._host_blocks(
+                self._spec.shape(num_host_blocks),
+                self._spec.dtype,
+                f"cannot take {num_host_blocks * self._spec.block_bytes} bytes of host memory for swapped KV blocks",
+                "Lower swap_space",
+            )
 
     def scratch(self, num_blocks: int) -> Tensor:
         """Return a zeroed cache of its own for a profile, given back with its last reference."""
@@ -92,9 +101,13 @@ class KVMemory:
     def open_tiers(self, num_host_blocks: int, num_disk_blocks: int, folder: str | None) -> None:
         """Take the memory of the tiers below the prefix cache; raises HostBudgetExceeded, ConfigError."""
         self.check_initialized()
-        self.tiers = KVTiers(
-            self._spec, self._platform, num_host=num_host_blocks, num_disk=num_disk_blocks, folder=folder
+        host = self._host_blocks(
+            (num_host_blocks, self._spec.block_bytes),
+            DType.UINT8,
+            f"cannot take {num_host_blocks * self._spec.block_bytes} bytes of host memory for evicted KV blocks",
+            "Lower kv_offload_gib",
         )
+        self.tiers = KVTiers(self._spec, self._platform, host=host, num_disk=num_disk_blocks, folder=folder)
 
     def move_tiers(self, moves: TierMoves | None) -> TierWork | None:
         """Do a step's moves to and from the tiers; they come before its others. None for a step without."""
@@ -149,15 +162,13 @@ class KVMemory:
             )
         return self._allocator.empty(self._spec.shape(num_blocks), self._spec.dtype, KV_CACHE, Policy.DISCARD)
 
-    def _swap_space(self, num_blocks: int) -> Tensor:
+    def _host_blocks(self, shape: Sequence[int], dtype: DType, problem: str, hint: str) -> Tensor:
+        """Return host memory for blocks, and no more of it than the user allows; raises HostBudgetExceeded, DriverError."""
         try:
-            return self._platform.empty_host(self._spec.shape(num_blocks), self._spec.dtype.to_torch())
+            pinned = _pinned_by_driver(self._allocator, shape, dtype)
+            return self._platform.empty_host(shape, dtype.to_torch()) if pinned is None else pinned
         except (RuntimeError, MemoryError) as error:
-            raise HostBudgetExceeded(
-                f"cannot take {num_blocks * self._spec.block_bytes} bytes of host memory for swapped KV blocks",
-                found=str(error).splitlines()[0],
-                hint="Lower swap_space",
-            ) from error
+            raise HostBudgetExceeded(problem, found=str(error).splitlines()[0], hint=hint) from error
 
     def _check_addressable(self, num_blocks: int) -> None:
         """Refuse a cache whose layers attention cannot address."""
@@ -171,6 +182,18 @@ class KVMemory:
                 ],
                 hint=f"Ask for {elements // per_block} blocks at most",
             )
+
+
+def _pinned_by_driver(allocator: DeviceAllocator, shape: Sequence[int], dtype: DType) -> Tensor | None:
+    """Return memory that the device's driver has pinned; None where it pins none, or torch would wait for each copy of it.
+
+    Torch rounds what it pins itself up to a power of two (ATen/core/CachingHostAllocator.h). Not every build of it knows memory that
+    others pinned.
+    """
+    if not isinstance(allocator, VirtualAllocator):
+        return None
+    page = allocator.vendor_empty_host((1,), DType.UINT8)
+    return allocator.vendor_empty_host(shape, dtype) if page is not None and page.is_pinned() else None
 
 
 def live_ranges(blocks: Sequence[int], spec: KVCacheSpec, num_blocks: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ import torch
 from hardpoint._native import xxh64
 from hardpoint.interfaces.attention import KVCacheSpec
 from hardpoint.interfaces.batch import TierMoves, TierReport
-from hardpoint.interfaces.errors import ConfigError, HostBudgetExceeded
+from hardpoint.interfaces.errors import ConfigError
 from hardpoint.interfaces.platform import Event, Platform
 
 if TYPE_CHECKING:
@@ -74,20 +74,17 @@ class KVTiers:
     """
 
     def __init__(
-        self, spec: KVCacheSpec, platform: Platform, *, num_host: int, num_disk: int, folder: str | None
+        self, spec: KVCacheSpec, platform: Platform, *, host: Tensor, num_disk: int, folder: str | None
     ) -> None:
-        """Take the memory, and the file; raises HostBudgetExceeded, ConfigError for a folder that cannot be written to."""
+        """Take the file; raises ConfigError for a folder that cannot be written to.
+
+        Args:
+            host: uint8[num_host, bytes of a block].
+        """
         self._spec, self._platform = spec, platform
         self._axis = spec.axes.index("block") + 1
-        self._num_host = num_host
-        try:
-            self.host = platform.empty_host((num_host, spec.block_bytes), torch.uint8)
-        except (RuntimeError, MemoryError) as error:
-            raise HostBudgetExceeded(
-                f"cannot take {num_host * spec.block_bytes} bytes of host memory for evicted KV blocks",
-                found=str(error).splitlines()[0],
-                hint="Lower kv_offload_gib",
-            ) from error
+        self.host = host
+        self._num_host = num_host = len(host)
         # Of each slot, under which tag it was stored (0: nothing; negative: it is on its way), and the checksum of its bytes.
         self._tags = np.zeros(num_host + num_disk, np.int64)
         self._sums = np.zeros(num_host + num_disk, np.uint64)

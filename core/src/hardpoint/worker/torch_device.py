@@ -79,7 +79,7 @@ class TorchPlatform(Platform):
         return event
 
     def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return pinned memory."""
+        """Return pinned memory, which torch rounds up to a power of two: for what is small, or soon used again."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
@@ -116,7 +116,7 @@ class TorchPlatform(Platform):
         return int(in_torch + in_books + elsewhere)
 
     def release(self) -> None:
-        """Let torch give back what it keeps of the device's memory and of pinned memory (swapped blocks lay there)."""
+        """Let torch give back what it keeps of the device's memory and of pinned memory."""
         self._module().empty_cache()
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_host_cache is not None and torch.accelerator.is_available():

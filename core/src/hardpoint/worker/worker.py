@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryChange, MemoryReport
+from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator, MemoryChange, MemoryReport, SleepPlan
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.batch import StepInput, StepOutput
-from hardpoint.interfaces.errors import CapabilityRefused, NothingToCollect, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded, NothingToCollect, WorkerError
 from hardpoint.interfaces.kernels import KernelSet
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, Worker, WorkerContext, WorkerStatus
@@ -152,7 +152,7 @@ class StandardWorker(Worker):
         if config.draft_model is not None:
             draft, model = self._load_draft(rank, model, sampler)
         if config.prepare_sleep is not None:
-            allocator.prepare_sleep(replace(config.prepare_sleep, keep=KEPT))
+            _prepare_sleep(allocator, replace(config.prepare_sleep, keep=KEPT))
         runner = ModelRunner(
             config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform, draft=draft
         )
@@ -422,6 +422,19 @@ class StandardWorker(Worker):
         if rank is not None:
             rank.allocator.close()
             rank.platform.release()
+
+
+def _prepare_sleep(allocator: DeviceAllocator, plan: SleepPlan) -> None:
+    """Ready the host for a sleep; raises HostBudgetExceeded for a budget that no sleep can keep to.
+
+    Room that the host lacks now may be there by then, and the model can be served without: the sleep itself refuses where it is not.
+    """
+    try:
+        allocator.prepare_sleep(plan)
+    except HostBudgetExceeded as error:
+        if plan.host_budget is not None:
+            raise
+        _log.warning("the first sleep is not made ready, and will take longer or be refused: %s", error)
 
 
 def _too_early() -> WorkerError:
