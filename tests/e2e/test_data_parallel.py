@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -12,13 +13,24 @@ import pytest
 import torch
 
 from hardpoint import LLM, BeamSearchParams, SamplingParams
-from hardpoint.engine.commands import Sleep, Wake
+from hardpoint.engine.commands import GetStatus, ReloadWeights, Sleep, Wake
 from hardpoint.engine.process_loop import ProcessLoop
-from hardpoint.interfaces.errors import ConfigError, EngineAsleep, InvalidRequest, InvalidSamplingParams, RanksDiverged
+from hardpoint.engine.sleep import SleepMode, SleepRequest
+from hardpoint.interfaces.errors import (
+    ConfigError,
+    DrainTimeout,
+    EngineAsleep,
+    InvalidRequest,
+    InvalidSamplingParams,
+    MemoryBusy,
+    RanksDiverged,
+    SleepRefused,
+)
 from hardpoint_conformance.tiny_model import Model
 
 PROMPTS = [{"prompt_token_ids": [5, 9, 22, 7 + number]} for number in range(4)]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +43,27 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, PARAMS)]
 
 
+def states(llm: LLM) -> list[str]:
+    return [one.call(GetStatus()).state.value for one in llm.engine._loop._engines]  # type: ignore[attr-defined]
+
+
+def sleep_that_waits(llm: LLM, level: int) -> Future[Any]:
+    """Let a sleep wait for a request of one engine, while the other has none."""
+    llm.engine.add_request("long", PROMPTS[0], LONG)
+    answer = llm.engine._loop.submit(Sleep(SleepRequest(level=level, mode=SleepMode.WAIT)))  # type: ignore[arg-type]
+    while sorted(states(llm)) != ["draining", "sleeping"]:
+        assert not answer.done()
+        time.sleep(0.005)
+    return answer
+
+
 @contextmanager
-def failing(kind: type, llm: LLM) -> Iterator[None]:
+def failing(kind: type, llm: LLM, where: Callable[[Any], bool] = lambda command: True) -> Iterator[None]:
     """Let commands of a kind fail on the second engine, before it does anything."""
     second, submit = llm.engine._loop._engines[1], ProcessLoop.submit  # type: ignore[attr-defined]
 
     def fail(loop: ProcessLoop, command: Any) -> Any:
-        if loop is not second or not isinstance(command, kind):
+        if loop is not second or not isinstance(command, kind) or not where(command):
             return submit(loop, command)
         failed: Future[Any] = Future()
         failed.set_exception(ConfigError("no"))
@@ -96,6 +122,56 @@ def test_where_one_engine_does_not_sleep_none_does(llm: LLM) -> None:
             llm.sleep(2)
     llm.wake_up()
     llm.reload_weights()
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_waits_takes_no_memory_before_all_requests_have_ended(llm: LLM, level: int) -> None:
+    expected, sleeps = tokens(llm), llm.stats().sleep.sleeps
+    answer = sleep_that_waits(llm, level)
+    for command in (Wake(), ReloadWeights()):
+        with pytest.raises(MemoryBusy, match="the engine is draining"):
+            llm.engine._loop.call(command)
+    status = llm.sleep_status()
+    assert (status.state, status.level, status.asleep, status.weights_valid) == ("draining", None, frozenset(), True)
+    llm.engine.abort_request("long")
+    report = answer.result(60)
+    assert (report.changed, report.level, report.mode, report.kept) == (True, level, "wait", 0)
+    assert report.freed >= llm.info.weight_bytes
+    assert llm.sleep_status().memory["weights"].mapped == 0
+    assert llm.stats().sleep.sleeps == sleeps + 1
+    llm.wake_up()
+    if level == 2:
+        llm.reload_weights()
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_is_given_up_or_waited_too_long_leaves_all_engines_as_they_were(llm: LLM, level: int) -> None:
+    expected, sleeps = tokens(llm), llm.stats().sleep.sleeps
+    answer = sleep_that_waits(llm, level)
+    llm.resume()
+    with pytest.raises(SleepRefused, match="given up"):
+        answer.result(60)
+    assert states(llm) == ["running"] * 2
+    llm.engine.abort_request("long")
+    llm.engine.add_request("long", PROMPTS[0], LONG)
+    with pytest.raises(DrainTimeout, match="1 in progress"):
+        llm.sleep(level, mode="wait", drain_timeout=0.05)
+    assert states(llm) == ["running"] * 2
+    llm.engine.abort_request("long")
+    assert tokens(llm) == expected
+    assert llm.stats().sleep.sleeps == sleeps
+
+
+def test_where_one_engine_does_not_sleep_after_its_requests_all_run_on(llm: LLM) -> None:
+    expected = tokens(llm)
+    with failing(Sleep, llm, lambda command: command.request.level > 0):
+        answer = sleep_that_waits(llm, 1)
+        llm.engine.abort_request("long")
+        with pytest.raises(ConfigError, match="no"):
+            answer.result(60)
+    assert states(llm) == ["running"] * 2
     assert tokens(llm) == expected
 
 

@@ -136,6 +136,16 @@ def test_weights_are_replaced_one_by_one(llm: LLM, shallow_demo: str) -> None:
     names = list(checkpoint.shapes())[:3]
     assert llm.update_weights((name, checkpoint.read(name)) for name in names) == 3
     assert _tokens(llm) == expected
+
+    def asking() -> Iterator[Any]:
+        for ask in (lambda: llm.sleep(1), lambda: _tokens(llm), lambda: llm.reload_weights()):
+            with pytest.raises(MemoryBusy):
+                ask()
+        assert llm.sleep_status().weights_valid
+        yield from ((name, checkpoint.read(name)) for name in names)
+
+    assert llm.update_weights(asking()) == 3
+    assert _tokens(llm) == expected
     with pytest.raises(CorruptWeights, match="nobody"):
         llm.update_weights([("nobody", checkpoint.read(names[0]))])
     assert _tokens(llm) == expected

@@ -30,6 +30,7 @@ from hardpoint.interfaces.errors import (
     EngineAsleep,
     EngineDead,
     MemoryAsleep,
+    MemoryBusy,
     ModelNotFound,
     ParticipantError,
     SleepRefused,
@@ -357,6 +358,21 @@ def test_requests_are_queued_up_to_the_limit(make_tiny: Callable[..., Subject]) 
         assert tiny.last_tokens() == tiny.expected
 
 
+def test_a_repeated_sleep_ends_no_requests_and_a_deeper_one_does(make_tiny: Callable[..., Subject]) -> None:
+    tiny = make_tiny(sleeping_requests="queue")
+    for deeper in (False, True):
+        tiny.start(steps=3)
+        assert tiny.llm.sleep(mode="keep").kept == 3
+        tiny.llm.engine.add_request("queued", TINY_PROMPTS[0], tiny.params)
+        again = tiny.llm.sleep(mode="abort")
+        assert (again.changed, again.kept, again.aborted) == (False, 4, 0)
+        if deeper:
+            assert tiny.llm.sleep(level=2, mode="abort").aborted == 4
+        tiny.llm.wake_up()
+        if not deeper:
+            assert tiny.last_tokens() == tiny.expected
+
+
 # Prefix cache
 
 
@@ -447,6 +463,29 @@ def test_updates_in_buckets_cover_all_weights_in_the_end(tiny: Subject, checkpoi
             tiny.tokens()
         tiny.llm.update_weights((name, checkpoint[name]) for name in bucket)
     assert tiny.tokens() == tiny.expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_that_are_being_written_are_neither_served_nor_put_to_sleep(
+    level: int, tiny: Subject, checkpoint: dict[str, torch.Tensor]
+) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, pair in enumerate(_of_another_model(checkpoint)):
+            if number == len(checkpoint) // 2:
+                with pytest.raises(MemoryBusy):
+                    tiny.llm.sleep(level=level)
+                with pytest.raises(MemoryBusy):
+                    tiny.tokens()
+                assert tiny.llm.sleep_status().memory["weights"].mapped
+            yield pair
+
+    tiny.tokens_changed = True
+    assert tiny.llm.update_weights(weights()) == len(checkpoint)
+    changed = tiny.tokens()
+    assert changed != tiny.expected
+    tiny.llm.sleep()
+    tiny.llm.wake_up()
+    assert tiny.tokens() == changed
 
 
 def test_an_update_that_breaks_off_is_never_served(tiny: Subject, checkpoint: dict[str, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from hardpoint.engine.commands import Generate
 from hardpoint.engine.loops import Inbox
 from hardpoint.engine.sleep import SleepReport
 from hardpoint.interfaces.errors import (
+    DrainTimeout,
     EngineAsleep,
     EngineDead,
     InboxFull,
@@ -93,6 +94,67 @@ def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any]
     run(body)
 
 
+def test_an_id_can_be_used_again_once_its_request_has_ended(run: Callable[..., Any]) -> None:
+    """Though whoever read the first one has not left it yet, or has not read its last output."""
+
+    async def body(llm: AsyncLLM) -> None:
+        for _ in range(3):
+            async for output in llm.generate("x", PARAMS, "mine"):
+                if output.finished:
+                    break
+        late = llm.generate("x", PARAMS, "mine")
+        first = await anext(late)
+        while (await llm.stats()).running:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        again = asyncio.create_task(tokens_of(llm, "mine"))
+        await asyncio.sleep(0)
+        assert [first, *[output async for output in late]][-1].finished
+        assert len(await again) == 20
+
+    run(body)
+
+
+@pytest.mark.parametrize("asleep", ["paused", "asleep", "queued"])
+def test_an_engine_that_serves_nobody_can_be_closed(run: Callable[..., Any], slow_steps: None, asleep: str) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        if asleep == "queued":
+            await llm.sleep(level=0)
+        reading = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=2000)))
+        while not (await llm.stats()).running + (await llm.stats()).waiting:
+            await asyncio.sleep(0)
+        if asleep != "queued":
+            await (llm.pause() if asleep == "paused" else llm.sleep(level=0, mode="keep"))
+        await llm.close()
+        assert len(await reading) < 2000
+
+    run(body, sleeping_requests="queue")
+
+
+async def tokens_of(llm: AsyncLLM, request_id: str) -> list[int]:
+    return [list(output.outputs[0].token_ids) async for output in llm.generate("x", PARAMS, request_id)][-1]
+
+
+def test_a_request_is_aborted_by_its_id(run: Callable[..., Any], slow_steps: None) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        stream = llm.generate("x", PARAMS.clone(max_tokens=2000), "mine")
+        await anext(stream)
+        llm.abort("mine")
+        assert [output async for output in stream][-1].outputs[0].finish_reason == "abort"
+        assert (await llm.stats()).blocks_used == 0
+
+    run(body)
+
+
+@pytest.mark.parametrize("timeout", ["5", 0, -1.0, float("nan"), True])
+def test_a_timeout_that_is_none_is_refused(run: Callable[..., Any], timeout: Any) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        with pytest.raises(InvalidRequest, match="seconds must be"):
+            await anext(llm.generate("x", PARAMS, timeout=timeout))
+
+    run(body)
+
+
 async def check_two_sleeps_at_once(llm: AsyncLLM) -> None:
     task = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=2000)))
     while not (await llm.stats()).blocks_used:
@@ -106,6 +168,118 @@ async def check_two_sleeps_at_once(llm: AsyncLLM) -> None:
 
 def test_the_second_of_two_sleeps_at_once_is_refused(run: Callable[..., Any], slow_steps: None) -> None:
     run(check_two_sleeps_at_once)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    while not await holds():
+        await asyncio.sleep(0)
+
+
+async def drains(llm: AsyncLLM) -> bool:
+    return (await llm.sleep_status()).state == "draining"
+
+
+async def begun(llm: AsyncLLM, max_tokens: int) -> asyncio.Task[list[int]]:
+    task = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=max_tokens)))
+    await until(lambda: blocks_used(llm))
+    return task
+
+
+async def blocks_used(llm: AsyncLLM) -> int:
+    return (await llm.stats()).blocks_used
+
+
+async def are_waiting(llm: AsyncLLM, count: int) -> bool:
+    return (await llm.stats()).waiting == count
+
+
+def test_requests_that_come_while_a_sleep_waits_are_queued_for_the_wake(
+    run: Callable[..., Any], slow_steps: None
+) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        first = await begun(llm, 1500)
+        sleeping = asyncio.create_task(llm.sleep(level=0, mode="wait"))
+        await until(lambda: drains(llm))
+        late = [asyncio.create_task(tokens(llm, prompt)) for prompt in ("x", "y", "z")]
+        await until(lambda: are_waiting(llm, 3))
+        with pytest.raises(EngineAsleep, match="3 requests are queued"):
+            await tokens(llm, "x")
+        late.pop().cancel()
+        await until(lambda: are_waiting(llm, 2))
+        embedding = asyncio.create_task(llm.embed("x"))
+        report = await sleeping
+        assert first.done()
+        assert (report.changed, report.kept) == (True, 3)
+        assert await are_waiting(llm, 3)
+        with pytest.raises(EngineAsleep, match="3 requests are queued"):
+            await tokens(llm, "x")
+        await llm.wake_up()
+        assert [len(each) for each in await asyncio.gather(*late)] == [20, 20]
+        assert (await embedding).finished
+
+    run(body, sleeping_requests="queue", max_queued_while_asleep=3)
+
+
+@pytest.mark.parametrize("end", ["resume", "cancel", "timeout"])
+def test_requests_that_come_while_a_sleep_waits_begin_where_it_does_not_come(
+    end: str, run: Callable[..., Any], slow_steps: None
+) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        first = await begun(llm, 2000)
+        timeout = 0.2 if end == "timeout" else None
+        sleeping = asyncio.create_task(llm.sleep(level=0, mode="wait", drain_timeout=timeout))
+        await until(lambda: drains(llm))
+        late = asyncio.create_task(tokens(llm, "y"))
+        if end == "resume":
+            await llm.resume()
+        elif end == "cancel":
+            sleeping.cancel()
+        with pytest.raises((SleepRefused, asyncio.CancelledError, DrainTimeout)):
+            await sleeping
+        assert len(await late) == 20
+        assert not first.done()
+        first.cancel()
+
+    run(body, sleeping_requests="queue")
+
+
+def test_requests_that_come_while_a_sleep_waits_end_with_the_engine(run: Callable[..., Any], slow_steps: None) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        first = await begun(llm, 2000)
+        sleeping = asyncio.create_task(llm.sleep(level=0, mode="wait"))
+        await until(lambda: drains(llm))
+        late = asyncio.create_task(tokens(llm, "y"))
+        await until(lambda: are_waiting(llm, 1))
+        llm.shutdown()
+        for one in (first, sleeping, late):
+            with pytest.raises(EngineDead):
+                await one
+
+    run(body, sleeping_requests="queue")
+
+
+async def check_that_a_wait_can_be_cancelled(llm: AsyncLLM) -> None:
+    first = await begun(llm, 2000)
+    for asked in (llm.sleep(level=0, mode="wait"), llm.pause(mode="wait")):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asked, 0.05)
+        assert (await llm.sleep_status()).state == "running"
+        assert len(await tokens(llm, "y")) == 20
+    # One that the engine did not begin gives nothing up.
+    waits = asyncio.create_task(llm.sleep(level=0, mode="wait"))
+    await until(lambda: drains(llm))
+    never = asyncio.create_task(llm.sleep(level=0, mode="wait"))
+    never.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await never
+    assert await drains(llm)
+    assert (await waits).changed
+    assert len(await first) == 2000
+    await llm.wake_up()
+
+
+def test_a_sleep_or_pause_that_nobody_awaits_any_more_does_not_come(run: Callable[..., Any], slow_steps: None) -> None:
+    run(check_that_a_wait_can_be_cancelled)
 
 
 def test_sleep_waits_and_wake_goes_on(run: Callable[..., Any]) -> None:
@@ -227,6 +401,7 @@ def test_an_engine_in_a_process_is_cancelled_and_killed_like_one_in_a_thread(
                 await task
         assert (await llm.stats()).blocks_used == 0
         await check_two_sleeps_at_once(llm)
+        await check_that_a_wait_can_be_cancelled(llm)
         await check_a_client_that_stops_reading(llm)
         pid: int = llm._loop.pid  # type: ignore[attr-defined]
         os.kill(pid, signal.SIGSTOP)  # or it takes commands as fast as they come

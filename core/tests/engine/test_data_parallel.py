@@ -6,21 +6,42 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
-from hardpoint.engine.commands import Generate, ReloadWeights
+from hardpoint.engine.commands import (
+    CheckStep,
+    Command,
+    DeclareWeightsValid,
+    Generate,
+    GetStatus,
+    Pause,
+    ReloadWeights,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    Wake,
+)
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.data_parallel import DataParallelLoop, engine_configs
 from hardpoint.engine.process_loop import ProcessLoop
+from hardpoint.engine.sleep import SleepMode, SleepRequest
 from hardpoint.interfaces.errors import (
     BackendNotFound,
+    CapabilityRefused,
     ConfigError,
+    DrainTimeout,
     EngineDead,
+    InboxFull,
+    MemoryBusy,
+    SleepRefused,
+    UnknownTag,
     WeightsMissing,
 )
 from tests.leaks import Belongings
@@ -35,6 +56,7 @@ PARAMS = [
     SamplingParams(max_tokens=9, n=1, best_of=2, logprobs=0, ignore_eos=True, seed=9, prompt_logprobs=0),
 ] * 4
 SHORT = SamplingParams(max_tokens=10, seed=2, ignore_eos=True)
+WAIT = Pause(SleepMode.WAIT)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +106,25 @@ def fail_on(engine: int, kind: type, error: Exception, monkeypatch: pytest.Monke
         return failed
 
     monkeypatch.setattr(ProcessLoop, "submit", failing)
+
+
+def states(llm: LLM) -> list[str]:
+    """Return where each of the engines stands."""
+    return [one.call(GetStatus()).state.value for one in loop_of(llm)._engines]
+
+
+@contextmanager
+def waiting(llm: LLM) -> Iterator[Future[Any]]:
+    """Let a sleep wait for the request of one engine, while the other has none and has paused; afterwards the engines run again."""
+    llm.engine.add_request("long", "x", SamplingParams(max_tokens=4000, ignore_eos=True))
+    answer = loop_of(llm).submit(WAIT)
+    while sorted(states(llm)) != ["draining", "sleeping"]:
+        assert not answer.done()
+        time.sleep(0.01)
+    yield answer
+    llm.engine.abort_request("long")
+    answer.exception(60)
+    llm.wake_up()
 
 
 def test_outputs_are_those_of_one_engine_and_all_engines_have_a_part(llm: LLM, inline: LLM, sent: list[int]) -> None:
@@ -139,7 +180,114 @@ def test_engines_with_unlike_weights_answer_nobody(llm: LLM, monkeypatch: pytest
     assert llm.generate("a", SHORT)[0].finished
 
 
-def test_streams_run_side_by_side_and_the_death_of_one_engine_is_that_of_all(device: str) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        Wake(),
+        Sleep(SleepRequest(level=0)),
+        Pause(),
+        WAIT,
+        ReloadWeights(),
+        UpdateWeights([]),
+        DeclareWeightsValid(),
+    ],
+    ids=lambda command: type(command).__name__,
+)
+def test_while_a_sleep_waits_for_requests_nothing_else_changes_memory(llm: LLM, command: Command) -> None:
+    loop = loop_of(llm)
+    with waiting(llm) as answer:
+        before = states(llm)
+        with pytest.raises(MemoryBusy, match="cannot be changed from within a sleep or wake: the engine is draining"):
+            loop.call(command)
+        assert states(llm) == before
+        assert llm.sleep_status().state == "draining"
+        assert not llm.is_sleeping()
+        assert loop.call(CheckStep())
+        llm.engine.abort_request("long")
+        assert answer.result(60).changed
+        assert states(llm) == ["sleeping"] * 2
+    assert all(one.finished for one in llm.generate(PROMPTS, SHORT))
+
+
+def test_a_resume_gives_up_a_sleep_that_waits_on_all_engines(llm: LLM) -> None:
+    with waiting(llm) as answer:
+        llm.resume()
+        # What follows finds them running.
+        assert llm.pause().changed
+        with pytest.raises(SleepRefused, match="the sleep that waited for requests was given up"):
+            answer.result(60)
+        assert states(llm) == ["sleeping"] * 2
+        llm.resume()
+        assert states(llm) == ["running"] * 2
+    assert all(one.finished for one in llm.generate(PROMPTS, SHORT))
+
+
+def test_a_resume_right_after_a_sleep_that_waits_ends_it_on_all_engines(llm: LLM) -> None:
+    loop = loop_of(llm)
+    for number in range(20):
+        llm.engine.add_request(str(number), "x", SamplingParams(max_tokens=1 + number % 3, ignore_eos=True))
+        answer = loop.submit(WAIT)
+        time.sleep(number * 0.0005)
+        loop.call(Resume())
+        # It was given up, or was done before.
+        assert isinstance(answer.exception(60), SleepRefused | None)
+        assert states(llm) == ["running"] * 2
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+
+
+def test_a_sleep_that_has_waited_too_long_ends_it_on_all_engines(llm: LLM) -> None:
+    llm.engine.add_request("long", "x", SamplingParams(max_tokens=4000, ignore_eos=True))
+    with pytest.raises(DrainTimeout, match="1 in progress"):
+        llm.pause("wait", drain_timeout=0.05)
+    assert states(llm) == ["running"] * 2
+    llm.engine.abort_request("long")
+
+
+def test_a_sleep_that_is_not_possible_is_refused_before_it_waits(llm: LLM) -> None:
+    llm.engine.add_request("long", "x", SamplingParams(max_tokens=4000, ignore_eos=True))
+    with pytest.raises((UnknownTag, CapabilityRefused)):
+        llm.sleep(1, mode="wait", tags=["nothing"])
+    assert states(llm) == ["running"] * 2
+    assert llm.engine.has_unfinished_requests()
+    llm.engine.abort_request("long")
+
+
+def test_a_sleep_that_one_engine_has_no_room_for_is_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    second, submit = loop_of(llm)._engines[1], ProcessLoop.submit
+
+    def full(loop: ProcessLoop, command: Any) -> Any:
+        if loop is second and isinstance(command, Sleep):
+            raise InboxFull("no room")
+        return submit(loop, command)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessLoop, "submit", full)
+        with pytest.raises(InboxFull, match="no room"):
+            llm.sleep(0)
+    assert states(llm) == ["running"] * 2
+
+
+@pytest.mark.parametrize("ended", ["draining", "sleeping"])
+def test_an_engine_that_dies_ends_a_sleep_that_waits(make_llm: Make, ended: str) -> None:
+    llm = make_llm(1, seconds=0.001, num_device_blocks=200, data_parallel_size=2, skip_tokenizer_init=True)
+    llm.engine.add_request("long", [1, 2], SamplingParams(max_tokens=4000, ignore_eos=True))
+    answer = loop_of(llm).submit(WAIT)
+    while sorted(now := states(llm)) != ["draining", "sleeping"]:
+        assert not answer.done()
+        time.sleep(0.01)
+    os.kill(loop_of(llm).pids[now.index(ended)], signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"has ended.*SIGKILL"):
+        answer.result(60)
+    with pytest.raises(EngineDead, match="has ended"):
+        llm.stats()
+
+
+def test_streams_run_side_by_side_and_the_death_of_one_engine_is_that_of_all(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARDPOINT_SIMULATED_STEP", "0.001")
+
     async def run() -> None:
         async with AsyncLLM("demo", backend=device, num_device_blocks=200, data_parallel_size=2) as engine:
 
@@ -147,6 +295,16 @@ def test_streams_run_side_by_side_and_the_death_of_one_engine_is_that_of_all(dev
                 return [len(output.outputs[0].token_ids) async for output in engine.generate(text, SHORT)][-1]
 
             assert await asyncio.gather(*map(one, PROMPTS[:8])) == [10] * 8
+            # Those that are cancelled before an engine has taken them are aborted all the same.
+            endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+            cancelled = [asyncio.ensure_future(anext(engine.generate("a", endless))) for _ in range(8)]
+            while len(engine._requests) < len(cancelled):
+                await asyncio.sleep(0)
+            for task in cancelled:
+                task.cancel()
+            await asyncio.gather(*cancelled, return_exceptions=True)
+            stats = await engine.stats()
+            assert (stats.running, stats.waiting) == (0, 0)
             loop = engine._loop
             assert isinstance(loop, DataParallelLoop)
             long = engine.generate("a", SamplingParams(max_tokens=4000, ignore_eos=True))

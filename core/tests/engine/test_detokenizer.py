@@ -135,6 +135,38 @@ def test_the_text_continues_the_prompt_with_its_space(metaspace: Any, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
+@pytest.mark.parametrize("before", ["好👍", "👍👍", "a👍👍👍"])
+@pytest.mark.parametrize("after", ["中!", "👍", "!"])
+def test_text_after_bytes_of_the_prompt_is_new_text_alone(metaspace: Any, kind: str, before: str, after: str) -> None:
+    used = metaspace if kind == "fast" else OnlyDecodes(metaspace)
+
+    def spelled(text: str) -> list[int]:
+        tokens = ["!" if one == "!" else f"<0x{byte:02X}>" for one in text for byte in one.encode()]
+        return list(metaspace.convert_tokens_to_ids(tokens))
+
+    for params in (STREAMED, SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)):
+        assert "".join(run(used, spelled(after), params, prompt=spelled(before))[0]) == after
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow"])
+@pytest.mark.parametrize(
+    ("prompt", "cut", "text", "shown"),
+    [("a word \ufffd", 0, " and fish.", " and fish."), ("fun 🎉", 1, "🎉 ok", "🎉 ok")],
+    ids=["ends with U+FFFD", "cut within a character"],
+)
+def test_nothing_of_a_prompt_is_in_the_text(
+    tokenizer: Any, kind: str, prompt: str, cut: int, text: str, shown: str
+) -> None:
+    """Nor is a stop text that the prompt alone has."""
+    used = tokenizer if kind == "fast" else OnlyDecodes(tokenizer)
+    known = tokenizer.encode(prompt)
+    new = [*known[len(known) - cut :], *tokenizer.encode(text.removeprefix("🎉") if cut else text)]
+    for params in (STREAMED, STREAMED.clone(stop=["word", "fun"]), SamplingParams(max_tokens=99)):
+        pieces, stop = run(used, new, params, prompt=known[: len(known) - cut])
+        assert ("".join(pieces), stop) == (shown, None)
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_bytes_that_fall_back_make_whole_characters(metaspace: Any, kind: str) -> None:
     used = metaspace if kind == "fast" else OnlyDecodes(metaspace)
     token_ids = metaspace.convert_tokens_to_ids(["▁hello", *(f"<0x{byte:02X}>" for byte in "世🌍".encode()), "!"])
@@ -264,3 +296,17 @@ def test_a_tokens_text_alone_shows_special_tokens(tokenizer: Any) -> None:
     (end,) = tokenizer.encode("<|im_end|>")
     assert detokenizer.token_text(end) == detokenizer.decode([end]) == "<|im_end|>"
     assert detokenizer.decode([end], skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_of_tokens_join_to_their_text(tokenizer: Any, text: str) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    token_ids = tokenizer.encode(text)
+    assert b"".join(map(detokenizer.token_bytes, token_ids)).decode() == text
+
+
+def test_bytes_of_a_sentencepiece_vocabulary() -> None:
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "<0xF0>": 1, "<0x9F>": 2}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    detokenizer = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert [detokenizer.token_bytes(token_id) for token_id in range(3)] == [b"a", b"\xf0", b"\x9f"]

@@ -18,7 +18,15 @@ from hardpoint.engine.inputs import (
     pair_with_params,
     weight_pairs,
 )
-from hardpoint.interfaces.errors import ConfigError, CorruptWeights, EmptyPrompt, InvalidRequest, TokenOutOfRange
+from hardpoint.interfaces.errors import (
+    ConfigError,
+    CorruptWeights,
+    EmptyPrompt,
+    InvalidRequest,
+    PromptTooLong,
+    TokenOutOfRange,
+)
+from hardpoint.models import LightTokenizer, load_tokenizer, open_model
 from hardpoint.sampling import PoolingParams, SamplingParams
 
 HELLO = {"role": "user", "content": "hello"}
@@ -37,6 +45,19 @@ class Letters:
 @pytest.fixture
 def process() -> PromptProcessor:
     return PromptProcessor(Letters(), vocab_size=256, max_model_len=1000)  # type: ignore[arg-type]
+
+
+def test_a_text_that_no_context_can_hold_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(open_model("demo"))
+    process = PromptProcessor(tokenizer, vocab_size=49152, max_model_len=100)
+    long = "word " * 30_000
+    assert len(process.text(long, truncate=-1).token_ids) == 99
+    monkeypatch.setattr(LightTokenizer, "encode", lambda *given, **named: pytest.fail("it was tokenized"))
+    for ask in (process, process.text):
+        with pytest.raises(PromptTooLong, match="150000 characters"):
+            ask(long)
+    with pytest.raises(PromptTooLong, match="characters"):
+        process.chat([{"role": "user", "content": long}], None, True)
 
 
 @pytest.mark.parametrize(

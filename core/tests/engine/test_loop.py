@@ -22,7 +22,9 @@ from hardpoint.interfaces.errors import (
     EngineAsleep,
     EngineDead,
     InvalidRequest,
+    MemoryBusy,
     ModelError,
+    RequestNeverFits,
     SleepRefused,
     WorkerError,
 )
@@ -330,10 +332,10 @@ def test_a_sleep_that_waits_is_given_up_by_another_thread(make_llm: Make) -> Non
     assert len(drain(llm.engine)["a"][-1].outputs[0].token_ids) == 500
 
 
-def test_no_other_thread_comes_into_the_midst_of_an_update_whose_tensors_put_it_to_sleep(make_llm: Make) -> None:
+def test_no_other_thread_comes_into_the_midst_of_an_update_whose_tensors_ask_for_a_sleep(make_llm: Make) -> None:
     llm = make_llm(1, seconds=0.002)
     llm.engine.add_request("a", "x", SamplingParams(max_tokens=40, ignore_eos=True))
-    waits, reports = threading.Event(), list[Any]()
+    waits = threading.Event()
 
     def abort() -> None:
         waits.set()
@@ -344,13 +346,28 @@ def test_no_other_thread_comes_into_the_midst_of_an_update_whose_tensors_put_it_
         def tensors() -> Iterator[Any]:
             aborted = pool.submit(abort)
             assert waits.wait(60)
-            reports.append(llm.sleep(0, mode="wait"))
-            assert not aborted.done()
+            with pytest.raises(MemoryBusy):
+                llm.sleep(0, mode="wait")
+            with pytest.raises(TimeoutError):
+                aborted.result(0.05)
             yield from ()
 
         assert llm.update_weights(tensors()) == 0
-    assert reports[0].changed
-    assert len(llm.engine.step()[-1].outputs[0].token_ids) == 40
+    assert len(drain(llm.engine)["a"][-1].outputs[0].token_ids) == 40
+
+
+def test_requests_that_come_while_a_sleep_waits_begin_when_it_is_given_up(make_llm: Make) -> None:
+    llm = make_llm(1, seconds=0.002, num_device_blocks=200, sleeping_requests="queue")
+    with sleep_that_waits(llm, 500) as sleeping:
+        llm.engine.add_request("never", {"prompt_token_ids": [5] * 3500}, SamplingParams())
+        llm.engine.add_request("late", "x", SamplingParams(max_tokens=7, ignore_eos=True))
+        assert llm.stats().waiting == 2
+        llm.engine.resume()
+        with pytest.raises(SleepRefused, match="given up"):
+            sleeping.result(60)
+    with pytest.raises(RequestNeverFits):
+        drain(llm.engine)
+    assert {key: len(one[-1].outputs[0].token_ids) for key, one in drain(llm.engine).items()} == {"a": 500, "late": 7}
 
 
 def test_commands_to_an_engine_that_was_shut_down_are_refused(make_llm: Make) -> None:

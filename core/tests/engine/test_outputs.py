@@ -14,12 +14,15 @@ from hardpoint.engine.outputs import (
     CompletionOutput,
     FlatLogprobs,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     PromptPositions,
     RequestMetrics,
     RequestOutput,
     best_completions,
     position_logprobs,
 )
+from hardpoint.engine.pooling import cosine_score
 from hardpoint.interfaces.batch import PromptLogprobs, TokenLogprobs
 
 TEXTS = {3: "c", 5: "e", 7: "g"}.get
@@ -143,3 +146,13 @@ def test_the_best_completions_have_the_highest_log_probability_per_token() -> No
     assert [(c.index, c.text) for c in best_completions(completions, 2)] == [(0, "short"), (1, "long")]
     with pytest.raises(ValueError, match="completion 1"):
         best_completions([completions[0], CompletionOutput(1, "?", [1])], 1)
+
+
+def test_cosines_are_within_their_bounds() -> None:
+    """Rounding alone would take every fifth of these beyond."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        values = random.standard_normal(64, dtype=np.float32)
+        one, other = (PoolingRequestOutput("a", PoolingOutput(data), [1]) for data in (values, -values))
+        assert 0.9999 < cosine_score(one, one, ()).outputs.score <= 1
+        assert -0.9999 > cosine_score(one, other, ()).outputs.score >= -1

@@ -28,6 +28,7 @@ from hardpoint.interfaces.errors import (
     EngineDead,
     InboxFull,
     InvalidRequest,
+    MemoryBusy,
     RequestNeverFits,
     SleepRefused,
 )
@@ -110,6 +111,25 @@ def drain(llm: LLM) -> dict[str, Any]:
     while llm.engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in llm.engine.step()}
     return outputs
+
+
+def test_more_prompts_than_the_inbox_holds_are_served(make_llm: Make) -> None:
+    prompts = [{"prompt_token_ids": [7, 8, 1 + number]} for number in range(200)]
+    params = SamplingParams(max_tokens=1, detokenize=False)
+    with make_llm(engine_process=True, max_commands=16) as few:
+        outputs = few.generate(prompts, params)
+        assert [output.prompt_token_ids[-1] for output in outputs] == list(range(1, 201))
+
+
+def test_streams_of_several_threads_are_whole(either: LLM) -> None:
+    def stream(_: int) -> int:
+        return sum(len(one.outputs[0].token_ids) for _ in range(20) for one in either.stream("Dear Sir", SHORT))
+
+    with ThreadPoolExecutor(4) as threads:
+        streams = threads.map(stream, range(2))
+        others = threads.map(lambda _: either.generate(["x"] * 20, SHORT), range(8))
+        assert list(streams) == [200, 200]
+        assert len(list(others)) == 8
 
 
 def test_outputs_are_those_of_an_engine_in_this_process(llm: LLM, inline: LLM) -> None:
@@ -233,6 +253,34 @@ def test_weights_are_asked_for_one_by_one(either: LLM) -> None:
     with pytest.raises(CorruptWeights, match="pairs of a checkpoint name and a tensor"):
         either.update_weights(5)  # type: ignore[arg-type]
     assert either.update_weights({"a": torch.ones(3)}.items()) == 1
+
+
+def test_the_tensors_of_an_update_may_ask_how_the_engine_is_and_nothing_else(either: LLM) -> None:
+    refused: list[Callable[[], object]] = [
+        lambda: either.sleep(0),
+        lambda: either.sleep(0, mode="wait"),
+        lambda: either.pause(),
+        lambda: either.resume(),
+        lambda: either.wake_up(),
+        lambda: either.update_weights([]),
+        lambda: either.reload_weights(),
+        lambda: either.generate("x", SHORT),
+        lambda: either.embed("x"),
+        lambda: [either.engine.step() for _ in range(9)],
+    ]
+    either.engine.add_request("a", "x", SHORT)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        for ask in refused:
+            with pytest.raises(MemoryBusy):
+                ask()
+        assert either.sleep_status().weights_valid
+        assert either.stats().steps >= 0
+        yield "b", torch.ones(2)
+
+    assert either.update_weights(weights()) == 2
+    assert len(drain(either)["a"].outputs[0].token_ids) == 10
 
 
 def test_an_interrupt_while_it_waits_gives_up_the_sleep(llm: LLM) -> None:

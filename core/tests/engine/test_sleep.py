@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -443,6 +443,40 @@ def test_an_update_that_breaks_off_leaves_the_weights_missing() -> None:
     assert engine.lifecycle.state is EngineState.WEIGHTS_MISSING
     engine.lifecycle.change_weights(WeightWrite.RELOAD)
     assert engine.lifecycle.state is EngineState.RUNNING
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine: engine.sleep(),
+        lambda engine: engine.sleep(0, mode="keep"),
+        lambda engine: engine.lifecycle.begin_drain(SleepRequest()),
+        lambda engine: engine.wake(),
+        lambda engine: engine.lifecycle.resume(),
+        lambda engine: engine.lifecycle.change_weights(WeightWrite.RELOAD),
+        lambda engine: engine.lifecycle.check_step(),
+        lambda engine: engine.lifecycle.check_admission(0, 5),
+    ],
+)
+@pytest.mark.parametrize("before", [[], ["sleep"]])
+def test_in_the_midst_of_a_change_of_weights_nothing_is_computed_or_changed(
+    before: list[str], ask: Callable[[Engine], object]
+) -> None:
+    engine = Engine()
+    for _ in before:
+        engine.sleep(1, tags=KV_CACHE)
+
+    def weights() -> Iterator[tuple[str, int]]:
+        yield "a", 0
+        with pytest.raises(MemoryBusy, match="being written"):
+            ask(engine)
+        assert engine.lifecycle.status().memory[WEIGHTS].mapped == SIZES[WEIGHTS]
+        yield "b", 0
+
+    assert engine.lifecycle.change_weights(WeightWrite.UPDATE, weights()) == 2
+    assert engine.workers.calls == [*before, "write_weights"]
+    engine.wake()
+    engine.lifecycle.check_step()
 
 
 def test_missing_weights_cannot_be_preserved() -> None:

@@ -30,6 +30,7 @@ from hardpoint.interfaces.errors import (
     EngineDead,
     ForkedProcess,
     HostBudgetExceeded,
+    MemoryBusy,
     NothingToCollect,
     OutputFailed,
     RankFailed,
@@ -144,6 +145,23 @@ def test_tensors_of_an_update_reach_every_rank(pair: RemoteExecutor) -> None:
     expected = sum(len(name) + int(tensor.sum()) for name, tensor in weights)
     assert pair.call("write_weights", WeightWrite.UPDATE, iter(weights)) == [expected] * 2
     assert pair.call("write_weights", WeightWrite.UPDATE, ()) == [0, 0]
+
+
+def test_the_ranks_are_not_called_by_the_tensors_of_an_update(pair: RemoteExecutor, step: Any) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        for ask in (
+            lambda: pair.call("status"),
+            lambda: pair.call("write_weights", WeightWrite.UPDATE, [("b", torch.ones(2))]),
+            lambda: pair.submit(step([0], 1)),
+            pair.collect,
+        ):
+            with pytest.raises(MemoryBusy, match="tensors of an update"):
+                ask()
+        yield "c", torch.ones(2)
+
+    assert pair.call("write_weights", WeightWrite.UPDATE, weights()) == [6] * 2
+    assert len(pair.call("status")) == 2
 
 
 def test_an_iterator_that_raises_is_raised_in_the_ranks_too_and_raised_here_as_itself(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hardpoint.interfaces.errors import ModelError
 from hardpoint.models import load_tokenizer, open_model
-from hardpoint.models.tokenizer import LightTokenizer
+from hardpoint.models.tokenizer import LightTokenizer, write_chat
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "moon", "is", "round"]
 
@@ -69,6 +70,8 @@ def _gguf(path: Path, model: str, tokens: list[str], merges: list[str] | None = 
     else:
         writer.add_token_merges(merges)
         writer.add_tokenizer_pre(str(options.get("pre", "default")))
+    if options.get("space_prefix") is not None:
+        writer.add_add_space_prefix(options["space_prefix"])
     begins, closes = options.get("ends", (None, None))
     if begins is not None:
         writer.add_add_bos_token(begins)
@@ -134,6 +137,58 @@ def test_a_plain_folder_is_read_without_transformers(tmp_path: Path) -> None:
         assert light.encode(text) == light(text).input_ids
 
 
+def _added(text: str, **flags: bool) -> dict[str, Any]:
+    return (
+        dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+        | {"content": text, "special": True}
+        | flags
+    )
+
+
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "additional special tokens": ({"additional_special_tokens": ["moon"]}, {}),
+    "a mask token": ({"mask_token": "<mask>"}, {}),
+    "a token that is not special": ({"cls_token": "moon"}, {}),
+    "a separator with flags": ({"sep_token": {"__type": "AddedToken", **_added("<sep>", lstrip=True)}}, {}),
+    "a token of pictures": ({"image_token": "<image>"}, {}),
+    "tokens of the model": ({"model_specific_special_tokens": {"image_token": "moon"}}, {}),
+    "tokens in a file": ({}, {"added_tokens.json": {"flat": 7}}),
+    "special tokens in a file": ({}, {"special_tokens_map.json": {"additional_special_tokens": ["moon"]}}),
+    "other flags": ({"added_tokens_decoder": {"1": _added("<s>", lstrip=True, rstrip=True)}}, {}),
+    "another number": ({"added_tokens_decoder": {"7": _added("flat")}}, {}),
+    "special tokens as text": ({"split_special_tokens": True}, {}),
+}
+PLAIN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it is": ({}, {}),
+    "the same token with its flags": ({"added_tokens_decoder": {"1": _added("<s>")}}, {}),
+    "nothing more": ({"extra_special_tokens": {}, "split_special_tokens": False}, {}),
+    "the same special tokens in a file": ({}, {"special_tokens_map.json": {"bos_token": {"content": "<s>"}}}),
+    "the same tokens in a file": ({}, {"added_tokens.json": {"<s>": 1}}),
+    "a file that is not read": (
+        {"added_tokens_decoder": {"1": _added("<s>")}},
+        {"special_tokens_map.json": {"mask_token": "<mask>"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*CHANGED, *PLAIN])
+def test_what_changes_a_folders_vocabulary_is_transformers_to_read(case: str, tmp_path: Path) -> None:
+    settings, files = (CHANGED | PLAIN)[case]
+    save_tiny(tmp_path, tiny_config("llama"))
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(open_model(str(tmp_path)))
+    assert isinstance(tokenizer, LightTokenizer) == (case in PLAIN)
+    for text in ("the moon is <s> round", "the<mask> <sep> <image> flat moon"):
+        assert tokenizer.encode(text) == tokenizer(text).input_ids
+
+
 def test_known_families_are_opened_without_transformers(tmp_path: Path) -> None:
     save_tiny(tmp_path, tiny_config("llama"))
     code = (
@@ -155,27 +210,48 @@ def test_the_demos_tokenizer_imports_neither_torch_nor_transformers() -> None:
     assert result.stdout.strip().endswith("set()")
 
 
+PIECES = [
+    *("<unk>", "<s>", "</s>"),
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    *("▁moon", "▁mo", "on", "▁m", "▁", "m", "o", "n", "mo", "moon"),
+]
+
+
 def test_a_sentencepiece_vocabulary_begins_with_bos(tmp_path: Path) -> None:
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁moon",
-        "▁mo",
-        "on",
-        "▁m",
-        "▁",
-        "m",
-        "o",
-        "n",
-    ]
-    _gguf(tmp_path / "model.gguf", "llama", pieces)
+    _gguf(tmp_path / "model.gguf", "llama", PIECES)
     tokenizer = load_tokenizer(open_model(str(tmp_path / "model.gguf")))
     tokens = tokenizer("moon").input_ids
     assert tokens[0] == tokenizer.bos_token_id == 1
-    assert tokens[1:] == [pieces.index("▁moon")]
+    assert tokens[1:] == [PIECES.index("▁moon")]
     assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == "moon"
+
+
+@pytest.mark.parametrize(("prefix", "first"), [(None, "▁moon"), (True, "▁moon"), (False, "moon")])
+def test_a_sentencepiece_text_begins_with_a_space_unless_the_file_says_otherwise(
+    prefix: bool | None, first: str, tmp_path: Path
+) -> None:
+    _gguf(tmp_path / "model.gguf", "llama", PIECES, space_prefix=prefix)
+    tokenizer = load_tokenizer(open_model(str(tmp_path / "model.gguf")))
+    ids = tokenizer.encode("moon moon", add_special_tokens=False)
+    assert ids == [PIECES.index(first), PIECES.index("▁moon")]
+    assert tokenizer.decode(ids) == tokenizer.backend_tokenizer.decode(ids) == "moon moon"
+    ids = tokenizer.encode(" moon", add_special_tokens=False)
+    assert prefix is not False or tokenizer.decode(ids) == " moon"
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "qwen2"])
+def test_llama_3s_vocabularies_begin_with_bos_and_keep_words_that_are_tokens(pre: str, tmp_path: Path) -> None:
+    """As llama.cpp does where a file does not say it (src/llama-vocab.cpp)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # No merges lead to the whole word.
+    tokens = ["<unk>", "<s>", "</s>", *alphabet, "mo", "moon"]
+    known = pre != "qwen2"
+    for ends in ((None, None), (False, False), (True, False)):
+        _gguf(tmp_path / "model.gguf", "gpt2", tokens, ["m o"], pre=pre, ends=ends)
+        tokenizer = load_tokenizer(open_model(str(tmp_path / "model.gguf")))
+        begins = known if ends[0] is None else ends[0]
+        words = ["moon"] if known else ["mo", "o", "n"]
+        assert [tokens[index] for index in tokenizer("moon").input_ids] == (["<s>"] if begins else []) + words
 
 
 def test_a_byte_level_vocabulary_has_no_bos_unless_told(tmp_path: Path) -> None:
@@ -198,3 +274,31 @@ def test_special_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> No
     _gguf(tmp_path / "model.gguf", "gpt2", ["<unk>", "<s>", "a", "b", "ab"], ["a b"], eos=77)
     with pytest.raises(ModelError, match="eos_token 77"):
         load_tokenizer(open_model(str(tmp_path / "model.gguf")))
+
+
+PLAIN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+TRIMMING = PLAIN_TEMPLATE.replace("m.content", "m.content | trim")
+OF_PARTS = PLAIN_TEMPLATE.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+
+
+@pytest.mark.parametrize("content", ["done", "done ", " done\n\n", "a\t"])
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, TRIMMING, TRIMMING.replace("</s>", " </s>")])
+def test_a_message_is_continued_where_its_template_ends_it(template: str, content: str) -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+    messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": content}]
+    whole = write_chat(tokenizer, messages, None, False)
+    found = write_chat(tokenizer, messages, None, False, continue_final_message=True)
+    assert found == whole.removesuffix("</s>" if " </s>" not in template else " </s>")
+    if " </s>" not in template:
+        assert found == tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+
+
+def test_the_last_text_of_a_message_in_parts_is_continued() -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=OF_PARTS)
+    parts = [{"type": "text", "text": "It "}, {"type": "text", "text": "is "}]
+    messages = [{"role": "assistant", "content": parts}]
+    assert write_chat(tokenizer, messages, None, False, continue_final_message=True) == "<assistant>It is "
+    with pytest.raises(ValueError, match="no text that can be continued"):
+        write_chat(tokenizer, [{"role": "assistant", "content": []}], None, False, continue_final_message=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
@@ -13,6 +14,7 @@ from hardpoint.engine.adapters import AdapterName, LoRARequest, adapter_name
 from hardpoint.engine.argument_names import named_arguments
 from hardpoint.engine.commands import (
     Abort,
+    CheckStep,
     Command,
     DeclareWeightsValid,
     Died,
@@ -37,9 +39,10 @@ from hardpoint.engine.commands import (
 )
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.data_parallel import process_loop
+from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.front import pause_command, profile_command, start_engine
 from hardpoint.engine.info import EngineInfo, EngineStats
-from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt, as_conversations, check_params
+from hardpoint.engine.inputs import Message, Prompt, Timeout, TokenizedPrompt, as_conversations, check_params
 from hardpoint.engine.loops import Deliver, RunningLoop, ThreadLoop
 from hardpoint.engine.outputs import (
     EmbeddingRequestOutput,
@@ -59,7 +62,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
-from hardpoint.interfaces.errors import EngineDead, InboxFull, RequestTimeout
+from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, RequestTimeout, WeightsMissing
 from hardpoint.sampling import BeamSearchParams, PoolingParams, PoolingUse, SamplingParams
 
 if TYPE_CHECKING:
@@ -225,6 +228,7 @@ class AsyncLLM:
         Args:
             note: is called with each output that is read.
         """
+        timeout = Timeout(timeout).seconds
         params = self._maker.default_sampling_params if params is None else params
         grammar = None
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
@@ -423,6 +427,11 @@ class AsyncLLM:
         """Return the text of tokens; raises InvalidRequest where there is no tokenizer or an id is not in the vocabulary."""
         return self._maker.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def detokenizer(self) -> Detokenizer:
+        """Makes text of tokens as they come; raises InvalidRequest where there is no tokenizer."""
+        return self._maker.detokenizer
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the model's tokenizer."""
         return self._maker.tokenizer
@@ -436,15 +445,27 @@ class AsyncLLM:
         stats: EngineStats = await self._call(GetStats())
         return stats
 
-    def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End requests, or all; whoever reads one gets what was streamed of it, with the finish reason "abort"."""
-        keys = [self._requests.abort(name) for name in list(self._requests.ids if request_ids is None else request_ids)]
+    def abort(self, request_ids: str | Iterable[str] | None = None) -> None:
+        """End a request, several, or all; whoever reads one gets what was streamed of it, with the finish reason "abort"."""
+        given = [request_ids] if isinstance(request_ids, str) else request_ids
+        keys = [self._requests.abort(name) for name in list(self._requests.ids if given is None else given)]
         self._tell(Abort(tuple(key for key in keys if key is not None)))
 
     async def close(self) -> None:
-        """Take no more requests, serve those in progress to their end, and end the engine. Idempotent."""
+        """Take no more requests, serve those in progress to their end, and end the engine. Idempotent.
+
+        Where it is paused, asleep or without weights, they have no end: they are aborted.
+        """
         self._closed = True
         while len(self._requests):
+            try:
+                await self._call(CheckStep())
+            except (EngineAsleep, WeightsMissing):
+                self.abort()
+            except InboxFull:
+                pass
+            except EngineDead:  # its requests have ended
+                break
             await asyncio.sleep(0.005)
         await asyncio.to_thread(self._loop.shutdown)
 
@@ -473,20 +494,27 @@ class AsyncLLM:
                 # The engine knows nothing of it: an abort would only take room in the inbox.
                 self._requests.remove(request.request_id)
                 raise
-            await queued
+            await asyncio.wrap_future(queued)
             yield
         finally:
-            if request.request_id in self._requests:
-                self._requests.remove(request.request_id)
+            # Another one may have its id by now.
+            if self._requests.discard(request):
                 self._tell(Abort((request.key,)))
 
     async def _call(self, command: Command) -> Reply:
-        return await self._submit(command)
+        reply = self._submit(command)
+        try:
+            return await asyncio.wrap_future(reply)
+        except asyncio.CancelledError:
+            # One that the engine had not begun was cancelled with its task, and is done.
+            if not reply.done():
+                self._loop.give_up(command)
+            raise
 
-    def _submit(self, command: Command) -> asyncio.Future[Reply]:
+    def _submit(self, command: Command) -> Future[Reply]:
         if self._event_loop is None:
             self._join(asyncio.get_running_loop())
-        return asyncio.wrap_future(self._loop.submit(command))
+        return self._loop.submit(command)
 
     def _tell(self, command: Command) -> None:
         try:

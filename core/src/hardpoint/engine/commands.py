@@ -119,10 +119,15 @@ class Sleep(_Message, frozen=True):
 
 
 class Pause(_Message, frozen=True):
-    """Compute no more steps; all memory stays: a SleepReport. `Sleep` at level 0 is the same, with other defaults."""
+    """Compute no more steps; all memory stays: a SleepReport. `Sleep` at level 0 is the same, with other defaults.
+
+    Attributes:
+        before: a sleep that is to follow; where it is not possible, this one is refused.
+    """
 
     mode: SleepMode = SleepMode.KEEP
     drain_timeout: float | None = None
+    before: SleepRequest | None = None
 
 
 class Resume(_Message, frozen=True):

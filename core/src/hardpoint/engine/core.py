@@ -215,6 +215,8 @@ class EngineCore:
         # Of sequences, their adapters' numbers and names; and requests that wait for room among the adapters of a step.
         self._adapter_of: dict[int, tuple[int, str]] = {}
         self._waiting: deque[Generate] = deque()
+        # Those that came while a sleep waits for the ones before them.
+        self._held: deque[Generate | Embed] = deque()
         self._forgotten: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
@@ -222,8 +224,8 @@ class EngineCore:
         self._is_dead = self._is_shut_down = False
         self._events: list[Event] = []
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
-            Generate: self._generate,
-            Embed: self._embed,
+            Generate: self._take,
+            Embed: self._take,
             Abort: self._abort,
             Finish: self._finish,
             Sleep: self._sleep,
@@ -327,8 +329,21 @@ class EngineCore:
             raise EngineDead("the engine was shut down", hint="Make a new one")
         return self._handlers[type(command)](command)
 
-    def _generate(self, command: Generate) -> None:
+    def _take(self, command: Generate | Embed) -> None:
         self._check_admission()
+        if self._drain is None:
+            self._begin(command)
+            return
+        # Steps go on until those in progress have ended: served with them, these would hold the sleep up, without end where more come.
+        if adapter := _adapter_of(command):
+            self._adapters.has_room(adapter)
+            self._adapters.wait(adapter)
+        self._held.append(command)
+
+    def _begin(self, command: Generate | Embed) -> None:
+        if isinstance(command, Embed):
+            self._add_pooling(command)
+            return
         name = command.adapter
         if not name:
             self._add(command, None)
@@ -337,6 +352,7 @@ class EngineCore:
             self._adapters.has_room(name)
             self._adapters.wait(name)
             self._waiting.append(command)
+            self._note_queued(command.key)
         else:
             self._add_adapted(command)
 
@@ -353,12 +369,26 @@ class EngineCore:
         """Begin the requests that have waited for others' adapters to end, as far as there is room now."""
         while self._waiting and self._adapters.has_room(self._waiting[0].adapter):
             command = self._waiting.popleft()
-            try:
+            with self._ending_wait(command):
                 self._add_adapted(command)
-            except (InvalidRequest, WorkerError) as error:
-                self._events.append(Lost((command.key,), error))
-            finally:
-                self._adapters.end_wait(command.adapter)
+
+    def _begin_held(self) -> None:
+        """Begin the requests that came while a sleep waited; where it has come, they wait for the wake like those that come after them."""
+        while self._held:
+            command = self._held.popleft()
+            with self._ending_wait(command):
+                self._begin(command)
+
+    @contextlib.contextmanager
+    def _ending_wait(self, command: Generate | Embed) -> Iterator[None]:
+        """Begin a request that was told to wait; what refuses it now ends it."""
+        try:
+            yield
+        except (InvalidRequest, WorkerError) as error:
+            self._events.append(Lost((command.key,), error))
+        finally:
+            if adapter := _adapter_of(command):
+                self._adapters.end_wait(adapter)
 
     def _load_adapter(self, number: int, path: str) -> int:
         with self._between_steps():
@@ -417,8 +447,7 @@ class EngineCore:
         self._searches[handle] = Search(asked, prompt_len, max_tokens)
         self._search_of.update(dict.fromkeys(range(handle, handle + asked.width), handle))
 
-    def _embed(self, command: Embed) -> None:
-        self._check_admission()
+    def _add_pooling(self, command: Embed) -> None:
         tokens = command.prompt_token_ids
         handle = self.scheduler.add_request(tokens, arrival=self._arrival(tokens), pooling=True, max_cached_tokens=0)
         self._pooling[handle] = SequencePooling(
@@ -430,30 +459,35 @@ class EngineCore:
         return self.scheduler.config.arrival(len(prompt), time.monotonic())
 
     def _check_admission(self) -> None:
-        self._queued &= self._requests.keys()
-        self.lifecycle.check_admission(len(self._queued), self.config.queue_while_asleep)
+        self._queued &= self._requests.keys() | {command.key for command in self._waiting}
+        self.lifecycle.check_admission(len(self._queued) + len(self._held), self.config.queue_while_asleep)
 
     def _note_added(self, key: int, handle: int, count: int) -> None:
         alive = range(handle, handle + count)
         self._requests[key] = _Request(handle, set(alive))
         self._keys.update(dict.fromkeys(alive, key))
+        self._note_queued(key)
+        self._events.append(Added(key, handle))
+
+    def _note_queued(self, key: int) -> None:
         if self.lifecycle.state is not EngineState.RUNNING:
             self._queued.add(key)
-        self._events.append(Added(key, handle))
 
     def _abort(self, command: Abort) -> None:
         for key in command.keys:
             request = self._requests.get(key)
-            if request is None and self._waiting:
+            if request is None and (self._waiting or self._held):
                 self._stop_waiting(key)
             if request is not None:
                 self.scheduler.abort([request.handle])
                 self._forget(sorted(request.alive))
 
     def _stop_waiting(self, key: int) -> None:
-        for command in [one for one in self._waiting if one.key == key]:
-            self._waiting.remove(command)
-            self._adapters.end_wait(command.adapter)
+        for queue in (self._waiting, self._held):
+            for command in [one for one in queue if one.key == key]:
+                queue.remove(command)  # type: ignore[arg-type]
+                if adapter := _adapter_of(command):
+                    self._adapters.end_wait(adapter)
 
     def _finish(self, command: Finish) -> None:
         for seq_id in command.seq_ids:
@@ -517,7 +551,11 @@ class EngineCore:
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Do what no step may be in flight for; a rank that is found gone meanwhile ends the engine."""
+        """Do what no step may be in flight for; a rank that is found gone meanwhile ends the engine.
+
+        Raises MemoryBusy in the midst of a change of weights, from whose iterator the engine is called.
+        """
+        self.lifecycle.check_not_writing("the engine cannot be changed")
         self._book_all()
         self._prompt_embeddings.forget_held()
         try:
@@ -543,7 +581,7 @@ class EngineCore:
             blocks_free=blocks.device_free,
             blocks_cached=blocks.cached,
             running=queues.num_running,
-            waiting=queues.num_waiting,
+            waiting=queues.num_waiting + len(self._held),
             swapped=queues.num_swapped,
             drafts=drafts.num_drafts,
             draft_tokens=drafts.num_draft_tokens,
@@ -568,6 +606,8 @@ class EngineCore:
     # Sleep
 
     def _pause(self, command: Pause) -> Reply:
+        if command.before is not None:
+            self.lifecycle.check_sleep(command.before)
         return self._sleep(Sleep(SleepRequest(level=0, mode=command.mode, drain_timeout=command.drain_timeout)))
 
     def _resume(self) -> None:
@@ -597,8 +637,8 @@ class EngineCore:
             if self.scheduler.config.num_tier_host_blocks and self.lifecycle.loses_kv(request):
                 self._store_cached()
             report = self.lifecycle.sleep(request, start)
-        if request.mode is not SleepMode.ABORT:
-            return replace(report, kept=self._in_progress)
+        if request.mode is not SleepMode.ABORT or not report.changed:
+            return replace(report, kept=self._in_progress + len(self._held))
         aborted = self._in_progress
         while self._in_progress:
             for one in list(self._requests.values()):
@@ -616,7 +656,7 @@ class EngineCore:
         drain = self._drain
         if drain is None or (self._in_progress and time.monotonic() < drain.deadline):
             return False
-        self.cancel_drain()
+        self._end_drain()
         try:
             if self._in_progress:
                 raise DrainTimeout(
@@ -627,13 +667,19 @@ class EngineCore:
             drain.reply.set_result(self._sleep(Sleep(drain.request), drain))
         except Exception as error:
             drain.reply.set_exception(error)
+        finally:
+            self._begin_held()
         return True
 
     def cancel_drain(self) -> None:
         """Give up a sleep that waits for requests; the engine runs on. Does nothing where there is none."""
         if self._drain is not None:
-            self._drain = None
-            self.lifecycle.end_drain(failed=bool(self._in_progress))
+            self._end_drain()
+            self._begin_held()
+
+    def _end_drain(self) -> None:
+        self._drain = None
+        self.lifecycle.end_drain(failed=bool(self._in_progress))
 
     # Steps
 
@@ -654,7 +700,7 @@ class EngineCore:
 
     @property
     def _in_progress(self) -> int:
-        """How many requests have not ended, those included that wait for the adapters of others."""
+        """How many requests have not ended, with those that wait for the adapters of others, without those that a drain holds back."""
         return len(self._requests) + len(self._waiting)
 
     @property
@@ -673,7 +719,7 @@ class EngineCore:
         A step that fails ends the requests in it; all others go on with the next one. A rank that is gone ends the engine.
 
         Raises:
-            EngineAsleep, WeightsMissing, EngineDead: a state without steps; requests stay as they are.
+            EngineAsleep, WeightsMissing, MemoryBusy, EngineDead: a state without steps; requests stay as they are.
         """
         if self._check_drain():
             return
@@ -906,6 +952,7 @@ class EngineCore:
         self.lifecycle.mark_dead(error)
         self._in_flight.clear()
         self._waiting.clear()
+        self._held.clear()
         while self.scheduler.num_in_flight:
             self.scheduler.fail_step()
         self._abort(Abort(tuple(self._requests)))
@@ -934,6 +981,11 @@ class EngineCore:
             if not self._is_dead:
                 self._mark_dead(EngineDead("the engine was shut down", hint="Make a new one"))
         self.executor.shutdown()
+
+
+def _adapter_of(command: Generate | Embed) -> str:
+    """Return the name of the adapter that a request goes through; empty for none."""
+    return command.adapter if isinstance(command, Generate) else ""
 
 
 def _decode_tokens(batch: StepBatch) -> int:

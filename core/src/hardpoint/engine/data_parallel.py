@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -54,7 +54,10 @@ from hardpoint.engine.loops import Deliver, RunningLoop
 from hardpoint.engine.prefix_owners import PrefixOwners
 from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.sleep import (
+    EngineState,
+    SleepMode,
     SleepReport,
+    SleepRequest,
     SleepStatus,
     WakeReport,
     slept_over_engines,
@@ -63,12 +66,15 @@ from hardpoint.engine.sleep import (
     woken_over_engines,
 )
 from hardpoint.executor.ray_session import RaySession, RaySettings, import_ray
+from hardpoint.interfaces.allocator import WEIGHTS
 from hardpoint.interfaces.errors import (
     ConfigError,
     EngineDead,
     HardpointError,
     InvalidRequest,
+    MemoryBusy,
     RanksDiverged,
+    SleepRefused,
     WeightsMissing,
 )
 from hardpoint.plugins import resolve_backend
@@ -98,10 +104,22 @@ class _Placed:
     alive: set[int] | None = None
 
 
+@dataclass(eq=False, slots=True)
+class _Drain:
+    """A sleep that waits for the requests of all engines.
+
+    Attributes:
+        is_over: they have ended, or one engine refused: it cannot be given up any more.
+    """
+
+    is_over: bool = False
+
+
 class DataParallelLoop(RunningLoop):
     """A loop over several engines; see `RunningLoop`.
 
-    Sleeps are transactions: where one engine fails, the others wake again. A change that cannot be taken back and was not made by all
+    Sleeps are transactions: where one engine fails, the others wake again. One that waits for requests begins when those of all engines
+    have ended, and until it is done no other command changes memory. A change that cannot be taken back and was not made by all
     is RanksDiverged. The death of one engine is that of all. A participant of sleeps is told by the first engine.
 
     Raises what `ProcessLoop` raises, and ConfigError where there are fewer devices than engines need; nothing is left then.
@@ -109,6 +127,8 @@ class DataParallelLoop(RunningLoop):
 
     def __init__(self, config: EngineConfig, deliver: Deliver | None = None) -> None:
         super().__init__(deliver)
+        self._order = threading.RLock()
+        """Held while a command goes to the engines, so that all have the same commands in the same order."""
         self._lock = threading.Lock()
         self._requests: dict[int, _Placed] = {}
         self._request_of: dict[int, int] = {}
@@ -116,6 +136,9 @@ class DataParallelLoop(RunningLoop):
         self._owners: PrefixOwners[bytes, int] = PrefixOwners(_IMBALANCE)
         self._death: EngineDead | None = None
         self._unlike_weights: HardpointError | None = None
+        self._drain: _Drain | None = None
+        self._pauses: Counter[int] = Counter()
+        """By engine, how often it paused on the way to a sleep, which its counters take for another sleep."""
         self._inside = threading.local()
         self._engines: list[ProcessLoop] = []
         self._cluster: RaySession | None = None
@@ -170,6 +193,16 @@ class DataParallelLoop(RunningLoop):
                 found=f"{type(command).__name__} from a progress callback or from the tensors of update_weights",
                 hint="Call them before or after it",
             )
+        with self._order:
+            return self._submit(command)
+
+    def _submit(self, command: Command) -> Future[Reply]:
+        if self._drain is not None and isinstance(command, _CHANGES):
+            raise MemoryBusy(
+                "the engine's memory cannot be changed from within a sleep or wake",
+                found=f"the engine is {EngineState.DRAINING.value}",
+                hint="Do it when the call has returned",
+            )
         match command:
             case Generate() | Embed():
                 return self._place(command)
@@ -179,12 +212,19 @@ class DataParallelLoop(RunningLoop):
                 return self._finish(seq_ids)
             case RegisterParticipant():
                 return self._engines[0].submit(command)
-            case Sleep() | Pause():
-                return self._sleep(command)
+            case Sleep(request=request):
+                return self._sleep(request)
+            case Pause(mode=mode, drain_timeout=limit):
+                return self._sleep(SleepRequest(level=0, mode=mode, drain_timeout=limit))
+            case Resume() if self._drain is not None and not self._drain.is_over:
+                # It reaches all engines after the pause, so what follows finds all of them running.
+                self._drain = None
             case Wake():
                 return self._all(command, self._woken)
             case UpdateWeights() | ReloadWeights() | DeclareWeightsValid():
                 return self._change_weights(command)
+            case GetStats():
+                return self._all(command, self._stats)
         return self._all(command, _COMBINED.get(type(command), _first))
 
     def shutdown(self) -> None:
@@ -223,7 +263,8 @@ class DataParallelLoop(RunningLoop):
         return taken
 
     def _taken(self, key: int, done: Future[Reply]) -> None:
-        if done.cancelled() or done.exception() is not None:
+        # Of one that its client has cancelled, the engine has yet to be told.
+        if not done.cancelled() and done.exception() is not None:
             self._forget(key)
 
     def _forget(self, key: int) -> int | None:
@@ -308,19 +349,61 @@ class DataParallelLoop(RunningLoop):
 
     # Commands of all engines
 
+    def _send(self, commands: Mapping[int, Command]) -> list[Future[Reply]]:
+        """Hand each engine its command. That one cannot take it is its answer, since others may have theirs already."""
+        replies: list[Future[Reply]] = []
+        for engine, command in commands.items():
+            try:
+                replies.append(self._engines[engine].submit(command))
+            except HardpointError as error:
+                replies.append(Future())
+                replies[-1].set_exception(error)
+        return replies
+
     def _all(self, command: Command, combine: Callable[[list[Any]], Reply]) -> Future[Reply]:
-        return _gathered([one.submit(command) for one in self._engines], combine)
+        return _gathered(self._send(dict.fromkeys(self._loads, command)), combine)
 
     def _some(self, commands: Mapping[int, Command]) -> Future[Reply]:
-        return _gathered([self._engines[engine].submit(command) for engine, command in commands.items()], _first)
+        return _gathered(self._send(commands), _first)
 
-    def _sleep(self, command: Sleep | Pause) -> Future[Reply]:
-        commands: list[Command] = [command] * len(self._engines)
-        if isinstance(command, Sleep) and command.request.progress is not None:
-            notes = self._progress(command.request.progress)
-            commands = [Sleep(replace(command.request, progress=note)) for note in notes]
-        replies = [engine.submit(one) for engine, one in zip(self._engines, commands, strict=True)]
-        return _gathered(replies, self._slept, may_wait=True)
+    def _sleep(self, request: SleepRequest) -> Future[Reply]:
+        if request.mode is not SleepMode.WAIT or not self._requests:
+            return _gathered(self._send(self._sleeps(request)), self._slept, may_wait=True)
+        # Memory that an engine without requests gave up could not be taken back while the others still serve theirs.
+        pause = Pause(SleepMode.WAIT, request.drain_timeout, before=replace(request, progress=None))
+        replies = self._send(dict.fromkeys(self._loads, pause))
+        drain = self._drain = _Drain()
+        return _gathered(replies, partial(self._drained, request, drain), may_wait=True)
+
+    def _drained(self, request: SleepRequest, drain: _Drain, outcomes: list[Any]) -> SleepReport:
+        """Put the engines to sleep, all of which have paused now; where some have not, let all run on."""
+        paused = [engine for engine, one in enumerate(outcomes) if isinstance(one, SleepReport) and one.changed]
+        if request.level > 0:
+            self._pauses.update(paused)
+        with self._order:
+            drain.is_over = True
+            is_given_up = self._drain is not drain
+        if is_given_up:
+            _checked(outcomes)
+            raise SleepRefused("the sleep that waited for requests was given up", found="none are in progress")
+        try:
+            pause = self._slept(outcomes)
+            if request.level == 0:
+                return pause
+            with self._order:
+                # Requests that were queued since are not to be waited for.
+                replies = self._send(self._sleeps(replace(request, mode=SleepMode.KEEP)))
+            report = self._slept(_outcomes(replies), paused)
+            return replace(report, mode=request.mode.value, seconds=pause.seconds + report.seconds)
+        finally:
+            with self._order:
+                self._drain = None
+
+    def _sleeps(self, request: SleepRequest) -> dict[int, Command]:
+        if request.progress is None:
+            return dict.fromkeys(self._loads, Sleep(request))
+        notes = self._progress(request.progress)
+        return {engine: Sleep(replace(request, progress=note)) for engine, note in enumerate(notes)}
 
     def _progress(self, progress: Callable[[int, int], None]) -> list[Callable[[int, int], None]]:
         """Return for each engine what adds its progress to that of the others, and calls the caller's."""
@@ -338,20 +421,26 @@ class DataParallelLoop(RunningLoop):
 
         return [partial(note, engine) for engine in range(len(known))]
 
-    def _slept(self, outcomes: list[Any]) -> SleepReport:
-        """Return one report of all engines' sleeps; where some failed, wake those that did not, and raise."""
+    def _slept(self, outcomes: list[Any], paused: Collection[int] = ()) -> SleepReport:
+        """Return one report of all engines' sleeps; where some failed, wake those that did not, and raise.
+
+        Args:
+            paused: engines that had paused for this sleep.
+        """
         failures = _failures(outcomes)
         if not failures:
             return slept_over_engines(outcomes)
-        first = next(iter(failures.values()))
+        first = self._death or next(iter(failures.values()))
         slept = {engine: one for engine, one in enumerate(outcomes) if isinstance(one, SleepReport) and one.changed}
-        if any(one.dropped or not one.weights_valid for one in slept.values()):
+        if any(one.dropped or (WEIGHTS in one.tags and not one.weights_valid) for one in slept.values()):
             raise RanksDiverged.of("sleep", failures) from first
-        undone = [
-            self._engines[engine].submit(Wake(one.tags) if one.tags else Resume()) for engine, one in slept.items()
-        ]
+        undoing: dict[int, Command] = dict.fromkeys(paused, Resume())
+        undoing |= {engine: Wake(one.tags) if one.tags else Resume() for engine, one in slept.items()}
+        with self._order:
+            undone = self._send(undoing)
         for one in undone:
-            if one.exception() is not None:
+            # Where an engine died, the others are being ended.
+            if one.exception() is not None and not isinstance(first, EngineDead):
                 raise RanksDiverged.of("take a sleep back", failures) from one.exception()
         raise first
 
@@ -366,10 +455,9 @@ class DataParallelLoop(RunningLoop):
         raise RanksDiverged.of("wake", failures) from first
 
     def _change_weights(self, command: UpdateWeights | ReloadWeights | DeclareWeightsValid) -> Future[Reply]:
-        commands: list[Command] = [command] * len(self._engines)
+        commands: dict[int, Command] = dict.fromkeys(self._loads, command)
         if isinstance(command, UpdateWeights):
-            commands = [UpdateWeights(one) for one in self._shared(command.weights)]
-        replies = [engine.submit(one) for engine, one in zip(self._engines, commands, strict=True)]
+            commands = {engine: UpdateWeights(one) for engine, one in enumerate(self._shared(command.weights))}
 
         def changed(outcomes: list[Any]) -> Any:
             failures = _failures(outcomes)
@@ -380,7 +468,24 @@ class DataParallelLoop(RunningLoop):
                 raise first
             return outcomes[0]
 
-        return _gathered(replies, changed)
+        return _gathered(self._send(commands), changed)
+
+    def _stats(self, outcomes: list[Any]) -> EngineStats:
+        _checked(outcomes)
+        sums = {
+            one.name: sum(getattr(stats, one.name) for stats in outcomes)
+            for one in fields(EngineStats)
+            if one.name not in ("sleep", "adapters")
+        }
+        sleeps = [
+            replace(stats.sleep, sleeps=stats.sleep.sleeps - self._pauses[engine])
+            for engine, stats in enumerate(outcomes)
+        ]
+        return EngineStats(
+            **sums,
+            sleep=totals_over_engines(sleeps),
+            adapters=adapters_over_engines([stats.adapters for stats in outcomes]),
+        )
 
     def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> list[Iterator[tuple[str, Tensor]]]:
         """Return for each engine an iterator over the same tensors, which are read once; an error of theirs is that of all."""
@@ -502,9 +607,8 @@ def _gathered(
     lock, missing = threading.Lock(), len(replies)
 
     def finish() -> None:
-        outcomes = [one.exception() or one.result() for one in replies]
         try:
-            combined.set_result(combine(outcomes))
+            combined.set_result(combine(_outcomes(replies)))
         except BaseException as error:
             combined.set_exception(error)
 
@@ -525,6 +629,11 @@ def _gathered(
     return combined
 
 
+def _outcomes(replies: Sequence[Future[Reply]]) -> list[Any]:
+    """Return the answers or exceptions, when all have come."""
+    return [one.exception() or one.result() for one in replies]
+
+
 def _failures(outcomes: Sequence[Any]) -> dict[int, BaseException]:
     return {engine: one for engine, one in enumerate(outcomes) if isinstance(one, BaseException)}
 
@@ -540,8 +649,11 @@ def _first(outcomes: list[Any]) -> Any:
 
 
 def _any(outcomes: list[Any]) -> bool:
+    # One may have paused already while another still serves what a sleep waits for.
+    if True in outcomes:
+        return True
     _checked(outcomes)
-    return any(outcomes)
+    return False
 
 
 def _joined(outcomes: list[Any]) -> list[Any]:
@@ -549,31 +661,23 @@ def _joined(outcomes: list[Any]) -> list[Any]:
     return list(chain.from_iterable(outcomes))
 
 
-def _stats(outcomes: list[Any]) -> EngineStats:
-    _checked(outcomes)
-    sums = {
-        one.name: sum(getattr(stats, one.name) for stats in outcomes)
-        for one in fields(EngineStats)
-        if one.name not in ("sleep", "adapters")
-    }
-    return EngineStats(
-        **sums,
-        sleep=totals_over_engines([stats.sleep for stats in outcomes]),
-        adapters=adapters_over_engines([stats.adapters for stats in outcomes]),
-    )
-
-
 def _status(outcomes: list[Any]) -> SleepStatus:
     _checked(outcomes)
-    return status_over_engines(outcomes)
+    status = status_over_engines(outcomes)
+    if status.state is EngineState.SLEEPING and any(one.state is EngineState.DRAINING for one in outcomes):
+        # Those that have paused wait for the others.
+        return replace(status, state=EngineState.DRAINING, level=None)
+    return status
 
 
 _COMBINED: Mapping[type, Callable[[list[Any]], Any]] = {
     CheckStep: _any,
-    GetStats: _stats,
     GetStatus: _status,
     StopProfile: _joined,
 }
+
+_CHANGES = (Sleep, Pause, Wake, UpdateWeights, ReloadWeights, DeclareWeightsValid)
+"""Commands that change memory or what is in it."""
 
 
 def _as_ours(error: BaseException | None) -> HardpointError:

@@ -7,12 +7,15 @@ from typing import Any, Protocol, TypeAlias
 
 from tokenizers.decoders import DecodeStream
 
+from hardpoint.models.tokenizer import byte_spelling
 from hardpoint.sampling import RequestOutputKind, SamplingParams
 
 _REPLACEMENT = "\ufffd"
 
 _CONTEXT = 6
 """Tokens before a token that decide how it is written (a leading space, joined bytes); tokenizers look back one or two."""
+_MOST_CONTEXT = 4 * _CONTEXT
+"""The same, where fewer begin within a character's bytes."""
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 
@@ -36,6 +39,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._token_texts: dict[int, str] = {}
+        self._token_bytes: dict[int, bytes] = {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens, as the tokenizer's decoder gives it, without further clean-up of spaces."""
@@ -53,15 +57,50 @@ class Detokenizer:
             text = self._token_texts[token_id] = self.decode([token_id])
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token alone, which may be a part of a character: those of tokens in a row join to their text."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            text = self.token_text(token_id)
+            found = self._part_of_character(token_id) if _REPLACEMENT in text else None
+            self._token_bytes[token_id] = found = text.encode() if found is None else found
+        return found
+
+    def _part_of_character(self, token_id: int) -> bytes | None:
+        """Return the bytes that a vocabulary's spelling of a token stands for; None for one that spells no bytes."""
+        spelled = None if self._backend is None else self._backend.id_to_token(token_id)
+        if spelled is None:
+            return None
+        # Sentencepiece spells a byte in hexadecimal digits, and a byte-level vocabulary each byte as a character.
+        if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):
+            return bytes.fromhex(spelled[3:5])
+        spelling = byte_spelling()
+        return bytes(map(spelling.index, spelled)) if set(spelled) <= set(spelling) else None
+
     def incremental(self, context: Sequence[int], *, skip_special_tokens: bool) -> Callable[[int], str]:
-        """Return a function that takes one token after another and returns the text that each completes, often empty."""
+        """Return a function that takes one token after another and returns the text that each completes, often empty.
+
+        Args:
+            context: tokens before them, of which the last few decide how they are written.
+        """
 
         def decode(token_ids: Sequence[int]) -> str:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-        if self._backend is None:
+        context, text = self.context(context, skip_special_tokens=skip_special_tokens)
+        # The library's decoder takes such a text for one that is not whole yet, and would give it again.
+        if self._backend is None or text.endswith(_REPLACEMENT):
             return _OffsetDecoder(decode, context, len(context)).step
         return _StreamDecoder(self._backend, skip_special_tokens, decode, context).step
+
+    def context(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> tuple[Sequence[int], str]:
+        """Return the last of some tokens, and their text: enough to begin with a whole character, as far as there are."""
+        for count in (_CONTEXT, 2 * _CONTEXT, _MOST_CONTEXT):
+            context = token_ids[-count:]
+            text = self.decode(context, skip_special_tokens=skip_special_tokens) if context else ""
+            if count >= len(token_ids) or _REPLACEMENT not in text:
+                break
+        return context, text
 
 
 class TextStream:
@@ -82,7 +121,7 @@ class TextStream:
         self, detokenizer: Detokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._detokenizer = detokenizer if params.detokenize else None
-        self._context = list(prompt_token_ids[-_CONTEXT:])
+        self._prompt_end = list(prompt_token_ids[-_MOST_CONTEXT:])
         self._skip_special_tokens = params.skip_special_tokens
         self._stops = params.stop_texts
         self._include_stop = params.include_stop_str_in_output
@@ -94,7 +133,7 @@ class TextStream:
         lazy = params.output_kind is RequestOutputKind.FINAL_ONLY and not self._stops
         self._step: Callable[[int], str] | None = None
         if self._detokenizer is not None and not lazy:
-            self._step = self._detokenizer.incremental(self._context, skip_special_tokens=self._skip_special_tokens)
+            self._step = self._detokenizer.incremental(self._prompt_end, skip_special_tokens=self._skip_special_tokens)
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
         """Add the next token.
@@ -141,8 +180,8 @@ class TextStream:
 
     def _whole_text(self, detokenizer: Detokenizer) -> str:
         skip = self._skip_special_tokens
-        before = detokenizer.decode(self._context, skip_special_tokens=skip) if self._context else ""
-        return detokenizer.decode([*self._context, *self._token_ids], skip_special_tokens=skip)[len(before) :]
+        context, before = detokenizer.context(self._prompt_end, skip_special_tokens=skip)
+        return _after(before, detokenizer.decode([*context, *self._token_ids], skip_special_tokens=skip))
 
     def _cut_at_stop(self) -> str | None:
         """Look for stops that end after `_search_from`; cut the text at the one complete first."""
@@ -210,14 +249,21 @@ class _OffsetDecoder:
     def __init__(self, decode: Decode, token_ids: Sequence[int], shown: int) -> None:
         self._decode = decode
         self._ids = list(token_ids)
-        self._prefix = max(0, shown - _CONTEXT)
+        self._prefix = max(0, shown - _MOST_CONTEXT)
         self._shown = shown
 
     def step(self, token_id: int) -> str:
         self._ids.append(token_id)
         before = self._decode(self._ids[self._prefix : self._shown])
         text = self._decode(self._ids[self._prefix :])
-        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
+        new = _after(before, text)
+        if not new or text.endswith(_REPLACEMENT):
             return ""
         self._prefix, self._shown = self._shown, len(self._ids)
-        return text[len(before) :]
+        return new
+
+
+def _after(before: str, text: str) -> str:
+    """Return what a text has beyond the one before, at whose end a character may have been incomplete."""
+    known = before if text.startswith(before) else before.rstrip(_REPLACEMENT)
+    return text[len(known) :]

@@ -324,10 +324,16 @@ class RequestMaker:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of tokens; raises InvalidRequest without a tokenizer, TokenOutOfRange."""
+        detokenizer = self.detokenizer
+        self.process.check_ids(token_ids)
+        return detokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        """Makes text of tokens; raises InvalidRequest without a tokenizer."""
         if self._detokenizer is None:
             raise InvalidRequest("the engine has no tokenizer", hint="Make it with a tokenizer")
-        self.process.check_ids(token_ids)
-        return self._detokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._detokenizer
 
 
 def pause_command(mode: str, drain_timeout: float | None) -> Pause:

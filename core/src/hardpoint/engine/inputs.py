@@ -21,13 +21,16 @@ from hardpoint.interfaces.errors import (
     PromptTooLong,
     TokenOutOfRange,
 )
-from hardpoint.models import panics_as_errors, write_chat
+from hardpoint.models import LightTokenizer, panics_as_errors, write_chat
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
-from hardpoint.validation import INT32_MAX, Int64, NonNegativeInt, Validated, shown
+from hardpoint.validation import INT32_MAX, Int64, NonNegativeInt, Seconds, Validated, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+_LONG = 16
+"""Characters for each token of the context, from which a text is looked at before it is tokenized."""
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt"
 """A text, token ids, what `PromptProcessor` made of them, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds` (and
@@ -184,6 +187,7 @@ class PromptProcessor:
                 if keys.prompt_embeds is not None:
                     token_ids, embedded = self._need_embeds().prompt(keys.prompt_embeds)
                 elif keys.prompt is not None:
+                    self._check_length(keys.prompt, truncate)
                     token_ids = self.encode(keys.prompt)
                 else:
                     token_ids = list(keys.prompt_token_ids or ())
@@ -195,8 +199,21 @@ class PromptProcessor:
         self, text: str, *, add_special_tokens: bool = True, reserve: int = 1, truncate: int | None = None
     ) -> TokenizedPrompt:
         """Return a text as a prompt, with or without the tokens that the model's publisher adds; errors as for a call."""
+        self._check_length(text, truncate)
         token_ids = self.encode(text, add_special_tokens=add_special_tokens)
         return self._checked(TokenizedPrompt(text, token_ids), reserve, truncate)
+
+    def _check_length(self, text: str, truncate: int | None) -> None:
+        """Raise PromptTooLong for a text that no tokens of the context can stand for, before it is tokenized, which takes long."""
+        if truncate is not None or len(text) <= _LONG * self._max_model_len:
+            return
+        most = self._tokenizer.most_characters if isinstance(self._tokenizer, LightTokenizer) else None
+        if most is not None and len(text) > most * self._max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters",
+                found=f"the context is {self._max_model_len} tokens, each of which stands for at most {most} characters",
+                hint="Shorten the prompt, or raise max_model_len if the model allows it",
+            )
 
     def _checked(self, prompt: TokenizedPrompt, reserve: int, truncate: int | None) -> TokenizedPrompt:
         if truncate == 0:
@@ -293,6 +310,7 @@ class PromptProcessor:
             variables=variables,
         )
         if not pictures:
+            self._check_length(text, truncate)
             return self._checked(TokenizedPrompt(text, self.encode(text, add_special_tokens=False)), 1, truncate)
         return self._checked(self._with_pictures(text, pictures, add_special_tokens=False), 1, truncate)
 
@@ -401,6 +419,15 @@ class RequestArguments(Validated):
 
     request_id: str
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout(Validated):
+    """Within how many seconds a request must be done; None for no limit. Raises InvalidRequest."""
+
+    _error = InvalidRequest
+
+    seconds: Seconds | None
 
 
 def check_params(params: object, kind: type[SamplingParams] | type[PoolingParams] | type[BeamSearchParams]) -> None:

@@ -105,22 +105,23 @@ def _too_small(profile: MemoryProfile, model: ModelInfo, num_blocks: int, fits: 
     """Return what is said where the KV cache of one request needs `num_blocks`, and there is room for one of `fits` tokens."""
     needed = num_blocks * model.block_bytes
     enough = math.ceil(1000 * (profile.utilization + (needed - profile.kv_bytes) / profile.total)) / 1000
-    ways = [f"lower max_model_len (at most {fits} fits)"] if fits else []
-    ways += ["lower max_num_batched_tokens or max_num_seqs"] if profile.peak > profile.current else []
-    ways += [
+    others = [f"lower max_model_len (at most {fits} fits)"] if fits else []
+    others += ["lower max_num_batched_tokens or max_num_seqs"] if profile.peak > profile.current else []
+    last = (
         f"raise memory_utilization to {enough} or more"
         if enough <= 1
         else "choose a smaller or quantised checkpoint or more ranks, or free memory of the device"
-    ]
+    )
     left = f"{profile.kv_bytes} bytes are left" if profile.kv_bytes > 0 else f"{-profile.kv_bytes} bytes are missing"
-    hint = ", or ".join(ways)
-    return KVCacheTooSmall(
+    return KVCacheTooSmall.of(
         f"one request of {model.max_model_len} tokens needs {needed} bytes of KV cache, beside {model.weight_bytes} bytes of weights",
-        found=(
+        (
             f"{left} of {profile.total} at a memory utilisation of {profile.utilization} ({profile.used} in use,"
             f" {profile.peak - profile.current} for the largest step, {profile.graphs} for captured decodes)"
         ),
-        hint=hint[0].upper() + hint[1:],
+        others,
+        last,
+        enough if enough <= 1 else None,
     )
 
 

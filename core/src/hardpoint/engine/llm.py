@@ -41,7 +41,7 @@ from hardpoint.engine.pooling import cosine_score, for_use, text_pairs
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import Recipient
 from hardpoint.engine.sleep import SleepParticipant, SleepReport, SleepStatus, WakeReport
-from hardpoint.interfaces.errors import InvalidRequest
+from hardpoint.interfaces.errors import InboxFull, InvalidRequest
 from hardpoint.sampling import BeamSearchParams, PoolingParams, PoolingUse, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -468,8 +468,15 @@ class LLM:
 
         recipient = Recipient(take, failures.append)
         try:
-            for taken in [submit(index, request_id, recipient) for index, request_id in enumerate(ids)]:
-                taken.result()
+            taken: list[Future[None]] = []
+            for index, request_id in enumerate(ids):
+                try:
+                    taken.append(submit(index, request_id, recipient))
+                except InboxFull:
+                    # It has room once the engine has taken these.
+                    _await_all(taken)
+                    taken.append(submit(index, request_id, recipient))
+            _await_all(taken)
             # The rates that it shows are asked of the engine.
             is_shown = use_tqdm and sys.stderr.isatty()
             bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if is_shown else nullcontext()
@@ -497,3 +504,10 @@ class LLM:
 
     def _next_id(self) -> str:
         return f"offline-{next(self._request_ids)}"
+
+
+def _await_all(taken: list[Future[None]]) -> None:
+    """Wait until the engine has taken these requests, and forget them; raises what refuses one."""
+    for one in taken:
+        one.result()
+    taken.clear()

@@ -252,15 +252,17 @@ class LLMEngine:
 
         Raises the first failure, InvalidRequest where another thread aborted one, and as `step`.
         """
-        shown = 0
+        shown = ended = 0
         while len(done) < len(request_ids):
             _stop_at_exit()
             with DeferredInterrupts(), self._lock:
                 if failures:
                     raise failures[0]
-                if len(done) == len(request_ids):
+                if len(done) >= len(request_ids):  # of one that is streamed, another thread may have filled in several
                     return
-                if not any(one in self._requests for one in request_ids):
+                while ended < len(request_ids) and request_ids[ended] not in self._requests:
+                    ended += 1
+                if ended == len(request_ids):
                     raise InvalidRequest("the requests were aborted", hint="Another thread ended them")
                 self._check_alive()
                 self._apply(self._loop.events())

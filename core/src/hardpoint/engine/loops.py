@@ -27,7 +27,7 @@ from hardpoint.engine.commands import (
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.info import EngineInfo
-from hardpoint.engine.sleep import SleepMode
+from hardpoint.engine.sleep import SleepMode, SleepRequest
 from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
 from hardpoint.interfaces.errors import EngineDead, InboxFull
 from hardpoint.interfaces.worker import ModelInfo
@@ -149,7 +149,7 @@ class InlineLoop(Loop):
         self.core = EngineCore(config)
         self.info, self.model = self.core.info, self.core.model
         self._nested = 0
-        """Commands and steps under way: a caller's function, such as the tensors of an update, may call the engine in their midst."""
+        """Commands and steps under way: a caller's function, such as a logits processor, may call the engine in their midst."""
 
     def submit(self, command: Command) -> Future[Reply]:
         """Do a command; one that takes steps is done by `events`."""
@@ -247,8 +247,9 @@ class RunningLoop(Loop):
             raise
 
     def give_up(self, command: Command) -> None:
-        """Nobody waits for the answer to a command any more: a sleep need not wait for requests."""
-        if isinstance(command, Sleep) and command.request.mode is SleepMode.WAIT:
+        """Nobody waits for the answer to a command any more: a sleep or pause need not wait for requests. Returns at once."""
+        asked = command.request if isinstance(command, Sleep) else command
+        if isinstance(asked, SleepRequest | Pause) and asked.mode is SleepMode.WAIT:
             with contextlib.suppress(EngineDead):
                 self.submit(Resume())
 

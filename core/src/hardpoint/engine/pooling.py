@@ -159,11 +159,12 @@ def text_pairs(data_1: Any, data_2: Any) -> tuple[list[str], list[str]]:
 def cosine_score(
     one: PoolingRequestOutput[PoolingOutput], other: PoolingRequestOutput[PoolingOutput], separator: Sequence[int]
 ) -> ScoringRequestOutput:
-    """Return the cosine of two embeddings; the tokens are those of both, with `separator` between them."""
+    """Return the cosine of two embeddings, in [-1, 1]; the tokens are those of both, with `separator` between them."""
     a, b = one.outputs.data, other.outputs.data
     cosine = np.empty(0, np.float32)
     if a.size and b.size:
         cosine = np.atleast_1d(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12))
+        cosine = cosine.clip(-1, 1)  # rounding may take it beyond
     joined = PoolingRequestOutput(
         f"{one.request_id}_{other.request_id}",
         PoolingOutput(cosine),

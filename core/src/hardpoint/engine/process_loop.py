@@ -113,6 +113,8 @@ class _Pending(Future[Any]):
 
     def __init__(self, call: int, command: Command | None, kind: Any, *, is_awaited: bool) -> None:
         super().__init__()
+        # The engine does it, whether anybody still waits for the answer or not.
+        self.set_running_or_notify_cancel()
         self.call, self.command, self.kind = call, command, kind
         self.callbacks: queue.SimpleQueue[Frame | None] | None = queue.SimpleQueue() if is_awaited else None
         self.asked: Frame | None = None
@@ -280,7 +282,7 @@ class EngineProcess:
         for one in pending:
             if isinstance(one.command, ShutDown):
                 one.set_result(None)
-            elif one.set_running_or_notify_cancel():
+            else:
                 one.set_exception(self._death)
         self._deliver([Died(self._death)])
 
@@ -316,8 +318,6 @@ class EngineProcess:
     def _answer(self, frame: Frame) -> None:
         with self._lock:
             pending = self._pending.pop(frame.call)
-        if not pending.set_running_or_notify_cancel():
-            return
         if frame.kind == Kind.RESULT:
             pending.set_result(decode(frame.payload, pending.kind))
             return

@@ -310,6 +310,7 @@ class RequestTable:
         self._note = note
         self._by_id: dict[str, AnyRequest] = {}
         self._by_key: dict[int, AnyRequest] = {}
+        self._first_seq_ids: dict[int, int] = {}
         self._wholes: dict[int, PoolingRequest | BeamRequest] = {}
         self._completions: dict[int, tuple[Request, Completion]] = {}
         self._streaming: dict[int, tuple[Request, Completion]] = {}
@@ -344,13 +345,20 @@ class RequestTable:
         if request is None:
             return None
         del self._by_key[request.key]
-        if not isinstance(request, Request):
-            self._wholes = {s: one for s, one in self._wholes.items() if one is not request}
-        else:
-            for seq_id in [s for s, (one, _) in self._completions.items() if one is request]:
-                del self._completions[seq_id]
+        first = self._first_seq_ids.pop(request.key, None)
+        if first is not None:
+            self._wholes.pop(first, None)
+            for seq_id in range(first, first + len(request.completions) if isinstance(request, Request) else first):
+                self._completions.pop(seq_id, None)
                 self._streaming.pop(seq_id, None)
         return request.key
+
+    def discard(self, request: AnyRequest) -> bool:
+        """Forget this very request, and not another that has its id now; returns whether it was in progress."""
+        is_here = self._by_key.get(request.key) is request
+        if is_here:
+            self.remove(request.request_id)
+        return is_here
 
     def abort(self, request_id: str) -> int | None:
         """End a request with what its client knows of it; returns its key, None where it is not in progress."""
@@ -381,6 +389,8 @@ class RequestTable:
 
     def _added(self, event: Added) -> None:
         request = self._by_key.get(event.key)
+        if request is not None:
+            self._first_seq_ids[request.key] = event.first_seq_id
         if isinstance(request, (PoolingRequest, BeamRequest)):
             self._wholes[event.first_seq_id] = request
         elif request is not None:

@@ -25,6 +25,7 @@ from hardpoint.interfaces.errors import (
     EngineDead,
     ForkedProcess,
     MalformedMessage,
+    MemoryBusy,
     NothingToCollect,
     OutputFailed,
     RankFailed,
@@ -76,7 +77,7 @@ class RemoteExecutor(Executor):
     def __init__(self, transport: Transport) -> None:
         self._transport, self._limits = transport, transport.limits
         self._pid = os.getpid()
-        self._is_shut_down = False
+        self._is_shut_down = self._is_streaming = False
         self._steps = StepEncoder()
         self._depth = 0
         self._last_call = 0
@@ -198,6 +199,7 @@ class RemoteExecutor(Executor):
     def _stream(self, round: _Round, weights: Iterable[Any], deadline: Deadline) -> BaseException | None:
         """Send tensors to all ranks until there are no more or a rank has failed; returns what the iterator raised."""
         kind, message, raised = Kind.WEIGHTS_END, encode(None), None
+        self._is_streaming = True
         try:
             for item in weights:
                 self._send(self._all, Kind.WEIGHT, round.call, encode_weight(item), deadline)
@@ -209,6 +211,8 @@ class RemoteExecutor(Executor):
         except BaseException as error:
             self._transport.check()
             kind, message, raised = Kind.WEIGHTS_FAILED, encode(describe(error)), error
+        finally:
+            self._is_streaming = False
         self._send(self._all, kind, round.call, message, deadline)
         return raised
 
@@ -306,11 +310,18 @@ class RemoteExecutor(Executor):
     # Failures
 
     def _check(self) -> None:
-        """Raise ForkedProcess, EngineDead or RankFailed where the ranks cannot be called from here any more."""
+        """Raise ForkedProcess, EngineDead or RankFailed where the ranks cannot be called from here any more, MemoryBusy where not now."""
         if os.getpid() != self._pid:
             raise ForkedProcess("the ranks belong to the process that started them", hint="Make an engine in this one")
         if self._is_shut_down:
             raise EngineDead("the ranks were shut down", hint="Make a new engine")
+        if self._is_streaming:
+            # The iterator of the tensors calls: to the ranks, any frame but the next tensor is the end of them.
+            raise MemoryBusy(
+                "the ranks cannot be called",
+                found="they wait for the tensors of an update",
+                hint="Do it when that call has returned",
+            )
         self._transport.check()
 
     def _end_ranks(self, error: BaseException) -> None:

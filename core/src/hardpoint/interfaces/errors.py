@@ -267,7 +267,25 @@ class SleepRefused(MemoryFault, ValueError):
 
 
 class KVCacheTooSmall(MemoryFault, ValueError):
-    """The memory left for the KV cache does not hold one block, or not one request of the context length."""
+    """The memory left for the KV cache does not hold one block, or not one request of the context length.
+
+    Attributes:
+        enough: the share of the device's memory that would hold it; None where all of it would not.
+        others: what can be done instead of giving it that much.
+    """
+
+    enough: float | None = None
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, problem: str, found: str | None, others: Sequence[str], last: str, enough: float | None
+    ) -> KVCacheTooSmall:
+        """Return the error whose hint is all of `others`, or else `last`, which gives it enough where that is possible."""
+        hint = ", or ".join([*others, last])
+        error = cls(problem, found=found, hint=hint[0].upper() + hint[1:])
+        error.enough, error.others = enough, tuple(others)
+        return error
 
 
 # Engine

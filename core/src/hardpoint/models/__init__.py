@@ -14,7 +14,7 @@ from hardpoint.models.pictures import PictureProcessor, as_picture, picture_proc
 from hardpoint.models.pooling import LabelActivation, PoolingDefaults
 from hardpoint.models.registry import ARCHITECTURES, converted
 from hardpoint.models.source import DEMO, LOAD_FORMATS, ModelFormat, ModelSource, open_model
-from hardpoint.models.tokenizer import TokenizerBackend, load_tokenizer, panics_as_errors, write_chat
+from hardpoint.models.tokenizer import LightTokenizer, TokenizerBackend, load_tokenizer, panics_as_errors, write_chat
 from hardpoint.weights.adapters import Adapter, read_adapter
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Adapter",
     "CapturableModel",
     "LabelActivation",
+    "LightTokenizer",
     "ModelFormat",
     "ModelSource",
     "ParallelRank",

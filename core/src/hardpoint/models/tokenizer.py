@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.source import ModelSource, open_model
+from hardpoint.models.token_length import most_characters
 from hardpoint.validation import Validated, shown
 from hardpoint.weights.gguf_file import GGUFFile, read_gguf
 
@@ -45,13 +46,25 @@ logger = logging.getLogger(__name__)
 
 # Vocabularies whose merges were learned with every digit apart (llama.cpp, src/llama-vocab.cpp).
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+# Those for which a file without the flag means that texts begin with BOS, and a word that is a token is not merged (the same source).
+_LLAMA3_LIKE = frozenset(
+    ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"]
+)
+_BEGINS_WITH_BOS = _LLAMA3_LIKE | {"chameleon"}
+_IGNORES_MERGES = _LLAMA3_LIKE | {"minicpm5", "youtu", "granite-embed-multi-97m"}
 _GPT2_SPLIT = frozenset({None, "default", "gpt-2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling"})
 _VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that take a tokenizer.json as it is."""
-_CHANGES_BACKEND = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "extra_special_tokens")
-"""Settings by which they do not, or may not."""
+_CHANGES_BACKEND = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map")
+"""Settings by which they do not, or may not, whatever they are."""
+_CHANGES_WHERE_SET = ("extra_special_tokens", "fix_mistral_regex", "split_special_tokens")
+"""The same, unless they are false or empty."""
+_LONG_TEXT = 10_000
+"""Characters, which take about 2 ms."""
+_SPACE = "\t"
+"""What templates put behind no text of their own."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens in a GGUF file (llama.cpp, llama_token_type)."""
 
@@ -83,9 +96,20 @@ class LightTokenizer:
         self.chat_template = chat_template
         self._load = load
 
+    @cached_property
+    def most_characters(self) -> int | None:
+        """The most characters of text that one token stands for; None where that is not known for sure."""
+        return most_characters(self.backend_tokenizer)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids."""
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        backend = self.backend_tokenizer
+        if len(text) < _LONG_TEXT:
+            encoded = backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # The library lets other threads run only while it encodes a batch.
+            (encoded,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Any, **options: Any) -> Any:
@@ -142,14 +166,30 @@ def write_chat(
         name: list(map(str, token)) if isinstance(token, list) else str(token)
         for name, token in tokenizer.special_tokens_map.items()
     }
-    mark = ""
-    if continue_final_message:
-        mark = secrets.token_hex(16)
-        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1].get('content') or ''}{mark}"}]
+    if not continue_final_message:
+        return render(text, messages, tools, variables, add_generation_prompt=add_generation_prompt, **special)
+    mark = secrets.token_hex(16)
+    content, end = _marked(messages[-1].get("content"), mark)
+    messages = [*messages[:-1], {**messages[-1], "content": content}]
     made = render(text, messages, tools, variables, add_generation_prompt=add_generation_prompt, **special)
-    if mark and mark not in made:
+    if mark not in made:
         raise ValueError("the template leaves the last message out, so that it cannot be continued")
-    return made[: made.rindex(mark)] if mark else made
+    begun, _, rest = made.rpartition(mark)
+    # A template that takes the space around texts away did not see that this one has some before the mark.
+    return begun if rest.startswith(_SPACE) else begun.removesuffix(end[len(end.rstrip()) :])
+
+
+def _marked(content: Any, mark: str) -> tuple[Any, str]:
+    """Return a message's content with a mark and some space behind its text, and the text; of parts, it is the last one's."""
+    if not isinstance(content, (list, tuple)):
+        text = str(content or "")
+        return f"{text}{mark}{_SPACE}", text
+    of_texts = [number for number, part in enumerate(content) if isinstance(part, Mapping) and "text" in part]
+    if not of_texts:
+        raise ValueError("the last message has no text that can be continued")
+    number = of_texts[-1]
+    marked, text = _marked(content[number]["text"], mark)
+    return [*content[:number], {**content[number], "text": marked}, *content[number + 1 :]], text
 
 
 @dataclass(frozen=True)
@@ -232,9 +272,13 @@ def _light_from_folder(folder: Path) -> LightTokenizer | None:
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     try:
         given = json.loads(settings.read_text(encoding="utf-8"))
-        if given.get("tokenizer_class") not in _PLAIN_CLASSES or any(
-            given.get(key) is not None for key in _CHANGES_BACKEND
-        ):
+        numbered: dict[str, int] = {}
+        if "added_tokens_decoder" not in given:
+            # Older folders say in files of their own what else is of the vocabulary.
+            given |= _read_beside(folder / "special_tokens_map.json")
+            numbered = _read_beside(folder / "added_tokens.json")
+        changes = any(given.get(key) is not None for key in _CHANGES_BACKEND)
+        if given.get("tokenizer_class") not in _PLAIN_CLASSES or changes or any(map(given.get, _CHANGES_WHERE_SET)):
             return None
         template = given.get("chat_template")
         beside = folder / "chat_template.jinja"
@@ -244,12 +288,15 @@ def _light_from_folder(folder: Path) -> LightTokenizer | None:
             return None
         with panics_as_errors():
             backend = Tokenizer.from_file(str(file))
-        named = [given.get(name) for name in _SPECIAL_TOKENS]
-        if any(not _is_added(backend, token) for token in named if token is not None):
+        added = backend.get_added_tokens_decoder()
+        special = {token.content for token in added.values() if token.special}
+        if not special.issuperset(_named_tokens(given)):
             return None
-        added = {str(index): token for index, token in backend.get_added_tokens_decoder().items()}
-        listed = given.get("added_tokens_decoder") or {}
-        if any(index not in added or added[index].content != token["content"] for index, token in listed.items()):
+        listed = {int(index): AddedToken(**token) for index, token in (given.get("added_tokens_decoder") or {}).items()}
+        # Their representations tell how they take the space around them.
+        if any(index not in added or repr(added[index]) != repr(token) for index, token in listed.items()):
+            return None
+        if any(index not in added or added[index].content != text for text, index in numbered.items()):
             return None
     except Exception:  # whatever is wrong with the files, transformers says it
         return None
@@ -258,10 +305,17 @@ def _light_from_folder(folder: Path) -> LightTokenizer | None:
     return LightTokenizer(backend, template, partial(_from_folder, folder))
 
 
-def _is_added(backend: Tokenizer, token: object) -> bool:
-    """Whether a special token's name stands for one that the file adds itself."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return any(added.content == text and added.special for added in backend.get_added_tokens_decoder().values())
+def _read_beside(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the special tokens that settings name; transformers adds those that a vocabulary does not have."""
+    own = (value for name, value in settings.items() if name.endswith("_token") and isinstance(value, (str, dict)))
+    listed = settings.get("additional_special_tokens") or ()
+    of_model = settings.get("model_specific_special_tokens") or {}
+    for token in (*own, *listed, *of_model.values()):
+        yield token["content"] if isinstance(token, dict) else token
 
 
 def _light_from_gguf(file: GGUFFile) -> LightTokenizer | None:
@@ -275,7 +329,7 @@ def _light_from_gguf(file: GGUFFile) -> LightTokenizer | None:
     if described.get("tokenizer_type") != "gpt2" or not known or tokens is None or merges is None:
         return None
     special = {name: token for name, token in _special_tokens(file, described).items() if name in _SPECIAL_TOKENS}
-    spelling = _byte_spelling()
+    spelling = byte_spelling()
     alphabet = frozenset(spelling)
     vocabulary = {
         token if alphabet.issuperset(token) else "".join(spelling[byte] for byte in token.encode()): index
@@ -319,7 +373,7 @@ def _add_ends(backend: Tokenizer, file: GGUFFile, special: Mapping[str, str | No
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=named)
 
 
-def _byte_spelling() -> list[str]:
+def byte_spelling() -> list[str]:
     """Return the printable character that stands for each byte in a byte-level vocabulary (GPT-2's encoder.py)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
@@ -388,6 +442,12 @@ def _from_gguf(file: GGUFFile) -> Any:
     ):
         logger.warning("%s splits text by the unknown rule %r; GPT-2's is used instead", file.path.name, kind)
     _split_digits(backend, kind)
+    if described.get("tokenizer_type") == "gpt2" and kind in _IGNORES_MERGES:
+        backend.model.ignore_merges = True
+    # Gemma's never has one, and its files say so too.
+    if described.get("add_prefix_space") is False and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=_chat_template(file),
@@ -405,8 +465,10 @@ def _split_digits(backend: Any, kind: str | None) -> None:
 
 def _special_tokens(file: GGUFFile, described: dict[str, Any]) -> dict[str, Any]:
     tokens: list[str] = described["tokens"]
-    # Files without the flag are older; llama.cpp then begins text of a sentencepiece vocabulary with BOS.
-    begins = file.metadata.get("tokenizer.ggml.add_bos_token", described.get("tokenizer_type") == "llama")
+    # Files without the flag are older, or of vocabularies that llama.cpp knows to begin with BOS.
+    kind = described.get("tokenizer_type")
+    known = kind == "llama" or (kind == "gpt2" and described.get("pre_tokenizer_type") in _BEGINS_WITH_BOS)
+    begins = file.metadata.get("tokenizer.ggml.add_bos_token", known)
     options: dict[str, Any] = {
         "add_bos_token": bool(begins),
         "add_eos_token": bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),

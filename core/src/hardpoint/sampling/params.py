@@ -166,7 +166,7 @@ class SamplingParams(Validated):
         top_p: the smallest set of most probable tokens whose mass reaches top_p (Holtzman et al., 2020).
         top_k: the k most probable tokens, exactly k, the lower ids first among equals; 0 or -1 for all.
         min_p: tokens at least min_p times as probable as the most probable one.
-        seed: of the request's own random stream; the same seed gives the same tokens in any batch. None for the engine's choice.
+        seed: of the request's own random stream; the same seed gives the same tokens in any batch. None or -1 for the engine's choice.
         stop: texts at which the completion ends; the text is cut before them.
         stop_token_ids: tokens at which the completion ends.
         include_stop_str_in_output: cut after the stop text (and show the stop token) instead of before.
@@ -240,6 +240,8 @@ class SamplingParams(Validated):
     def __post_init__(self) -> None:
         if isinstance(self.top_k, int) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if isinstance(self.seed, int) and self.seed == -1:
+            object.__setattr__(self, "seed", None)
         self._check_types()
         for name in ("stop", "bad_words", "stop_token_ids", "logits_processors"):
             if getattr(self, name) is None:

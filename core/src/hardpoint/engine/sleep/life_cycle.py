@@ -80,6 +80,7 @@ class LifeCycle:
         self._slept: dict[str, SleepPlan] = {}
         self._missing: frozenset[str] = frozenset()
         self._in_flight: EngineState | None = None
+        self._is_writing = False
         self._failure: str | None = None
         self.death: EngineDead | None = None
 
@@ -111,10 +112,14 @@ class LifeCycle:
 
     def _memory(self) -> dict[str, TagMemory]:
         """Return where the bytes of each tag are."""
+        self._read_first()
+        return {tag: self._tag_memory(tag) for tag in sorted(self._known_tags())}
+
+    def _read_first(self) -> None:
+        """Have the workers say what memory there is, where they have not said it yet."""
         if not self._last_status and self.state is EngineState.RUNNING:
             with suppress(HardpointError):
                 self._last_status = self._executor.call("status")
-        return {tag: self._tag_memory(tag) for tag in sorted(self._known_tags())}
 
     def _tag_memory(self, tag: str) -> TagMemory:
         books = [status.memory.tags[tag] for status in self._last_status if tag in status.memory.tags]
@@ -139,24 +144,31 @@ class LifeCycle:
     @property
     def can_step(self) -> bool:
         """Whether a step can be computed."""
-        return self.state in (EngineState.RUNNING, EngineState.DRAINING)
+        return self.state in (EngineState.RUNNING, EngineState.DRAINING) and not self._is_writing
 
     def check_step(self) -> None:
-        """Raise EngineAsleep, WeightsMissing or EngineDead unless a step can be computed."""
+        """Raise EngineAsleep, WeightsMissing, MemoryBusy or EngineDead unless a step can be computed."""
+        self.check_not_writing("a step cannot be computed")
         if not self.can_step:
             raise self._refusal(self.state, "a step cannot be computed")
 
     def check_admission(self, queued: int, limit: int) -> None:
-        """Raise EngineAsleep, WeightsMissing or EngineDead unless the engine runs, or may queue one more request.
+        """Raise EngineAsleep, WeightsMissing, MemoryBusy or EngineDead unless the engine runs, or may queue one more request.
 
         Args:
             queued: requests queued since the engine stopped.
             limit: most of them; 0 where requests are rejected.
         """
+        self.check_not_writing("a new request cannot be taken")
         state = self.state
         if state is EngineState.RUNNING or (queued < limit and state is not EngineState.FAILED):
             return
         raise self._refusal(state, "a new request cannot be taken", f"{queued} requests are queued" if limit else None)
+
+    def check_not_writing(self, problem: str) -> None:
+        """Raise MemoryBusy in the midst of a change of weights: half of them are the old ones, and their memory is written to."""
+        if self._is_writing:
+            raise MemoryBusy(problem, found="the weights are being written", hint="Do it when that call has returned")
 
     def _refusal(self, state: EngineState, problem: str, queue: str | None = None) -> HardpointError:
         if self.death is not None:
@@ -177,8 +189,10 @@ class LifeCycle:
                 hint="Call reload_weights(), update_weights() with all of them, or declare_weights_valid()",
             )
         asleep = f"the engine is {state.value}" + (f", with {_listed(self._asleep)} asleep" if self._asleep else "")
+        # A sleep that waits is given up; memory that it has not taken yet needs no wake.
+        way = "resume" if state is EngineState.DRAINING else "wake_up"
         return EngineAsleep(
-            problem, found=asleep if queue is None else f"{asleep}; {queue}", hint="Call wake_up() first"
+            problem, found=asleep if queue is None else f"{asleep}; {queue}", hint=f"Call {way}() first"
         )
 
     def register(self, participant: SleepParticipant) -> None:
@@ -186,6 +200,10 @@ class LifeCycle:
         self.participants.register(participant)
 
     # Sleep
+
+    def check_sleep(self, request: SleepRequest) -> None:
+        """Raise SleepRefused, UnknownTag, CapabilityRefused, MemoryBusy or EngineDead unless a sleep is possible now."""
+        self._plan(request)
 
     def begin_drain(self, request: SleepRequest) -> None:
         """Serve the requests in progress to their end and take no new ones, until `end_drain`: a sleep waits for them.
@@ -436,18 +454,24 @@ class LifeCycle:
     ) -> int:
         """Have the workers write weights; see `Worker.write_weights`. What was computed with the old ones is void.
 
+        Until it returns, whatever computes or changes memory is refused with MemoryBusy: the weights' iterator may call the engine.
+
         Raises EngineDead in the state FAILED, and what the worker raises; a write that breaks off makes the state WEIGHTS_MISSING.
         """
         self._check_not_busy()
         self._check_not_failed("the weights cannot be written")
+        # Its iterator may ask for it, and the workers say nothing then.
+        self._read_first()
         # After an interrupt, ranks elsewhere may have written what they were given, all of it even.
         changed = True
+        self._is_writing = True
         try:
             results: list[int] = self._executor.call("write_weights", write, weights, model)
         except Exception:
             changed = False
             raise
         finally:
+            self._is_writing = False
             self._read_books()
             if changed or self._missing:
                 self._scheduler.recompute_all(swapped=True)
@@ -456,6 +480,7 @@ class LifeCycle:
     # Common
 
     def _check_not_busy(self) -> None:
+        self.check_not_writing("the engine's memory cannot be changed")
         if self._in_flight is not None:
             raise MemoryBusy(
                 "the engine's memory cannot be changed from within a sleep or wake",

@@ -51,7 +51,7 @@ class SleepStatus:
     """An engine's state in full.
 
     Attributes:
-        level: of the sleep; None while the engine is awake.
+        level: the deepest that was asked for since the engine was awake, of whatever tags; None while it is awake.
         asleep: tags with memory that is asleep.
         weights_valid: the weights, awake or preserved, are those of the model.
         missing_weights: how many of the checkpoint's tensors have no valid values.
@@ -76,7 +76,8 @@ class SleepReport:
 
     Attributes:
         changed: False where everything that was asked for was so already.
-        level, tier: as they were used; no tier for level 0.
+        level: of the engine after it; see SleepStatus.
+        tier: as it was used; None for level 0.
         tags: memory that this call put to sleep.
         dropped: tags that were asleep already and whose preserved bytes this call gave up.
         asleep: all tags that are asleep after it.
