@@ -231,6 +231,12 @@ def test_a_signal_while_models_are_loaded(device: str, tmp_path: Path, number: s
         (["demo", "--port", "{used}"], ExitCode.FAILED, "cannot listen at 127.0.0.1:{used}"),
         (["demo", "--port", "70000"], ExitCode.FAILED, "cannot listen at 127.0.0.1:70000"),
         (["demo", "--control-socket", "/no/folder/control"], ExitCode.FAILED, "cannot listen at '/no/folder/control'"),
+        (["demo", "--device-memory", "1"], ExitCode.FAILED, "raise --device-memory to "),
+        (
+            ["demo", "--device-memory", "1", "--memory-utilization", "0.000001"],
+            ExitCode.FAILED,
+            "raise memory_utilization to 0.",
+        ),
         (["demo", "--replicas", "2"], ExitCode.FAILED, "replicas run on a Ray cluster"),
         (["demo", "--replicas", "2", "--executor", "ray"], ExitCode.FAILED, "Ray cannot be imported"),
         (["demo", "other", "--replicas", "2", "--executor", "ray"], ExitCode.FAILED, "replicas are of one model"),

@@ -89,7 +89,7 @@ def test_weights_by_upload_shared_memory_and_path(start: Any) -> None:
         finally:
             memory.unlink()
         assert tokens() == changed
-        assert code(update(shared_memory=memory.name)) == (400, "invalid_weights")
+        assert code(update(shared_memory=memory.name)) == (400, "invalid_model")
         assert update(file=f"{first.path}/model.safetensors").json()["state"] == "succeeded"
         assert tokens() == before
         for wrong_place in (

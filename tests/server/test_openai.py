@@ -116,7 +116,66 @@ def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI, n: int) ->
         assert choice.logprobs is not None
         streamed = [entry for one in mine if one.logprobs for entry in one.logprobs.content or ()]
         assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content or ()]
-        assert all(len(entry.top_logprobs) in (2, 3) for entry in streamed)
+        assert all(len(entry.top_logprobs) == 2 for entry in streamed)
+
+
+def test_logprobs_of_tokens_that_are_parts_of_characters(server: Running, client: openai.OpenAI) -> None:
+    written = {"structured_outputs": {"choice": ["\U0001f600\u65e5\u672c a"]}}
+    text = written["structured_outputs"]["choice"][0]
+    asked: Any = {"model": "demo", "max_tokens": 30, "extra_body": written}
+    (choice,) = client.chat.completions.create(messages=MESSAGES, logprobs=True, **asked).choices
+    assert choice.logprobs is not None
+    entries = choice.logprobs.content or []
+    assert len(entries) > 5
+    assert bytes(byte for entry in entries for byte in entry.bytes or ()).decode().startswith(text)
+    assert all(entry.top_logprobs == [] for entry in entries)
+    for stream in (False, True):
+        parts: Any = client.completions.create(prompt="x", logprobs=0, stream=stream, **asked)
+        found = [one.choices[0].logprobs for one in (parts if stream else [parts]) if one.choices]
+        tokens = [token for one in found if one for token in one.tokens]
+        offsets = [offset for one in found if one for offset in one.text_offset]
+        assert offsets[tokens.index(" a")] == text.index(" a")
+        assert offsets == sorted(offsets)
+        assert offsets[:2] == [0, 0]
+
+
+def test_echo_of_token_ids_leaves_special_tokens_out_of_the_text(server: Running, client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "prompt": [1, *client_tokens(server, "The moon")], "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(max_tokens=2, temperature=0, **asked).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.tokens[:3] == ["<|im_start|>", "The", " moon"]
+    assert choice.logprobs.text_offset is not None
+    assert choice.logprobs.text_offset[:4] == [0, 0, 3, 8]
+    assert choice.text.startswith("The moon")
+    cut: Any = {"truncate_prompt_tokens": 1}
+    (short,) = client.completions.create(max_tokens=1, **asked | {"prompt": "The moon"}, extra_body=cut).choices
+    assert short.text.startswith(" moon")
+    assert short.logprobs is not None
+    assert short.logprobs.text_offset == [0, 5]
+
+
+def client_tokens(server: Running, text: str) -> list[int]:
+    found: list[int] = server.users.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_an_answer(client: openai.OpenAI, stream: bool) -> None:
+    options: Any = {"stream_options": {"include_usage": True}} if stream else {}
+    parts: Any = client.completions.create(
+        model="demo", prompt="The moon", echo=True, max_tokens=0, logprobs=1, n=2, stream=stream, **options
+    )
+    events = list(parts) if stream else [parts]
+    choices = [choice for event in events for choice in event.choices]
+    assert [(choice.text, choice.finish_reason) for choice in choices] == [("The moon", "length")] * 2
+    assert [choice.logprobs.tokens for choice in choices] == [["The", " moon"]] * 2
+    assert events[-1].usage.completion_tokens == 0
+
+
+def test_a_seed_of_minus_one_is_none(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "prompt": PROMPT, "temperature": 1.5, "max_tokens": 8, "seed": -1}
+    assert len({client.completions.create(**asked).choices[0].text for _ in range(4)}) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -235,9 +294,22 @@ def test_many_asynchronous_streams_side_by_side(server: Running) -> None:
     [
         ("completions", {"prompt": "x", "temprature": 1}, 400, "unknown_field", "temprature"),
         ("completions", {"prompt": "x", "temperature": "hot"}, 400, "invalid_value", "temperature"),
-        ("completions", {"prompt": "x", "temperature": -1}, 400, "invalid_value", None),
-        ("completions", {"prompt": "x", "max_tokens": -5}, 400, "invalid_value", None),
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "invalid_value", "temperature"),
+        ("completions", {"prompt": "x", "max_tokens": -5}, 400, "invalid_value", "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
         ("completions", {"prompt": "x", "n": 10**9}, 400, "invalid_value", None),
+        ("completions", {"prompt": ["x"] * 5000}, 400, "invalid_value", None),
+        ("completions", {"prompt": "x", "model": "\ud800"}, 404, "model_not_found", "model"),
+        ("completions", {"prompt": "x", "logit_bias": {"\ud800": 1}}, 400, "invalid_value", "logit_bias"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "max_completion_tokens": 0},
+            400,
+            "invalid_value",
+            "max_completion_tokens",
+        ),
+        ("responses", {"input": "x", "max_output_tokens": 0}, 400, "invalid_value", "max_output_tokens"),
+        ("responses", {"input": "x", "metadata": {"a": "\ud800"}}, 400, "invalid_value", "metadata"),
         ("completions", {"prompt": "x", "logit_bias": {"one": 1}}, 400, "invalid_value", "logit_bias"),
         ("completions", {"prompt": [10**9]}, 400, "invalid_value", None),
         ("completions", {"prompt": []}, 400, "invalid_value", "prompt"),
@@ -270,8 +342,9 @@ def test_bad_requests_are_refused_in_openais_form(
     assert error["message"]
 
 
-def test_a_body_that_is_no_json(server: Running) -> None:
-    answer = server.users.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+@pytest.mark.parametrize("body", [b"{", b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 200_000])
+def test_a_body_that_is_no_json(server: Running, body: bytes) -> None:
+    answer = server.users.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
 

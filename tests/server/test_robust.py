@@ -39,9 +39,17 @@ def running(server: Running) -> int:
     return int(server.call(server.model().llm.stats()).running)
 
 
+def ended(server: Running, reason: str) -> float:
+    """Return how many requests the server counts that ended for a reason."""
+    name = f'hardpoint:request_success_total{{finished_reason="{reason}",model_name="demo"}} '
+    lines = server.users.get("/metrics").text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_takes_its_request_along(slow_server: Running, stream: bool) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": stream, "n": 2}
+    before = ended(slow_server, "abort")
     if stream:
         with slow_server.users.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_lines())
@@ -49,6 +57,7 @@ def test_a_client_that_leaves_takes_its_request_along(slow_server: Running, stre
         with pytest.raises(httpx.ReadTimeout):
             slow_server.users.post("/v1/completions", json=body, timeout=0.5)
     until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
+    assert ended(slow_server, "abort") == before + (2 if stream else 1)
 
 
 def test_too_many_requests_are_told_when_to_come_back(start_slow: Any) -> None:
@@ -59,6 +68,8 @@ def test_too_many_requests_are_told_when_to_come_back(start_slow: Any) -> None:
             server.openai.completions.create(model="demo", prompt="x")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         with pytest.raises(openai.RateLimitError):
+            server.openai.completions.create(model="demo", prompt=["x"] * 2)
+        with pytest.raises(openai.BadRequestError, match="3 prompts in one request"):
             server.openai.completions.create(model="demo", prompt=["x"] * 3)
         assert [len(one.result().choices) for one in busy] == [1, 1]
         assert 'hardpoint:requests_refused_total{model_name="demo"} 2.0' in server.users.get("/metrics").text
@@ -66,6 +77,7 @@ def test_too_many_requests_are_told_when_to_come_back(start_slow: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_ends_a_request(slow_server: Running, stream: bool) -> None:
+    before = ended(slow_server, "abort")
     with pytest.raises((openai.APIStatusError, openai.APIError)) as late:
         for _ in slow_server.openai.completions.create(
             stream=stream, extra_headers={"X-Request-Timeout": "0.3"}, **LONG
@@ -73,6 +85,7 @@ def test_a_deadline_ends_a_request(slow_server: Running, stream: bool) -> None:
             pass
     assert "0.3 s" in str(late.value)
     until(lambda: running(slow_server) == 0)
+    until(lambda: ended(slow_server, "abort") == before + 1)
     bad = slow_server.users.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Timeout": "soon"})
     assert bad.status_code == 400
 
@@ -333,6 +346,47 @@ def test_headers_that_never_end_end_their_connection(slow_server: Running, monke
         with suppress(ConnectionResetError, BrokenPipeError):
             large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * (1 << 20))
         assert is_closed(large)
+
+
+def test_headers_have_a_limit_however_packets_fall(slow_server: Running) -> None:
+    def request(size: int) -> bytes:
+        return b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: %s\r\n" % (b"x" * 1000) * size + b"\r\n"
+
+    def is_answered(*packets: bytes) -> bool:
+        with socket.create_connection(address(slow_server), timeout=240) as one:
+            for packet in packets:
+                one.sendall(packet)
+                time.sleep(0.05)
+            return b" 200 " in one.recv(1000).split(b"\r\n")[0]
+
+    small, large = request(60), request(70)
+    assert is_answered(small)
+    assert is_answered(small[:50_000], small[50_000:])
+    assert not is_answered(large)
+    assert not is_answered(large[:50_000], large[50_000:])
+    assert not is_answered(b"GET /health?%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 70_000))
+    # A body beside them is none of theirs.
+    body = b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n\r\n" + b"x" * 90_000
+    with socket.create_connection(address(slow_server), timeout=240) as one:
+        one.sendall(body + small)
+        answers = b""
+        while answers.count(b"HTTP/1.1") < 2:
+            answers += (part := one.recv(10_000))
+            assert part, answers
+    # Nor may those of the next request that come while one is answered be without end.
+    ask = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % KEY.encode()
+    content = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true}'
+    ask += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+    with socket.create_connection(address(slow_server), timeout=240) as one:
+        one.sendall(ask + b"GET /health HTTP/1.1\r\nX: ")
+        sent = 0
+        with suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(100):
+                one.sendall(b"x" * 10_000)
+                sent += 10_000
+                time.sleep(0.01)
+        assert sent < 500_000
+    until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
 
 
 def test_a_control_socket_is_its_owners_alone(tmp_path: Path, device: str) -> None:

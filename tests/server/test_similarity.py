@@ -155,3 +155,18 @@ def test_a_model_without_a_head_has_no_labels(server: Running) -> None:
     answer = server.users.post("/classify", json={"input": "a"})
     assert answer.status_code == 400
     assert "no head that classifies" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/embeddings", {"input": ["word " * 500] * 20}),
+        ("score", {"text_1": QUERY, "text_2": ["word " * 500] * 20}),
+        ("rerank", {"query": QUERY, "documents": ["word " * 500] * 20}),
+        ("pooling", {"input": ["word " * 500] * 20}),
+    ],
+)
+def test_what_is_pooled_keeps_to_its_time(server: Running, path: str, body: dict[str, Any]) -> None:
+    answer = server.users.post(path, json=body, headers={"X-Request-Timeout": "0.02"})
+    assert answer.status_code == 408, answer.text
+    assert answer.json()["error"]["code"] == "request_timeout"

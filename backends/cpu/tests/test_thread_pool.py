@@ -159,6 +159,25 @@ def test_number_of_threads_comes_from_the_environment():
     assert "HARDPOINT_CPU_THREADS must be an integer from 1 to 4096, not 'many'" in refused.stderr
 
 
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5", "9" * 30, "3 \udcff"])
+def test_an_impossible_number_in_the_environment_is_one_typed_error(value):
+    code = """
+from hardpoint.interfaces.errors import ConfigError
+from hardpoint_cpu.platform import CpuPlatform
+for threads in (None, 3):
+    try:
+        CpuPlatform(None).start(threads)
+    except ConfigError as error:
+        print(ascii(str(error)))
+"""
+    result = run_python(code, HARDPOINT_CPU_THREADS=value)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first == second
+    assert "HARDPOINT_CPU_THREADS must be an integer from 1 to 4096: '" in first
+    assert value.rstrip("\udcff") in first
+
+
 def test_a_job_costs_microseconds():
     """The aim is 2 microseconds; the bound leaves room for a machine that others use too."""
     _native.set_num_threads(2)

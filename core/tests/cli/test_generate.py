@@ -94,6 +94,14 @@ def test_a_jsonl_file_has_an_object_per_line(hp: Any, llms: Any, tmp_path: Path)
     assert llms[0].prompts == ["one\ntwo", "three"]
 
 
+@pytest.mark.parametrize(("suffix", "line"), [(".txt", "one"), (".jsonl", '{"prompt": "one"}')])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(hp: Any, llms: Any, tmp_path: Path, suffix: str, line: str) -> None:
+    file = tmp_path / f"prompts{suffix}"
+    file.write_text(line, encoding="utf-8-sig")
+    hp("generate", "-m", "demo", "--raw", "--prompts-file", str(file), "--json")
+    assert llms[0].prompts == ["one"]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [(b'{"prompt": "a"}\n{"text": "b"}', "line 2"), (b"{", "line 1"), (b'["a"]', "line 1"), (b"\xff", "UTF-8")],

@@ -28,6 +28,7 @@ from hardpoint.interfaces import DType
 from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import open_model
+from hardpoint.weights.checkpoint import SafetensorsCheckpoint
 
 PROMPT = [3, 17, 90, 4, 55]
 
@@ -192,6 +193,18 @@ def test_updated_weights_take_effect(name: str, tmp_path: Path) -> None:
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=3)
 
 
+@pytest.mark.parametrize("name", ["nemotron-h", "granite-hybrid", "qwen3-moe"])
+def test_weights_are_updated_under_the_names_that_transformers_has_in_memory(name: str, tmp_path: Path) -> None:
+    kind, options = LEAN[name]
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_tiny(old, tiny_config(kind, **options), seed=1)
+    reference = save_tiny(new, tiny_config(kind, **options), seed=2)
+    _, model, plan, attention = open_and_load(old)
+    assert not set(dict(reference.named_parameters())) <= set(_tensors(new))
+    model.update_weights(reference.named_parameters())
+    assert_equals_transformers(reference, Runner(model, plan, attention), steps=3)
+
+
 def test_a_single_part_of_a_fused_weight_can_be_updated(llama: Path) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     _, model, plan, attention = open_and_load(llama)
@@ -250,6 +263,16 @@ def test_truncated_safetensors_are_corrupt(llama: Path, keep: float) -> None:
     file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
     with pytest.raises(CorruptWeights, match="damaged or truncated"):
         open_and_load(llama)
+
+
+def test_safetensors_that_are_not_there_are_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"there is no file .*absent\.safetensors") as missing:
+        SafetensorsCheckpoint([tmp_path / "absent.safetensors"])
+    assert "Download" not in str(missing.value)
+    with pytest.raises(ModelNotFound, match=r"there is no file .*: a folder"):
+        SafetensorsCheckpoint([tmp_path])
+    with pytest.raises(ModelError, match="cannot be read: File name too long"):
+        SafetensorsCheckpoint([tmp_path / ("x" * 300)])
 
 
 def test_a_file_that_is_cut_short_while_it_is_open_is_corrupt(llama: Path) -> None:
@@ -421,6 +444,17 @@ def test_progress_counts_to_the_end(llama: Path) -> None:
     open_and_load(llama, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(index + 1, len(seen)) for index in range(len(seen))]
     assert len(seen) > 10
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_a_head_that_a_tied_model_does_not_use_is_named(
+    change: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, tiny_config("llama", tie_word_embeddings=True))
+    tied, tensors = _logits(tmp_path), _tensors(tmp_path)
+    _write(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + change})
+    assert torch.equal(_logits(tmp_path), tied)
+    assert ("has a head of its own, lm_head.weight, which is not used" in caplog.text) is (change != 0)
 
 
 def test_updates_may_come_from_a_generator(llama: Path) -> None:

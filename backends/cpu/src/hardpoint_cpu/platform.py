@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from hardpoint.interfaces import DeviceAllocator, Platform
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint_cpu import _native
 from hardpoint_cpu.host import peak_resident, reset_peak_resident, resident
+
+_THREADS_VARIABLE = "HARDPOINT_CPU_THREADS"
 
 
 class CpuPlatform(Platform):
@@ -23,7 +26,16 @@ class CpuPlatform(Platform):
     kv_bytes = 4 << 30
 
     def start(self, threads: int | None) -> None:
-        """Set the size of the thread pool; raises ConfigError for more threads than it can have."""
+        """Set the size of the thread pool; raises ConfigError for one that it cannot have, also from the environment."""
+        try:
+            # The pool is made when it is first asked for, with as many threads as the environment says.
+            _native.num_threads()
+        except ValueError as error:
+            raise ConfigError(
+                f"{_THREADS_VARIABLE} must be an integer from 1 to 4096",
+                found=f"'{os.environ.get(_THREADS_VARIABLE)}'",
+                hint="Unset it for as many threads as there are cores that this process may run on",
+            ) from error
         if threads is not None:
             try:
                 _native.set_num_threads(threads)

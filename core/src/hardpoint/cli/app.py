@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from hardpoint.interfaces.errors import HardpointError
 
 DEBUG_VARIABLE = "HARDPOINT_DEBUG"
 """Environment variable: with the value 1, errors end with their traceback."""
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""What a file that output is written to may say; a pipe that nobody reads is typer's to end."""
 
 
 class LazyCommand(TyperCommand):
@@ -65,7 +68,8 @@ def _root(
 def run(arguments: Sequence[str] | None) -> None:
     """Run the command line and exit with an `ExitCode`; raises KeyboardInterrupt or exits with its status where Ctrl-C did.
 
-    A `HardpointError` becomes one message on standard error; any other exception is a defect of ours and keeps its traceback.
+    A `HardpointError` becomes one message on standard error, and so does output for which there is no room; any other exception is a
+    defect of ours and keeps its traceback.
     """
     try:
         typer.main.get_command(app).main(args=None if arguments is None else list(arguments), prog_name="hardpoint")
@@ -73,6 +77,13 @@ def run(arguments: Sequence[str] | None) -> None:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         print_error(error)
+        sys.exit(ExitCode.FAILED)
+    except OSError as error:
+        if error.errno not in _NO_ROOM or os.environ.get(DEBUG_VARIABLE) == "1":
+            raise
+        print_error(HardpointError("the output cannot be written", found=error.strerror))
+        # Python would write what is left at the end of the process, and fail again.
+        sys.stdout = None
         sys.exit(ExitCode.FAILED)
 
 

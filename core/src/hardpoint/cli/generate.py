@@ -109,7 +109,8 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
 
 def _read_prompts(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        # Editors may begin a file with a byte order mark, which is not of the first prompt.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"'{file}' is not UTF-8 text: {error}", param_hint="--prompts-file") from error
     lines = [line.removesuffix("\r") for line in lines]

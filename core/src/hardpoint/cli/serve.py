@@ -18,7 +18,7 @@ from rich.console import Console
 from hardpoint.cli import interrupts
 from hardpoint.cli.options import MODEL_HELP, ServedEngineOptions, takes
 from hardpoint.cli.session import show_formats
-from hardpoint.interfaces.errors import ConfigError
+from hardpoint.interfaces.errors import ConfigError, KVCacheTooSmall
 
 if TYPE_CHECKING:
     from hardpoint.server.metrics import Metrics
@@ -185,7 +185,7 @@ def serve(
 ) -> None:
     """Serve models over HTTP, as OpenAI's interface has it, until SIGTERM or Ctrl-C."""
     try:
-        from hardpoint.server.budget import DeviceBudget
+        from hardpoint.server.budget import DeviceBudget, too_small
         from hardpoint.server.metrics import Metrics
         from hardpoint.server.run import HardpointServer, ServerSettings
         from hardpoint.server.run import serve as run
@@ -242,7 +242,8 @@ def serve(
         _serve_replicas(models[0], engine, options, settings, wanted, ray_address)
         return
     limit = None if device_memory is None else size_of(device_memory)
-    chosen = engine.settings() | ({} if limit is None else within(limit, engine))
+    by_limit = {} if limit is None else within(limit, engine)
+    chosen = engine.settings() | by_limit
     if adapters or enable_lora:
         chosen |= {
             "enable_lora": True,
@@ -262,6 +263,11 @@ def serve(
         telling = asyncio.create_task(_tell(server, ready))
         try:
             await run(server, ready)
+        except KVCacheTooSmall as error:
+            if limit is None or not by_limit:
+                raise
+            # Of a share of the device the operator has said nothing.
+            raise too_small(error, limit, by_limit["memory_utilization"]) from error
         finally:
             telling.cancel()
             if tracing is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -11,14 +12,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hardpoint.interfaces.errors import DeviceOutOfMemory
+from hardpoint.interfaces.errors import DeviceOutOfMemory, KVCacheTooSmall
 
 if TYPE_CHECKING:
     from hardpoint.server.served_model import ServedModel
 
 _log = logging.getLogger("hardpoint.server")
 
-_GIB = 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
 _KEPT = 200
 _PAUSE = 0.02
 """Seconds."""
@@ -98,6 +99,15 @@ class DeviceBudget:
         reason = f"'{model.name}' was asked for; '{first.name}' was used {now - first.last_used:.1f} s before{busy}"
         await first.make_way(reason)
         self.decisions.append(Decision(time.time(), first.name, model.name, reason))
+
+
+def too_small(error: KVCacheTooSmall, limit: int, share: float) -> KVCacheTooSmall:
+    """Return an engine's error with a hint that names the budget: `limit` bytes, of which the engine's share of the device was made."""
+    if error.enough is None:
+        return error
+    needed = math.ceil(error.enough * limit / share / _MIB)
+    last = f"raise --device-memory to {needed}MiB or more"
+    return KVCacheTooSmall.of(error.problem, error.found, error.others, last, error.enough)
 
 
 def _too_large(name: str, need: int, limit: int) -> DeviceOutOfMemory:

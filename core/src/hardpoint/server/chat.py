@@ -19,6 +19,7 @@ from hardpoint.server.fleet import Fleet
 from hardpoint.server.generation import (
     Counted,
     beam_search_params,
+    check_most_tokens,
     request_limits,
     respond,
     sampling_params,
@@ -71,6 +72,7 @@ class _Answer:
         self._model, self._body = model, body
         self._options = stream_options(body)
         self._limits = request_limits(request)
+        check_most_tokens("max_completion_tokens", body.max_completion_tokens)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = model.llm.get_default_sampling_params()
         self._params = sampling_params(body, defaults, max_tokens=most, logprobs=_wanted_logprobs(body))
@@ -218,10 +220,19 @@ class _Answer:
         if completion.stop_reason is not None:
             part.stop_reason = completion.stop_reason
         if completion.logprobs is not None:
-            part.logprobs = _logprobs(completion.logprobs)
+            part.logprobs = self._logprobs(completion.logprobs)
         if self._body.return_token_ids:
             part.token_ids = list(completion.token_ids)
         return part
+
+    def _logprobs(self, positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
+        """Return the sampled tokens, each with the most probable ones, of which it is one or not."""
+        found, most, detokenizer = [], self._body.top_logprobs or 0, self._model.llm.detokenizer
+        for position in positions:
+            entries = top_logprobs(position, detokenizer)
+            best = sorted(entries, key=lambda one: -one.logprob)[:most]
+            found.append(TokenLogprob(**entries[0].model_dump(), top_logprobs=best))
+        return ChatLogprobs(content=found)
 
     def _chunk(self, deltas: list[ChatDelta], *, with_usage: bool = False) -> ChatChunk:
         chunk = ChatChunk(
@@ -289,13 +300,3 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
         if not 0 <= body.top_logprobs <= _MOST_LOGPROBS:
             raise ApiError(400, f"top_logprobs: 0 to {_MOST_LOGPROBS}", "invalid_value", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
-    found = []
-    for position in positions:
-        sampled, *others = top_logprobs(position)
-        found.append(
-            TokenLogprob(**sampled.model_dump(), top_logprobs=sorted([sampled, *others], key=lambda one: -one.logprob))
-        )
-    return ChatLogprobs(content=found)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
+from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.server.errors import ApiError
@@ -64,14 +66,17 @@ class _Answer:
         self._options = stream_options(body)
         self._limits = request_limits(request)
         self._check_embeds()
-        more = {} if body.max_tokens is None else {"max_tokens": body.max_tokens}
+        # One token is computed where none is asked for, and left out.
+        self._is_prompt_alone = bool(body.echo) and body.max_tokens == 0
+        more = {} if body.max_tokens is None else {"max_tokens": body.max_tokens or int(self._is_prompt_alone)}
         if body.echo and body.logprobs is not None:
             more["prompt_logprobs"] = body.logprobs
         self._params = sampling_params(body, model.llm.get_default_sampling_params(), logprobs=body.logprobs, **more)
         self._beams = beam_search_params(body, 16 if body.max_tokens is None else body.max_tokens)
         self._num_choices = self._params.n if self._beams is None else self._beams.beam_width
         self._id, self._created, self._counted = new_id("cmpl"), now(), Counted()
-        self._shown: dict[int, int] = {}
+        self._shown: set[int] = set()
+        self._places: dict[int, _Places] = {}
         self._ended: set[int] = set()
         self._texts = TextEvents(lambda number, text: self._completion([_text_choice(number, text)]))
         self._is_text_alone = (
@@ -125,6 +130,8 @@ class _Answer:
 
     def _noted(self, index: int, output: RequestOutput) -> RequestOutput:
         """Count an output, and return what is shown of it."""
+        if self._is_prompt_alone:
+            output = replace(output, outputs=[_without_tokens(one) for one in output.outputs])
         self._counted.add(index, output)
         return output if self._beams is None else with_logprobs(output, self._body.logprobs)
 
@@ -184,29 +191,42 @@ class _Answer:
         text, is_first = completion.text, number not in self._shown
         if is_first and self._body.echo:
             text = self._prompt_text(output) + text
-        start = self._shown.get(number, 0)
-        self._shown[number] = start + len(text)
+        self._shown.add(number)
         choice = _text_choice(number, text)
         choice.finish_reason = completion.finish_reason
         if completion.stop_reason is not None:
             choice.stop_reason = completion.stop_reason
         if completion.logprobs is not None:
-            shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-            if is_first and output.prompt_logprobs is not None:
-                # A request that was ended early may have fewer.
-                for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs, strict=False):
-                    start = _add(shown, position or self._model.llm.decode([token_id]), start)
-            for position in completion.logprobs:
-                start = _add(shown, position, start)
-            choice.logprobs = shown
+            choice.logprobs = self._logprobs(number, completion.logprobs, output, is_first=is_first)
         if self._body.return_token_ids:
             choice.token_ids = list(completion.token_ids)
             if is_first:
                 choice.prompt_token_ids = list(output.prompt_token_ids)
         return choice
 
+    def _logprobs(
+        self, number: int, positions: Sequence[PositionLogprobs], output: RequestOutput, *, is_first: bool
+    ) -> CompletionLogprobs:
+        """Return those of a completion's new tokens, behind those of the prompt where it is repeated."""
+        shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        detokenizer, prompt = self._model.llm.detokenizer, output.prompt_token_ids
+        if is_first:
+            text = self._prompt_text(output) if self._body.echo else ""
+            if output.prompt_logprobs is not None:
+                # What the tokenizer put before a text is not in it.
+                skip = detokenizer.decode(prompt) != text
+                places = _Places(detokenizer.incremental([], skip_special_tokens=skip), 0)
+                # A request that was ended early may have fewer.
+                for token_id, position in zip(prompt, output.prompt_logprobs, strict=False):
+                    _add(shown, token_id, position, places, detokenizer)
+            step = detokenizer.incremental(prompt, skip_special_tokens=self._params.skip_special_tokens)
+            self._places[number] = _Places(step, len(text))
+        for position in positions:
+            _add(shown, next(iter(position)), position, self._places[number], detokenizer)
+        return shown
+
     def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
+        if output.prompt is not None and self._body.truncate_prompt_tokens is None:
             return output.prompt
         return self._model.llm.decode(output.prompt_token_ids, skip_special_tokens=True)
 
@@ -219,20 +239,48 @@ class _Answer:
         return made
 
 
+def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
+    logprobs: list[PositionLogprobs] | None = None if completion.logprobs is None else []
+    return replace(completion, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
+
+
 def _text_choice(number: int, text: str) -> CompletionChoice:
     return CompletionChoice(index=number, text=text, logprobs=None, finish_reason=None)
 
 
-def _add(shown: CompletionLogprobs, position: PositionLogprobs | str, start: int) -> int:
-    """Add one token at character `start` of the whole, which has no log probability where only its text is given; returns its end."""
-    shown.text_offset.append(start)
-    if isinstance(position, str):
-        shown.tokens.append(position)
+class _Places:
+    """Where the texts of tokens begin in the whole, in characters: a token that completes none of them has the next one's place.
+
+    Args:
+        step: returns the text that a token completes.
+        start: place of the first one.
+    """
+
+    def __init__(self, step: Callable[[int], str], start: int) -> None:
+        self._step, self._start = step, start
+
+    def of(self, token_id: int) -> int:
+        """Return the place of the next token."""
+        start = self._start
+        self._start += len(self._step(token_id))
+        return start
+
+
+def _add(
+    shown: CompletionLogprobs,
+    token_id: int,
+    position: PositionLogprobs | None,
+    places: _Places,
+    detokenizer: Detokenizer,
+) -> None:
+    """Add one token, which has no log probability where there is no position."""
+    shown.text_offset.append(places.of(token_id))
+    if not position:
+        shown.tokens.append(detokenizer.token_text(token_id))
         shown.token_logprobs.append(None)
         shown.top_logprobs.append(None)
-        return start + len(position)
-    chosen, *others = top_logprobs(position)
+        return
+    chosen, *others = top_logprobs(position, detokenizer)
     shown.tokens.append(chosen.token)
     shown.token_logprobs.append(chosen.logprob)
     shown.top_logprobs.append({one.token: one.logprob for one in [chosen, *others]})
-    return start + len(chosen.token)

@@ -28,6 +28,7 @@ from hardpoint.server.fleet import Fleet
 from hardpoint.server.http import Gate
 from hardpoint.server.metrics import Metrics
 from hardpoint.server.operations import Operation, Operations, as_json
+from hardpoint.server.protocol import Unicode
 from hardpoint.server.served_model import ServedModel
 from hardpoint.weights.checkpoint import SafetensorsCheckpoint
 
@@ -109,14 +110,14 @@ class CallBody(_Body):
 class AdapterBody(_Body):
     """vLLM's `/v1/load_lora_adapter`: a folder on the server, and the name by which requests ask for it."""
 
-    lora_name: str
+    lora_name: Unicode
     lora_path: str
 
 
 class UnloadedAdapterBody(_Body):
     """vLLM's `/v1/unload_lora_adapter`; its number says nothing here."""
 
-    lora_name: str
+    lora_name: Unicode
     lora_int_id: int | None = None
 
 

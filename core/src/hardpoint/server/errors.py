@@ -37,6 +37,8 @@ from hardpoint.interfaces.errors import (
 )
 
 _RETRY_SECONDS = 5
+_UNREADABLE = "There was an error parsing the body"
+"""What FastAPI says where reading the JSON of a body raises something else than its own error."""
 
 # The first class that fits counts.
 _STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
@@ -103,6 +105,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, code: str, param: str | None = None, retry_after: float | None = None
     ) -> None:
+        # It may quote a lone surrogate, which no answer can carry.
+        message = message.encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
 
@@ -149,6 +153,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
+        if error.detail == _UNREADABLE:
+            return ApiError(400, "the body is not JSON: not in UTF-8, or nested too deeply", "invalid_json").response()
         code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code)
         return told.response(error.headers or {})

@@ -7,13 +7,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypedDict, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
+from hardpoint.interfaces.errors import InvalidSamplingParams
 from hardpoint.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.http import event_stream, until_gone
@@ -53,8 +55,15 @@ _LEAST_LOGPROB = -9999.0
 TIMEOUT_HEADER, ASLEEP_HEADER = "X-Request-Timeout", "X-When-Asleep"
 
 
+class Limits(TypedDict, total=False):
+    """What a request's headers say: seconds that it may take, and what becomes of it while its model sleeps."""
+
+    timeout: float
+    when_asleep: WhenAsleep
+
+
 def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) -> SamplingParams:
-    """Return what a request asks for, over what the model's publisher recommends; raises InvalidSamplingParams, ApiError.
+    """Return what a request asks for, over what the model's publisher recommends; raises ApiError.
 
     Args:
         more: parameters that are called otherwise in the request.
@@ -65,7 +74,20 @@ def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) ->
     if (structure := structured_outputs(request)) is not None:
         given["structured_outputs"] = structure
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return defaults.clone(**(given | more))
+    try:
+        return defaults.clone(**(given | more))
+    except InvalidSamplingParams as error:
+        # What is wrong begins with the parameter's name.
+        name = error.problem.partition(" ")[0]
+        raise ApiError(
+            400, str(error), "invalid_value", name if name in type(request).model_fields else None
+        ) from error
+
+
+def check_most_tokens(name: str, most: int | None) -> None:
+    """Raise ApiError where a request's field of this name, which is `max_tokens` of the parameters, is too small."""
+    if most is not None and most < 1:
+        raise ApiError(400, f"{name} must be an integer of at least 1: {name}={most}", "invalid_value", param=name)
 
 
 def beam_search_params(request: Sampling, max_tokens: int) -> BeamSearchParams | None:
@@ -135,9 +157,9 @@ def stream_options(request: Sampling) -> StreamOptions:
     return request.stream_options or StreamOptions()
 
 
-def request_limits(request: Request) -> dict[str, Any]:
+def request_limits(request: Request) -> Limits:
     """Return what a request's headers say of its time limit, and of a model that sleeps; raises ApiError."""
-    limits: dict[str, Any] = {}
+    limits = Limits()
     timeout, asleep = request.headers.get(TIMEOUT_HEADER), request.headers.get(ASLEEP_HEADER)
     if timeout is not None:
         try:
@@ -178,12 +200,15 @@ class Counted:
         )
 
 
-def top_logprobs(position: PositionLogprobs) -> list[TopLogprob]:
+def top_logprobs(position: PositionLogprobs, detokenizer: Detokenizer) -> list[TopLogprob]:
     """Return one position's log probabilities, the sampled token first."""
     return [
-        TopLogprob(token=text, logprob=max(one.logprob, _LEAST_LOGPROB), bytes=list(text.encode()))
+        TopLogprob(
+            token=detokenizer.token_text(token_id) if one.decoded_token is None else one.decoded_token,
+            logprob=max(one.logprob, _LEAST_LOGPROB),
+            bytes=list(detokenizer.token_bytes(token_id)),
+        )
         for token_id, one in position.items()
-        for text in [one.decoded_token if one.decoded_token is not None else f"token_id:{token_id}"]
     ]
 
 

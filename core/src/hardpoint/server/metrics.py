@@ -26,6 +26,7 @@ from hardpoint.engine.metrics import (
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
 from hardpoint.interfaces.capabilities import SleepTier
+from hardpoint.interfaces.errors import RequestTimeout
 
 if TYPE_CHECKING:
     from hardpoint.server.tracing import Tracing
@@ -229,6 +230,11 @@ class RequestWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         tracing, output = self._metrics.tracing, self._output
+        # A client that leaves cancels what waits for outputs, or reads no more of them; other errors are of the engine.
+        is_given_up = error is None or not isinstance(error, Exception) or isinstance(error, RequestTimeout)
+        if is_given_up and (output is None or not output.finished):
+            for reason in [None] if output is None else [one.finish_reason for one in output.outputs]:
+                self._metrics.finished(reason or "abort")
         if tracing is None:
             return
         tracing.note_generation(

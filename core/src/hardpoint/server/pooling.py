@@ -16,7 +16,7 @@ from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.sampling import PoolingParams, PoolingUse
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
-from hardpoint.server.generation import request_limits
+from hardpoint.server.generation import Limits, request_limits
 from hardpoint.server.http import until_gone
 from hardpoint.server.protocol import (
     Classification,
@@ -33,7 +33,7 @@ from hardpoint.server.protocol import (
     new_id,
     now,
 )
-from hardpoint.server.served_model import ServedModel, WhenAsleep
+from hardpoint.server.served_model import ServedModel
 
 Found = PoolingRequestOutput[PoolingOutput]
 
@@ -44,29 +44,27 @@ def router(fleet: Fleet) -> APIRouter:
 
     @routes.post("/v1/embeddings", response_model=Embeddings)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        return await _answer(request, _embed(fleet.asked(body.model), body, request_limits(request).get("when_asleep")))
+        return await _answer(request, _embed(fleet.asked(body.model), body, request_limits(request)))
 
     @routes.post("/classify", response_model=Classifications)
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        return await _answer(
-            request, _classify(fleet.asked(body.model), body, request_limits(request).get("when_asleep"))
-        )
+        return await _answer(request, _classify(fleet.asked(body.model), body, request_limits(request)))
 
     @routes.post("/pooling", response_model=Pooled)
     async def pooling(body: PoolingRequest, request: Request) -> Response:
-        return await _answer(request, _pool(fleet.asked(body.model), body, request_limits(request).get("when_asleep")))
+        return await _answer(request, _pool(fleet.asked(body.model), body, request_limits(request)))
 
     return routes
 
 
 async def pooled(
-    model: ServedModel, prompts: Sequence[TokenizedPrompt], params: PoolingParams, when_asleep: WhenAsleep | None
+    model: ServedModel, prompts: Sequence[TokenizedPrompt], params: PoolingParams, limits: Limits
 ) -> list[Found]:
     """Return what is made of some prompts; errors as for `ServedModel.encode`."""
     async with model.taken(len(prompts)):
         try:
             async with asyncio.TaskGroup() as tasks:
-                made = [tasks.create_task(model.encode(prompt, params, when_asleep)) for prompt in prompts]
+                made = [tasks.create_task(model.encode(prompt, params, **limits)) for prompt in prompts]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
     return [one.result() for one in made]
@@ -82,9 +80,7 @@ async def _answer(request: Request, work: Any) -> Response:
     return Response((await until_gone(request.receive, work)).model_dump_json(), media_type="application/json")
 
 
-async def _of_inputs(
-    model: ServedModel, body: PooledRequest, when_asleep: WhenAsleep | None, **how: Any
-) -> list[Found]:
+async def _of_inputs(model: ServedModel, body: PooledRequest, limits: Limits, **how: Any) -> list[Found]:
     """Return what is made of a request's inputs; raises ApiError for what is not possible."""
     truncate = body.truncate_prompt_tokens
     params = PoolingParams(use_activation=body.use_activation, truncate_prompt_tokens=truncate, **how)
@@ -98,11 +94,11 @@ async def _of_inputs(
     if not inputs:
         raise ApiError(400, "input: an empty list", "invalid_value", param="input")
     prompts = [await model.tokenize(one, reserve=0, truncate=truncate) for one in inputs]  # type: ignore[arg-type]
-    return await pooled(model, prompts, params, when_asleep)
+    return await pooled(model, prompts, params, limits)
 
 
-async def _embed(model: ServedModel, body: EmbeddingRequest, when_asleep: WhenAsleep | None) -> Embeddings:
-    found = await _of_inputs(model, body, when_asleep, task=PoolingUse.EMBED, dimensions=body.dimensions)
+async def _embed(model: ServedModel, body: EmbeddingRequest, limits: Limits) -> Embeddings:
+    found = await _of_inputs(model, body, limits, task=PoolingUse.EMBED, dimensions=body.dimensions)
     return Embeddings(
         data=[
             Embedding(index=index, embedding=_written(one.outputs.data, body.encoding_format))
@@ -113,8 +109,8 @@ async def _embed(model: ServedModel, body: EmbeddingRequest, when_asleep: WhenAs
     )
 
 
-async def _classify(model: ServedModel, body: ClassifyRequest, when_asleep: WhenAsleep | None) -> Classifications:
-    found = await _of_inputs(model, body, when_asleep, task=PoolingUse.CLASSIFY)
+async def _classify(model: ServedModel, body: ClassifyRequest, limits: Limits) -> Classifications:
+    found = await _of_inputs(model, body, limits, task=PoolingUse.CLASSIFY)
     names = model.llm.pooling_model.defaults.label_names
     data = [
         Classification(
@@ -128,8 +124,8 @@ async def _classify(model: ServedModel, body: ClassifyRequest, when_asleep: When
     return Classifications(id=new_id("classify"), created=now(), model=model.name, data=data, usage=usage(found))
 
 
-async def _pool(model: ServedModel, body: PoolingRequest, when_asleep: WhenAsleep | None) -> Pooled:
-    found = await _of_inputs(model, body, when_asleep, task=body.task, dimensions=body.dimensions)
+async def _pool(model: ServedModel, body: PoolingRequest, limits: Limits) -> Pooled:
+    found = await _of_inputs(model, body, limits, task=body.task, dimensions=body.dimensions)
     data = [
         PooledPrompt(index=index, data=_written(one.outputs.data, body.encoding_format))
         for index, one in enumerate(found)

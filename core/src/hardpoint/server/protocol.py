@@ -9,10 +9,19 @@ import time
 from secrets import token_hex
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Inert: TypeAlias = Annotated[Any, Field(description="Accepted and without effect.")]
 TokenIds: TypeAlias = list[int]
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # a lone surrogate is a ValueError
+    return text
+
+
+Unicode: TypeAlias = Annotated[str, AfterValidator(_encodable)]
+"""A text that answers repeat: without lone surrogates, which JSON can spell and UTF-8 does not have."""
 
 
 class _Request(BaseModel):

@@ -17,9 +17,9 @@ from hardpoint.interfaces.errors import HardpointError
 from hardpoint.sampling import RequestOutputKind
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
-from hardpoint.server.generation import request_limits, respond
+from hardpoint.server.generation import check_most_tokens, request_limits, respond
 from hardpoint.server.http import STREAMED
-from hardpoint.server.protocol import Inert, new_id
+from hardpoint.server.protocol import Inert, Unicode, new_id
 from hardpoint.server.served_model import ServedModel
 
 _TEXT = {"format": {"type": "text"}}
@@ -71,7 +71,7 @@ class ResponsesRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = False
-    metadata: dict[str, str] | None = None
+    metadata: dict[Unicode, Unicode] | None = None
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -199,6 +199,7 @@ class _Answer:
                 raise ApiError(400, message, "unsupported", param=name)
         self._model, self._body = model, body
         self._limits = request_limits(request)
+        check_most_tokens("max_output_tokens", body.max_output_tokens)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         self._params = model.llm.get_default_sampling_params().clone(

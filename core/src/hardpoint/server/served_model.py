@@ -290,7 +290,13 @@ class ServedModel:
 
     @asynccontextmanager
     async def taken(self, count: int = 1) -> AsyncIterator[None]:
-        """Take requests for as long as the context lasts; raises ApiError (429) where there are too many."""
+        """Take requests for as long as the context lasts; raises ApiError where there are too many: 429, or 400 where there always are."""
+        if count > self.options.max_requests:
+            raise ApiError(
+                400,
+                f"{count} prompts in one request: the model '{self.name}' takes {self.options.max_requests} at a time",
+                "invalid_value",
+            )
         if self._in_progress + count > self.options.max_requests:
             self.metrics.refused.inc()
             raise ApiError(
@@ -336,15 +342,29 @@ class ServedModel:
                 return
 
     async def encode(
-        self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
+        self,
+        prompt: TokenizedPrompt,
+        params: PoolingParams,
+        *,
+        timeout: float | None = None,
+        when_asleep: WhenAsleep | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Return what is made of a prompt's hidden states; errors as for `AsyncLLM.encode`."""
+        """Return what is made of a prompt's hidden states; errors as for `AsyncLLM.encode`, and RequestTimeout."""
+        timeout = self.options.request_timeout if timeout is None else timeout
         self.metrics.embedded(len(prompt.token_ids))
-        while True:
-            try:
-                return await self.llm.encode(prompt, params)
-            except EngineAsleep as error:
-                await self._until_awake(error, when_asleep, self.options.request_timeout)
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    try:
+                        return await self.llm.encode(prompt, params)
+                    except EngineAsleep as error:
+                        await self._until_awake(error, when_asleep, None)
+        except RequestTimeout:
+            raise
+        except TimeoutError as error:
+            raise RequestTimeout(
+                f"the request was not done within {timeout:.3g} s", hint="Ask for less, or allow more time"
+            ) from error
 
     async def _until_awake(self, refused: EngineAsleep, when_asleep: WhenAsleep | None, left: float | None) -> None:
         """Wait until the engine, which refused a request, is awake; raises the refusal where the request is not to wait."""
@@ -509,7 +529,12 @@ class AdaptedModel(ServedModel):
             yield outputs
 
     async def encode(
-        self, prompt: TokenizedPrompt, params: PoolingParams, when_asleep: WhenAsleep | None = None
+        self,
+        prompt: TokenizedPrompt,
+        params: PoolingParams,
+        *,
+        timeout: float | None = None,
+        when_asleep: WhenAsleep | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Refuse: prompts that are pooled go through no adapter."""
         raise InvalidRequest(

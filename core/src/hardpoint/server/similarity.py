@@ -10,11 +10,11 @@ from hardpoint.engine.pooling import cosine_score
 from hardpoint.sampling import PoolingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
-from hardpoint.server.generation import request_limits
+from hardpoint.server.generation import Limits, request_limits
 from hardpoint.server.http import until_gone
 from hardpoint.server.pooling import pooled, usage
 from hardpoint.server.protocol import Inert, Usage, new_id, now
-from hardpoint.server.served_model import ServedModel, WhenAsleep
+from hardpoint.server.served_model import ServedModel
 
 
 class _Request(BaseModel):
@@ -98,26 +98,26 @@ def router(fleet: Fleet) -> APIRouter:
     @routes.post("/score", response_model=Scores)
     @routes.post("/v1/score", response_model=Scores)
     async def score(body: ScoreRequest, request: Request) -> Response:
-        work = _score(fleet.asked(body.model), body, request_limits(request).get("when_asleep"))
+        work = _score(fleet.asked(body.model), body, request_limits(request))
         return Response((await until_gone(request.receive, work)).model_dump_json(), media_type="application/json")
 
     @routes.post("/rerank", response_model=Ranking)
     @routes.post("/v1/rerank", response_model=Ranking)
     @routes.post("/v2/rerank", response_model=Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        work = _rerank(fleet.asked(body.model), body, request_limits(request).get("when_asleep"))
+        work = _rerank(fleet.asked(body.model), body, request_limits(request))
         return Response((await until_gone(request.receive, work)).model_dump_json(), media_type="application/json")
 
     return routes
 
 
-async def _score(model: ServedModel, body: ScoreRequest, when_asleep: WhenAsleep | None) -> Scores:
+async def _score(model: ServedModel, body: ScoreRequest, limits: Limits) -> Scores:
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if not first or len(first) not in (1, len(second)):
         found = f"{len(first)} and {len(second)} texts"
         raise ApiError(400, f"text_1: one text, or as many as text_2 has: {found}", "invalid_value", param="text_1")
-    made, tokens = await _scores(model, first, second, body, when_asleep)
+    made, tokens = await _scores(model, first, second, body, limits)
     return Scores(
         id=new_id("score"),
         object="list",
@@ -128,13 +128,13 @@ async def _score(model: ServedModel, body: ScoreRequest, when_asleep: WhenAsleep
     )
 
 
-async def _rerank(model: ServedModel, body: RerankRequest, when_asleep: WhenAsleep | None) -> Ranking:
+async def _rerank(model: ServedModel, body: RerankRequest, limits: Limits) -> Ranking:
     if not body.documents:
         raise ApiError(400, "documents: an empty list", "invalid_value", param="documents")
     if body.top_n is not None and body.top_n < 1:
         raise ApiError(400, "top_n: at least 1 is needed", "invalid_value", param="top_n")
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    made, tokens = await _scores(model, [body.query], texts, body, when_asleep)
+    made, tokens = await _scores(model, [body.query], texts, body, limits)
     found = [
         Ranked(index=index, relevance_score=score, document=Document(text=text) if body.return_documents else None)
         for index, (text, score) in enumerate(zip(texts, made, strict=True))
@@ -144,7 +144,7 @@ async def _rerank(model: ServedModel, body: RerankRequest, when_asleep: WhenAsle
 
 
 async def _scores(
-    model: ServedModel, first: list[str], second: list[str], body: _Request, when_asleep: WhenAsleep | None
+    model: ServedModel, first: list[str], second: list[str], body: _Request, limits: Limits
 ) -> tuple[list[float], Usage]:
     """Return how well texts fit, as `LLM.score` says it, and how many tokens they have; the first text may be one for all others."""
     own, truncate = model.llm.pooling_model, body.truncate_prompt_tokens
@@ -153,9 +153,9 @@ async def _scores(
     if own.scores_pairs:
         pairs = zip(first * times, second, strict=True)
         prompts = [await model.tokenize_pair(one, other, truncate=truncate) for one, other in pairs]
-        found = await pooled(model, prompts, params, when_asleep)
+        found = await pooled(model, prompts, params, limits)
         return [ScoringRequestOutput.from_base(one).outputs.score for one in found], usage(found)
     prompts = [await model.tokenize(one, reserve=0, truncate=truncate) for one in (*first, *second)]
-    found = await pooled(model, prompts, params, when_asleep)
+    found = await pooled(model, prompts, params, limits)
     both = zip(found[: len(first)] * times, found[len(first) :], strict=True)
     return [cosine_score(one, other, ()).outputs.score for one, other in both], usage(found)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.blocks import BlockFormat
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import CorruptWeights, ModelNotFound, UnsupportedArchitecture
+from hardpoint.interfaces.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.weights.gguf_file import GGUFFile
 from hardpoint.weights.open_file import CHUNK_BYTES, OpenFile
 
@@ -126,18 +126,29 @@ class SafetensorsCheckpoint(Checkpoint):
     """A single safetensors file, or several with an index; read on demand."""
 
     def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
+        """Open the files; raises ModelNotFound, ModelError where one cannot be read, CorruptWeights."""
         from safetensors import SafetensorError, safe_open
 
         self._entries: dict[str, _Entry] = {}
         for file in files:
             try:
+                if not file.is_file():
+                    raise ModelNotFound(
+                        f"there is no file {file}",
+                        found="a folder, a pipe or a device" if file.exists() else None,
+                        hint="Give the path of a safetensors file",
+                    )
                 with safe_open(str(file), framework="np"):
                     pass  # it checks the header
                 for name, entry in _safetensors_entries(file).items():
                     if name in self._entries:
                         raise CorruptWeights(f"two files of {file.parent} have the tensor {name}", found=file.name)
                     self._entries[name] = entry
-            except (SafetensorError, OSError, struct.error, json.JSONDecodeError) as error:
+            except ModelNotFound:  # an OSError itself
+                raise
+            except OSError as error:
+                raise ModelError(f"{file} cannot be read", found=error.strerror or str(error)) from error
+            except (SafetensorError, struct.error, json.JSONDecodeError) as error:
                 raise CorruptWeights(
                     f"{file} is damaged or truncated", found=str(error), hint="Download the file again"
                 ) from error
