@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from hardpoint.models.token_length import TokenLength
 from hardpoint.models.tokenizer import LightTokenizer
 
 WORDS = ["the moon is round and the sun is far", "             ", "naïve été ümlaut", "ﬁ ᾂ 각 각 \u1f82"] * 20
@@ -20,6 +21,7 @@ TEXTS = [
     unicodedata.normalize("NFD", "ᾂ") * 50,
     "é" * 70,
     "🙂\x00\r\n\t" * 20,
+    "\x04" * 400,
 ]
 
 
@@ -55,6 +57,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "space-before": {"pre_tokenizer": pre_tokenizers.ByteLevel()},
     "normalised-token": {"token": AddedToken("<moon>", normalized=True)},
     "without-a-byte-that-is-in-no-text": {"lacks": "ÿ"},
+    "without-a-control-character": {"lacks": "Ą"},
 }
 UNKNOWN: dict[str, dict[str, Any]] = {
     "strips": {"token": AddedToken("<moon>", lstrip=True)},
@@ -66,7 +69,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "words": {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), BYTES])},
     "no-bytes": {"pre_tokenizer": SPLIT},
     "not-split": {"pre_tokenizer": None},
-    "without-a-control-character": {"lacks": "Ą"},
+    "without-a-byte-of-characters": {"lacks": "¥"},
     "other-decoder": {"decoder": decoders.Fuse()},
     "no-decoder": {"decoder": None},
     "words-of-a-list": {"model": models.WordLevel({"<unk>": 0}, unk_token="<unk>")},
@@ -79,20 +82,25 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_no_token_stands_for_more(name: str) -> None:
     tokenizer = made(**KNOWN[name])
-    most = tokenizer.most_characters
-    assert most is not None
-    assert most == tokenizer.most_characters
+    length = tokenizer.token_length
+    assert length is not None
     for text in [*TEXTS, "".join(TEXTS)]:
-        assert len(text) <= most * len(tokenizer.encode(text, add_special_tokens=False))
+        assert length.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_it_is_not_known_of_a_vocabulary_that_may_leave_text_out(name: str) -> None:
-    assert made(**UNKNOWN[name]).most_characters is None
+    assert made(**UNKNOWN[name]).token_length is None
 
 
 def test_it_is_the_length_of_the_longest_token() -> None:
     long = AddedToken(f"<{'a' * 60}>", normalized=False)
-    assert made().most_characters == len(WORDS[0])
-    assert made(token=long).most_characters == 62
-    assert made(token=long, normalizer=normalizers.NFC()).most_characters == 4 * 62
+    assert made().token_length == TokenLength(len(WORDS[0]), "")
+    assert made(token=long).token_length == TokenLength(62, "")
+    assert made(token=long, normalizer=normalizers.NFC()).token_length == TokenLength(4 * 62, "")
+
+
+def test_characters_without_a_token_are_not_counted() -> None:
+    length = made(lacks="Ą").token_length
+    assert length == TokenLength(len(WORDS[0]), "\x04")
+    assert length.fewest_tokens("\x04" * 1000 + "a") == 1

@@ -207,11 +207,11 @@ class PromptProcessor:
         """Raise PromptTooLong for a text that no tokens of the context can stand for, before it is tokenized, which takes long."""
         if truncate is not None or len(text) <= _LONG * self._max_model_len:
             return
-        most = self._tokenizer.most_characters if isinstance(self._tokenizer, LightTokenizer) else None
-        if most is not None and len(text) > most * self._max_model_len:
+        length = self._tokenizer.token_length if isinstance(self._tokenizer, LightTokenizer) else None
+        if length is not None and (fewest := length.fewest_tokens(text)) > self._max_model_len:
             raise PromptTooLong(
-                f"the prompt has {len(text)} characters",
-                found=f"the context is {self._max_model_len} tokens, each of which stands for at most {most} characters",
+                f"the prompt has {len(text)} characters, which are {fewest} tokens or more",
+                found=f"the context is {self._max_model_len} tokens",
                 hint="Shorten the prompt, or raise max_model_len if the model allows it",
             )
 

@@ -1,23 +1,39 @@
-"""How much text one token of a vocabulary can stand for, by which a text that is too long is known without its tokens."""
+"""How few tokens a text can have, by which one that is too long is known without its tokens."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 _MOST_COMPOSED = 4
 """Characters of which NFC makes one: no canonical decomposition is longer."""
+_LAST_ASCII = 0x7F
 
 
-def most_characters(backend: Tokenizer) -> int | None:
-    """Return the most characters of text that one token stands for; None where that is not known for sure.
+@dataclass(frozen=True)
+class TokenLength:
+    """How much text a token of a vocabulary stands for.
 
-    It is known of byte-level vocabularies, whose tokens stand for as many bytes as they have characters, where nothing of a text is
-    left out on its way to them.
+    Attributes:
+        most: characters of one token.
+        dropped: characters for which there is no token, and which the vocabulary leaves out.
     """
+
+    most: int
+    dropped: str
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least."""
+        return -(-(len(text) - sum(map(text.count, self.dropped))) // self.most)
+
+
+def token_length(backend: Tokenizer) -> TokenLength | None:
+    """Return it where it is known for sure: of byte-level vocabularies, whose tokens stand for as many bytes as they have characters,
+    where nothing else of a text is left out on its way to them."""
     model, normalizer = backend.model, backend.normalizer
     if not isinstance(model, models.BPE) or not isinstance(backend.decoder, decoders.ByteLevel):
         return None
@@ -30,18 +46,21 @@ def most_characters(backend: Tokenizer) -> int | None:
     kinds = set(_kinds(backend.pre_tokenizer))
     if "ByteLevel" not in kinds or not kinds <= {"ByteLevel", "Digits", "Split"}:
         return None
-    # A model leaves out bytes that it has no token for, and pieces of words may be spelled otherwise.
-    whole = all(byte in vocabulary for byte in _bytes_of_each_character())
-    if not whole or model.continuing_subword_prefix or model.end_of_word_suffix:
+    # Pieces of words may be spelled otherwise.
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    missing = [character for character, byte in _spelled_bytes() if byte not in vocabulary]
+    if any(ord(character) > _LAST_ASCII for character in missing):
         return None
     longest = max(map(len, (*vocabulary, *(token.content for token in added))))
-    return longest if normalizer is None else _MOST_COMPOSED * longest
+    return TokenLength(longest if normalizer is None else _MOST_COMPOSED * longest, "".join(missing))
 
 
-def _bytes_of_each_character() -> str:
-    """Return, as vocabularies spell them, bytes of which every character has one: those of ASCII, and all that go on with others."""
+def _spelled_bytes() -> Iterator[tuple[str, str]]:
+    """Yield characters with a byte of theirs as vocabularies spell it: of ASCII the only one, and all that end others."""
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return "".join(piece for piece, _ in spelling.pre_tokenize_str("".join(map(chr, range(0xC0)))))
+    for character in map(chr, range(0xC0)):
+        yield character, "".join(piece for piece, _ in spelling.pre_tokenize_str(character))[-1]
 
 
 def _kinds(pre_tokenizer: Any) -> Iterator[str]:

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.source import ModelSource, open_model
-from hardpoint.models.token_length import most_characters
+from hardpoint.models.token_length import TokenLength, token_length
 from hardpoint.validation import Validated, shown
 from hardpoint.weights.gguf_file import GGUFFile, read_gguf
 
@@ -97,9 +97,9 @@ class LightTokenizer:
         self._load = load
 
     @cached_property
-    def most_characters(self) -> int | None:
-        """The most characters of text that one token stands for; None where that is not known for sure."""
-        return most_characters(self.backend_tokenizer)
+    def token_length(self) -> TokenLength | None:
+        """How much text a token stands for; None where that is not known for sure."""
+        return token_length(self.backend_tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids."""
