@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hardpoint import LLM, LoRARequest, SamplingParams
-from hardpoint.interfaces.errors import AdapterInUse, AdapterNotFound, ConfigError, InvalidAdapter, InvalidRequest
+from hardpoint.engine.commands import Sleep
+from hardpoint.engine.sleep import SleepMode, SleepRequest
+from hardpoint.interfaces.errors import (
+    AdapterInUse,
+    AdapterNotFound,
+    ConfigError,
+    EngineAsleep,
+    InvalidAdapter,
+    InvalidRequest,
+)
 from tests.adapter_folders import adapter_tensors, merged, write_adapter
+from tests.picture_models import save_picture_model
 from tests.quantised_checkpoints import HIDDEN, dense_weights, write_folder
 
 BASE = dense_weights()
@@ -144,6 +156,53 @@ def test_adapters_sleep_and_wake_with_the_engine(llm: LLM, requests: list[LoRARe
     assert [close(*pair) for pair in zip(answers(llm, lora_request=requests), before, strict=True)] == [True] * 4
 
 
+def _nemotron_h(folder: Path) -> Any:
+    """Write a tiny Nemotron H, whose checkpoints begin with other names than the modules, and return transformers' own."""
+    shape = {"vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    mixers = {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 3}
+    kinds = ["linear_attention", "mlp", "full_attention"]
+    config = AutoConfig.for_model("nemotron_h", **shape, **mixers, num_key_value_heads=2, layers_block_type=kinds)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("write", "layers"),
+    [
+        pytest.param(_nemotron_h, (".0.mixer.in_proj", ".2.mixer.q_proj"), id="nemotron-h"),
+        pytest.param(partial(save_picture_model, kind="qwen2_5_vl"), (".0.self_attn.q_proj",), id="qwen2.5-vl"),
+    ],
+)
+def test_adapters_may_name_layers_as_transformers_has_them_in_memory(
+    tmp_path: Path, write: Callable[[Path], Any], layers: tuple[str, ...]
+) -> None:
+    """PEFT names layers as the model that it trains does, whose names are not always those of its checkpoint."""
+    model = write(tmp_path)
+    changed = {name: one for name, one in model.named_modules() if name.endswith(layers)}
+    stored = load_file(tmp_path / "model.safetensors")
+    assert changed
+    assert not stored.keys() & {f"{name}.weight" for name in changed}
+    weights = {f"{name}.weight": one.weight for name, one in changed.items()}
+    tensors = adapter_tensors(weights, 0, targets=[name.rpartition(".")[2] for name in layers])
+    request = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", tensors, target_modules=sorted(changed))))
+    with engine(tmp_path, enable_lora=True, max_model_len=64) as llm:
+        (plain,), (found,) = answers(llm, PROMPTS[:1]), answers(llm, PROMPTS[:1], lora_request=request)
+    prompt, tokens = PROMPTS[0]["prompt_token_ids"], found[0]
+    with torch.no_grad():
+        for name, one in changed.items():
+            down, up = (tensors[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+            one.weight += 2.0 * up @ down
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].log_softmax(-1)
+    best = logits[len(prompt) - 1 : -1].max(-1)
+    assert close(found, (best.indices.tolist(), float(best.values.sum())))
+    assert plain[0] != tokens
+
+
 def test_unloading(llm: LLM, folder: Path, requests: list[LoRARequest | None]) -> None:
     one = requests[1]
     assert one is not None
@@ -203,6 +262,41 @@ def test_statistics_and_metrics_say_what_became_of_adapters(folder: Path, reques
         assert values["hardpoint:lora_loads"] == 4
         assert values["hardpoint:lora_unloads"] == 1
         assert values["hardpoint:lora_evictions"] == 2
+
+
+def test_requests_that_come_while_a_sleep_waits_keep_their_adapters(
+    folder: Path, requests: list[LoRARequest | None]
+) -> None:
+    settings = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "sleeping_requests": "queue"}
+    with engine(folder / "base", max_queued_while_asleep=3, **settings) as llm:
+        names = ["a0", "a1", "a2"]
+        expected = {}
+        for name, prompt, one in zip(names, PROMPTS[1:], requests[1:], strict=True):
+            assert one is not None
+            llm.load_adapter(one)
+            expected[name] = answers(llm, [prompt], lora_request=name)[0][0]
+        llm.engine.add_request("a0", PROMPTS[1], GREEDY, lora_request="a0")
+        slept = llm.engine._loop.submit(Sleep(SleepRequest(mode=SleepMode.WAIT)))
+        for name, prompt in zip(names[1:], PROMPTS[2:], strict=True):
+            llm.engine.add_request(name, prompt, GREEDY, lora_request=name)
+        with pytest.raises(AdapterNotFound, match="nobody"):
+            llm.engine.add_request("lost", PROMPTS[0], GREEDY, lora_request="nobody")
+        with pytest.raises(AdapterInUse, match="1 requests in progress"):
+            llm.unload_adapter("a2")
+        outputs: list[Any] = []
+        while not slept.done():
+            outputs += llm.engine.step()
+        assert slept.result().kept == 2
+        # They count among those that wait, and so do requests that wait for their adapters.
+        llm.engine.add_request("third", PROMPTS[1], GREEDY, lora_request="a1")
+        with pytest.raises(EngineAsleep, match="3 requests are queued"):
+            llm.engine.add_request("fourth", PROMPTS[1], GREEDY, lora_request="a1")
+        llm.engine.abort_request("third")
+        llm.wake_up()
+        while llm.engine.has_unfinished_requests():
+            outputs += llm.engine.step()
+        assert {one.request_id: list(one.outputs[0].token_ids) for one in outputs if one.finished} == expected
+        assert not llm.stats().adapters.waiting
 
 
 def test_an_engine_without_adapters_says_so(folder: Path, requests: list[LoRARequest | None]) -> None:

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import (
+    ALTERNATING,
     FALLBACK,
+    HYBRIDS,
     LEAN,
     VARIANTS,
     Runner,
     assert_equals_transformers,
+    edit_config,
     open_and_load,
     save_tiny,
     tiny_config,
 )
+from transformers import AutoModelForCausalLM
 
 from hardpoint.interfaces import DType
 
@@ -27,6 +31,33 @@ def test_lean_decoder_equals_transformers(name: str, tmp_path: Path) -> None:
     _, model, plan, attention = open_and_load(tmp_path)
     assert model.path == "lean"
     assert_equals_transformers(reference, Runner(model, plan, attention))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_mixers_have_the_activation_that_the_configuration_says(name: str, tmp_path: Path) -> None:
+    kind, options = LEAN[name]
+    setting = "mamba_hidden_act" if name == "nemotron-h" else "hidden_act"
+    reference = save_tiny(tmp_path, tiny_config(kind, **{**options, setting: "gelu_new"}))
+    _, model, plan, attention = open_and_load(tmp_path)
+    assert_equals_transformers(reference, Runner(model, plan, attention), steps=2)
+
+
+def test_nemotron_h_has_a_head_of_its_own_whatever_it_says(tmp_path: Path) -> None:
+    kind, options = LEAN["nemotron-h"]
+    reference = save_tiny(tmp_path, tiny_config(kind, **{**options, "tie_word_embeddings": True}))
+    _, model, plan, attention = open_and_load(tmp_path)
+    assert_equals_transformers(reference, Runner(model, plan, attention), steps=2)
+
+
+@pytest.mark.parametrize("types", [ALTERNATING, ["full_attention"] * 3])
+def test_a_mistral_whose_layers_differ_is_transformers_ministral(types: list[str], tmp_path: Path) -> None:
+    save_tiny(tmp_path, tiny_config("mistral", sliding_window=6))
+    edit_config(tmp_path, layer_types=types)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    _, model, plan, attention = open_and_load(tmp_path)
+    windows = [layer.sliding_window for layer in plan.request.layers]
+    assert windows == [6 if kind == "sliding_attention" else None for kind in types]
+    assert_equals_transformers(reference.eval(), Runner(model, plan, attention))
 
 
 @pytest.mark.parametrize("name", FALLBACK)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from tiny_models import LEAN, describe, tiny_config
+from transformers import AutoConfig
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import ModelError
 from hardpoint.models import open_model
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.description import ModelDescription
+from hardpoint.models.registry import family_of
 
 ARCHITECTURES = {"llama": "Llama", "gemma2": "Gemma2", "granite": "Granite", "mistral-window": "Mistral"}
 
@@ -52,6 +54,74 @@ def test_models_that_compute_something_else_are_not_the_same(name: str, change: 
 
 def test_numbers_in_single_precision_are_the_same() -> None:
     assert description("llama", rms_norm_eps=1e-5).computes_the_same(description("llama", rms_norm_eps=9.99999974e-6))
+
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "Llama": "llama",
+    "Llama4": "llama4_text",
+    "Mistral": "mistral",
+    "Mixtral": "mixtral",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen2Moe": "qwen2_moe",
+    "Qwen3Moe": "qwen3_moe",
+    "Qwen3Next": "qwen3_next",
+    "Qwen2_5_VL": "qwen2_5_vl_text",
+    "GptOss": "gpt_oss",
+    "DeepseekV2": "deepseek_v2",
+    "DeepseekV3": "deepseek_v3",
+    "Phi3": "phi3",
+    "Olmo2": "olmo2",
+    "Granite": "granite",
+    "GraniteMoeHybrid": "granitemoehybrid",
+    "FalconH1": "falcon_h1",
+    "Lfm2": "lfm2",
+    "NemotronH": "nemotron_h",
+    "Gemma": "gemma",
+    "Gemma2": "gemma2",
+    "Gemma3": "gemma3_text",
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "DeepseekV2": {"num_experts_per_tok": 2},
+    "GraniteMoeHybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "NemotronH": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "Qwen2_5_VL": {"hidden_size": 8192},
+}
+BESIDE = {"Qwen2_5_VL": {"vision_config": {"out_hidden_size": 8192, "depth": 1}}}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_configuration_leaves_out_is_as_transformers_has_it(name: str) -> None:
+    sizes, beside = SIZES | NEEDED.get(name, {}), BESIDE.get(name, {})
+    architecture = f"{name}For{'ConditionalGeneration' if beside else 'CausalLM'}"
+    family = family_of(architecture)
+    assert family is not None
+    completed = AutoConfig.for_model(FAMILIES[name], **sizes).to_dict()
+    ours, theirs = (
+        ModelDescription.of(ModelConfig(architecture, family.complete(values | beside)), DType.FLOAT32)
+        for values in (sizes, completed)
+    )
+    assert isinstance(ours, ModelDescription)
+    assert isinstance(theirs, ModelDescription)
+    assert ours.computes_the_same(theirs)
+
+
+def test_a_mistral_has_a_window_unless_it_says_that_it_has_none() -> None:
+    for changes, window in (({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 9}, 9)):
+        family = family_of("MistralForCausalLM")
+        assert family is not None
+        config = ModelConfig("MistralForCausalLM", family.complete(SIZES | changes))
+        described = ModelDescription.of(config, DType.FLOAT32)
+        assert isinstance(described, ModelDescription)
+        assert {layer.sliding_window for layer in described.whole.attention_layers()} == {window}
 
 
 @pytest.mark.parametrize(

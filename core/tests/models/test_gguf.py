@@ -246,6 +246,14 @@ def test_linear_and_yarn_scaling_are_read(tmp_path: Path) -> None:
     assert rope.parameters["original_max_position_embeddings"] == 16
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_scales_linearly(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    _write(file, "llama", gguf.GGMLQuantizationType.F32, lambda writer: writer.add_float32(f"llama.{key}", 4.0))
+    (rotary,) = open_model(str(file)).describe(DType.FLOAT32).whole.model.rotary
+    assert (rotary.rope.kind, rotary.rope.parameters["factor"]) == ("linear", 4.0)
+
+
 def test_llama_files_with_biases_are_refused(tmp_path: Path) -> None:
     biased = np.zeros(128, dtype=np.float32)
     _write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,12 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-window": ("starcoder2", {"sliding_window": 6}),
     "cohere": ("cohere", {}),
     "smollm3-no-rope-layers": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "opt": ("opt", {"ffn_dim": 80}),
+    "opt-projected": ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+    # Its rotary parameters have those of its attention beside them.
+    "ministral3": ("ministral3", {}),
+    # Its configuration takes no None for the token that pads.
+    "modernbert-decoder": ("modernbert-decoder", {"num_attention_heads": 3, "local_attention": 12}),
 }
 
 
@@ -267,6 +274,13 @@ def save_tiny(folder: Path, config: Any, seed: int = 0, **save_options: Any) -> 
                 buffer.add_(torch.randn_like(buffer) * 0.15)
     model.save_pretrained(folder, **save_options)
     return model
+
+
+def edit_config(folder: Path, *left_out: str, **values: Any) -> None:
+    """Change values of a folder's config.json, and take those out that are named."""
+    file = folder / "config.json"
+    written = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({name: value for name, value in written.items() if name not in left_out}))
 
 
 def open_and_load(

@@ -21,6 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": functional.relu,
     "silu": functional.silu,
+    "swish": functional.silu,
     "tanh": torch.tanh,
 }
 KERNEL_ACTIVATIONS = {

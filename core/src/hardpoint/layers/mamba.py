@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hardpoint.layers.activations import ACTIVATIONS
 from hardpoint.layers.convolution import CausalConvolution
 from hardpoint.layers.linear import Linear, RowLinear
 from hardpoint.layers.parallel import even_span, length, scaled, shifted
@@ -33,6 +34,7 @@ class MambaShape:
         state_size: elements of a state for each element of a head.
         kernel: tokens that the convolution sees.
         conv_bias, bias, output_bias: of the convolution, and of the projections into and out of the mixer.
+        activation: of the convolution, one of `ACTIVATIONS`.
         least_time: least time step.
         eps: of the norm before the output, over a group's heads; None for no norm.
         norm_first: it is before the gate and not after it.
@@ -47,6 +49,7 @@ class MambaShape:
     conv_bias: bool = True
     bias: bool = False
     output_bias: bool = False
+    activation: str = "silu"
     least_time: float = 0.0
     eps: float | None = None
     norm_first: bool = False
@@ -104,7 +107,7 @@ class Mamba2(LayerWithStates):
         )
         kept, state = self.read(step)
         joined, kept = self.conv1d(torch.cat(mixed, dim=-1), step, kept)
-        joined = functional.silu(joined).to(x.dtype).float()
+        joined = ACTIVATIONS[shape.activation](joined).to(x.dtype).float()
         inputs, b, c = torch.split(joined, self._widths[1:-1], dim=-1)
         inputs = inputs.reshape(tokens, heads, shape.head_dim)
         b, c = (self._by_head(each) for each in (b, c))

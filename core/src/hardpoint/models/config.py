@@ -34,6 +34,12 @@ _MAX_EXPERTS = 1 << 14
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
+def with_kv_heads(values: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return values with so many KV heads where they do not say how many; at most the number of query heads."""
+    heads = values.get("num_attention_heads")
+    return {"num_key_value_heads": min(count, heads) if isinstance(heads, int) else count, **values}
+
+
 @dataclass(frozen=True)
 class HeadTokens:
     """Whose rows of the language model's head label a text.
@@ -269,10 +275,11 @@ class ModelConfig:
     @property
     def activation(self) -> Activation:
         """Activation of the feed-forward; see `refusals`."""
-        return _ACTIVATIONS[self._activation_name]
+        return _ACTIVATIONS[self.activation_name]
 
     @property
-    def _activation_name(self) -> str:
+    def activation_name(self) -> str:
+        """The same as the configuration calls it, in all that is not refused one of `layers.activations.ACTIVATIONS`."""
         return str(self.values.get("hidden_activation") or self.values.get("hidden_act") or "silu")
 
     @cached_property
@@ -362,8 +369,8 @@ class ModelConfig:
     def refusals(self, kinds: Set[str]) -> list[str]:
         """Return what no family of the core runs, and what one with these types of layers does not."""
         reasons = []
-        if self._activation_name not in _ACTIVATIONS:
-            reasons.append(f"its activation is {self._activation_name}")
+        if self.activation_name not in _ACTIVATIONS:
+            reasons.append(f"its activation is {self.activation_name}")
         unknown = sorted(set(self.layer_types) - kinds)
         if unknown:
             reasons.append(f"it has layers of the type {', '.join(unknown)}")

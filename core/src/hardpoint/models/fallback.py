@@ -139,10 +139,11 @@ def attention_layers(source: ModelSource) -> tuple[AttentionLayer, ...]:
     Refused are models whose attention does not go through transformers' attention interface, is not causal softmax attention, or
     adds biases or masks of its own (ALiBi, chunked attention), and models that mix tokens by other means (recurrence, convolution).
     """
-    config = _probe_config(source.config)
+    given = source.config
     reasons: list[str] = []
     probe = _Probe()
     try:
+        config = _probe_config(given)
         with torch.device("meta"), _uninitialised():
             model = (
                 _model_class(source)
@@ -247,7 +248,7 @@ def _probe_config(config: Any) -> Any:
     """Return a copy without what looks at the values of tokens or positions, which meta tensors do not have."""
     config = copy.deepcopy(config)
     for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
-        part.pad_token_id = None
+        _without_padding(part)
         given = getattr(part, "rope_parameters", None)
         if not given:
             continue
@@ -256,9 +257,15 @@ def _probe_config(config: Any) -> Any:
     return config
 
 
+def _without_padding(config: Any) -> None:
+    """Say that no token is padding: nothing is ever padded, and some models look for it in every step."""
+    # Some configurations check what they are given, and want a number.
+    object.__setattr__(config, "pad_token_id", None)
+
+
 def _unscaled(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
-    return {"rope_type": "default", **kept}
+    """Return the parameters without what depends on positions; families read more of them than rotary embeddings do."""
+    return {**parameters, "rope_type": "default"}
 
 
 @contextmanager
@@ -294,6 +301,8 @@ class TransformersDecoder(RunnableModel):
         self._scales = scales
         self._device = torch.device(torch_device)
         self._base = getattr(model, "base_model", model)
+        # What the head takes hidden states from: some call a part of the base model.
+        self._decoders = [part for part in (self._base, getattr(self._base, "decoder", None)) if part is not None]
         self._output: Any = None
 
     @classmethod
@@ -327,8 +336,7 @@ class TransformersDecoder(RunnableModel):
         if source.gguf is not None:
             raise _unsupported(source, ["GGUF files are read for the core's own families only"])
         model = _load(source, dtype, dummy_seed)
-        # Nothing is ever padded, and some models look for padding in every step.
-        model.config.pad_token_id = None
+        _without_padding(model.config)
         allocator.adopt(model, WEIGHTS)
         scales = source.scales_in_use(plan.request.kv_dtype)
         decoder = cls(
@@ -368,11 +376,13 @@ class TransformersDecoder(RunnableModel):
         """Return the logits of hidden states: the model's own code, which may scale or cap them, with the decoder's answer given."""
         answer = self._output(last_hidden_state=hidden[None])
         ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
-        self._base.forward = lambda *given, **options: answer
+        for decoder in self._decoders:
+            decoder.forward = lambda *given, **options: answer
         try:
             return _tensor(self._model(input_ids=ids, use_cache=False).logits)[0].float()
         finally:
-            del self._base.forward
+            for decoder in self._decoders:
+                del decoder.forward
 
     def argmax(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).argmax(dim=-1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from hardpoint.layers import RMSNorm, VocabEmbedding
+from hardpoint.models.config import with_kv_heads
 from hardpoint.models.decoder import CausalLM, MakesLayer
 from hardpoint.models.llama import LlamaLayer
 
@@ -39,7 +40,8 @@ class Gemma(CausalLM):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        completed = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", **values}
+        defaults = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
+        completed = {**defaults, **with_kv_heads(values, 16)}
         # The first releases say "gelu" and mean its approximation.
         if completed["hidden_act"] in ("gelu", None):
             completed["hidden_act"] = "gelu_pytorch_tanh"

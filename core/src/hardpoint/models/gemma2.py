@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hardpoint.layers import Attention, GatedMLP, LMHead
-from hardpoint.models.config import FULL, SLIDING
+from hardpoint.models.config import FULL, SLIDING, with_kv_heads
 from hardpoint.models.gemma import Gemma, gemma_norm
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Gemma2(Gemma):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-        completed = {"sliding_window": 4096, **caps, **super().complete(values)}
+        completed = {"sliding_window": 4096, **caps, **super().complete(with_kv_heads(values, 4))}
         return with_layer_types(completed, every=2)
 
     def head(self, config: ModelConfig, context: ModelContext, tied: VocabEmbedding | None) -> LMHead:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.batch import Pooling
 from hardpoint.layers import Attention
-from hardpoint.models.config import FULL, SLIDING
+from hardpoint.models.config import FULL, SLIDING, with_kv_heads
 from hardpoint.models.gemma import Gemma, gemma_norm
 from hardpoint.models.gemma2 import Gemma2, Gemma2Layer, with_layer_types
 
@@ -38,7 +38,7 @@ class Gemma3(Gemma2):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        completed = {"sliding_window": 4096, **Gemma.complete(values)}
+        completed = {"sliding_window": 4096, **Gemma.complete(with_kv_heads(values, 4))}
         every = values.get("sliding_window_pattern", 6)
         completed = with_layer_types(completed, every if isinstance(every, int) and every > 0 else 6)
         window = completed["sliding_window"]

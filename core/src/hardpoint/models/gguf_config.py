@@ -72,8 +72,9 @@ def _common(file: GGUFFile) -> dict[str, Any]:
 
 def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": file.get("rope.freq_base", 10000.0)}
-    kind = file.get("rope.scaling.type", "none")
-    factor = file.get("rope.scaling.factor")
+    # As llama.cpp reads files that leave the type out, and older ones.
+    kind = file.get("rope.scaling.type", "linear")
+    factor = file.get("rope.scaling.factor", file.get("rope.scale_linear"))
     if kind == "none" or factor in (None, 0, 1):
         return parameters
     if kind not in ("linear", "yarn"):

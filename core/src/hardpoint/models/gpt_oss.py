@@ -14,7 +14,7 @@ import torch
 
 from hardpoint.interfaces.kernels import Activation
 from hardpoint.layers import Attention, Experts, ExpertsShape, Linear, MixtureOfExperts, StoredWeight, WeightShard
-from hardpoint.models.config import FULL, SLIDING
+from hardpoint.models.config import FULL, SLIDING, with_kv_heads
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.llama import LlamaLayer
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _ALPHA, _LIMIT = 1.702, 7.0
 """Of the activation, which kernels have as constants."""
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+"""Where a configuration does not say otherwise."""
 
 
 class GptOssExperts(Experts):
@@ -110,7 +112,9 @@ class GptOss(CausalLM):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         sizes = {"head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128}
-        completed = {**sizes, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, **values}
+        completed = {**sizes, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, **with_kv_heads(values, 8)}
+        if not values.get("rope_parameters") and not values.get("rope_scaling"):
+            completed["rope_parameters"] = _ROPE
         count = values.get("num_hidden_layers")
         if values.get("layer_types") is None and isinstance(count, int):
             completed["layer_types"] = [FULL if index % 2 else SLIDING for index in range(count)]

@@ -89,6 +89,7 @@ class Lfm2(CausalLM):
             "num_key_value_heads": 8,
             "conv_L_cache": 3,
             "norm_eps": 1e-5,
+            "rope_theta": 1e6,
             "block_multiple_of": 256,
             "block_ffn_dim_multiplier": 1.0,
             "block_auto_adjust_ff_dim": True,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
 from hardpoint.layers import Attention, GatedMLP, RMSNorm
+from hardpoint.models.config import FULL, SLIDING, with_kv_heads
 from hardpoint.models.decoder import CausalLM
 
 if TYPE_CHECKING:
@@ -58,14 +60,22 @@ class Llama(CausalLM):
 
 
 class MistralLayer(LlamaLayer):
-    """Llama's, with a window in every layer."""
+    """Llama's, with windows."""
 
     def attention(self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: ModelContext) -> nn.Module:
-        layer = config.attention(sliding_window=config.sliding_window)
+        layer = config.attention(sliding_window=config.window(index))
         return Attention(index, layer, config.hidden_size, rotary, context)
 
 
 class Mistral(CausalLM):
-    """Mistral 7B and Nemo."""
+    """Mistral 7B and Nemo, with a window in every layer or in none, and Ministral 8B, whose layers differ."""
 
     layer = MistralLayer
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        completed = {"sliding_window": 4096, **with_kv_heads(values, 8)}
+        count, window = values.get("num_hidden_layers"), completed["sliding_window"]
+        if values.get("layer_types") is None and isinstance(count, int):
+            completed["layer_types"] = [FULL if window is None else SLIDING] * count
+        return completed

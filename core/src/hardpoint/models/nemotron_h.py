@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from hardpoint.layers import Attention, ColumnLinear, Mamba2, MambaShape, RMSNorm, RowLinear
+from hardpoint.layers.activations import ACTIVATIONS
 from hardpoint.layers.parallel import aligned_obstacle, aligned_spans
 from hardpoint.models.config import FULL, LINEAR
 from hardpoint.models.decoder import CausalLM
@@ -80,6 +81,7 @@ class NemotronH(CausalLM):
             "num_key_value_heads": 8,
             "layer_norm_epsilon": 1e-5,
             "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
             "ssm_state_size": 128,
             "mamba_num_heads": 128,
             "mamba_head_dim": 64,
@@ -93,6 +95,8 @@ class NemotronH(CausalLM):
         if kinds is None and isinstance(pattern, str):
             kinds = [_PATTERN.get(letter, letter) for letter in pattern]
         completed["rms_norm_eps"] = completed["layer_norm_epsilon"]
+        # Whatever the configuration says.
+        completed["tie_word_embeddings"] = False
         if kinds is not None:
             completed["layer_types"] = list(kinds)
         return completed
@@ -102,6 +106,8 @@ class NemotronH(CausalLM):
         reasons = super().refusals(config)
         if config.values["mlp_hidden_act"] != "relu2":
             reasons.append(f"its feed-forward's activation is {config.values['mlp_hidden_act']}")
+        if str(config.values["mamba_hidden_act"]) not in ACTIVATIONS:
+            reasons.append(f"its mixers' activation is {config.values['mamba_hidden_act']}")
         if FULL not in config.layer_types:
             reasons.append("none of its layers has attention")
         if config.integer("mamba_num_heads") % config.integer("n_groups"):
@@ -123,6 +129,7 @@ def _mamba_shape(config: ModelConfig) -> MambaShape:
         state_size=config.integer("ssm_state_size"),
         kernel=config.integer("conv_kernel", least=2),
         conv_bias=config.flag("use_conv_bias"),
+        activation=str(config.values["mamba_hidden_act"]),
         # In every step: transformers has it where a prompt is computed, and not where a token is.
         least_time=config.number("time_step_min", 0.001),
         eps=config.norm_eps,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.layers import Attention
-from hardpoint.models.config import FULL, SLIDING
+from hardpoint.models.config import FULL, SLIDING, with_kv_heads
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.llama import LlamaLayer
 
@@ -32,7 +32,7 @@ class Qwen2(CausalLM):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return with_upper_windows(values)
+        return with_upper_windows(with_kv_heads(values, 32))
 
 
 def with_upper_windows(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hardpoint.interfaces.batch import EmbeddingKind
 from hardpoint.interfaces.errors import WorkerError
 from hardpoint.layers import Layer, Linear, RMSNorm, RotaryEmbedding, WeightShard
 from hardpoint.layers.parallel import ALONE, NO_OTHERS
+from hardpoint.models.config import with_kv_heads
 from hardpoint.models.qwen2 import Qwen2
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ class Qwen2_5_VL(Qwen2):  # noqa: N801
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        completed = super().complete(values)
+        defaults = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
+        completed = super().complete({**defaults, **with_kv_heads(values, 8)})
         rope = completed.pop("rope_parameters", None) or completed.pop("rope_scaling", None)
         if isinstance(rope, Mapping):
             # Three axes of positions are no kind of frequencies, as which older configurations name them.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.layers import ExpertsShape, MixtureOfExperts
-from hardpoint.models.config import FULL, SLIDING
+from hardpoint.models.config import FULL, SLIDING, with_kv_heads
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.qwen2 import Qwen2Layer
 
@@ -41,7 +41,7 @@ class Qwen2Moe(CausalLM):
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         sizes = {"moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
-        completed = {**sizes, **values, "sliding_window": window}
+        completed = {**sizes, **with_kv_heads(values, 16), "sliding_window": window}
         count, windowed = values.get("num_hidden_layers"), values.get("max_window_layers", 28)
         if values.get("layer_types") is None and isinstance(count, int) and isinstance(windowed, int):
             # Every other one of the layers before `max_window_layers`, and not those after it as in Qwen 2.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.layers import Attention, RMSNorm
+from hardpoint.models.config import with_kv_heads
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.llama import LlamaLayer
 from hardpoint.models.qwen2 import with_upper_windows
@@ -42,4 +43,4 @@ class Qwen3(CausalLM):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return with_upper_windows({"head_dim": 128, **values})
+        return with_upper_windows({"head_dim": 128, **with_kv_heads(values, 32)})

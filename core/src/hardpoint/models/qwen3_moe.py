@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.layers import MixtureOfExperts
-from hardpoint.models.config import SLIDING
+from hardpoint.models.config import SLIDING, with_kv_heads
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.qwen2_moe import experts_shape, has_experts
 from hardpoint.models.qwen3 import Qwen3Layer
@@ -41,7 +41,7 @@ class Qwen3Moe(CausalLM):
             "num_experts_per_tok": 8,
         }
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
-        completed = {**sizes, **values, "sliding_window": window}
+        completed = {**sizes, **with_kv_heads(values, 4), "sliding_window": window}
         if window is not None and isinstance(values.get("num_hidden_layers"), int):
             completed["layer_types"] = [SLIDING] * values["num_hidden_layers"]
         return completed

@@ -24,11 +24,12 @@ from hardpoint.layers import (
     StateTensor,
     WeightShard,
 )
+from hardpoint.layers.activations import ACTIVATIONS
 from hardpoint.layers.delta import delta_scan, delta_step
 from hardpoint.layers.parallel import even_span, head_spans, length, scaled, shifted
 from hardpoint.layers.states import over_sequences
 from hardpoint.layers.weights import take_rows
-from hardpoint.models.config import FULL, LINEAR
+from hardpoint.models.config import FULL, LINEAR, with_kv_heads
 from hardpoint.models.decoder import CausalLM
 from hardpoint.models.qwen2_moe import experts_shape, has_experts
 
@@ -78,12 +79,17 @@ class GatedAttention(AttentionOverCache):
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Heads of a delta net: `values_per_key` neighbouring value heads have the query and key of one key head."""
+    """Heads of a delta net: `values_per_key` neighbouring value heads have the query and key of one key head.
+
+    Attributes:
+        activation: of the convolution, one of `ACTIVATIONS`.
+    """
 
     num_key_heads: int
     values_per_key: int
     key_dim: int
     value_dim: int
+    activation: str
 
 
 class GatedDeltaNet(LayerWithStates):
@@ -132,7 +138,7 @@ class GatedDeltaNet(LayerWithStates):
         kept, state = self.read(step)
         mixed, kept = self.conv1d(torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1), step, kept)
         widths = [self._num_keys * shape.key_dim] * 2 + [self._num_values * shape.value_dim]
-        q, k, v = torch.split(functional.silu(mixed).to(x.dtype).float(), widths, dim=-1)
+        q, k, v = torch.split(ACTIVATIONS[shape.activation](mixed).to(x.dtype).float(), widths, dim=-1)
         q, k = (
             _unit(part.reshape(tokens, self._num_keys, shape.key_dim)).repeat_interleave(each, dim=1) for part in (q, k)
         )
@@ -204,7 +210,7 @@ class Qwen3Next(CausalLM):
             "num_experts_per_tok": 10,
             "norm_topk_prob": True,
         }
-        completed = {**defaults, **values}
+        completed = {**defaults, **with_kv_heads(values, 2)}
         count, every = values.get("num_hidden_layers"), values.get("full_attention_interval", 4)
         if values.get("layer_types") is None and isinstance(count, int) and isinstance(every, int) and every > 0:
             completed["layer_types"] = [LINEAR if (number + 1) % every else FULL for number in range(count)]
@@ -240,4 +246,5 @@ def delta_shape(config: ModelConfig) -> DeltaShape:
         values_per_key=config.integer("linear_num_value_heads") // keys,
         key_dim=config.integer("linear_key_head_dim"),
         value_dim=config.integer("linear_value_head_dim"),
+        activation=config.activation_name,
     )

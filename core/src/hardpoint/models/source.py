@@ -18,7 +18,7 @@ from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import modelscope
-from hardpoint.models.config import ModelConfig
+from hardpoint.models.config import FULL, ModelConfig
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.hub import FetchedModel, HubModel, fetch
 from hardpoint.models.pooling import PoolingDefaults, PoolingFiles, pooling_defaults, read_pooling
@@ -604,19 +604,59 @@ _OVERRIDES = frozenset(
 """Values that are read of configurations, and that a file need not have."""
 
 
+_OF_ROPE = ("rope_theta", "partial_rotary_factor", "rope_scaling")
+"""What later configurations, of transformers 5, say in `rope_parameters`."""
+
+
 def _overridden(written: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with other values; raises ConfigError for one that nothing would read."""
+    text = written.get("text_config")
+    language = dict(text) if isinstance(text, Mapping) else {}
     for name in overrides:
-        if name not in written and name not in _OVERRIDES:
+        if name not in written and name not in language and name not in _OVERRIDES:
             raise ConfigError(
                 f"hf_overrides names {shown(name)}, which nothing reads",
                 found="it is not in the model's configuration",
-                hint=did_you_mean(name, [*written, *_OVERRIDES]),
+                hint=did_you_mean(name, [*written, *language, *_OVERRIDES]),
             )
     merged = dict(written)
     for name, value in overrides.items():
         before = merged.get(name)
-        merged[name] = {**before, **value} if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+        place = "rope_parameters" if isinstance(merged.get("rope_parameters"), Mapping) else "rope_scaling"
+        if name == place or (name in _OF_ROPE and place == "rope_parameters"):
+            change = value if name in (place, "rope_scaling") else {name: value}
+            merged[place] = _with_rope(merged.get(place), change)
+        elif not isinstance(before, Mapping) or not isinstance(value, Mapping):
+            merged[name] = value
+        else:
+            merged[name] = _overridden(language, value) if name == "text_config" else {**before, **value}
+        if language and name not in written:
+            # It is the language model's, whose values have a place of their own.
+            merged["text_config"] = _overridden(merged["text_config"], {name: value})
+    return merged
+
+
+def _with_rope(before: Any, change: Any) -> Any:
+    """Return rotary parameters with other ones; None is no scaling.
+
+    Where types of layers have their own, those that are said of none are of the layers without a window, as transformers reads
+    them of older configurations.
+    """
+    if change is None:
+        change = {"rope_type": "default"}
+    if not isinstance(change, Mapping):
+        return change
+    if "type" in change:
+        change = {"rope_type": change["type"], **change}
+    merged = dict(before) if isinstance(before, Mapping) else {}
+    nested = any(isinstance(value, Mapping) for value in merged.values())
+    for name, value in change.items():
+        if isinstance(value, Mapping):
+            merged[name] = {**(merged.get(name) or {}), **value}
+        elif nested:
+            merged[FULL] = {**(merged.get(FULL) or {}), name: value}
+        else:
+            merged[name] = value
     return merged
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.errors import CorruptWeights, HardpointError, InvalidAdapter
 from hardpoint.weights.checkpoint import SafetensorsCheckpoint
+from hardpoint.weights.loading import standard_name
 
 if TYPE_CHECKING:
     import torch
@@ -109,12 +110,13 @@ def _read(folder: Path, targets: Mapping[str, tuple[int, int]], max_rank: int, d
         )
     checkpoint = SafetensorsCheckpoint([weights])
     matrices = _matrices(folder, checkpoint.shapes(), targets)
-    _check_targets(folder, config, matrices.keys(), targets.keys())
+    own_names = {name: _own_name(down) for name, (down, _) in matrices.items()}
+    _check_targets(folder, config, own_names, targets.keys())
     layers = {}
     for name, (down, up) in matrices.items():
         shapes = checkpoint.shapes()
-        rank = _pattern(config, "rank_pattern", name, config["r"])
-        alpha = _pattern(config, "alpha_pattern", name, config["lora_alpha"])
+        rank = _pattern(config, "rank_pattern", own_names[name], config["r"])
+        alpha = _pattern(config, "alpha_pattern", own_names[name], config["lora_alpha"])
         outputs, inputs = targets[name]
         expected = (rank, inputs), (outputs, rank)
         if (shapes[down], shapes[up]) != expected:
@@ -202,12 +204,14 @@ def _matrices(
     """Return the names of the tensors A and B of each layer, by its checkpoint name."""
     found: dict[str, dict[str, str]] = {}
     strange = []
+    weights = {f"{name}.weight": shape for name, shape in targets.items()}
     for tensor in shapes:
         match = _MATRIX.fullmatch(tensor)
-        if match is None or match[1] not in targets:
+        name = "" if match is None else standard_name(f"{match[1]}.weight", weights).removesuffix(".weight")
+        if match is None or name not in targets or match[2] in found.get(name, {}):
             strange.append(tensor)
         else:
-            found.setdefault(match[1], {})[match[2]] = tensor
+            found.setdefault(name, {})[match[2]] = tensor
     if strange or not found:
         raise InvalidAdapter(
             f"the adapter in {folder} was made for another model, or has more than matrices of linear layers",
@@ -220,12 +224,18 @@ def _matrices(
     return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
 
-def _check_targets(folder: Path, config: Mapping[str, Any], present: Any, targets: Any) -> None:
-    """Compare the layers that there are weights for with those that the configuration lists."""
+def _own_name(tensor: str) -> str:
+    """Return what the model that the adapter was trained with calls the layer of a matrix."""
+    return tensor.removeprefix(_PREFIX).rpartition(".lora_")[0]
+
+
+def _check_targets(folder: Path, config: Mapping[str, Any], present: Mapping[str, str], targets: Any) -> None:
+    """Compare the layers that there are weights for, by name with the adapter's own, with those that the configuration lists."""
     wanted = config["target_modules"]
     if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
         return  # a regular expression, or none: the weights say it
-    listed = {name for name in targets if any(name == one or name.endswith(f".{one}") for one in wanted)}
+    own_names = {name: present.get(name, name) for name in targets}
+    listed = {name for name, own in own_names.items() if any(own == one or own.endswith(f".{one}") for one in wanted)}
     missing, more = sorted(listed - set(present)), sorted(set(present) - listed)
     if more or (missing and config["layers"]):
         raise InvalidAdapter(

@@ -33,6 +33,12 @@ _TOGETHER = 64
 _PREFIXES = ("model.", "bert.", "roberta.")
 _LANGUAGE = "language_model."
 _IN_WHOLE = "model.language_model."
+_NEMOTRON_H = "backbone."
+_GRANITE_EXPERTS = {
+    ".router.weight": ".router.layer.weight",
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+}
 _OLD_NORMS = {"gamma": "weight", "beta": "bias"}
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
@@ -57,17 +63,21 @@ def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return the name that a model's tensor has in whole models; others are returned as they are.
 
     Bare models are saved without what stands before their tensors' names, language models beside other parts with more (and those parts,
-    where transformers has them in memory), and old encoders call a norm's weight and bias gamma and beta.
+    where transformers has them in memory), and old encoders call a norm's weight and bias gamma and beta. In memory transformers 5 has
+    other names for some than the checkpoints that it writes.
     """
     stem, _, last = name.rpartition(".")
     if stem.endswith("LayerNorm") and last in _OLD_NORMS:
         name = f"{stem}.{_OLD_NORMS[last]}"
+    if name in shapes:
+        return name
     possible = (
-        name,
         *(prefix + name for prefix in _PREFIXES),
         name.removeprefix(_LANGUAGE),
         name.replace(_IN_WHOLE, "model.", 1),
         name.removeprefix("model."),
+        _NEMOTRON_H + name.removeprefix("model."),
+        *(f"{name.removesuffix(theirs)}{ours}" for theirs, ours in _GRANITE_EXPERTS.items() if name.endswith(theirs)),
     )
     found = (known for known in possible if known in shapes)
     return next(found, name)
