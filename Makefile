@@ -18,7 +18,7 @@ PROMPT ?= Give three facts about the moon.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-faults test-headers test-rest test-server \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-faults test-headers test-long test-rest test-server \
 	test-clients test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl test-verl typecheck
 
 help:  ## Show the targets
@@ -52,19 +52,24 @@ TESTS_OF_e2e := tests/e2e
 TESTS_OF_backends := backends conformance_tests simulators/tests
 TESTS_OF_core := core/tests
 TESTS_OF_server := tests/server
-TESTS_OF_faults := tests/fault_matrix tests/fuzz tests/memory
-TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server --ignore=tests/fault_matrix --ignore=tests/fuzz --ignore=tests/memory
+TESTS_OF_faults := tests/fault_matrix tests/memory
+TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server --ignore=tests/fault_matrix --ignore=tests/memory
 PARTS := test-e2e test-server test-backends test-core test-faults test-rest
+# What takes long for what it may find after a small change: random inputs and moments, vLLM's scripts, the suite's own test, conformance of
+# attention over reference operators, and benchmarks of devices.
+TESTS_OF_long := tests/fuzz tests/vllm_scripts tests/server/test_chaos.py tests/server/test_openapi_document.py tests/e2e/test_command_interrupts.py \
+	tests/scripts/test_device_benchmarks.py conformance_tests/tests/test_selftest.py backends/ascend/tests/test_conformance.py \
+	backends/cuda/tests/flashinfer/test_conformance.py
 
-test: $(STAMP)  ## Run every test
+test: $(STAMP)  ## Run the tests, but for those that take long
 	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j3) lint $(PARTS) typecheck
 
 # Several run at a time: OpenMP's threads, and those of the CPU backend, would spin while they wait for one that has no core. What tests of several
 # threads need they ask for; conformance-cpu has all cores.
-$(PARTS): export OMP_NUM_THREADS = 1
-$(PARTS): export HARDPOINT_CPU_THREADS = 1
-$(PARTS): test-%: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS_OF_$*)
+$(PARTS) test-long: export OMP_NUM_THREADS = 1
+$(PARTS) test-long: export HARDPOINT_CPU_THREADS = 1
+$(PARTS) test-long: test-%: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS_OF_$*) $(if $(filter-out long,$*),$(TESTS_OF_long:%=--ignore=%))
 
 test-page: chromium $(STAMP)  ## The server's web page in Chromium
 	$(BIN)/python -m pytest -q tests/server/test_page.py
@@ -182,7 +187,7 @@ selftest: $(STAMP)  ## The suite's own test: every known-bad backend is found, a
 	$(MAKE) --no-print-directory conformance-cpu
 	$(BIN)/hardpoint conformance selftest --seeds 20 --control build/conformance/cpu/report.json --report build/conformance/selftest --markdown build/conformance/kill-matrix.md
 
-CHECKS := selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-trl test-verl test-clients test-headers test-flashinfer
+CHECKS := test-long selftest conformance-vendors conformance-triton test-torch sanitize aot test-dist test-ray test-triton test-trl test-verl test-clients test-headers test-flashinfer
 check: test $(CHECKS)  ## Everything that CI runs
 
 # Peers live in environments of their own; benchmarks find them in .peers/ and say so where one is missing.
