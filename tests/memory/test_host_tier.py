@@ -80,7 +80,9 @@ for operation in (pool.prepare_sleep, pool.sleep):
     [(7 << 30, "done"), (0, "0 bytes are in use by other backups, and the host has room for 10485760 bytes")],
     ids=["full of page cache", "full"],
 )
-def test_a_sleep_of_a_simulated_device_takes_what_the_control_group_has_in_its_page_cache(cache: int, said: str) -> None:
+def test_a_sleep_of_a_simulated_device_takes_what_the_control_group_has_in_its_page_cache(
+    cache: int, said: str
+) -> None:
     namespace = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     command = [*namespace, "sh", "-c", IN_A_LIMITED_GROUP, "sh", str(cache), sys.executable, SLEEP_OF_64_MIB]
     # A device with memory of its own: that of the CPU's is the group's.
