@@ -54,7 +54,7 @@ TESTS_OF_core := core/tests
 TESTS_OF_server := tests/server
 TESTS_OF_faults := tests/fault_matrix tests/memory
 TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server --ignore=tests/fault_matrix --ignore=tests/memory
-PARTS := test-e2e test-server test-backends test-core test-faults test-rest
+PARTS := test-e2e test-server test-core test-backends test-faults test-rest
 # What takes long for what it may find after a small change: random inputs and moments, vLLM's scripts, the suite's own test, conformance of
 # attention over reference operators, and benchmarks of devices.
 TESTS_OF_long := tests/fuzz tests/vllm_scripts tests/server/test_chaos.py tests/server/test_openapi_document.py tests/e2e/test_command_interrupts.py \

@@ -103,17 +103,19 @@ def test_other_path_is_not_taken_for_a_machines(path: str) -> None:
     assert not MACHINE_PATHS.search(path)
 
 
-def test_the_parts_of_make_test_have_every_test_once(root: Path, files: list[Path]) -> None:
-    makefile = (root / "Makefile").read_text("utf-8")
+def test_the_parts_of_make_test_and_those_that_take_long_have_every_test_once(root: Path, files: list[Path]) -> None:
+    makefile = (root / "Makefile").read_text("utf-8").replace("\\\n", " ")
     parts = dict(re.findall(r"^TESTS_OF_(\w+) := (.*)$", makefile, flags=re.MULTILINE))
     (named,) = re.findall(r"^PARTS := (.*)$", makefile, flags=re.MULTILINE)
-    assert sorted(named.split()) == sorted(f"test-{part}" for part in parts)
-    assert {"lint", "typecheck", *named.split()} <= set((root / ".ci" / "run").read_text("utf-8").split())
+    assert sorted([*named.split(), "test-long"]) == sorted(f"test-{part}" for part in parts)
+    assert {"lint", "typecheck", "test-long", *named.split()} <= set((root / ".ci" / "run").read_text("utf-8").split())
     settings = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
     tests = [file.relative_to(root) for file in files if file.name.startswith("test_") and file.suffix == ".py"]
     run: Counter[Path] = Counter()
-    for part in parts.values():
+    long = parts["long"].split()
+    for name, part in parts.items():
         left_out = [word.removeprefix("--ignore=") for word in part.split() if word.startswith("--ignore=")]
+        left_out += long if name != "long" else []
         folders = [word for word in part.split() if not word.startswith("--ignore=")]
         run.update(test for test in tests if is_in(test, folders) and not is_in(test, left_out))
     assert run == Counter(test for test in tests if is_in(test, settings["tool"]["pytest"]["ini_options"]["testpaths"]))
