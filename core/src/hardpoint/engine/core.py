@@ -459,7 +459,9 @@ class EngineCore:
         return self.scheduler.config.arrival(len(prompt), time.monotonic())
 
     def _check_admission(self) -> None:
-        self._queued &= self._requests.keys() | {command.key for command in self._waiting}
+        if self._queued:
+            waiting = {command.key for command in self._waiting}
+            self._queued = {key for key in self._queued if key in self._requests or key in waiting}
         self.lifecycle.check_admission(len(self._queued) + len(self._held), self.config.queue_while_asleep)
 
     def _note_added(self, key: int, handle: int, count: int) -> None:

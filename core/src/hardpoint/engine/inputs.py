@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-_LONG = 16
-"""Characters for each token of the context, from which a text is looked at before it is tokenized."""
+_MANY_CHARACTERS_PER_TOKEN = 16
+"""A text with more of them for each token of the context is looked at before it is tokenized."""
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt"
 """A text, token ids, what `PromptProcessor` made of them, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds` (and
@@ -205,7 +205,7 @@ class PromptProcessor:
 
     def _check_length(self, text: str, truncate: int | None) -> None:
         """Raise PromptTooLong for a text that no tokens of the context can stand for, before it is tokenized, which takes long."""
-        if truncate is not None or len(text) <= _LONG * self._max_model_len:
+        if truncate is not None or len(text) <= _MANY_CHARACTERS_PER_TOKEN * self._max_model_len:
             return
         length = self._tokenizer.token_length if isinstance(self._tokenizer, LightTokenizer) else None
         if length is not None and (fewest := length.fewest_tokens(text)) > self._max_model_len:

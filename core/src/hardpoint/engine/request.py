@@ -346,11 +346,14 @@ class RequestTable:
             return None
         del self._by_key[request.key]
         first = self._first_seq_ids.pop(request.key, None)
-        if first is not None:
+        if first is None:  # the loop has not added it
+            return request.key
+        if not isinstance(request, Request):
             self._wholes.pop(first, None)
-            for seq_id in range(first, first + len(request.completions) if isinstance(request, Request) else first):
-                self._completions.pop(seq_id, None)
-                self._streaming.pop(seq_id, None)
+            return request.key
+        for seq_id in range(first, first + len(request.completions)):
+            self._completions.pop(seq_id, None)
+            self._streaming.pop(seq_id, None)
         return request.key
 
     def discard(self, request: AnyRequest) -> bool:
