@@ -43,6 +43,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Freeze what the tests of a file have left, such as what they imported, when it holds no garbage."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """Leave what there is to the kernel: at its end the interpreter would go through all of it several times."""
     gc.freeze()

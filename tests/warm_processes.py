@@ -106,9 +106,10 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 def freeze() -> None:
     """Have garbage collections, which are enabled, leave out what there is: in forks they would copy its pages, too.
 
-    With the little of it that is garbage, for which all would be looked through.
+    With the little of it that is garbage, for which all would be looked through. And they come less often than by default.
     """
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
     # An engine's start asks whether anything is frozen, for which all of it is counted: once, and not in each fork.
     with import_module("hardpoint.executor.start").collection_paused():

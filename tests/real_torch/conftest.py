@@ -60,7 +60,6 @@ os.dup2(2, 1)
 
 FORKS = """
 import json
-gc.collect()
 gc.freeze()  # what is imported: a garbage collection in a fork neither goes through it nor copies its pages
 for line in sys.stdin:
     asked = json.loads(line)
@@ -93,7 +92,6 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what is imported out of garbage collection, which most tests ask for, to see memory given back."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -185,6 +183,7 @@ def machine() -> Machine:
 def allocator(machine: Machine) -> Iterator[DeviceAllocator]:
     """Our allocator for the first device; what a test leaves is given back, and the driver's rules were kept."""
     gc.collect()
+    gc.freeze()  # what was imported since
     machine.torch.empty_cache()
     broken_before = len(machine.broken_rules())
     made = machine.allocator()

@@ -5,6 +5,7 @@ Whatever the backend's code does there (raise, hang, end the process) costs that
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -121,6 +122,7 @@ def examine_here(name: str, device: int) -> Examination:
 
 def main(name: str, device: str, file: str) -> None:
     """Write the examination as JSON, whole or not at all, and end without the tear-down of what was loaded."""
+    gc.disable()
     data = json.dumps(asdict(examine_here(name, int(device))), default=str)
     part = Path(f"{file}.part")
     part.write_text(data, "utf-8")

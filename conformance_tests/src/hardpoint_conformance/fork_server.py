@@ -7,7 +7,6 @@ is as good as a fresh process; what crashes or hangs in one costs that process a
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import runpy
@@ -23,7 +22,7 @@ from pathlib import Path
 from select import select
 from types import TracebackType
 
-from hardpoint_conformance.processes import environment
+from hardpoint_conformance.processes import environment, imports_kept
 
 _IMPORTED = (
     "hypothesis.stateful",
@@ -155,17 +154,13 @@ class ForkedProcess:
 def main(descriptor: str, for_ranks: str) -> None:
     """Be the server until its client is gone; returns in a fork, to be the process that was asked for."""
     requests = socket.socket(fileno=int(descriptor))
-    gc.disable()  # what is imported stays: to go through it again and again takes a sixth of the time
-    for name in _IMPORTED:
-        import_module(name)
-    if for_ranks == "1":
-        from hardpoint_conformance.ranks import import_for_ranks
+    with imports_kept():
+        for name in _IMPORTED:
+            import_module(name)
+        if for_ranks == "1":
+            from hardpoint_conformance.ranks import import_for_ranks
 
-        import_for_ranks()
-    # Forks share what there is: a garbage collection in them neither goes through it nor copies its pages.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+            import_for_ranks()
     message = _serve(requests)
     if message is None:
         os._exit(0)  # nothing of a backend is here, whose end would be of interest

@@ -430,11 +430,15 @@ def files_below(directory: Path) -> dict[Path, int]:
 
 
 _PRELUDE = """
-import gc, os, sys, threading, time
+import gc
+gc.disable()  # what is imported stays, and is left out of collections, at the end most of all
+import os, sys, threading, time
 from hardpoint.interfaces import Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import *
 from hardpoint_conformance.memory import content, open_memory
 from hardpoint_conformance.target import Target
+gc.freeze()
+gc.enable()
 target = Target.find(sys.argv[1], int(sys.argv[2]))
 memory = open_memory(target, sys.argv[3], seen=False)  # calls that outlive the interpreter cannot be
 directory = sys.argv[4]

@@ -5,6 +5,7 @@ It is loaded wherever the suite is installed, and does nothing unless tests of t
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -62,10 +63,18 @@ def pytest_configure(config: pytest.Config) -> None:
         # Where these are set, pytest compares what differs to its end: minutes for a few megabytes, and pages that nobody reads.
         for name in ("CI", "BUILD_NUMBER"):
             os.environ.pop(name, None)
+    if config.getoption("listing"):
+        gc.disable()  # what the process imports it has to its end, which then follows: see `pytest_unconfigure`
     config.addinivalue_line("markers", f"{MARK}(clause): the clause that a test proves")
     config.addinivalue_line("markers", f"{PROVES}(capability): a further capability that a case proves")
     config.addinivalue_line("markers", f"{OVER}(name=function of the claims): the values that a parameter takes")
     config.addinivalue_line("markers", f"{NOTHING}: the one case of a test over claims of which there are none")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave what was imported for a listing to the kernel: the interpreter would look through all of it at its end."""
+    if config.getoption("listing"):
+        gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

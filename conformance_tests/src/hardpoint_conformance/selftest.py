@@ -7,7 +7,6 @@ this backend can stand for it), the mutants, and the tests with random inputs ov
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import shutil
@@ -27,6 +26,7 @@ from hardpoint_conformance.kill_matrix import Finding, KillMatrix, Verdict, writ
 from hardpoint_conformance.mutants import Mutant, mutants, narrow
 from hardpoint_conformance.outcomes import Outcome
 from hardpoint_conformance.outcomes import Verdict as ReportVerdict
+from hardpoint_conformance.processes import imports_kept
 from hardpoint_conformance.ranks import import_for_ranks
 from hardpoint_conformance.report import ReportError, read_report, verdict_of, verify
 
@@ -80,14 +80,12 @@ def selftest(
     at_a_time = jobs or cores
     # As the runner has it; read when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // at_a_time)))
-    _import_parts()
-    everything = collect(BACKEND)
-    cases = [case for case in everything if case.applies]
-    _rehearse(cases)
-    _read_constants()
-    # The forks share what has been imported: a garbage collection in them neither goes through it nor copies its pages.
-    gc.collect()
-    gc.freeze()
+    with imports_kept():
+        _import_parts()
+        everything = collect(BACKEND)
+        cases = [case for case in everything if case.applies]
+        _rehearse(cases)
+        _read_constants()
     harmful = [mutant for mutant in chosen if not mutant.harmless]
     console.print(f"{len(harmful)} mutants, {len(cases)} tests of {len({case.clause.id for case in cases})} clauses")
 

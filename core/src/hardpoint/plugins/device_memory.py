@@ -6,6 +6,7 @@ So a short-lived interpreter makes the backend's allocator, asks it, and ends. I
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -69,6 +70,7 @@ def _ask(descriptor: BackendDescriptor, device: Device, time_limit: float) -> di
 
 
 def _main(name: str, index: str, time_limit: str) -> None:
+    gc.disable()  # what is imported stays to the end
     # Drivers print on standard output as they like: the answer goes to a copy of it, and everything else to standard error.
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
