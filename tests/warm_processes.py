@@ -1,11 +1,11 @@
 """Python processes for tests that start with torch and the engine imported, which takes most of a short process's time.
 
 `WarmPopen` takes the place of `subprocess.Popen` for `python -P -m MODULE`, as ranks and engines are started, and for `python -P FILE`, for
-scripts whose start is not what a test is of. The process is a fork of a server that this one has forked early (`start_server`), yet
-becomes a child of this one, to which the kernel gives it when the process between them ends (PR_SET_CHILD_SUBREAPER): it is waited for,
-watched and killed as any other, and the kernel ends it with this process if it asks for that. Streams, inherited files, environment,
-current folder, limits and processors are those that a process started afresh would have. Tests of how processes are started do so the
-plain way (`children_by`).
+scripts whose start is not what a test is of. Without -P a script finds the modules beside it, and what it starts is started so, too. The
+process is a fork of a server that this one has forked early (`start_server`), yet becomes a child of this one, to which the kernel gives it
+when the process between them ends (PR_SET_CHILD_SUBREAPER): it is waited for, watched and killed as any other, and the kernel ends it with
+this process if it asks for that. Streams, inherited files, environment, current folder, limits and processors are those that a process
+started afresh would have. Tests of how processes are started do so the plain way (`children_by`).
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class WarmPopen(subprocess.Popen[Any]):
             "numbers": [0, 1, 2, *asked.pass_fds],
             "environment": environment,
             "folder": os.path.abspath(asked.cwd or "."),
+            "finds_modules_beside_it": asked.args[1] != "-P",
             "group": os.getpgid(0) if asked.process_group == -1 else asked.process_group,
             "session": bool(asked.start_new_session),
             "limits": [(kind, *resource.getrlimit(kind)) for kind in _LIMITS],
@@ -168,7 +169,7 @@ def _command(asked: SimpleNamespace) -> list[str] | None:
     match list(map(os.fspath, asked.args)):
         case [sys.executable, "-P", "-m", module, *arguments]:
             return [module, *arguments]
-        case [sys.executable, "-P", file, *arguments] if file.endswith(".py"):
+        case [sys.executable, "-P", file, *arguments] | [sys.executable, file, *arguments] if file.endswith(".py"):
             return [file, *arguments]
     return None
 
@@ -286,6 +287,10 @@ def _become(message: Mapping[str, Any]) -> None:
     torch.set_num_threads(torch.get_num_threads())
     program, *arguments = message["command"]
     sys.argv = [program, *arguments]
+    if message["finds_modules_beside_it"]:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+        start_server()
+        subprocess.Popen = WarmPopen  # type: ignore[misc]
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
     elif program == _ENGINE:

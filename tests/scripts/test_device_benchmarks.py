@@ -4,6 +4,7 @@ stays right. The figures mean nothing and no bar is decided by them."""
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.warm_processes import WarmPopen
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +38,8 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def run(imported: Any, tmp_path: Path) -> Any:
+def run(imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
     return imported("device_run").Run(sys.executable, tmp_path, "", quick=True)
 
 

@@ -103,12 +103,13 @@ def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | Non
 
     layer = numbers.layer
     distance = _distances(numbers)
-    logits = r(_products(numbers.q.to(arithmetic), numbers.k.to(arithmetic)) * layer.scale)
+    # In place: tensors of all queries by all keys are what takes the time.
+    logits = r(_products(numbers.q.to(arithmetic), numbers.k.to(arithmetic)).mul_(layer.scale))
     if layer.soft_cap is not None:
-        logits = r(r(torch.tanh(r(logits / layer.soft_cap))) * layer.soft_cap)
+        logits = r(r(r(logits.div_(layer.soft_cap)).tanh_()).mul_(layer.soft_cap))
     if numbers.alibi is not None:
-        logits = r(logits + numbers.alibi.to(arithmetic)[:, None, None] * distance.to(arithmetic))
-    logits = logits.masked_fill(~visible(layer, distance), float("-inf"))
+        logits = r(logits.add_(numbers.alibi.to(arithmetic)[:, None, None] * distance.to(arithmetic)))
+    logits.masked_fill_(~visible(layer, distance), float("-inf"))
     if numbers.sinks is not None:
         column = numbers.sinks.to(arithmetic)[:, None, None].expand(-1, len(numbers.q), 1)
         logits = torch.cat([logits, column], -1)
@@ -190,12 +191,12 @@ def _expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
 def _floor(numbers: Numbers, exact: Weighted, dtype: torch.dtype) -> Tensor:
     """Return the unavoidable error of each row, float64[queries, num_heads] (see the module)."""
     distance = _distances(numbers)
-    size = _products(numbers.q.double().abs(), numbers.k.double().abs()) * abs(numbers.layer.scale)
+    size = _products(numbers.q.double().abs(), numbers.k.double().abs()).mul_(abs(numbers.layer.scale))
     if numbers.alibi is not None:
-        size = size + (numbers.alibi.double()[:, None, None] * distance).abs()
+        size.add_((numbers.alibi.double()[:, None, None] * distance).abs())
     # Keys whose share of the result is next to nothing add no error to it, however large their logits are.
     counted = exact.weights > 1e-12 * exact.weights.sum(-1, keepdim=True)
-    largest = torch.maximum(size.masked_fill(~counted, 0.0).amax(-1), exact.log_sum.abs()).T
+    largest = torch.maximum(size.masked_fill_(counted.logical_not_(), 0.0).amax(-1), exact.log_sum.abs()).T
     count = visible(numbers.layer, distance).sum(-1).double()[:, None]
     values = _mixed(exact.weights, numbers.v.double().abs()).amax(-1)
     unit = torch.finfo(dtype).eps / 2
